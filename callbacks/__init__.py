@@ -1,0 +1,18 @@
+"""Callbacks of a sampling run; they meet at the module's controls and samples and combine freely."""
+
+from lightning_sgmcmc.callbacks.base import SamplerCallback
+from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage, Evaluation
+from lightning_sgmcmc.callbacks.cyclical_schedule import CyclicalSchedule
+from lightning_sgmcmc.callbacks.run_summary import RunSummary
+from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
+from lightning_sgmcmc.callbacks.sampling_schedule import SamplingSchedule
+
+__all__ = [
+    "BayesianModelAverage",
+    "CyclicalSchedule",
+    "Evaluation",
+    "RunSummary",
+    "SampleCollector",
+    "SamplerCallback",
+    "SamplingSchedule",
+]

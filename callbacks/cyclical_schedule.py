@@ -1,0 +1,98 @@
+"""The cyclical schedule of cSG-MCMC."""
+
+from typing import Any
+
+import pytorch_lightning as pl
+from lightning_sgmcmc.callbacks.base import Schedule
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+
+from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.schedules import CyclicalPlan
+
+
+class CyclicalSchedule(Schedule):
+    """Cycles of exploration and sampling with a cosine step size (cSGLD, cSGHMC; any sampler).
+
+        lr_k = lr_0/2·[cos(π·r(k)) + 1],   r(k) = mod(k-1, ⌈K/M⌉)/⌈K/M⌉
+
+    lr_0 is each parameter group's own lr, K the run's optimizer steps. While r(k) < β the temperature is 0; then it is the
+    target's, and samples are drawn, evenly spaced up to the cycle's end. With `temperature=0` it makes Snapshot ensembles.
+
+    Args:
+        num_cycles: M.
+        exploration: β in [0, 1), the share of a cycle without noise.
+        samples_per_cycle: samples drawn in each cycle.
+        temperature: τ of the sampling stage; None takes the module's.
+
+    Raises:
+        ValueError: for an argument out of range; at the start of the fit, if the run has no end or its cycles are too short for
+            their samples.
+
+    Source: Zhang et al. 2020 (cSG-MCMC), eq. (2) and Algorithm 1.
+
+    Example::
+
+        trainer = pl.Trainer(max_epochs=200, callbacks=[CyclicalSchedule(num_cycles=4, exploration=0.8)])
+    """
+
+    def __init__(
+        self,
+        num_cycles: int = 4,
+        exploration: float = 0.8,
+        samples_per_cycle: int = 3,
+        temperature: float | None = None,
+    ) -> None:
+        if num_cycles < 1:
+            raise ValueError(f"num_cycles must be at least 1, got {num_cycles}")
+        if not 0 <= exploration < 1:
+            raise ValueError(f"exploration must be in [0, 1), got {exploration}")
+        if samples_per_cycle < 1:
+            raise ValueError(f"samples_per_cycle must be at least 1, got {samples_per_cycle}")
+        if temperature is not None and not temperature >= 0:
+            raise ValueError(f"temperature must not be negative, got {temperature}")
+        self.num_cycles = num_cycles
+        self.exploration = exploration
+        self.samples_per_cycle = samples_per_cycle
+        self.temperature = temperature
+        self._plan: CyclicalPlan | None = None
+        self._sample_steps: frozenset[int] = frozenset()
+        self._target_temperature = 1.0
+        self._planned_steps: int | None = None
+
+    def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        total = trainer.estimated_stepping_batches
+        if total == float("inf") or total < 1:
+            raise ValueError("CyclicalSchedule needs a run with an end: set the trainer's max_steps or max_epochs")
+        total = int(total)
+        if self._planned_steps not in (None, total):
+            rank_zero_warn(
+                f"This run's cycles are laid out for {total} steps, the checkpoint's were for {self._planned_steps}: the "
+                "schedule is not the one that it was."
+            )
+        self._planned_steps = total
+        self._plan = CyclicalPlan(total, self.num_cycles, self.exploration, self.samples_per_cycle)
+        self._sample_steps = frozenset(self._plan.sample_steps())
+        self._target_temperature = module.temperature if self.temperature is None else self.temperature
+
+    def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:
+        plan = self._plan
+        assert plan is not None
+        factor = plan.lr_factor(step)
+        exploring = plan.is_exploration(step)
+        temperature = 0.0 if exploring else self._target_temperature
+        for group in sampler.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+            group["temperature"] = temperature
+        state = module.chain_state
+        state.cycle = plan.cycle_of(step)
+        state.stage = "exploration" if exploring else "sampling"
+
+    def draws(self, step: int) -> bool:
+        return step in self._sample_steps
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total_steps": self._planned_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._planned_steps = state_dict["total_steps"]

@@ -1,0 +1,94 @@
+"""The pictures of a run: each function draws one figure from plain numbers and returns it."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SAMPLE_COLOUR = "tab:red"
+AVERAGE_COLOUR = "tab:blue"
+SINGLE_COLOUR = "tab:gray"
+
+
+def _canvas(rows: int = 1, width: float = 7.0, height: float = 4.0) -> "tuple[Figure, list[Axes]]":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, 1, sharex=True, squeeze=False)
+    return figure, list(axes[:, 0])
+
+
+def schedule_figure(
+    steps: Sequence[int], lr: Sequence[float], temperature: Sequence[float], sample_steps: Sequence[int]
+) -> "Figure":
+    """Draw step size and temperature against the step, with the samples marked."""
+    figure, (upper, lower) = _canvas(2, height=4.5)
+    upper.plot(steps, lr, color="black", linewidth=1)
+    upper.plot(
+        sample_steps, np.interp(sample_steps, steps, lr), "o", color=SAMPLE_COLOUR, markersize=4, label="samples"
+    )
+    upper.set_ylabel("step size lr")
+    if len(sample_steps):
+        upper.legend(loc="upper right")
+    lower.step(steps, temperature, where="post", color="black", linewidth=1)
+    lower.set_ylabel("temperature τ")
+    lower.set_xlabel("optimizer step")
+    return figure
+
+
+def energy_figure(
+    steps: Sequence[int], energy: Sequence[float], sample_steps: Sequence[int], sample_energy: Sequence[float]
+) -> "Figure":
+    """Draw the mini-batch energies against the step, with the samples marked; logarithmic where the range asks for it."""
+    figure, (axes,) = _canvas()
+    axes.plot(steps, energy, color="black", linewidth=0.8)
+    axes.plot(sample_steps, sample_energy, "o", color=SAMPLE_COLOUR, markersize=4, label="samples")
+    finite = np.asarray(energy)[np.isfinite(energy)]
+    if finite.size and finite.min() > 0 and finite.max() > 20 * finite.min():
+        axes.set_yscale("log")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("potential energy Ũ (nats)")
+    if len(sample_steps):
+        axes.legend(loc="upper right")
+    return figure
+
+
+def running_average_figure(metric: str, running: Sequence[float], single: Sequence[float]) -> "Figure":
+    """Draw a metric of the running model average against the number of samples, beside the single samples'."""
+    figure, (axes,) = _canvas()
+    count = np.arange(1, len(running) + 1)
+    axes.plot(count, single, "o", color=SINGLE_COLOUR, markersize=4, label="single sample")
+    axes.axhline(
+        float(np.mean(single)), color=SINGLE_COLOUR, linestyle="--", linewidth=1, label="mean of single samples"
+    )
+    axes.plot(count, running, "-o", color=AVERAGE_COLOUR, markersize=3, label="model average")
+    axes.set_xlabel("number of samples")
+    axes.set_ylabel(metric)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend()
+    return figure
+
+
+def reliability_figure(
+    confidence: Sequence[float], accuracy: Sequence[float], count: Sequence[float], ece: float
+) -> "Figure":
+    """Draw accuracy against confidence in each bin, with the share of the data in it."""
+    figure, (upper, lower) = _canvas(2, width=5, height=6)
+    confidence, accuracy, share = np.asarray(confidence), np.asarray(accuracy), np.asarray(count, dtype=float)
+    bins = len(share)
+    filled = share > 0
+    share = share / max(share.sum(), 1)
+    upper.plot([0, 1], [0, 1], color="black", linestyle=":", linewidth=1, label="calibrated")
+    upper.plot(confidence[filled], accuracy[filled], "-o", color=AVERAGE_COLOUR, label=f"model average, ECE {ece:.3f}")
+    upper.set_ylabel("accuracy")
+    upper.set_xlim(0, 1)
+    upper.set_ylim(0, 1)
+    upper.legend(loc="upper left")
+    lower.bar((np.arange(bins) + 0.5) / bins, share, width=0.9 / bins, color=SINGLE_COLOUR)
+    lower.set_ylabel("share of data")
+    lower.set_xlabel("confidence")
+    return figure

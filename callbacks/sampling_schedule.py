@@ -1,0 +1,123 @@
+"""Burn-in and thinning, with a constant, decaying or annealed step size."""
+
+import math
+
+import pytorch_lightning as pl
+from lightning_sgmcmc.callbacks.base import Schedule
+
+from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.schedules import Annealing, PolynomialDecay
+
+
+class SamplingSchedule(Schedule):
+    """One stage of burn-in, then a sample every so many steps or epochs.
+
+    The step size stays the module's, or falls as a·(b+k)^-γ, or is divided by a constant every epoch; so may the temperature be.
+    Without `lr_decay` and `lr_annealing` it is left alone, and torch's schedulers may set it.
+
+    Args:
+        burn_in_steps: optimizer steps before the first interval of `every_n_steps`.
+        burn_in_epochs: the same in epochs; give one of the two.
+        every_n_steps: a sample after every so many optimizer steps.
+        every_n_epochs: the same in epochs; give exactly one of the two.
+        burn_in_temperature: τ during burn-in (0 optimizes first); None is the target's.
+        temperature: τ of the target; None takes the module's.
+        lr_decay: polynomial decay of the step size; parameter groups keep their ratios to the first.
+        lr_annealing: division of the step size at every epoch.
+        temperature_annealing: division of the temperature at every epoch.
+
+    Raises:
+        ValueError: for an argument out of range or a contradiction; at the start of the fit, if no sample would be drawn, or if
+            epochs are asked for and have no known length.
+
+    Source: Welling & Teh 2011; Deng et al. 2020 (CSGLD), section 4.2.
+    """
+
+    def __init__(
+        self,
+        burn_in_steps: int | None = None,
+        burn_in_epochs: int | None = None,
+        every_n_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        burn_in_temperature: float | None = None,
+        temperature: float | None = None,
+        lr_decay: PolynomialDecay | None = None,
+        lr_annealing: Annealing | None = None,
+        temperature_annealing: Annealing | None = None,
+    ) -> None:
+        if (every_n_steps is None) == (every_n_epochs is None):
+            raise ValueError("give exactly one of every_n_steps and every_n_epochs")
+        if burn_in_steps is not None and burn_in_epochs is not None:
+            raise ValueError("give one of burn_in_steps and burn_in_epochs, not both")
+        if lr_decay is not None and lr_annealing is not None:
+            raise ValueError("give one of lr_decay and lr_annealing, not both")
+        for name, value, least in (
+            ("burn_in_steps", burn_in_steps, 0),
+            ("burn_in_epochs", burn_in_epochs, 0),
+            ("every_n_steps", every_n_steps, 1),
+            ("every_n_epochs", every_n_epochs, 1),
+            ("burn_in_temperature", burn_in_temperature, 0),
+            ("temperature", temperature, 0),
+        ):
+            if value is not None and not value >= least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        self.burn_in_steps = burn_in_steps
+        self.burn_in_epochs = burn_in_epochs
+        self.every_n_steps = every_n_steps
+        self.every_n_epochs = every_n_epochs
+        self.burn_in_temperature = burn_in_temperature
+        self.temperature = temperature
+        self.lr_decay = lr_decay
+        self.lr_annealing = lr_annealing
+        self.temperature_annealing = temperature_annealing
+        self._burn_in = 0
+        self._every = 1
+        self._steps_per_epoch = 0
+        self._target_temperature = 1.0
+
+    @property
+    def sets_lr(self) -> bool:  # type: ignore[override]
+        return self.lr_decay is not None or self.lr_annealing is not None
+
+    def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        total = trainer.estimated_stepping_batches
+        self._steps_per_epoch = self._epoch_length(trainer)
+        self._burn_in = self.burn_in_steps or (self.burn_in_epochs or 0) * self._steps_per_epoch
+        self._every = self.every_n_steps or (self.every_n_epochs or 0) * self._steps_per_epoch
+        if self._burn_in + self._every > total:
+            raise ValueError(
+                f"no sample would be drawn: the run has {total} steps, the first sample comes after {self._burn_in} of burn-in "
+                f"and {self._every} more"
+            )
+        self._target_temperature = module.temperature if self.temperature is None else self.temperature
+
+    def _epoch_length(self, trainer: pl.Trainer) -> int:
+        batches = trainer.num_training_batches
+        if math.isfinite(batches):
+            return math.ceil(batches / trainer.accumulate_grad_batches)
+        if self.burn_in_epochs or self.every_n_epochs or self.lr_annealing or self.temperature_annealing:
+            raise ValueError(
+                "the training loader has no length, so epochs cannot be counted in steps: give steps instead"
+            )
+        return 0
+
+    def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:
+        epoch = (step - 1) // self._steps_per_epoch if self._steps_per_epoch else 0
+        burning_in = step <= self._burn_in
+        temperature = self._target_temperature
+        if burning_in and self.burn_in_temperature is not None:
+            temperature = self.burn_in_temperature
+        if self.temperature_annealing is not None:
+            temperature *= self.temperature_annealing.factor(epoch)
+        first_lr = sampler.param_groups[0]["initial_lr"]
+        for group in sampler.param_groups:
+            group["temperature"] = temperature
+            if self.lr_decay is not None:
+                group["lr"] = self.lr_decay(step) * (group["initial_lr"] / first_lr)
+            elif self.lr_annealing is not None:
+                group["lr"] = group["initial_lr"] * self.lr_annealing.factor(epoch)
+        module.chain_state.stage = "burn-in" if burning_in else "sampling"
+
+    def draws(self, step: int) -> bool:
+        return step > self._burn_in and (step - self._burn_in) % self._every == 0

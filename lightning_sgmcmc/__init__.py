@@ -1,0 +1,32 @@
+"""Bayesian deep learning by stochastic-gradient MCMC as ordinary PyTorch Lightning training."""
+
+from lightning_sgmcmc.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Prediction
+from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.posterior import Posterior
+from lightning_sgmcmc.priors import GaussianPrior, LaplacePrior, Prior, StudentTPrior
+from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGLD
+from lightning_sgmcmc.schedules import Annealing, PolynomialDecay
+from lightning_sgmcmc.store import PosteriorSample
+
+__all__ = [
+    "SGHMC",
+    "SGLD",
+    "SGNHT",
+    "Annealing",
+    "BayesianModule",
+    "Bernoulli",
+    "Categorical",
+    "Gaussian",
+    "GaussianPrior",
+    "LaplacePrior",
+    "Likelihood",
+    "PolynomialDecay",
+    "Posterior",
+    "PosteriorSample",
+    "Prediction",
+    "Prior",
+    "Sampler",
+    "StudentTPrior",
+    "UnderdampedLangevin",
+    "pSGLD",
+]

@@ -1,0 +1,28 @@
+"""The plain object through which callbacks and module meet."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class ChainState:
+    """What callbacks read and write about the chains of this process, one value per chain where a shape (C,) is named.
+
+    A plain object, because attributes of a module are dear to set at every step.
+
+    Attributes:
+        energy: Ũ of the last step's mini-batch, the mean over its micro-batches, shape (C,), on the device, in nats.
+        log_weight: log importance weight of the present states, shape (C,), on the device.
+        cycle: index of the cycle, from 0.
+        stage: "exploration" (temperature 0), "burn-in" or "sampling".
+        sample_due: set by a schedule in `on_train_batch_end`: the present states are samples.
+    """
+
+    energy: Tensor = field(default_factory=lambda: torch.full((1,), math.nan))
+    log_weight: Tensor = field(default_factory=lambda: torch.zeros(1))
+    cycle: int = 0
+    stage: str = "sampling"
+    sample_due: bool = False

@@ -1,0 +1,147 @@
+"""A network as plain data, so that a sample store can be opened later without the program that wrote it.
+
+`describe` turns a module into nested dictionaries of names and numbers where that is possible; `build` makes the module
+again. Nothing is pickled: a description names importable classes and the arguments they were made with.
+"""
+
+import functools
+import importlib
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class NotDescribableError(ValueError):
+    """Raised where a module cannot be turned into plain data."""
+
+
+def describe(value: Any) -> Any:
+    """Return plain data (numbers, strings, lists, dictionaries) from which `build` makes an equal value.
+
+    A module is described by its class and its constructor's arguments: those that were recorded
+    (`recorded_arguments`), else the attributes of the same names, as torch's own layers have them.
+
+    Raises:
+        NotDescribableError: if the value, or a part of it, has no such description.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [describe(item) for item in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: describe(item) for key, item in value.items()}}
+    if isinstance(value, nn.Module):
+        return _describe_module(value)
+    raise NotDescribableError(f"a {type(value).__name__} cannot be described as plain data")
+
+
+def build(description: Any) -> Any:
+    """Make what `describe` described.
+
+    Raises:
+        NotDescribableError: if a named class cannot be imported, or is not a torch module.
+    """
+    if isinstance(description, list):
+        return [build(item) for item in description]
+    if not isinstance(description, dict):
+        return description
+    if "dict" in description:
+        return {key: build(item) for key, item in description["dict"].items()}
+    cls = _import(description["class"])
+    if "children" in description:
+        return cls(OrderedDict((name, build(child)) for name, child in description["children"]))
+    return cls(**{name: build(argument) for name, argument in description["arguments"].items()})
+
+
+def _describe_module(module: nn.Module) -> dict[str, Any]:
+    if type(module).forward is nn.Sequential.forward:
+        description = {
+            "class": "torch.nn.modules.container:Sequential",
+            "children": [[name, describe(child)] for name, child in module.named_children()],
+        }
+    else:
+        description = {"class": _path_of(type(module)), "arguments": _arguments_of(module)}
+        _check_rebuilds(module, description)
+    return description
+
+
+def _arguments_of(module: nn.Module) -> dict[str, Any]:
+    recorded = getattr(module, "recorded_arguments", None)
+    if recorded is not None:
+        return {name: describe(value) for name, value in recorded().items()}
+    arguments: dict[str, Any] = {}
+    if type(module).__init__ is nn.Module.__init__:
+        return arguments
+    for parameter in inspect.signature(type(module)).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise NotDescribableError(f"{type(module).__name__} takes arguments without names")
+        if parameter.name not in module.__dict__ and parameter.name not in module._parameters | module._modules:
+            if parameter.default is parameter.empty:
+                raise NotDescribableError(f"{type(module).__name__} does not keep its argument '{parameter.name}'")
+            continue
+        value = getattr(module, parameter.name)
+        if isinstance(value, nn.Parameter) or (value is None and parameter.default is True):
+            value = value is not None  # such as the `bias` of a linear layer
+        arguments[parameter.name] = describe(value)
+    return arguments
+
+
+def _check_rebuilds(module: nn.Module, description: dict[str, Any]) -> None:
+    try:
+        with torch.device("meta"):  # neither memory nor random numbers are spent
+            twin = build(description)
+    except Exception as error:
+        raise NotDescribableError(
+            f"{type(module).__name__} cannot be made again from its arguments: {error}"
+        ) from error
+    shapes, twin_shapes = ({k: v.shape for k, v in m.state_dict().items()} for m in (module, twin))
+    layers, twin_layers = ([type(layer) for layer in m.modules()] for m in (module, twin))
+    if shapes != twin_shapes or layers != twin_layers:
+        raise NotDescribableError(f"{type(module).__name__} made again from its arguments is another network")
+
+
+def _path_of(cls: type) -> str:
+    if "<locals>" in cls.__qualname__:
+        raise NotDescribableError(f"{cls.__qualname__} is defined inside a function")
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _import(path: str) -> type[nn.Module]:
+    module_name, _, qualified_name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in qualified_name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise NotDescribableError(f"cannot import {path}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise NotDescribableError(f"{path} is not a torch module")
+    return found
+
+
+def record_arguments(cls: type[nn.Module]) -> None:
+    """Make `cls.__init__` keep the arguments of the outermost constructor call in `_arguments`."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def recording_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if "_arguments" not in self.__dict__:
+            self.__dict__["_arguments"] = _named_arguments(init, self, *args, **kwargs)
+        init(self, *args, **kwargs)
+
+    cls.__init__ = recording_init  # type: ignore[assignment]
+
+
+def _named_arguments(init: Callable[..., None], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    signature = inspect.signature(init)
+    named: dict[str, Any] = {}
+    for name, value in list(signature.bind(*args, **kwargs).arguments.items())[1:]:
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(value)
+        else:
+            named[name] = value
+    return named

@@ -1,0 +1,251 @@
+"""Likelihoods: the density of a target given the network's output, and what is averaged over posterior samples.
+
+Each likelihood answers three questions. `log_prob`: how likely is each datum? `terms`: which tensors, averaged over posterior
+samples, describe the predictive distribution? `metrics`, `prediction`: what do the averaged tensors say? Averages are of
+probabilities and moments, never of logits.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_sgmcmc.metrics import classification_metrics, predictive_entropy
+
+
+@dataclass
+class Prediction:
+    """The posterior predictive of n inputs; what does not apply to the likelihood is None.
+
+    Classification: `probabilities` (n, K); `entropy` (n,), of the averaged probabilities, in nats; `mutual_information`
+    (n,), between label and parameters: the part of the entropy that is due to disagreement of the samples;
+    `sample_probabilities` (S, n, K) on request.
+
+    Regression: `mean` (n, D); `std` (n, D), of the predictive; `epistemic_std` (n, D), its part due to the parameters;
+    `sample_means` (S, n, D) on request.
+    """
+
+    probabilities: Tensor | None = None
+    entropy: Tensor | None = None
+    mutual_information: Tensor | None = None
+    sample_probabilities: Tensor | None = None
+    mean: Tensor | None = None
+    std: Tensor | None = None
+    epistemic_std: Tensor | None = None
+    sample_means: Tensor | None = None
+
+
+class Likelihood(nn.Module, ABC):
+    """Density of a target given the network's output; subclass it for one of your own."""
+
+    per_sample_term: str
+    """The entry of `terms` that is kept for each sample when per-sample predictions are asked for."""
+
+    metric_names: tuple[str, ...] = ("nll",)
+    """The names that `metrics` returns."""
+
+    @abstractmethod
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return log p(target | output) of each datum, shape (n,)."""
+
+    @abstractmethod
+    def terms(self, output: Tensor) -> dict[str, Tensor]:
+        """Return the tensors, first axis n, whose average over samples describes the predictive distribution."""
+
+    def target_terms(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """Return further tensors to be averaged, those that need the target (for `metrics`)."""
+        return {}
+
+    @abstractmethod
+    def metrics(
+        self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float
+    ) -> dict[str, Tensor]:
+        """Return figures of merit of the averaged predictive.
+
+        Args:
+            terms: the averages of `terms` and `target_terms`.
+            log_density: log of the averaged density of each datum, shape (n,).
+            target: the targets.
+            scale: by what predictions were divided when the targets were standardised; figures are in original units.
+        """
+
+    @abstractmethod
+    def prediction(self, terms: Mapping[str, Tensor], per_sample: Tensor | None) -> Prediction:
+        """Return the predictive that the averages of `terms` describe."""
+
+
+class _ClassLikelihood(Likelihood):
+    """What the likelihoods with class probabilities share."""
+
+    per_sample_term = "probabilities"
+    metric_names = ("accuracy", "nll", "brier", "ece", "entropy")
+
+    def probabilities(self, output: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def labels(self, target: Tensor) -> Tensor:
+        return target
+
+    def terms(self, output: Tensor) -> dict[str, Tensor]:
+        probabilities = self.probabilities(output)
+        return {"probabilities": probabilities, "sample_entropy": predictive_entropy(probabilities)}
+
+    def metrics(
+        self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float
+    ) -> dict[str, Tensor]:
+        metrics = classification_metrics(terms["probabilities"], self.labels(target))
+        metrics["nll"] = -log_density.mean()  # the same number, without the clamp
+        return metrics
+
+    def prediction(self, terms: Mapping[str, Tensor], per_sample: Tensor | None) -> Prediction:
+        entropy = predictive_entropy(terms["probabilities"])
+        return Prediction(
+            probabilities=terms["probabilities"],
+            entropy=entropy,
+            mutual_information=(entropy - terms["sample_entropy"]).clamp_min(0),
+            sample_probabilities=per_sample,
+        )
+
+
+class Categorical(_ClassLikelihood):
+    """Classification: the network's output is K logits, log p(y|x,θ) = log softmax(output)_y.
+
+    Output (n, K), target integer labels (n,).
+    """
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        if output.dim() != 2 or target.shape != output.shape[:1] or target.is_floating_point():
+            raise ValueError(
+                f"Categorical needs logits of shape (n, K) and integer labels of shape (n,), got {tuple(output.shape)} "
+                f"and {tuple(target.shape)} of {target.dtype}"
+            )
+        return -F.cross_entropy(_at_least_float32(output), target, reduction="none")
+
+    def probabilities(self, output: Tensor) -> Tensor:
+        return _at_least_float32(output).softmax(-1)
+
+
+class Bernoulli(_ClassLikelihood):
+    """Two classes: the network's output is one logit, p(y=1|x,θ) = sigmoid(output).
+
+    Output (n,) or (n, 1), target 0 or 1 of any dtype, shape (n,) or (n, 1). Predictive probabilities have K = 2 columns.
+    """
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        logit = self._column(output, "output")
+        label = self._column(target, "target")
+        if logit.shape != label.shape:
+            raise ValueError(f"Bernoulli: {len(logit)} outputs for {len(label)} targets")
+        return -F.binary_cross_entropy_with_logits(logit, label.to(logit.dtype), reduction="none")
+
+    def probabilities(self, output: Tensor) -> Tensor:
+        logit = self._column(output, "output")
+        return torch.stack([torch.sigmoid(-logit), torch.sigmoid(logit)], -1)
+
+    def labels(self, target: Tensor) -> Tensor:
+        return self._column(target, "target").long()
+
+    @staticmethod
+    def _column(tensor: Tensor, name: str) -> Tensor:
+        if tensor.dim() == 2 and tensor.shape[1] == 1:
+            tensor = tensor[:, 0]
+        if tensor.dim() != 1:
+            raise ValueError(f"Bernoulli needs an {name} of shape (n,) or (n, 1), got {tuple(tensor.shape)}")
+        return _at_least_float32(tensor) if tensor.is_floating_point() else tensor
+
+
+class Gaussian(Likelihood):
+    """Regression: y = output + noise, log p(y|x,θ) = Σ_d log N(y_d; output_d, std²).
+
+    Output and target (n, D) or (n,).
+
+    Args:
+        std: standard deviation of the noise > 0, in the units of the target as the network sees it; where it is learned,
+            the initial value.
+        learned: sample log(std) beside the weights. It is then a parameter `likelihood.log_std` of the module, and the
+            module's prior holds for it.
+
+    Raises:
+        ValueError: if std is not positive.
+    """
+
+    per_sample_term = "mean"
+    metric_names = ("rmse", "nll", "coverage_50", "coverage_90")
+    coverage_levels = (0.5, 0.9)
+
+    def __init__(self, std: float = 1.0, learned: bool = False) -> None:
+        super().__init__()
+        if not (std > 0 and math.isfinite(std)):
+            raise ValueError(f"std must be a positive number, got {std}")
+        self.std = float(std)
+        self.learned = learned
+        log_std = torch.tensor(math.log(std))
+        if learned:
+            self.log_std = nn.Parameter(log_std)
+        else:
+            self.register_buffer("log_std", log_std, persistent=False)
+
+    def extra_repr(self) -> str:
+        return f"std={self.std}, learned={self.learned}"
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        output, target = self._matched(output, target)
+        standardised = (target - output) / self.log_std.exp()
+        return (-standardised.square() / 2 - self.log_std - math.log(2 * math.pi) / 2).sum(-1)
+
+    def terms(self, output: Tensor) -> dict[str, Tensor]:
+        mean = self._columns(output)
+        variance = (2 * self.log_std).exp().expand_as(mean)
+        return {"mean": mean, "square": mean.square(), "variance": variance}
+
+    def target_terms(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        # The averaged probability integral transform is the mixture's own, so intervals need no stored samples.
+        output, target = self._matched(output, target)
+        return {"cdf": torch.special.ndtr((target - output) / self.log_std.exp())}
+
+    def metrics(
+        self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float
+    ) -> dict[str, Tensor]:
+        mean, target = self._matched(terms["mean"], target)
+        metrics = {
+            "rmse": (mean - target).square().mean().sqrt() * scale,
+            "nll": -log_density.mean() + mean.shape[1] * math.log(scale),
+        }
+        for level in self.coverage_levels:
+            inside = (terms["cdf"] - 0.5).abs() <= level / 2
+            metrics[f"coverage_{level * 100:.0f}"] = inside.to(mean.dtype).mean()
+        return metrics
+
+    def prediction(self, terms: Mapping[str, Tensor], per_sample: Tensor | None) -> Prediction:
+        epistemic = (terms["square"] - terms["mean"].square()).clamp_min(0)
+        return Prediction(
+            mean=terms["mean"],
+            std=(epistemic + terms["variance"]).sqrt(),
+            epistemic_std=epistemic.sqrt(),
+            sample_means=per_sample,
+        )
+
+    @staticmethod
+    def _columns(tensor: Tensor) -> Tensor:
+        tensor = _at_least_float32(tensor)
+        if tensor.dim() == 1:
+            return tensor[:, None]
+        if tensor.dim() != 2:
+            raise ValueError(f"Gaussian needs outputs and targets of shape (n, D) or (n,), got {tuple(tensor.shape)}")
+        return tensor
+
+    def _matched(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        output, target = self._columns(output), self._columns(target)
+        if output.shape != target.shape:
+            raise ValueError(
+                f"Gaussian: outputs of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)}"
+            )
+        return output, target
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

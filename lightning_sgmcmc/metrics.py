@@ -1,0 +1,61 @@
+"""Figures of merit of a predictive distribution: pure functions of tensors."""
+
+import torch
+from torch import Tensor
+from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
+
+CALIBRATION_BINS = 15
+
+
+def predictive_entropy(probabilities: Tensor) -> Tensor:
+    """Return -Σ_k p_k·log p_k of each row, in nats; (n, K) to (n,)."""
+    return torch.special.entr(probabilities).sum(-1)
+
+
+def brier_score(probabilities: Tensor, target: Tensor) -> Tensor:
+    """Return the mean over the data of Σ_k (p_k - 1{k=y})².
+
+    Args:
+        probabilities: shape (n, K).
+        target: labels in 0..K-1, shape (n,).
+    """
+    p_true = probabilities.gather(-1, target[:, None]).squeeze(-1)
+    return (probabilities.square().sum(-1) - 2 * p_true + 1).mean()
+
+
+def classification_metrics(probabilities: Tensor, target: Tensor) -> dict[str, Tensor]:
+    """Return accuracy, nll (nats per datum), brier, ece (15 bins, L1) and the mean predictive entropy.
+
+    Args:
+        probabilities: shape (n, K).
+        target: labels in 0..K-1, shape (n,).
+    """
+    num_classes = probabilities.shape[-1]
+    p_true = probabilities.gather(-1, target[:, None]).squeeze(-1)
+    return {
+        "accuracy": multiclass_accuracy(probabilities, target, num_classes, average="micro"),
+        "nll": -p_true.clamp_min(torch.finfo(p_true.dtype).tiny).log().mean(),
+        "brier": brier_score(probabilities, target),
+        "ece": multiclass_calibration_error(probabilities, target, num_classes, n_bins=CALIBRATION_BINS, norm="l1"),
+        "entropy": predictive_entropy(probabilities).mean(),
+    }
+
+
+def reliability(probabilities: Tensor, target: Tensor, bins: int = CALIBRATION_BINS) -> tuple[Tensor, Tensor, Tensor]:
+    """Return per confidence bin the mean confidence, the accuracy and the number of data, each of shape (bins,).
+
+    Args:
+        probabilities: shape (n, K).
+        target: labels in 0..K-1, shape (n,).
+        bins: number of equal bins of (0, 1].
+    """
+    confidence, predicted = probabilities.max(-1)
+    index = (confidence * bins).ceil().long().clamp(1, bins) - 1
+    count = torch.zeros(bins, dtype=torch.float64)
+    total_confidence, total_correct = count.clone(), count.clone()
+    index, confidence, correct = index.cpu(), confidence.cpu().double(), (predicted == target).cpu().double()
+    count.index_add_(0, index, torch.ones_like(confidence))
+    total_confidence.index_add_(0, index, confidence)
+    total_correct.index_add_(0, index, correct)
+    filled = count.clamp_min(1)
+    return total_confidence / filled, total_correct / filled, count

@@ -1,0 +1,362 @@
+"""BayesianModule: a LightningModule whose training step is a step of a Markov chain."""
+
+import functools
+import math
+import os
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import pytorch_lightning as pl
+from torch import Tensor, nn
+
+from lightning_sgmcmc.chain_state import ChainState
+from lightning_sgmcmc.description import record_arguments
+from lightning_sgmcmc.likelihoods import Likelihood
+from lightning_sgmcmc.priors import GaussianPrior, Prior
+from lightning_sgmcmc.samplers import SGLD, Sampler
+from lightning_sgmcmc.store import PosteriorSample
+from lightning_sgmcmc.training_data import count_training_data
+
+if TYPE_CHECKING:
+    from lightning_sgmcmc.posterior import Posterior
+
+
+class BayesianModule(pl.LightningModule):
+    """A network with a likelihood and a prior, trained by a sampler: the parameters walk through the posterior.
+
+        U(θ) = -Σ_i log p(y_i|x_i,θ) - log p(θ),   Ũ(θ) = (N/n)·Σ_{i in batch} -log p(y_i|x_i,θ) - log p(θ)
+
+    The training loss is Ũ/N, a mean loss like any other (with C chains, their sum). Subclass it and define `forward`, or
+    pass `net`. Batches are pairs (x, y) unless `output_and_target` or `log_likelihood` is overridden.
+
+    Args:
+        net: the network; leave it out in a subclass that defines `forward`.
+        likelihood: p(y | output); leave it out in a subclass that defines `log_likelihood`.
+        prior: log p(θ) over all trainable parameters, a learned noise scale included.
+        sampler: a sampler class, or anything that makes a sampler from parameters and the keyword arguments `lr`,
+            `temperature`, `num_data`, `num_chains` and `seed` (`functools.partial(SGHMC, friction=0.05)`).
+        lr: step size in units of the mean potential, `lr = ε·N` for a paper's ε; None takes the sampler's own.
+        temperature: τ of the target exp(-U/τ); schedules go to it in their sampling stages.
+        num_data: N, the number of training data; None takes the datamodule's `num_data`, or the length of the training data
+            set.
+        num_chains: number of chains C in this process.
+        seed: seed of the injected noise; None takes `seed_everything`'s, or a random one that all ranks share.
+
+    Raises:
+        ValueError: for a negative or infinite temperature or lr, or a num_data or num_chains below 1.
+        NotImplementedError: for more than one chain, which a later version brings.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module | None = None,
+        likelihood: Likelihood | None = None,
+        prior: Prior | None = None,
+        sampler: Callable[[Iterable[nn.Parameter]], Sampler] = SGLD,
+        lr: float | None = None,
+        temperature: float = 1.0,
+        num_data: int | None = None,
+        num_chains: int = 1,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("temperature", temperature), ("lr", lr)):
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be a finite number and not negative, got {value}")
+        for name, count in (("num_data", num_data), ("num_chains", num_chains)):
+            if count is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        if num_chains > 1:
+            raise NotImplementedError(
+                f"num_chains={num_chains}: several chains in one process are not there yet; run one chain per process"
+            )
+        if net is not None:
+            # A compiled network trains compiled and is evaluated as it was; so samples have the plain names.
+            self.net = getattr(net, "_orig_mod", net)
+            self.__dict__["_training_net"] = net
+        self.likelihood = likelihood
+        self.prior = prior if prior is not None else GaussianPrior()
+        self.sampler_factory = sampler
+        self.lr = lr
+        self.temperature = float(temperature)
+        self.num_data = num_data
+        self.num_chains = num_chains
+        self.seed = seed
+        self.chain_state = ChainState()
+        self.posterior: Posterior | None = None
+        self.evaluations: dict[str, Any] = {}
+        """By stage ("val", "test"), the `Evaluation` of the collected samples, if a callback makes one."""
+        self._given_num_data = num_data
+        self._sampling_seed = seed
+        self._trainable: dict[str, Tensor] | None = None
+        self.save_hyperparameters(
+            {
+                "likelihood": repr(likelihood),
+                "prior": repr(self.prior),
+                "sampler": _name_of(sampler),
+                "lr": lr,
+                "temperature": self.temperature,
+                "num_chains": num_chains,
+            }
+        )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in cls.__dict__:
+            record_arguments(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning sets this one some ten times a step, and nn.Module's way to set a plain attribute is slow.
+        if name == "_current_fx_name":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def recorded_arguments(self) -> dict[str, Any]:
+        """Return the constructor's arguments that rebuild the network: all but what only training needs."""
+        skipped = {"prior", "sampler", "seed"}
+        return {name: value for name, value in self.__dict__["_arguments"].items() if name not in skipped}
+
+    # -- the model ----------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Any) -> Any:
+        """Return the network's output for the inputs `x`, for one chain."""
+        if "net" not in self._modules:
+            raise NotImplementedError(f"{type(self).__name__} needs a network: pass net=… or define forward")
+        return self._training_net(x) if self.training else self.net(x)
+
+    def output_and_target(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the network's output for a batch, and its target; a batch is a pair (x, y) unless this is overridden."""
+        if not (isinstance(batch, list | tuple) and len(batch) == 2):
+            raise TypeError(
+                f"a batch should be a pair (x, y), got {type(batch).__name__}: override output_and_target(batch) of "
+                f"{type(self).__name__} for batches of another form"
+            )
+        x, y = batch
+        return self(x), y
+
+    def log_likelihood(self, batch: Any) -> Tensor:
+        """Return log p(y|x,θ) of each datum of a batch, shape (n,), for one chain."""
+        if self.likelihood is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} needs a likelihood: pass likelihood=… or define log_likelihood(batch)"
+            )
+        return self.likelihood.log_prob(*self.output_and_target(batch))
+
+    def log_prior(self) -> Tensor:
+        """Return log p(θ) of the trainable parameters, shape (), for one chain."""
+        parameters = self._trainable if self._trainable is not None else self._named_trainable()
+        return self.prior.log_prob(parameters)
+
+    def potential_energy(self, batch: Any) -> Tensor:
+        """Return Ũ of a batch for each chain, shape (C,), in nats."""
+        return self._mean_potential(batch) * self._known_num_data()
+
+    def _mean_potential(self, batch: Any) -> Tensor:
+        """Return Ũ/N for each chain, shape (C,)."""
+        log_likelihood = self.log_likelihood(batch)
+        if log_likelihood.dim() != 1:
+            raise ValueError(
+                f"log_likelihood(batch) must return one number per datum, shape (n,), got {tuple(log_likelihood.shape)}: "
+                "the batch's size is read from it"
+            )
+        return (-log_likelihood.mean() - self.log_prior() / self._known_num_data()).reshape(1)
+
+    def score(self, batch: Any) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+        """Return what an evaluation averages over samples.
+
+        Returns:
+            log p(y|x,θ) of each datum (n,), the likelihood's terms (see `Likelihood`), and the targets (None and no terms
+            where the module has its own log_likelihood and no likelihood).
+        """
+        if self.likelihood is None:
+            return self.log_likelihood(batch), {}, None
+        output, target = self.output_and_target(batch)
+        terms = self.likelihood.terms(output) | self.likelihood.target_terms(output, target)
+        if type(self).log_likelihood is BayesianModule.log_likelihood:
+            return self.likelihood.log_prob(output, target), terms, target
+        return self.log_likelihood(batch), terms, target
+
+    # -- Lightning's hooks --------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Compute the chains' energies; return the loss Σ_c Ũ_c/N."""
+        potential = self._mean_potential(batch)
+        position, window = self._accumulation_window(batch_idx)
+        energy = potential.detach() * self._known_num_data()
+        state = self.chain_state
+        state.energy = energy if position == 0 else state.energy + (energy - state.energy) / (position + 1)
+        loss = potential.sum()
+        accumulated = self.trainer.accumulate_grad_batches
+        # Lightning divides by the whole window, also where the epoch's last one is shorter.
+        return loss if window == accumulated else loss * (accumulated / window)
+
+    def _accumulation_window(self, batch_idx: int) -> tuple[int, int]:
+        """Return the batch's position in its window of accumulated batches, and that window's length."""
+        accumulated = self.trainer.accumulate_grad_batches
+        if accumulated == 1:
+            return 0, 1
+        position = batch_idx % accumulated
+        batches = self.trainer.num_training_batches
+        return position, int(min(accumulated, batches - (batch_idx - position)))
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log the present state's mean negative log likelihood as `val/nll`."""
+        self._log_nll(batch, "val")
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log the present state's mean negative log likelihood as `test/nll`."""
+        self._log_nll(batch, "test")
+
+    def _log_nll(self, batch: Any, stage: str) -> None:
+        log_likelihood = self.log_likelihood(batch)
+        self.log(f"{stage}/nll", -log_likelihood.mean(), batch_size=len(log_likelihood), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Return the posterior predictive of a batch (inputs, or a tuple that starts with them)."""
+        if self.posterior is None or len(self.posterior) == 0:
+            raise RuntimeError("prediction averages over posterior samples, and there are none: add a SampleCollector")
+        inputs = batch[0] if isinstance(batch, list | tuple) else batch
+        return self.posterior.predict(inputs)
+
+    def configure_optimizers(self) -> Any:
+        """Make the sampler, with N, the seed and the number of chains filled in."""
+        self._check_model()
+        self._trainable = self._named_trainable()
+        if not self._trainable:
+            raise ValueError(f"{type(self).__name__} has no trainable parameters, so there is nothing to sample")
+        self.prior.log_prob(self._trainable)  # speaks up now if a parameter has no prior
+        self.num_data = self._resolve_num_data()
+        self._sampling_seed = self._resolve_seed()
+        options: dict[str, Any] = {
+            "num_data": self.num_data,
+            "temperature": self.temperature,
+            "num_chains": self.num_chains,
+            "seed": self._sampling_seed,
+        }
+        if self.lr is not None:
+            options["lr"] = self.lr
+        sampler = self.sampler_factory(self._trainable.values(), **options)  # type: ignore[arg-type,call-arg]
+        if not isinstance(sampler, Sampler):
+            raise TypeError(
+                f"sampler={_name_of(self.sampler_factory)} made a {type(sampler).__name__}, which adds no noise: take one of "
+                "lightning_sgmcmc.samplers (at temperature 0 they are torch's optimizers)"
+            )
+        return sampler
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """Add the callback that hands samples over, behind the user's callbacks and before checkpoints are written."""
+        if any(isinstance(callback, SampleHandover) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
+            return []
+        return [SampleHandover()]
+
+    def on_posterior_sample(self, sample: PosteriorSample) -> None:
+        """Called with each sample when it is drawn, after the callbacks' hooks of this name; override at will."""
+
+    # -- sampling -----------------------------------------------------------------------------------------------------
+
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler of the running fit."""
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        if not isinstance(optimizer, Sampler):
+            raise TypeError(
+                f"{type(self).__name__} should be trained by one sampler, got {type(optimizer).__name__}: leave "
+                "configure_optimizers to BayesianModule, or return one sampler from it"
+            )
+        return optimizer
+
+    def posterior_samples(self) -> list[PosteriorSample]:
+        """Return the chains' present states as samples, one for each chain, with tensors of their own."""
+        state = self.chain_state
+        energy = self.trainer.strategy.reduce(state.energy, reduce_op="mean")
+        return [
+            PosteriorSample(
+                step=self.sampler.step_count,
+                cycle=state.cycle,
+                chain=0,
+                energy=energy.reshape(-1)[0].item(),
+                log_weight=state.log_weight[0].item(),
+                parameters={name: p.detach().clone() for name, p in self.named_parameters()},
+                buffers={name: b.detach().clone() for name, b in self.named_buffers()},
+            )
+        ]
+
+    @property
+    def sampling_seed(self) -> int | None:
+        """The seed of the injected noise, once a fit has begun."""
+        return self._sampling_seed
+
+    # -- N, seed, checks ----------------------------------------------------------------------------------------------
+
+    def _named_trainable(self) -> dict[str, Tensor]:
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+    def _known_num_data(self) -> int:
+        if self.num_data is None:
+            raise RuntimeError(
+                "num_data is not known before the fit starts: pass num_data=… to use energies outside one"
+            )
+        return self.num_data
+
+    def _check_model(self) -> None:
+        cls = type(self)
+        own_likelihood = cls.log_likelihood is not BayesianModule.log_likelihood
+        if self.likelihood is None and not own_likelihood:
+            raise ValueError(f"{cls.__name__} needs a likelihood: pass likelihood=… or define log_likelihood(batch)")
+        own_forward = cls.forward is not BayesianModule.forward
+        own_output = cls.output_and_target is not BayesianModule.output_and_target
+        if "net" not in self._modules and not (own_forward or own_likelihood or own_output):
+            raise ValueError(f"{cls.__name__} needs a network: pass net=… or define forward")
+
+    def _resolve_num_data(self) -> int:
+        """Return N: the explicit one, the datamodule's, or the training data set's length, if they do not contradict."""
+        found, source = count_training_data(self.trainer)
+        given = self._given_num_data
+        if given is None and found is None:
+            raise ValueError(
+                f"the number of training data is not known ({source}): pass num_data=… to {type(self).__name__}"
+            )
+        if given is not None and found is not None and given != found:
+            raise ValueError(
+                f"num_data={given} contradicts {source}, which says {found}; leave num_data out (to temper the posterior, set "
+                "temperature)"
+            )
+        return given if given is not None else found  # type: ignore[return-value]
+
+    def _resolve_seed(self) -> int:
+        if self.seed is not None:
+            return self.seed
+        seed = os.environ.get("PL_GLOBAL_SEED") or int.from_bytes(os.urandom(4), "little")
+        return int(self.trainer.strategy.broadcast(int(seed)))
+
+
+class SampleHandover(pl.Callback):
+    """Hands the samples of a step to every callback with the hook `on_posterior_sample`, and to the module.
+
+    It stands behind the user's callbacks, so that all have had their say about the step, and before the checkpoint
+    callbacks, so that a checkpoint of this step knows of its samples.
+    """
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, BayesianModule)
+        state = pl_module.chain_state
+        if not state.sample_due:
+            return
+        state.sample_due = False
+        for sample in pl_module.posterior_samples():
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                hook = getattr(callback, "on_posterior_sample", None)
+                if hook is not None:
+                    hook(trainer, pl_module, sample)
+            pl_module.on_posterior_sample(sample)
+
+
+record_arguments(BayesianModule)
+
+
+def _name_of(factory: Any) -> str:
+    factory = getattr(factory, "func", factory) if isinstance(factory, functools.partial) else factory
+    return getattr(factory, "__name__", type(factory).__name__)

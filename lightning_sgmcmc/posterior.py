@@ -1,0 +1,210 @@
+"""The collected posterior: samples, their weights, and the predictive that averages over them."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sgmcmc.description import NotDescribableError, build
+from lightning_sgmcmc.diagnostics import effective_sample_size, normalised_weights
+from lightning_sgmcmc.evaluation import StatelessCall, WeightedAverage, concatenate, evaluation_mode
+from lightning_sgmcmc.likelihoods import Prediction
+from lightning_sgmcmc.store import DiskStore, MemoryStore, PosteriorSample, SampleRecord, SampleStore
+
+if TYPE_CHECKING:
+    from lightning_sgmcmc.module import BayesianModule
+
+
+class Posterior:
+    """Samples of a posterior and what they predict.
+
+    Iterating gives `PosteriorSample`s in the order of drawing, one at a time from the disk.
+
+    Args:
+        store: the samples.
+        model: the `BayesianModule` that the samples are states of, for predictions; its own weights stay untouched. None
+            leaves the samples without predictions.
+    """
+
+    def __init__(self, store: SampleStore, model: "BayesianModule | None" = None) -> None:
+        self.store = store
+        self.model = model
+        self._why_no_model = "no model was given"
+
+    @classmethod
+    def load(
+        cls, path: str | Path, model: "BayesianModule | None" = None, device: str | torch.device = "cpu"
+    ) -> "Posterior":
+        """Open a store on disk.
+
+        Args:
+            path: the folder that a `SampleCollector` wrote.
+            model: a module like the one that was trained; None builds it from the store's description, where it has one
+                (networks of torch's layers, and importable classes whose arguments are plain data).
+            device: where predictions are computed.
+
+        Raises:
+            FileNotFoundError: if there is no store.
+            ValueError: if the manifest is not one of ours, or the samples are of another network than `model`.
+        """
+        store = DiskStore(path)
+        posterior = cls(store, model)
+        if model is None:
+            posterior._build_model(store.model_description)
+        else:
+            posterior._check_fits(model)
+        if posterior.model is not None:
+            posterior.model.to(device)
+        return posterior
+
+    def _build_model(self, description: Any) -> None:
+        if description is None:
+            self._why_no_model = "the store has no description of its network"
+            return
+        try:
+            self.model = build(description)
+        except NotDescribableError as error:
+            self._why_no_model = str(error)
+
+    def _check_fits(self, model: nn.Module) -> None:
+        if len(self.store) == 0:
+            return
+        found = {name: tuple(t.shape) for name, t in self.store[0].state.items()}
+        expected = {name: tuple(t.shape) for name, t in (*model.named_parameters(), *model.named_buffers())}
+        if found != expected:
+            odd = sorted(k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k))
+            name = odd[0]
+            raise ValueError(
+                f"the samples are of another network than the model: '{name}' has shape {found.get(name, 'none')} in the "
+                f"samples and {expected.get(name, 'none')} in the model ({len(odd)} tensors differ)"
+            )
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def __iter__(self) -> Iterator[PosteriorSample]:
+        return iter(self.store)
+
+    def __getitem__(self, index: int) -> PosteriorSample:
+        return self.store[index]
+
+    @property
+    def records(self) -> list[SampleRecord]:
+        """What is known of each sample without loading it."""
+        return self.store.records
+
+    @property
+    def log_weights(self) -> Tensor:
+        """The samples' log importance weights, shape (S,), float64, up to a constant."""
+        return torch.tensor([record.log_weight for record in self.records], dtype=torch.float64)
+
+    @property
+    def weights(self) -> Tensor:
+        """The samples' weights, shape (S,), float64, summing to 1."""
+        return normalised_weights(self.log_weights)
+
+    @property
+    def effective_sample_size(self) -> float:
+        """(Σw)²/Σw² of the weights: how many equally weighted samples they are worth, autocorrelation apart."""
+        return effective_sample_size(self.log_weights)
+
+    def predict(self, x: Any, return_samples: bool = False) -> Prediction:
+        """Average the predictive distribution over the samples, by their weights.
+
+        Args:
+            x: inputs, a tensor (n, …); or an iterable of batches (a DataLoader), each inputs or a tuple that starts with
+                them.
+            return_samples: also keep each sample's prediction, in the order of the samples; memory grows with them.
+
+        Returns:
+            the predictive of all inputs, on the model's device.
+
+        Raises:
+            RuntimeError: if there are no samples, or no model (see `load`).
+        """
+        model = self._ready_model()
+        device = next(model.parameters()).device
+        likelihood = model.likelihood
+        if likelihood is None:
+            raise RuntimeError(f"{type(model).__name__} has no likelihood object, so there is no predictive to average")
+        batches = [x] if isinstance(x, Tensor) else x
+        caller = StatelessCall(model, lambda m, inputs: m.likelihood.terms(m(inputs)))
+        averages: list[WeightedAverage] = []
+        kept: list[Tensor] = []
+        with evaluation_mode(model), torch.no_grad():
+            for sample in self:
+                state = {name: tensor.to(device) for name, tensor in sample.state.items()}
+                of_sample = []
+                for index, inputs in enumerate(_inputs_of(batches, device)):
+                    terms = caller.call(state, inputs)
+                    if index == len(averages):
+                        averages.append(WeightedAverage())
+                    averages[index].add(terms, torch.empty(0, device=device), sample.log_weight)
+                    if return_samples:
+                        of_sample.append(terms[likelihood.per_sample_term])
+                if return_samples:
+                    kept.append(torch.cat(of_sample))
+        if not averages:
+            raise ValueError("there are no inputs to predict")
+        terms = concatenate(average.terms for average in averages)
+        return likelihood.prediction(terms, torch.stack(kept) if kept else None)
+
+    def update_batch_norm(self, batches: Iterable[Any]) -> "Posterior":
+        """Re-estimate the running statistics of BatchNorm for every sample, by one pass over training data.
+
+        A sample's statistics are an average over the steps before it, so they lag behind its weights; after this they are the
+        plain averages at its weights. Dropout stays off.
+
+        Args:
+            batches: an iterable that can be gone through once for each sample (a DataLoader), of inputs or tuples that
+                start with them.
+
+        Returns:
+            a new posterior, in memory; this one stays as it is.
+        """
+        model = self._ready_model()
+        device = next(model.parameters()).device
+        layers = {
+            name: layer
+            for name, layer in model.named_modules()
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.track_running_stats
+        }
+        store = MemoryStore()
+        caller = StatelessCall(model, lambda m, inputs: m(inputs))
+        momenta = {name: layer.momentum for name, layer in layers.items()}
+        with evaluation_mode(model), torch.no_grad():
+            try:
+                for layer in layers.values():
+                    layer.train()
+                    layer.momentum = None  # the plain average over batches
+                for sample in self:
+                    state = {name: tensor.to(device, copy=True) for name, tensor in sample.state.items()}
+                    for name in layers:
+                        state[f"{name}.running_mean"].zero_()
+                        state[f"{name}.running_var"].fill_(1)
+                        state[f"{name}.num_batches_tracked"].zero_()
+                    for inputs in _inputs_of(batches, device) if layers else ():
+                        caller.call(state, inputs)
+                    sample.buffers = {name: state[name] for name in sample.buffers}
+                    store.append(sample)
+            finally:
+                for name, layer in layers.items():
+                    layer.momentum = momenta[name]
+        return Posterior(store, model)
+
+    def _ready_model(self) -> "BayesianModule":
+        if len(self) == 0:
+            raise RuntimeError("there are no posterior samples")
+        if self.model is None:
+            raise RuntimeError(
+                f"predictions need the network, and {self._why_no_model}: use Posterior.load(path, model=…)"
+            )
+        return self.model
+
+
+def _inputs_of(batches: Iterable[Any], device: torch.device) -> Iterator[Tensor]:
+    for batch in batches:
+        inputs = batch[0] if isinstance(batch, list | tuple) else batch
+        yield inputs.to(device)

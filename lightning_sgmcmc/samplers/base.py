@@ -1,0 +1,224 @@
+"""What all samplers share: the controls, the noise, the step counter, the chain axis.
+
+**The one step-size convention.** A sampler sees the gradient `g` of the mean potential `Ũ/N`, as an ordinary optimizer
+sees the gradient of a mean loss, and `lr` multiplies it. A paper's step size ε for the gradient of the full potential U
+is `lr = ε·N`: ε = 2e-6 with N = 50,000 data is `lr = 0.1`. The injected noise follows from it: variance `2·lr·τ/N` a
+step for SGLD, where τ is the temperature (τ = 1 samples the posterior exp(-U)). `UnderdampedLangevin` alone is not in
+this form: its `lr` is the time step h of its equation.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sgmcmc.samplers.noise import ChainNoise
+
+Control: TypeAlias = "float | Tensor"
+"""A number, or a tensor of shape () or (C,) on the parameters' device: one value for all chains or one for each."""
+
+
+class Sampler(Optimizer):
+    """Base of the samplers: a torch optimizer that adds Gaussian noise, tied to the size of the data and τ.
+
+    Three controls stand in every parameter group and are read at each step after the closure has run: `lr`,
+    `temperature` and `gradient_multiplier` (κ, which multiplies the fresh gradient and may be negative). Each is a
+    number or a tensor of shape () or (C,). A temperature that is the number 0 draws no noise at all.
+
+    Subclasses implement `_update`, the rule of one step for one group.
+
+    Args:
+        params: parameters or parameter groups; float32 or float64, all on one device. With `num_chains` C > 1 every
+            parameter has a leading axis of size C.
+        lr: step size in units of the mean potential (see above), > 0.
+        num_data: number of data N that the posterior conditions on; may be None only at temperature 0.
+        temperature: τ ≥ 0.
+        num_chains: number of chains C stacked in the parameters.
+        seed: seed of the injected noise; chain c of the run draws from the stream (seed, c).
+        first_chain: global index of the first chain held here.
+
+    Raises:
+        ValueError: for a negative lr or temperature, a missing or non-positive num_data, parameters in half precision
+            or of mixed dtypes, or parameters without the chain axis.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        num_data: int | None = None,
+        temperature: float = 1.0,
+        num_chains: int = 1,
+        seed: int = 0,
+        first_chain: int = 0,
+    ) -> None:
+        _check_control("lr", lr)
+        _check_control("temperature", temperature)
+        if num_chains < 1:
+            raise ValueError(f"num_chains must be at least 1, got {num_chains}")
+        if num_data is None and self._needs_num_data(temperature):
+            raise ValueError(
+                f"{type(self).__name__} needs num_data, the number of training data: the noise is tied to it "
+                "(only a temperature of 0 does without)"
+            )
+        if num_data is not None and num_data <= 0:
+            raise ValueError(f"num_data must be positive, got {num_data}")
+        self.num_data = num_data
+        self.num_chains = num_chains
+        self.step_count = 0
+        """Number of updates made; survives a checkpoint, and does not count steps that a loss scaler skipped."""
+        super().__init__(params, {"lr": lr, "temperature": temperature, "gradient_multiplier": 1.0})
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        _check_parameters(parameters, num_chains)
+        self._noise = ChainNoise(parameters, num_chains, seed, first_chain)
+
+    def _add_defaults(self, **defaults: Any) -> None:
+        """Add a subclass's own entries to every parameter group that does not set them itself."""
+        self.defaults.update(defaults)
+        for group in self.param_groups:
+            for name, value in defaults.items():
+                group.setdefault(name, value)
+
+    def _needs_num_data(self, temperature: Control) -> bool:
+        return isinstance(temperature, Tensor) or temperature != 0
+
+    @property
+    def seed(self) -> int:
+        """Seed of the injected noise."""
+        return self._noise.seed
+
+    def set_control(self, name: str, value: Control) -> None:
+        """Set `temperature` or `gradient_multiplier` (or `lr`) in every parameter group.
+
+        Args:
+            name: "lr", "temperature" or "gradient_multiplier".
+            value: a number, or a tensor of shape () or (C,) on the parameters' device.
+        """
+        for group in self.param_groups:
+            group[name] = value
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Make one step of the sampler.
+
+        Args:
+            closure: computes the loss and its gradients; the controls are read after it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if any(self._is_noisy(group) for group in self.param_groups):
+            if self.num_data is None:
+                raise ValueError(f"{type(self).__name__} was built without num_data, so its temperature must stay 0")
+            noise: list[Tensor] | None = self._noise.draw()
+        else:
+            noise = None
+        start = 0
+        for group in self.param_groups:
+            stop = start + len(group["params"])
+            active = [i for i, p in enumerate(group["params"]) if p.grad is not None]
+            if active:
+                params = [group["params"][i] for i in active]
+                group_noise = (
+                    [noise[start + i] for i in active] if noise is not None and self._is_noisy(group) else None
+                )
+                self._update(group, params, [p.grad for p in params], group_noise)
+            start = stop
+        self.step_count += 1
+        return loss
+
+    @staticmethod
+    def _is_noisy(group: dict[str, Any]) -> bool:
+        temperature = group["temperature"]
+        return isinstance(temperature, Tensor) or temperature != 0
+
+    def _update(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
+    ) -> None:
+        """Update `params` in place by one step; `noise` is None at temperature 0, else free to be overwritten."""
+        raise NotImplementedError
+
+    # -- helpers for the update rules ---------------------------------------------------------------------------------
+
+    def _buffers(self, params: Sequence[Tensor], name: str) -> list[Tensor]:
+        """Return the state tensors `name`, one in the shape of each parameter, zero at first."""
+        buffers = []
+        for p in params:
+            state = self.state[p]
+            if name not in state:
+                state[name] = torch.zeros_like(p)
+            buffers.append(state[name])
+        return buffers
+
+    def _add(self, targets: list[Tensor], sources: list[Tensor], factor: Control) -> None:
+        """targets += factor·sources, in place; a factor per chain goes along the leading axis."""
+        if isinstance(factor, Tensor):
+            torch._foreach_addcmul_(targets, sources, self._per_parameter(factor, targets))
+        else:
+            torch._foreach_add_(targets, sources, alpha=factor)
+
+    def _scale(self, targets: list[Tensor], factor: Control) -> None:
+        """targets *= factor, in place; a factor per chain goes along the leading axis."""
+        if isinstance(factor, Tensor):
+            torch._foreach_mul_(targets, self._per_parameter(factor, targets))
+        else:
+            torch._foreach_mul_(targets, factor)
+
+    def _per_parameter(self, factor: Tensor, targets: list[Tensor]) -> list[Tensor]:
+        factor = factor.to(targets[0].dtype)
+        if factor.numel() == 1:
+            return [factor.reshape(())] * len(targets)
+        return [factor.view(-1, *[1] * (t.dim() - 1)) for t in targets]
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Return torch's optimizer state and, under "sampler", the step counter and the noise generators."""
+        state = super().state_dict()
+        state["sampler"] = {"step_count": self.step_count, "noise": self._noise.state_dict(self.step_count)}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Load what `state_dict` returned.
+
+        Raises:
+            ValueError: if the state is not a sampler's, or has another number of chains.
+        """
+        if "sampler" not in state_dict:
+            raise ValueError(
+                f"this state is not a sampler's (it has no step counter and no noise generators), so {type(self).__name__} "
+                "cannot go on from it"
+            )
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "sampler"})
+        self.step_count = state_dict["sampler"]["step_count"]
+        self._noise.load_state_dict(state_dict["sampler"]["noise"])
+
+
+def square_root(value: Control) -> Control:
+    """Return √value of a number or of a tensor."""
+    return value.sqrt() if isinstance(value, Tensor) else math.sqrt(value)
+
+
+def _check_control(name: str, value: Control) -> None:
+    if not isinstance(value, Tensor) and not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be a finite number and not negative, got {value}")
+
+
+def _check_parameters(parameters: Sequence[Tensor], num_chains: int) -> None:
+    dtypes = {p.dtype for p in parameters}
+    if dtypes & {torch.float16, torch.bfloat16}:
+        raise ValueError(
+            "parameters in half precision lose the injected noise to rounding: keep them in float32 and use "
+            "Trainer(precision='bf16-mixed') or '16-mixed' instead of 'bf16-true' or '16-true'"
+        )
+    if not dtypes <= {torch.float32, torch.float64} or len(dtypes) > 1:
+        raise ValueError(f"parameters must all be float32 or all float64, got {sorted(map(str, dtypes))}")
+    if len({p.device for p in parameters}) > 1:
+        raise ValueError("parameters must all be on one device")
+    if num_chains > 1 and any(p.dim() == 0 or p.shape[0] != num_chains for p in parameters):
+        raise ValueError(f"with num_chains={num_chains} every parameter needs a leading axis of that size")

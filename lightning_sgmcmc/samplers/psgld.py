@@ -1,0 +1,79 @@
+"""Preconditioned stochastic gradient Langevin dynamics."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.samplers.base import Sampler, square_root
+
+
+class pSGLD(Sampler):
+    """SGLD with the RMSprop preconditioner.
+
+        V ← α·V + (1-α)·g²,   G = 1/(λ + √V)
+        θ ← θ - lr·κ·G⊙g + √(2·lr·τ·G/N)⊙ξ
+
+    The correction term Γ, the divergence of G, is left out, as the paper does in practice: it is of order 1-α. At τ = 0 it
+    is `torch.optim.RMSprop(lr, alpha, eps)`, bit for bit.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: step size of the mean potential, in front of the preconditioner.
+        alpha: decay α of the squared gradients' average, in [0, 1).
+        eps: λ > 0, which bounds the preconditioner by 1/λ.
+        shared: `num_data`, `temperature`, `num_chains`, `seed` and `first_chain`, as in `Sampler`.
+
+    Raises:
+        ValueError: for a bad argument, see `Sampler`.
+
+    Source: Li et al. 2016, Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        alpha: float = 0.99,
+        eps: float = 1e-5,
+        **shared: Any,
+    ) -> None:
+        if not 0 <= alpha < 1:
+            raise ValueError(f"alpha must be in [0, 1), got {alpha}")
+        if eps <= 0:
+            raise ValueError(f"eps must be positive, got {eps}")
+        super().__init__(params, lr, **shared)
+        self._add_defaults(alpha=alpha, eps=eps)
+        self._scratch: dict[Tensor, Tensor] = {}
+
+    def _update(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
+    ) -> None:
+        lr, alpha = group["lr"], group["alpha"]
+        squares = self._buffers(params, "square_avg")
+        torch._foreach_mul_(squares, alpha)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - alpha)
+        inverse = self._kept(params)
+        torch._foreach_copy_(inverse, squares)
+        torch._foreach_sqrt_(inverse)
+        torch._foreach_add_(inverse, group["eps"])  # 1/G
+
+        factor = -lr * group["gradient_multiplier"]
+        if isinstance(factor, Tensor):
+            drift = torch._foreach_div(grads, inverse)
+            self._add(params, list(drift), factor)
+        else:
+            torch._foreach_addcdiv_(params, grads, inverse, factor)
+        if noise is not None:
+            torch._foreach_sqrt_(inverse)
+            torch._foreach_div_(noise, inverse)
+            self._add(params, noise, square_root(2 * lr * group["temperature"] / self.num_data))
+
+    def _kept(self, params: list[Tensor]) -> list[Tensor]:
+        """Return scratch tensors in the parameters' shapes, the same ones at every step; not part of the state."""
+        for p in params:
+            if p not in self._scratch:
+                self._scratch[p] = torch.empty_like(p)
+        return [self._scratch[p] for p in params]

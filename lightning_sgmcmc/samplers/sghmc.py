@@ -1,0 +1,78 @@
+"""Stochastic gradient Hamiltonian Monte Carlo, in momentum form."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.samplers.base import Sampler, square_root
+
+
+class SGHMC(Sampler):
+    """Stochastic gradient Hamiltonian Monte Carlo, in momentum form.
+
+        v ← (1-η)·v - lr·κ·g + √(2·(η-γ̂)·lr·τ/N)·ξ
+        θ ← θ + v
+
+    At τ = 0 throughout it is `torch.optim.SGD(lr, momentum=1-η)`, bit for bit, whatever schedule lr follows. (Torch keeps
+    `b = -v/lr` in place of v, so a change of lr rescales the velocity. That is the custom without noise; with noise
+    it would let a restart of the step size throw the chain out, so v itself is kept across a change of lr there.)
+
+    Args:
+        params: parameters or parameter groups.
+        lr: step size of the mean potential, `lr = ε·N` for a paper's ε.
+        friction: η in (0, 1], one minus the momentum.
+        noise_estimate: γ̂ in [0, η], the estimate of the gradient noise's own share of the friction.
+        shared: `num_data`, `temperature`, `num_chains`, `seed` and `first_chain`, as in `Sampler`.
+
+    Raises:
+        ValueError: for a bad argument, see `Sampler`.
+
+    Source: Chen et al. 2014, eq. (15); Zhang et al. 2020 (cSG-MCMC), section 2.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        friction: float = 0.1,
+        noise_estimate: float = 0.0,
+        **shared: Any,
+    ) -> None:
+        if not 0 < friction <= 1:
+            raise ValueError(f"friction must be in (0, 1], got {friction}")
+        if not 0 <= noise_estimate <= friction:
+            raise ValueError(f"noise_estimate must be between 0 and friction={friction}, got {noise_estimate}")
+        super().__init__(params, lr, **shared)
+        self._add_defaults(friction=friction, noise_estimate=noise_estimate, holds_velocity=False, last_lr=lr)
+
+    def _update(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
+    ) -> None:
+        lr, friction = group["lr"], group["friction"]
+        momenta = self._momenta(group, params, as_velocity=noise is not None)
+        torch._foreach_mul_(momenta, 1 - friction)
+        if noise is None:  # momenta are b = -v/lr, as in torch.optim.SGD
+            self._add(momenta, grads, group["gradient_multiplier"])
+            self._add(params, momenta, -lr)
+        else:
+            variance = 2 * (friction - group["noise_estimate"]) * lr * group["temperature"] / self.num_data
+            self._add(momenta, grads, -lr * group["gradient_multiplier"])
+            self._add(momenta, noise, square_root(variance))
+            torch._foreach_add_(params, momenta)
+        group["last_lr"] = lr
+
+    def _momenta(self, group: dict[str, Any], params: list[Tensor], as_velocity: bool) -> list[Tensor]:
+        """Return the momentum buffers as velocities v, or as b = -v/lr, converted if they were the other."""
+        momenta = self._buffers(params, "momentum_buffer")
+        if group["holds_velocity"] != as_velocity:
+            if as_velocity:
+                self._scale(momenta, -group["last_lr"])
+            else:
+                lr = group["lr"]
+                inverse = lr.reciprocal() if isinstance(lr, Tensor) else (1 / lr if lr > 0 else 0.0)
+                self._scale(momenta, -inverse)
+            group["holds_velocity"] = as_velocity
+        return momenta

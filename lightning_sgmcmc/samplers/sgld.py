@@ -1,0 +1,35 @@
+"""Stochastic gradient Langevin dynamics."""
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_sgmcmc.samplers.base import Sampler, square_root
+
+
+class SGLD(Sampler):
+    """Stochastic gradient Langevin dynamics.
+
+        θ ← θ - lr·κ·g + √(2·lr·τ/N)·ξ
+
+    with g the gradient of the mean potential Ũ/N and ξ standard normal. It targets exp(-U/τ) up to a bias of order lr.
+    At τ = 0 it is `torch.optim.SGD(lr)`, bit for bit.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: step size of the mean potential, `lr = ε·N` for a paper's ε.
+        shared: `num_data`, `temperature`, `num_chains`, `seed` and `first_chain`, as in `Sampler`.
+
+    Raises:
+        ValueError: for a bad argument, see `Sampler`.
+
+    Source: Welling & Teh 2011, eq. (4); Deng et al. 2020 (CSGLD), eq. (1) and (9).
+    """
+
+    def _update(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
+    ) -> None:
+        lr = group["lr"]
+        self._add(params, grads, -lr * group["gradient_multiplier"])
+        if noise is not None:
+            self._add(params, noise, square_root(2 * lr * group["temperature"] / self.num_data))

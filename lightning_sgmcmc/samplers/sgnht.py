@@ -1,0 +1,82 @@
+"""The stochastic gradient Nosé-Hoover thermostat."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.samplers.base import Control, Sampler, square_root
+
+
+class SGNHT(Sampler):
+    """Stochastic gradient Nosé-Hoover thermostat: SGHMC whose friction adapts to the gradient noise.
+
+        v ← (1-η)·v - lr·κ·g + √(2·a·lr·τ/N)·ξ
+        θ ← θ + v
+        η ← η + (N/lr·mean(v²) - τ)·(lr/N)/Q
+
+    The paper's variables are p = v/h, ξ = η/h and A = a/h with h = √(lr/N); its equations have Q = 1. The friction rises
+    while the momentum's mean square exceeds τ, so heat from mini-batch noise of unknown (isotropic) size is taken out.
+    At τ = 0 the thermostat is held: momentum SGD with friction η.
+
+    Args:
+        params: parameters or parameter groups (a thermostat for each group and chain).
+        lr: step size of the mean potential, `lr = ε·N` for a paper's ε.
+        friction: a in (0, 1], the noise's own share of the friction, and the thermostat's initial value.
+        thermal_inertia: Q > 0; smaller adapts faster.
+        shared: `num_data`, `temperature`, `num_chains`, `seed` and `first_chain`, as in `Sampler`.
+
+    Raises:
+        ValueError: for a bad argument, see `Sampler`.
+
+    Source: Ding et al. 2014, Algorithm 2.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        friction: float = 0.1,
+        thermal_inertia: float = 1.0,
+        **shared: Any,
+    ) -> None:
+        if not 0 < friction <= 1:
+            raise ValueError(f"friction must be in (0, 1], got {friction}")
+        if thermal_inertia <= 0:
+            raise ValueError(f"thermal_inertia must be positive, got {thermal_inertia}")
+        super().__init__(params, lr, **shared)
+        self._add_defaults(friction=friction, thermal_inertia=thermal_inertia)
+
+    def thermostat(self, group: dict[str, Any]) -> Tensor:
+        """Return the adapting friction η of a parameter group, shape (C,)."""
+        first = group["params"][0]
+        state = self.state[first]
+        if "thermostat" not in state:
+            state["thermostat"] = torch.full(
+                (self.num_chains,), group["friction"], device=first.device, dtype=first.dtype
+            )
+        return state["thermostat"]
+
+    def _update(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
+    ) -> None:
+        lr, temperature = group["lr"], group["temperature"]
+        velocities = self._buffers(params, "momentum_buffer")
+        thermostat = self.thermostat(group)
+        self._scale(velocities, 1 - thermostat)
+        self._add(velocities, grads, -lr * group["gradient_multiplier"])
+        if noise is not None:
+            self._add(velocities, noise, square_root(2 * group["friction"] * lr * temperature / self.num_data))
+        torch._foreach_add_(params, velocities)
+        if noise is not None:
+            excess = self._mean_square(velocities) - temperature * lr / self.num_data
+            thermostat.add_(excess / group["thermal_inertia"])
+
+    def _mean_square(self, velocities: list[Tensor]) -> Control:
+        """Return the mean of v² over all coordinates of each chain, shape () or (C,)."""
+        count = sum(v.numel() for v in velocities) // self.num_chains
+        if self.num_chains == 1:
+            return torch.stack(torch._foreach_norm(velocities)).square_().sum() / count
+        return torch.stack([v.flatten(1).square().sum(1) for v in velocities]).sum(0) / count

@@ -1,0 +1,59 @@
+"""Underdamped Langevin dynamics by the Euler-Maruyama scheme."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_sgmcmc.samplers.base import Control, Sampler, square_root
+
+
+class UnderdampedLangevin(Sampler):
+    """Stochastic gradient underdamped Langevin dynamics (SGULD), Euler-Maruyama.
+
+        θ ← θ + h·r
+        r ← r - h·(κ·N·g + γ·r) + √(2·γ·τ·h)·ξ
+
+    with the old r in the first line, and `lr` = h, the time step itself (not a step size of the mean potential: two
+    steps move θ by h²·N·g, so h = √(lr/N) corresponds to the `lr` of the other samplers).
+
+    Args:
+        params: parameters or parameter groups.
+        lr: time step h; `h·friction` must be below 2 for stability.
+        friction: γ > 0, per unit of time.
+        shared: `num_data`, `temperature`, `num_chains`, `seed` and `first_chain`, as in `Sampler`.
+
+    Raises:
+        ValueError: for a bad argument, see `Sampler`, or if h·γ ≥ 2.
+
+    Source: Li et al. 2021 (EWSG), eq. (1) and (3).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        friction: float = 1.0,
+        **shared: Any,
+    ) -> None:
+        if friction <= 0:
+            raise ValueError(f"friction must be positive, got {friction}")
+        if lr * friction >= 2:
+            raise ValueError(f"lr·friction must be below 2 for a stable step, got {lr}·{friction}")
+        super().__init__(params, lr, **shared)
+        self._add_defaults(friction=friction)
+
+    def _needs_num_data(self, temperature: Control) -> bool:
+        return True
+
+    def _update(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
+    ) -> None:
+        step, friction = group["lr"], group["friction"]
+        momenta = self._buffers(params, "momentum_buffer")
+        self._add(params, momenta, step)
+        self._scale(momenta, 1 - step * friction)
+        self._add(momenta, grads, -step * group["gradient_multiplier"] * self.num_data)
+        if noise is not None:
+            self._add(momenta, noise, square_root(2 * friction * group["temperature"] * step))

@@ -1,0 +1,137 @@
+"""Step-size and temperature schedules: pure functions of the step k = 1, 2, …, the number of the coming optimizer step."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CyclicalPlan:
+    """The cyclical schedule of cSG-MCMC.
+
+        lr_k = lr_0/2·[cos(π·r(k)) + 1],   r(k) = mod(k-1, P)/P,   P = ⌈K/M⌉
+
+    While r(k) < β the chain explores (temperature 0), from then on it samples; a number of samples is drawn in each cycle,
+    evenly spaced up to the cycle's end. Where M does not divide K the last cycle is cut short.
+
+    Args:
+        total_steps: K.
+        num_cycles: M.
+        exploration: β in [0, 1].
+        samples_per_cycle: number of samples drawn in each cycle.
+
+    Raises:
+        ValueError: if an argument is out of range, or a cycle's sampling stage is shorter than its samples.
+
+    Source: Zhang et al. 2020 (cSG-MCMC), eq. (2) and Algorithm 1.
+    """
+
+    total_steps: int
+    num_cycles: int
+    exploration: float
+    samples_per_cycle: int
+
+    def __post_init__(self) -> None:
+        for cycle in range(self.num_cycles):
+            length, stage = self._length_of(cycle), self._length_of(cycle) - self._sampling_start
+            if length < 1 or stage < self.samples_per_cycle:
+                raise ValueError(
+                    f"cycle {cycle + 1} of {self.num_cycles} has {max(stage, 0)} sampling steps for "
+                    f"samples_per_cycle={self.samples_per_cycle}: {self.total_steps} steps in all make cycles of {self.period}, "
+                    f"and exploration={self.exploration} leaves only the end of each; train longer, or take fewer cycles, "
+                    "fewer samples or less exploration"
+                )
+
+    @property
+    def period(self) -> int:
+        """P, the steps of a cycle."""
+        return math.ceil(self.total_steps / self.num_cycles)
+
+    @property
+    def _sampling_start(self) -> int:
+        """The first position j in a cycle, from 0, with j/P ≥ β."""
+        start = math.floor(self.exploration * self.period)  # rounding may put this one too low
+        return start if start / self.period >= self.exploration else start + 1
+
+    def _length_of(self, cycle: int) -> int:
+        return min(self.period, self.total_steps - cycle * self.period)
+
+    def cycle_of(self, step: int) -> int:
+        """Return the cycle of step k, from 0."""
+        return (step - 1) // self.period
+
+    def lr_factor(self, step: int) -> float:
+        """Return lr_k/lr_0."""
+        return cyclical_lr_factor(step, self.period)
+
+    def is_exploration(self, step: int) -> bool:
+        """Return whether step k is in the exploration stage of its cycle."""
+        return (step - 1) % self.period / self.period < self.exploration
+
+    def sample_steps(self) -> list[int]:
+        """Return the steps after which a sample is drawn."""
+        steps = []
+        for cycle in range(self.num_cycles):
+            end = cycle * self.period + self._length_of(cycle)
+            stage = self._length_of(cycle) - self._sampling_start
+            count = self.samples_per_cycle
+            steps += [end - stage * i // count for i in reversed(range(count))]
+        return steps
+
+
+def cyclical_lr_factor(step: int, period: int) -> float:
+    """Return [cos(π·mod(k-1, P)/P) + 1]/2 for step k and period P (cSG-MCMC, eq. (2))."""
+    return (math.cos(math.pi * ((step - 1) % period) / period) + 1) / 2
+
+
+@dataclass(frozen=True)
+class PolynomialDecay:
+    """The step size lr_k = a·(b + k)^-γ.
+
+    Args:
+        a: scale > 0, in the units of lr.
+        b: offset ≥ 0, in steps.
+        gamma: exponent γ ≥ 0; in (0.5, 1] the bias goes to 0.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Source: Welling & Teh 2011, section 3.
+    """
+
+    a: float
+    b: float = 0.0
+    gamma: float = 0.55
+
+    def __post_init__(self) -> None:
+        if not (self.a > 0 and self.b >= 0 and self.gamma >= 0):
+            raise ValueError(f"a polynomial decay needs a > 0, b ≥ 0 and gamma ≥ 0, got {self}")
+
+    def __call__(self, step: int) -> float:
+        """Return lr_k."""
+        return self.a * (self.b + step) ** -self.gamma
+
+
+@dataclass(frozen=True)
+class Annealing:
+    """Division by a constant at every epoch: value·divisor^-(epoch - start_epoch) from `start_epoch` on.
+
+    Args:
+        divisor: by what the value is divided each epoch, ≥ 1.
+        start_epoch: epochs, from 0, at the full value.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Source: Deng et al. 2020 (CSGLD), section 4.2 (saCSGHMC: 1.01 after 400 epochs).
+    """
+
+    divisor: float = 1.01
+    start_epoch: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.divisor >= 1 and self.start_epoch >= 0):
+            raise ValueError(f"an annealing needs divisor ≥ 1 and start_epoch ≥ 0, got {self}")
+
+    def factor(self, epoch: int) -> float:
+        """Return by what the value is multiplied in an epoch, counted from 0."""
+        return self.divisor ** -max(0, epoch - self.start_epoch)

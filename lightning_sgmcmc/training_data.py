@@ -1,0 +1,22 @@
+"""How many data a run's posterior conditions on."""
+
+import pytorch_lightning as pl
+import torch
+
+
+def count_training_data(trainer: pl.Trainer) -> tuple[int | None, str]:
+    """Return the number of training data and who says so, or None and the reason why it is not known."""
+    datamodule = getattr(trainer, "datamodule", None)
+    if getattr(datamodule, "num_data", None) is not None:
+        return int(datamodule.num_data), f"{type(datamodule).__name__}.num_data"
+    _ = trainer.estimated_stepping_batches  # makes the trainer load its training data
+    loader = trainer.train_dataloader
+    if not isinstance(loader, torch.utils.data.DataLoader):
+        return None, "the training loader is not a torch DataLoader"
+    samplers = torch.utils.data
+    known = (samplers.RandomSampler, samplers.SequentialSampler, samplers.DistributedSampler)
+    if not hasattr(loader.dataset, "__len__"):
+        return None, "the training data set has no length"
+    if not isinstance(loader.sampler, known):
+        return None, f"the training loader draws by a {type(loader.sampler).__name__}"
+    return len(loader.dataset), "the training data set's length"
