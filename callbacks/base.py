@@ -12,9 +12,9 @@ from lightning_sgmcmc.store import PosteriorSample
 class SamplerCallback(pl.Callback):
     """A callback of a sampling run: it may set the sampler's controls, and it sees every posterior sample.
 
-    The order in a step: `on_train_batch_start` (schedules set `lr` and `temperature`), `on_before_optimizer_step` (the energy of
-    the batch is known; multipliers are set), the update, `on_train_batch_end` (schedules say whether the states are samples),
-    and then `on_posterior_sample`, once for each chain.
+    The order in a step: `on_train_batch_start` (schedules set `lr` and `temperature`), `on_before_optimizer_step`
+    (the energy of the batch is known; multipliers are set), the update, `on_train_batch_end` (schedules say whether
+    the states are samples), and then `on_posterior_sample`, once for each chain.
     """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -32,8 +32,8 @@ class SamplerCallback(pl.Callback):
 class Schedule(SamplerCallback):
     """Base of the callbacks that say when samples are drawn; a run has exactly one.
 
-    Subclasses implement `plan`, `controls` and `draws`. The step k = 1, 2, … is the number of the coming optimizer step, from the
-    sampler's own counter: it survives a resume, and does not count steps that a loss scaler skipped.
+    Subclasses implement `plan`, `controls` and `draws`. The step k = 1, 2, … is the number of the coming optimizer
+    step, from the sampler's own counter: it survives a resume, and does not count steps that a loss scaler skipped.
     """
 
     _sampler: Sampler
@@ -112,6 +112,6 @@ def require_schedule(trainer: pl.Trainer, callback: pl.Callback) -> None:
     """
     if schedule_of(trainer) is None:
         raise ValueError(
-            f"{type(callback).__name__} would never see a sample: add a CyclicalSchedule or a SamplingSchedule, which say "
-            "when samples are drawn"
+            f"{type(callback).__name__} would never see a sample: add a CyclicalSchedule or a SamplingSchedule, which "
+            "say when samples are drawn"
         )

@@ -64,15 +64,17 @@ class BayesianModelAverage(SamplerCallback):
 
         p(y|x,D) ≈ Σ_j w_j·p(y|x,θ_j)
 
-    Each sample is evaluated once, when it is drawn, on the validation data; what is kept is the running weighted average
-    of probabilities (of densities and moments in regression), not the samples. `trainer.test` and `trainer.validate` evaluate the
-    samples that a `SampleCollector` kept. Metrics are logged as `val/bma_…`, `test/bma_…`, with the mean of the single samples'
-    as `val/single_…` beside them: accuracy, nll, brier, ece and entropy for classes; rmse, nll and the coverage of central
-    50 % and 90 % intervals in regression, in original units where the datamodule has a `target_std`.
+    Each sample is evaluated once, when it is drawn, on the validation data; what is kept is the running weighted
+    average of probabilities (of densities and moments in regression), not the samples. `trainer.test` and
+    `trainer.validate` evaluate the samples that a `SampleCollector` kept. Metrics are logged as `val/bma_…`,
+    `test/bma_…`, with the mean of the single samples' as `val/single_…` beside them: accuracy, nll, brier, ece and
+    entropy for classes; rmse, nll and the coverage of central 50 % and 90 % intervals in regression, in original
+    units where the datamodule has a `target_std`.
 
     Args:
-        cycle_weights: "uniform" averages all samples by their own (importance) weights; "harmonic" weighs each cycle by the harmonic
-            mean of its samples' likelihoods p(D|θ) over all training data, one more pass over them for each sample.
+        cycle_weights: "uniform" averages all samples by their own (importance) weights; "harmonic" weighs each cycle
+            by the harmonic mean of its samples' likelihoods p(D|θ) over all training data, one more pass over them
+            for each sample.
 
     Raises:
         ValueError: for another cycle_weights; at setup, if no schedule would draw a sample.
@@ -134,8 +136,8 @@ class BayesianModelAverage(SamplerCallback):
     def _evaluate_posterior(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> None:
         if module.posterior is None or len(module.posterior) == 0:
             raise RuntimeError(
-                f"BayesianModelAverage found no samples to evaluate on the {stage} data: add a SampleCollector to the fit, and "
-                "give its dirpath here if this is another process"
+                f"BayesianModelAverage found no samples to evaluate on the {stage} data: add a SampleCollector to the "
+                "fit, and give its dirpath here if this is another process"
             )
         source = trainer.test_dataloaders if stage == "test" else trainer.val_dataloaders
         limits = trainer.num_test_batches if stage == "test" else trainer.num_val_batches
@@ -252,8 +254,8 @@ class _LoaderAverage:
         known = self.evaluation.target
         if known is not None and target is not None and not torch.equal(known.to(target.device), target):
             raise ValueError(
-                "the evaluation data came in another order than for the sample before, so predictions cannot be averaged: make "
-                "the validation or test loader with shuffle=False"
+                "the evaluation data came in another order than for the sample before, so predictions cannot be "
+                "averaged: make the validation or test loader with shuffle=False"
             )
         self.evaluation.target = target
 

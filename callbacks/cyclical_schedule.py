@@ -16,8 +16,9 @@ class CyclicalSchedule(Schedule):
 
         lr_k = lr_0/2·[cos(π·r(k)) + 1],   r(k) = mod(k-1, ⌈K/M⌉)/⌈K/M⌉
 
-    lr_0 is each parameter group's own lr, K the run's optimizer steps. While r(k) < β the temperature is 0; then it is the
-    target's, and samples are drawn, evenly spaced up to the cycle's end. With `temperature=0` it makes Snapshot ensembles.
+    lr_0 is each parameter group's own lr, K the run's optimizer steps. While r(k) < β the temperature is 0; then it
+    is the target's, and samples are drawn, evenly spaced up to the cycle's end. With `temperature=0` it makes Snapshot
+    ensembles.
 
     Args:
         num_cycles: M.
@@ -26,8 +27,8 @@ class CyclicalSchedule(Schedule):
         temperature: τ of the sampling stage; None takes the module's.
 
     Raises:
-        ValueError: for an argument out of range; at the start of the fit, if the run has no end or its cycles are too short for
-            their samples.
+        ValueError: for an argument out of range; at the start of the fit, if the run has no end or its cycles are too
+            short for their samples.
 
     Source: Zhang et al. 2020 (cSG-MCMC), eq. (2) and Algorithm 1.
 
@@ -67,8 +68,8 @@ class CyclicalSchedule(Schedule):
         total = int(total)
         if self._planned_steps not in (None, total):
             rank_zero_warn(
-                f"This run's cycles are laid out for {total} steps, the checkpoint's were for {self._planned_steps}: the "
-                "schedule is not the one that it was."
+                f"This run's cycles are laid out for {total} steps, the checkpoint's were for {self._planned_steps}: "
+                "the schedule is not the one that it was."
             )
         self._planned_steps = total
         self._plan = CyclicalPlan(total, self.num_cycles, self.exploration, self.samples_per_cycle)

@@ -43,7 +43,7 @@ def schedule_figure(
 def energy_figure(
     steps: Sequence[int], energy: Sequence[float], sample_steps: Sequence[int], sample_energy: Sequence[float]
 ) -> "Figure":
-    """Draw the mini-batch energies against the step, with the samples marked; logarithmic where the range asks for it."""
+    """Draw the mini-batch energies against the step, with the samples marked, on a log axis where the range is wide."""
     figure, (axes,) = _canvas()
     axes.plot(steps, energy, color="black", linewidth=0.8)
     axes.plot(sample_steps, sample_energy, "o", color=SAMPLE_COLOUR, markersize=4, label="samples")

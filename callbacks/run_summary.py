@@ -23,10 +23,11 @@ STAGE_NAMES = {"val": "validation data", "test": "test data"}
 
 class RunSummary(SamplerCallback):
     """Writes `sampler/lr`, `sampler/temperature`, `sampler/energy` and `samples/count` to the loggers every
-    `trainer.log_every_n_steps`, and at the end of a fit or test a table, `results.json` and pictures into the run's folder.
+    `trainer.log_every_n_steps`, and at the end of a fit or test a table, `results.json` and pictures into the run's
+    folder.
 
-    The pictures: the schedule with the samples marked, the energy, the running model average, the reliability diagram. The table
-    compares the mean single sample with the model average; it needs a `BayesianModelAverage`.
+    The pictures: the schedule with the samples marked, the energy, the running model average, the reliability
+    diagram. The table compares the mean single sample with the model average; it needs a `BayesianModelAverage`.
 
     Args:
         name: what the run is called in `results.json`.
@@ -146,7 +147,7 @@ def _mean(value: Any) -> float:
 
 
 def _rows(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return the rows of `results.json`: the errors of the single samples' means are the samples' standard deviations."""
+    """Return the rows of `results.json`; the error beside a mean of single samples is their standard deviation."""
     rows = []
     deviations = evaluation.single_std
     for method, values in (("single", evaluation.single), ("bma", evaluation.bma)):

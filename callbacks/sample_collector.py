@@ -18,9 +18,9 @@ from lightning_sgmcmc.store import MANIFEST, DiskStore, MemoryStore, PosteriorSa
 class SampleCollector(SamplerCallback):
     """Keeps the samples as they are drawn; afterwards `collector.posterior` and `pl_module.posterior` hold them.
 
-    On disk, every sample is complete and safe before the next step (see `DiskStore`). A new fit into a folder that holds samples
-    moves those aside (`samples-1`, `samples-2`, …); a fit from a checkpoint goes on with them, without the samples that were drawn
-    after the checkpoint, since they are drawn again.
+    On disk, every sample is complete and safe before the next step (see `DiskStore`). A new fit into a folder that
+    holds samples moves those aside (`samples-1`, `samples-2`, …); a fit from a checkpoint goes on with them, without
+    the samples that were drawn after the checkpoint, since they are drawn again.
 
     Args:
         dirpath: folder of the store; None is `samples` in the run's folder. For `trainer.test` and `trainer.predict`
@@ -100,8 +100,8 @@ class SampleCollector(SamplerCallback):
         known = [r for r in store.records if r.step <= restored["last_step"]]
         if len(known) < restored["count"]:
             raise ValueError(
-                f"the checkpoint knows {restored['count']} samples in {path}, and {len(known)} of them are there: put the folder "
-                "back, or start a new run"
+                f"the checkpoint knows {restored['count']} samples in {path}, and {len(known)} of them are there: put "
+                "the folder back, or start a new run"
             )
         trainer.strategy.barrier("read the store before it is cut")
         if trainer.is_global_zero:

@@ -13,8 +13,8 @@ from lightning_sgmcmc.schedules import Annealing, PolynomialDecay
 class SamplingSchedule(Schedule):
     """One stage of burn-in, then a sample every so many steps or epochs.
 
-    The step size stays the module's, or falls as a·(b+k)^-γ, or is divided by a constant every epoch; so may the temperature be.
-    Without `lr_decay` and `lr_annealing` it is left alone, and torch's schedulers may set it.
+    The step size stays the module's, or falls as a·(b+k)^-γ, or is divided by a constant every epoch; so may the
+    temperature be. Without `lr_decay` and `lr_annealing` it is left alone, and torch's schedulers may set it.
 
     Args:
         burn_in_steps: optimizer steps before the first interval of `every_n_steps`.
@@ -28,8 +28,8 @@ class SamplingSchedule(Schedule):
         temperature_annealing: division of the temperature at every epoch.
 
     Raises:
-        ValueError: for an argument out of range or a contradiction; at the start of the fit, if no sample would be drawn, or if
-            epochs are asked for and have no known length.
+        ValueError: for an argument out of range or a contradiction; at the start of the fit, if no sample would be
+            drawn, or if epochs are asked for and have no known length.
 
     Source: Welling & Teh 2011; Deng et al. 2020 (CSGLD), section 4.2.
     """
@@ -87,8 +87,8 @@ class SamplingSchedule(Schedule):
         self._every = self.every_n_steps or (self.every_n_epochs or 0) * self._steps_per_epoch
         if self._burn_in + self._every > total:
             raise ValueError(
-                f"no sample would be drawn: the run has {total} steps, the first sample comes after {self._burn_in} of burn-in "
-                f"and {self._every} more"
+                f"no sample would be drawn: the run has {total} steps, the first sample comes after {self._burn_in} "
+                f"of burn-in and {self._every} more"
             )
         self._target_temperature = module.temperature if self.temperature is None else self.temperature
 

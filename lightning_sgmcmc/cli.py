@@ -11,7 +11,8 @@ from lightning_sgmcmc.module import BayesianModule
 
 
 class SamplingCLI(LightningCLI):
-    """A LightningCLI for `BayesianModule`s: after a fit that collected samples it tests their average, if there are test data."""
+    """A LightningCLI for `BayesianModule`s: after a fit that collected samples it tests their average, if there are
+    test data."""
 
     def after_fit(self) -> None:
         """Evaluate the collected samples on the test data."""

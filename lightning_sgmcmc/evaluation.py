@@ -16,8 +16,8 @@ Terms = dict[str, Tensor]
 class WeightedAverage:
     """Running weighted mean of tensors, and log of the running weighted mean of densities.
 
-    With weights w_j = exp(l_j) it holds Σ_j w_j·t_j / Σ_j w_j for each tensor t, and log(Σ_j w_j·exp(d_j) / Σ_j w_j) for the
-    log densities d; all in log space, so any constant may be added to the l_j.
+    With weights w_j = exp(l_j) it holds Σ_j w_j·t_j / Σ_j w_j for each tensor t, and log(Σ_j w_j·exp(d_j) / Σ_j w_j)
+    for the log densities d; all in log space, so any constant may be added to the l_j.
     """
 
     def __init__(self) -> None:
@@ -93,8 +93,8 @@ class CycleAverage:
 
         f̂ = Σ_m w_m·f̂_m,   ŵ_m = [K_m⁻¹·Σ_j 1/p(D|θ_j)]⁻¹, normalised over m
 
-    A chain's cycle is closed by the first sample of its next one; memory is one average for all closed cycles and one for
-    each chain's open cycle.
+    A chain's cycle is closed by the first sample of its next one; memory is one average for all closed cycles and one
+    for each chain's open cycle.
 
     Source: Zhang et al. 2020 (cSG-MCMC), eq. (4).
     """

@@ -1,8 +1,8 @@
 """Likelihoods: the density of a target given the network's output, and what is averaged over posterior samples.
 
-Each likelihood answers three questions. `log_prob`: how likely is each datum? `terms`: which tensors, averaged over posterior
-samples, describe the predictive distribution? `metrics`, `prediction`: what do the averaged tensors say? Averages are of
-probabilities and moments, never of logits.
+Each likelihood answers three questions. `log_prob`: how likely is each datum? `terms`: which tensors, averaged over
+posterior samples, describe the predictive distribution? `metrics`, `prediction`: what do the averaged tensors say?
+Averages are of probabilities and moments, never of logits.
 """
 
 import math
@@ -120,8 +120,8 @@ class Categorical(_ClassLikelihood):
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         if output.dim() != 2 or target.shape != output.shape[:1] or target.is_floating_point():
             raise ValueError(
-                f"Categorical needs logits of shape (n, K) and integer labels of shape (n,), got {tuple(output.shape)} "
-                f"and {tuple(target.shape)} of {target.dtype}"
+                "Categorical needs logits of shape (n, K) and integer labels of shape (n,), got "
+                f"{tuple(output.shape)} and {tuple(target.shape)} of {target.dtype}"
             )
         return -F.cross_entropy(_at_least_float32(output), target, reduction="none")
 
@@ -132,7 +132,8 @@ class Categorical(_ClassLikelihood):
 class Bernoulli(_ClassLikelihood):
     """Two classes: the network's output is one logit, p(y=1|x,θ) = sigmoid(output).
 
-    Output (n,) or (n, 1), target 0 or 1 of any dtype, shape (n,) or (n, 1). Predictive probabilities have K = 2 columns.
+    Output (n,) or (n, 1), target 0 or 1 of any dtype, shape (n,) or (n, 1). Predictive probabilities have K = 2
+    columns.
     """
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
@@ -164,8 +165,8 @@ class Gaussian(Likelihood):
     Output and target (n, D) or (n,).
 
     Args:
-        std: standard deviation of the noise > 0, in the units of the target as the network sees it; where it is learned,
-            the initial value.
+        std: standard deviation of the noise > 0, in the units of the target as the network sees it; where it is
+            learned, the initial value.
         learned: sample log(std) beside the weights. It is then a parameter `likelihood.log_std` of the module, and the
             module's prior holds for it.
 

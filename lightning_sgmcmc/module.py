@@ -26,8 +26,8 @@ class BayesianModule(pl.LightningModule):
 
         U(θ) = -Σ_i log p(y_i|x_i,θ) - log p(θ),   Ũ(θ) = (N/n)·Σ_{i in batch} -log p(y_i|x_i,θ) - log p(θ)
 
-    The training loss is Ũ/N, a mean loss like any other (with C chains, their sum). Subclass it and define `forward`, or
-    pass `net`. Batches are pairs (x, y) unless `output_and_target` or `log_likelihood` is overridden.
+    The training loss is Ũ/N, a mean loss like any other (with C chains, their sum). Subclass it and define `forward`,
+    or pass `net`. Batches are pairs (x, y) unless `output_and_target` or `log_likelihood` is overridden.
 
     Args:
         net: the network; leave it out in a subclass that defines `forward`.
@@ -37,8 +37,8 @@ class BayesianModule(pl.LightningModule):
             `temperature`, `num_data`, `num_chains` and `seed` (`functools.partial(SGHMC, friction=0.05)`).
         lr: step size in units of the mean potential, `lr = ε·N` for a paper's ε; None takes the sampler's own.
         temperature: τ of the target exp(-U/τ); schedules go to it in their sampling stages.
-        num_data: N, the number of training data; None takes the datamodule's `num_data`, or the length of the training data
-            set.
+        num_data: N, the number of training data; None takes the datamodule's `num_data`, or the length of the
+            training data set.
         num_chains: number of chains C in this process.
         seed: seed of the injected noise; None takes `seed_everything`'s, or a random one that all ranks share.
 
@@ -126,7 +126,7 @@ class BayesianModule(pl.LightningModule):
         return self._training_net(x) if self.training else self.net(x)
 
     def output_and_target(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the network's output for a batch, and its target; a batch is a pair (x, y) unless this is overridden."""
+        """Return the network's output for a batch and its target; override it where a batch is not a pair (x, y)."""
         if not (isinstance(batch, list | tuple) and len(batch) == 2):
             raise TypeError(
                 f"a batch should be a pair (x, y), got {type(batch).__name__}: override output_and_target(batch) of "
@@ -157,8 +157,8 @@ class BayesianModule(pl.LightningModule):
         log_likelihood = self.log_likelihood(batch)
         if log_likelihood.dim() != 1:
             raise ValueError(
-                f"log_likelihood(batch) must return one number per datum, shape (n,), got {tuple(log_likelihood.shape)}: "
-                "the batch's size is read from it"
+                "log_likelihood(batch) must return one number per datum, shape (n,), got "
+                f"{tuple(log_likelihood.shape)}: the batch's size is read from it"
             )
         return (-log_likelihood.mean() - self.log_prior() / self._known_num_data()).reshape(1)
 
@@ -166,8 +166,8 @@ class BayesianModule(pl.LightningModule):
         """Return what an evaluation averages over samples.
 
         Returns:
-            log p(y|x,θ) of each datum (n,), the likelihood's terms (see `Likelihood`), and the targets (None and no terms
-            where the module has its own log_likelihood and no likelihood).
+            log p(y|x,θ) of each datum (n,), the likelihood's terms (see `Likelihood`), and the targets (None and no
+            terms where the module has its own log_likelihood and no likelihood).
         """
         if self.likelihood is None:
             return self.log_likelihood(batch), {}, None
@@ -239,8 +239,8 @@ class BayesianModule(pl.LightningModule):
         sampler = self.sampler_factory(self._trainable.values(), **options)  # type: ignore[arg-type,call-arg]
         if not isinstance(sampler, Sampler):
             raise TypeError(
-                f"sampler={_name_of(self.sampler_factory)} made a {type(sampler).__name__}, which adds no noise: take one of "
-                "lightning_sgmcmc.samplers (at temperature 0 they are torch's optimizers)"
+                f"sampler={_name_of(self.sampler_factory)} made a {type(sampler).__name__}, which adds no noise: take "
+                "one of lightning_sgmcmc.samplers (at temperature 0 they are torch's optimizers)"
             )
         return sampler
 
@@ -310,7 +310,7 @@ class BayesianModule(pl.LightningModule):
             raise ValueError(f"{cls.__name__} needs a network: pass net=… or define forward")
 
     def _resolve_num_data(self) -> int:
-        """Return N: the explicit one, the datamodule's, or the training data set's length, if they do not contradict."""
+        """Return N: the explicit one, else the datamodule's or the data set's length; they must not contradict."""
         found, source = count_training_data(self.trainer)
         given = self._given_num_data
         if given is None and found is None:
@@ -319,8 +319,8 @@ class BayesianModule(pl.LightningModule):
             )
         if given is not None and found is not None and given != found:
             raise ValueError(
-                f"num_data={given} contradicts {source}, which says {found}; leave num_data out (to temper the posterior, set "
-                "temperature)"
+                f"num_data={given} contradicts {source}, which says {found}; leave num_data out (to temper the "
+                "posterior, set temperature)"
             )
         return given if given is not None else found  # type: ignore[return-value]
 

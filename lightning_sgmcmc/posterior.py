@@ -24,8 +24,8 @@ class Posterior:
 
     Args:
         store: the samples.
-        model: the `BayesianModule` that the samples are states of, for predictions; its own weights stay untouched. None
-            leaves the samples without predictions.
+        model: the `BayesianModule` that the samples are states of, for predictions; its own weights stay untouched.
+            None leaves the samples without predictions.
     """
 
     def __init__(self, store: SampleStore, model: "BayesianModule | None" = None) -> None:
@@ -77,8 +77,8 @@ class Posterior:
             odd = sorted(k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k))
             name = odd[0]
             raise ValueError(
-                f"the samples are of another network than the model: '{name}' has shape {found.get(name, 'none')} in the "
-                f"samples and {expected.get(name, 'none')} in the model ({len(odd)} tensors differ)"
+                f"the samples are of another network than the model: '{name}' has shape {found.get(name, 'none')} in "
+                f"the samples and {expected.get(name, 'none')} in the model ({len(odd)} tensors differ)"
             )
 
     def __len__(self) -> int:
@@ -114,8 +114,8 @@ class Posterior:
         """Average the predictive distribution over the samples, by their weights.
 
         Args:
-            x: inputs, a tensor (n, …); or an iterable of batches (a DataLoader), each inputs or a tuple that starts with
-                them.
+            x: inputs, a tensor (n, …); or an iterable of batches (a DataLoader), each inputs or a tuple that starts
+                with them.
             return_samples: also keep each sample's prediction, in the order of the samples; memory grows with them.
 
         Returns:
@@ -154,8 +154,8 @@ class Posterior:
     def update_batch_norm(self, batches: Iterable[Any]) -> "Posterior":
         """Re-estimate the running statistics of BatchNorm for every sample, by one pass over training data.
 
-        A sample's statistics are an average over the steps before it, so they lag behind its weights; after this they are the
-        plain averages at its weights. Dropout stays off.
+        A sample's statistics are an average over the steps before it, so they lag behind its weights; after this they
+        are the plain averages at its weights. Dropout stays off.
 
         Args:
             batches: an iterable that can be gone through once for each sample (a DataLoader), of inputs or tuples that

@@ -28,8 +28,8 @@ class ScalePrior(Prior):
     """Base of the independent priors with one scale for all parameters or one for each group.
 
     Args:
-        scale: one positive number, or numbers by name pattern (`{"*.bias": 10.0, "net.0.*": 0.5, "*": 1.0}`, shell-style).
-            A parameter takes the first pattern that matches its name.
+        scale: one positive number, or numbers by name pattern (`{"*.bias": 10.0, "net.0.*": 0.5, "*": 1.0}`,
+            shell-style). A parameter takes the first pattern that matches its name.
         name: how the constructor calls `scale`, for messages.
 
     Raises:
@@ -54,7 +54,8 @@ class ScalePrior(Prior):
             if fnmatchcase(parameter_name, pattern):
                 return value
         raise ValueError(
-            f"the prior's {self._scale_name} has no pattern for the parameter '{parameter_name}': add one, or '*' for the rest"
+            f"the prior's {self._scale_name} has no pattern for the parameter '{parameter_name}': add one, or '*' for "
+            "the rest"
         )
 
     def __repr__(self) -> str:

@@ -1,4 +1,5 @@
-"""Step-size and temperature schedules: pure functions of the step k = 1, 2, …, the number of the coming optimizer step."""
+"""Step-size and temperature schedules: pure functions of the step k = 1, 2, …, the number of the coming optimizer
+step."""
 
 import math
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ class CyclicalPlan:
 
         lr_k = lr_0/2·[cos(π·r(k)) + 1],   r(k) = mod(k-1, P)/P,   P = ⌈K/M⌉
 
-    While r(k) < β the chain explores (temperature 0), from then on it samples; a number of samples is drawn in each cycle,
-    evenly spaced up to the cycle's end. Where M does not divide K the last cycle is cut short.
+    While r(k) < β the chain explores (temperature 0), from then on it samples; a number of samples is drawn in each
+    cycle, evenly spaced up to the cycle's end. Where M does not divide K the last cycle is cut short.
 
     Args:
         total_steps: K.
@@ -36,9 +37,9 @@ class CyclicalPlan:
             if length < 1 or stage < self.samples_per_cycle:
                 raise ValueError(
                     f"cycle {cycle + 1} of {self.num_cycles} has {max(stage, 0)} sampling steps for "
-                    f"samples_per_cycle={self.samples_per_cycle}: {self.total_steps} steps in all make cycles of {self.period}, "
-                    f"and exploration={self.exploration} leaves only the end of each; train longer, or take fewer cycles, "
-                    "fewer samples or less exploration"
+                    f"samples_per_cycle={self.samples_per_cycle}: {self.total_steps} steps in all make cycles of "
+                    f"{self.period}, and exploration={self.exploration} leaves only the end of each; train longer, or "
+                    "take fewer cycles, fewer samples or less exploration"
                 )
 
     @property

@@ -62,8 +62,8 @@ class Sampler(Optimizer):
             raise ValueError(f"num_chains must be at least 1, got {num_chains}")
         if num_data is None and self._needs_num_data(temperature):
             raise ValueError(
-                f"{type(self).__name__} needs num_data, the number of training data: the noise is tied to it "
-                "(only a temperature of 0 does without)"
+                f"{type(self).__name__} needs num_data, the number of training data: the noise is tied to it (only a "
+                "temperature of 0 does without)"
             )
         if num_data is not None and num_data <= 0:
             raise ValueError(f"num_data must be positive, got {num_data}")
@@ -191,8 +191,8 @@ class Sampler(Optimizer):
         """
         if "sampler" not in state_dict:
             raise ValueError(
-                f"this state is not a sampler's (it has no step counter and no noise generators), so {type(self).__name__} "
-                "cannot go on from it"
+                "this state is not a sampler's (it has no step counter and no noise generators), so "
+                f"{type(self).__name__} cannot go on from it"
             )
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "sampler"})
         self.step_count = state_dict["sampler"]["step_count"]

@@ -69,8 +69,8 @@ class ChainNoise:
                 generator.set_state(saved.cpu())
             return
         warnings.warn(
-            f"The checkpoint's noise generators are for {state['device']}, this run is on {device.type}: the noise goes "
-            "on with a new stream, so the run is right but not bit-identical to an uninterrupted one.",
+            f"The checkpoint's noise generators are for {state['device']}, this run is on {device.type}: the noise "
+            "goes on with a new stream, so the run is right but not bit-identical to an uninterrupted one.",
             stacklevel=2,
         )
         for index, generator in enumerate(self._generators):

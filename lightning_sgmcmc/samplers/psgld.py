@@ -15,8 +15,8 @@ class pSGLD(Sampler):
         V ← α·V + (1-α)·g²,   G = 1/(λ + √V)
         θ ← θ - lr·κ·G⊙g + √(2·lr·τ·G/N)⊙ξ
 
-    The correction term Γ, the divergence of G, is left out, as the paper does in practice: it is of order 1-α. At τ = 0 it
-    is `torch.optim.RMSprop(lr, alpha, eps)`, bit for bit.
+    The correction term Γ, the divergence of G, is left out, as the paper does in practice: it is of order 1-α. At τ =
+    0 it is `torch.optim.RMSprop(lr, alpha, eps)`, bit for bit.
 
     Args:
         params: parameters or parameter groups.

@@ -15,9 +15,9 @@ class SGHMC(Sampler):
         v ← (1-η)·v - lr·κ·g + √(2·(η-γ̂)·lr·τ/N)·ξ
         θ ← θ + v
 
-    At τ = 0 throughout it is `torch.optim.SGD(lr, momentum=1-η)`, bit for bit, whatever schedule lr follows. (Torch keeps
-    `b = -v/lr` in place of v, so a change of lr rescales the velocity. That is the custom without noise; with noise
-    it would let a restart of the step size throw the chain out, so v itself is kept across a change of lr there.)
+    At τ = 0 throughout it is `torch.optim.SGD(lr, momentum=1-η)`, bit for bit, whatever schedule lr follows. (Torch
+    keeps `b = -v/lr` in place of v, so a change of lr rescales the velocity. That is the custom without noise; with
+    noise it would let a restart of the step size throw the chain out, so v itself is kept across a change of lr there.)
 
     Args:
         params: parameters or parameter groups.

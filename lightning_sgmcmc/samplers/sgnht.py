@@ -16,9 +16,9 @@ class SGNHT(Sampler):
         θ ← θ + v
         η ← η + (N/lr·mean(v²) - τ)·(lr/N)/Q
 
-    The paper's variables are p = v/h, ξ = η/h and A = a/h with h = √(lr/N); its equations have Q = 1. The friction rises
-    while the momentum's mean square exceeds τ, so heat from mini-batch noise of unknown (isotropic) size is taken out.
-    At τ = 0 the thermostat is held: momentum SGD with friction η.
+    The paper's variables are p = v/h, ξ = η/h and A = a/h with h = √(lr/N); its equations have Q = 1. The friction
+    rises while the momentum's mean square exceeds τ, so heat from mini-batch noise of unknown (isotropic) size is
+    taken out. At τ = 0 the thermostat is held: momentum SGD with friction η.
 
     Args:
         params: parameters or parameter groups (a thermostat for each group and chain).
