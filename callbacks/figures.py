@@ -59,6 +59,8 @@ def energy_figure(
 
 def running_average_figure(metric: str, running: Sequence[float], single: Sequence[float]) -> "Figure":
     """Draw a metric of the running model average against the number of samples, beside the single samples'."""
+    from matplotlib.ticker import MaxNLocator
+
     figure, (axes,) = _canvas()
     count = np.arange(1, len(running) + 1)
     axes.plot(count, single, "o", color=SINGLE_COLOUR, markersize=4, label="single sample")
@@ -68,7 +70,7 @@ def running_average_figure(metric: str, running: Sequence[float], single: Sequen
     axes.plot(count, running, "-o", color=AVERAGE_COLOUR, markersize=3, label="model average")
     axes.set_xlabel("number of samples")
     axes.set_ylabel(metric)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
     return figure
 
@@ -78,12 +80,18 @@ def reliability_figure(
 ) -> "Figure":
     """Draw accuracy against confidence in each bin, with the share of the data in it."""
     figure, (upper, lower) = _canvas(2, width=5, height=6)
-    confidence, accuracy, share = np.asarray(confidence), np.asarray(accuracy), np.asarray(count, dtype=float)
+    share = np.asarray(count, dtype=float)
     bins = len(share)
     filled = share > 0
     share = share / max(share.sum(), 1)
     upper.plot([0, 1], [0, 1], color="black", linestyle=":", linewidth=1, label="calibrated")
-    upper.plot(confidence[filled], accuracy[filled], "-o", color=AVERAGE_COLOUR, label=f"model average, ECE {ece:.3f}")
+    upper.plot(
+        np.asarray(confidence)[filled],
+        np.asarray(accuracy)[filled],
+        "-o",
+        color=AVERAGE_COLOUR,
+        label=f"model average, ECE {ece:.3f}",
+    )
     upper.set_ylabel("accuracy")
     upper.set_xlim(0, 1)
     upper.set_ylim(0, 1)

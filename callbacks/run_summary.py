@@ -49,12 +49,13 @@ class RunSummary(SamplerCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start = time.monotonic()
         self._sampler = bayesian(pl_module, self).sampler
+        self._interval = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = self._sampler.step_count
-        if step == self._last_step or (step != 1 and step % trainer.log_every_n_steps):
+        if step == self._last_step or (step != 1 and step % self._interval):
             return
         self._last_step = step
         module = bayesian(pl_module, self)

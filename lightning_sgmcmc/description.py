@@ -59,7 +59,7 @@ def build(description: Any) -> Any:
 
 def _describe_module(module: nn.Module) -> dict[str, Any]:
     if type(module).forward is nn.Sequential.forward:
-        description = {
+        description: dict[str, Any] = {
             "class": "torch.nn.modules.container:Sequential",
             "children": [[name, describe(child)] for name, child in module.named_children()],
         }
@@ -133,7 +133,7 @@ def record_arguments(cls: type[nn.Module]) -> None:
             self.__dict__["_arguments"] = _named_arguments(init, self, *args, **kwargs)
         init(self, *args, **kwargs)
 
-    cls.__init__ = recording_init  # type: ignore[assignment]
+    cls.__init__ = recording_init  # type: ignore[method-assign]
 
 
 def _named_arguments(init: Callable[..., None], *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -123,7 +123,8 @@ class BayesianModule(pl.LightningModule):
         """Return the network's output for the inputs `x`, for one chain."""
         if "net" not in self._modules:
             raise NotImplementedError(f"{type(self).__name__} needs a network: pass net=… or define forward")
-        return self._training_net(x) if self.training else self.net(x)
+        network: nn.Module = self.__dict__["_training_net"] if self.training else self.net
+        return network(x)
 
     def output_and_target(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the network's output for a batch and its target; override it where a batch is not a pair (x, y)."""
@@ -236,7 +237,7 @@ class BayesianModule(pl.LightningModule):
         }
         if self.lr is not None:
             options["lr"] = self.lr
-        sampler = self.sampler_factory(self._trainable.values(), **options)  # type: ignore[arg-type,call-arg]
+        sampler = self.sampler_factory(self._trainable.values(), **options)  # type: ignore[arg-type]
         if not isinstance(sampler, Sampler):
             raise TypeError(
                 f"sampler={_name_of(self.sampler_factory)} made a {type(sampler).__name__}, which adds no noise: take "

@@ -82,7 +82,7 @@ class GaussianPrior(ScalePrior):
         scales = [self.scale_of(name) for name in parameters]
         tensors = list(parameters.values())
         constant = -sum(t.numel() * math.log(s * math.sqrt(2 * math.pi)) for t, s in zip(tensors, scales, strict=True))
-        quadratic: Tensor = _ScaledSquares.apply([1 / s for s in scales], *tensors)  # type: ignore[no-untyped-call]
+        quadratic: Tensor = _ScaledSquares.apply([1 / s for s in scales], *tensors)
         return constant - quadratic / 2
 
 

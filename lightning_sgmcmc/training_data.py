@@ -7,8 +7,9 @@ import torch
 def count_training_data(trainer: pl.Trainer) -> tuple[int | None, str]:
     """Return the number of training data and who says so, or None and the reason why it is not known."""
     datamodule = getattr(trainer, "datamodule", None)
-    if getattr(datamodule, "num_data", None) is not None:
-        return int(datamodule.num_data), f"{type(datamodule).__name__}.num_data"
+    declared = getattr(datamodule, "num_data", None)
+    if declared is not None:
+        return int(declared), f"{type(datamodule).__name__}.num_data"
     _ = trainer.estimated_stepping_batches  # makes the trainer load its training data
     loader = trainer.train_dataloader
     if not isinstance(loader, torch.utils.data.DataLoader):

@@ -102,7 +102,7 @@ class Sampler(Optimizer):
             group[name] = value
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step of the sampler.
 
         Args:
@@ -177,13 +177,13 @@ class Sampler(Optimizer):
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """Return torch's optimizer state and, under "sampler", the step counter and the noise generators."""
         state = super().state_dict()
         state["sampler"] = {"step_count": self.step_count, "noise": self._noise.state_dict(self.step_count)}
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned.
 
         Raises:
