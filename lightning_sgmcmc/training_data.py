@@ -10,7 +10,8 @@ def count_training_data(trainer: pl.Trainer) -> tuple[int | None, str]:
     declared = getattr(datamodule, "num_data", None)
     if declared is not None:
         return int(declared), f"{type(datamodule).__name__}.num_data"
-    _ = trainer.estimated_stepping_batches  # makes the trainer load its training data
+    if trainer.train_dataloader is None:
+        trainer.fit_loop.setup_data()
     loader = trainer.train_dataloader
     if not isinstance(loader, torch.utils.data.DataLoader):
         return None, "the training loader is not a torch DataLoader"
