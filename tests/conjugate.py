@@ -1,7 +1,8 @@
 """Conjugate linear regression with its exact posterior, and the exact stationary law of the linear samplers.
 
-D regressions share the inputs X (N, d) and have targets of their own, so one network `Linear(d, D)` without bias samples D
-posteriors at once, all with the covariance (XᵀX/σ² + I/s²)⁻¹. Batches are drawn with replacement, so the gradient noise is known
+D regressions share the inputs X (N, d) and have targets of their own, so one network `Linear(d, D)` without bias
+samples D posteriors at once, all with the covariance (XᵀX/σ² + I/s²)⁻¹. Batches are drawn with replacement, so the gradient
+noise is known
 exactly: for a sampler that is linear in its state z, z' = F_B·z + f_B + noise, the stationary covariance solves
 S = E[F_B S F_Bᵀ] + E[f_B f_Bᵀ] + noise covariance, a linear system. It tends to the posterior's as lr → 0.
 """
@@ -12,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from lightning_sgmcmc.callbacks import SamplerCallback, SamplingSchedule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Gaussian, GaussianPrior
-from lightning_sgmcmc.callbacks import SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.store import PosteriorSample
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -101,9 +102,7 @@ class ConjugateRegression:
 
     def sgld_covariance(self, lr: float, batch_size: int, temperature: float = 1.0) -> Array:
         identity = np.eye(self.features)
-        return self._stationary(
-            identity, lr * identity, 2 * lr * temperature / self.num_data * identity, batch_size
-        )
+        return self._stationary(identity, lr * identity, 2 * lr * temperature / self.num_data * identity, batch_size)
 
     def sghmc_covariance(self, lr: float, batch_size: int, friction: float, temperature: float = 1.0) -> Array:
         identity, zero, momentum = np.eye(self.features), np.zeros((self.features, self.features)), 1 - friction
@@ -134,7 +133,9 @@ class Draws(SamplerCallback):
         return torch.stack(self.values).double().numpy()
 
 
-def sample(problem: ConjugateRegression, steps: int, burn_in: int, every: int, batch_size: int, **options: Any) -> Array:
+def sample(
+    problem: ConjugateRegression, steps: int, burn_in: int, every: int, batch_size: int, **options: Any
+) -> Array:
     """Sample the posterior by `Trainer.fit`; options for the trainer are given as `trainer_…`."""
     trainer_options = {k.removeprefix("trainer_"): v for k, v in options.items() if k.startswith("trainer_")}
     module = problem.module(**{k: v for k, v in options.items() if not k.startswith("trainer_")})
@@ -162,8 +163,8 @@ def quiet_trainer(**options: Any) -> pl.Trainer:
 
 
 def covariance_with_error(draws: Array, mean: Array, batches: int = 40) -> tuple[Array, Array]:
-    """Return the draws' covariance about `mean`, averaged over outputs, and its standard error by batch means, (d, d) each."""
-    centred = draws - mean
+    """Return the draws' covariance about `mean`, averaged over outputs, and its standard error by batch means, (d, d)
+    each.""" centred = draws - mean
     products = np.einsum("soi,soj->sij", centred, centred) / draws.shape[1]
     return _mean_with_error(products, batches)
 
