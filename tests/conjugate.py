@@ -2,9 +2,8 @@
 
 D regressions share the inputs X (N, d) and have targets of their own, so one network `Linear(d, D)` without bias
 samples D posteriors at once, all with the covariance (XᵀX/σ² + I/s²)⁻¹. Batches are drawn with replacement, so the gradient
-noise is known
-exactly: for a sampler that is linear in its state z, z' = F_B·z + f_B + noise, the stationary covariance solves
-S = E[F_B S F_Bᵀ] + E[f_B f_Bᵀ] + noise covariance, a linear system. It tends to the posterior's as lr → 0.
+noise is known exactly: for a sampler that is linear in its state z, z' = F_B·z + f_B + noise, the stationary covariance
+solves S = E[F_B S F_Bᵀ] + E[f_B f_Bᵀ] + noise covariance, a linear system. It tends to the posterior's as lr → 0.
 """
 
 from dataclasses import dataclass, field
@@ -163,8 +162,8 @@ def quiet_trainer(**options: Any) -> pl.Trainer:
 
 
 def covariance_with_error(draws: Array, mean: Array, batches: int = 40) -> tuple[Array, Array]:
-    """Return the draws' covariance about `mean`, averaged over outputs, and its standard error by batch means, (d, d)
-    each.""" centred = draws - mean
+    """Return the draws' covariance about `mean`, averaged over outputs, and its standard error, (d, d) each."""
+    centred = draws - mean
     products = np.einsum("soi,soj->sij", centred, centred) / draws.shape[1]
     return _mean_with_error(products, batches)
 

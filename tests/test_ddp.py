@@ -93,8 +93,8 @@ class DumpDraws(Draws):
 
 
 def test_two_ranks_have_the_law_of_the_joint_batch(tmp_path: Path) -> None:
-    """Two ranks with 25 data each are one chain with batches of 50 (false-alarm rate as in
-    test_conjugate_regression).""" callbacks = [SamplingSchedule(burn_in_steps=500, every_n_steps=2), DumpDraws(tmp_path / "draws.npy")]
+    """Two ranks with 25 data each are one chain with batches of 50; false alarms as in the test without ranks."""
+    callbacks = [SamplingSchedule(burn_in_steps=500, every_n_steps=2), DumpDraws(tmp_path / "draws.npy")]
     fit_on_two_ranks(tmp_path, 5000, callbacks, sampler=SGLD, lr=0.1)
     check_law(np.load(tmp_path / "draws.npy"), PROBLEM.sgld_covariance(0.1, 50))
 
