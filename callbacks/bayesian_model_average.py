@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, require_schedule
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, require_schedule
 from lightning_sgmcmc.evaluation import CycleAverage, WeightedAverage, evaluate, evaluation_mode
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.store import PosteriorSample

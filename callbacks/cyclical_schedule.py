@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytorch_lightning as pl
-from lightning_sgmcmc.callbacks.base import Schedule
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
+from lightning_sgmcmc.callbacks.base import Schedule
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.schedules import CyclicalPlan

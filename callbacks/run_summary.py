@@ -8,12 +8,12 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+
 from lightning_sgmcmc.callbacks import figures
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.bayesian_model_average import Evaluation
 from lightning_sgmcmc.callbacks.run_folder import run_folder
-from pytorch_lightning.utilities.rank_zero import rank_zero_only
-
 from lightning_sgmcmc.metrics import reliability
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.store import PosteriorSample

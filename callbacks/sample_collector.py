@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, require_schedule
-from lightning_sgmcmc.callbacks.run_folder import newest_store, run_folder
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
+from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, require_schedule
+from lightning_sgmcmc.callbacks.run_folder import newest_store, run_folder
 from lightning_sgmcmc.description import NotDescribableError, describe
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior import Posterior

@@ -3,8 +3,8 @@
 import math
 
 import pytorch_lightning as pl
-from lightning_sgmcmc.callbacks.base import Schedule
 
+from lightning_sgmcmc.callbacks.base import Schedule
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.schedules import Annealing, PolynomialDecay

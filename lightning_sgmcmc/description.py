@@ -58,7 +58,7 @@ def build(description: Any) -> Any:
 
 
 def _describe_module(module: nn.Module) -> dict[str, Any]:
-    if type(module).forward is nn.Sequential.forward:
+    if _plain_type(module) is nn.Sequential:
         description: dict[str, Any] = {
             "class": "torch.nn.modules.container:Sequential",
             "children": [[name, describe(child)] for name, child in module.named_children()],
@@ -99,9 +99,14 @@ def _check_rebuilds(module: nn.Module, description: dict[str, Any]) -> None:
             f"{type(module).__name__} cannot be made again from its arguments: {error}"
         ) from error
     shapes, twin_shapes = ({k: v.shape for k, v in m.state_dict().items()} for m in (module, twin))
-    layers, twin_layers = ([type(layer) for layer in m.modules()] for m in (module, twin))
+    layers, twin_layers = ([_plain_type(layer) for layer in m.modules()] for m in (module, twin))
     if shapes != twin_shapes or layers != twin_layers:
         raise NotDescribableError(f"{type(module).__name__} made again from its arguments is another network")
+
+
+def _plain_type(module: nn.Module) -> type[nn.Module]:
+    """Return the module's type, but Sequential for the subclasses that only differ in how they are made."""
+    return nn.Sequential if type(module).forward is nn.Sequential.forward else type(module)
 
 
 def _path_of(cls: type) -> str:

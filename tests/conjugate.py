@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from lightning_sgmcmc.callbacks import SamplerCallback, SamplingSchedule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Gaussian, GaussianPrior
+from lightning_sgmcmc.callbacks import SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.store import PosteriorSample
 
 Array = np.ndarray[Any, np.dtype[np.float64]]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector, SamplingSchedule
-from lightning_sgmcmc.callbacks.base import SamplerCallback
 
 from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Categorical, Posterior
+from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector, SamplingSchedule
+from lightning_sgmcmc.callbacks.base import SamplerCallback
 from lightning_sgmcmc.store import PosteriorSample
 from tests.conjugate import ConjugateRegression, Draws, quiet_trainer
 from tests.test_conjugate_regression import check_law

@@ -1,0 +1,158 @@
+"""What the datamodules with data in memory share: splits, normalisation, loaders."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.datamodules.loading import TensorBatches, make_loader
+
+
+@dataclass
+class Split:
+    """The inputs (n, …) and targets (n, …) of one part of the data; `inputs` may be empty."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+class ArrayDataModule(pl.LightningDataModule):
+    """Base of the datamodules whose data fit in memory.
+
+    Subclasses implement `load`, which returns the parts, normalised by the training part. After `setup`, `num_data`
+    is the number of training data N, which the posterior conditions on.
+
+    Args:
+        batch_size: data in a batch, > 0.
+        drop_last: leave out the last batch of an epoch where it is short; N stays the whole training part.
+        seed: what a random split is a function of.
+
+    Raises:
+        ValueError: if batch_size is below 1.
+    """
+
+    num_classes: int | None = None
+    """Number of classes, None in regression."""
+    target_mean: float | None = None
+    target_std: float | None = None
+    """In regression, what the targets were standardised by."""
+
+    def __init__(self, batch_size: int, drop_last: bool = False, seed: int = 0) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.seed = seed
+        self._splits: tuple[Split, Split, Split] | None = None
+
+    @abstractmethod
+    def load(self) -> tuple[Split, Split, Split]:
+        """Return the training, validation and test parts."""
+
+    def transform(self) -> Callable[[Tensor], Tensor] | None:
+        """Return what is done to the inputs of each batch, if anything."""
+        return None
+
+    def setup(self, stage: str) -> None:
+        """Read and split the data, once."""
+        if self._splits is None:
+            self._splits = self.load()
+
+    @property
+    def splits(self) -> tuple[Split, Split, Split]:
+        """The training, validation and test parts, after `setup`."""
+        if self._splits is None:
+            raise RuntimeError(f"{type(self).__name__} has no data before setup(): call it, or let the trainer do so")
+        return self._splits
+
+    @property
+    def num_data(self) -> int:
+        """N, the number of training data, after `setup`."""
+        return len(self.splits[0].targets)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one input, after `setup`."""
+        return tuple(self.splits[0].inputs.shape[1:])
+
+    def _loader(self, part: int, train: bool = False) -> Any:
+        split = self.splits[part]
+        if len(split.targets) == 0:
+            return []  # Lightning's word for no loader
+        dataset = TensorBatches(split.inputs, split.targets, transform=self.transform())
+        return make_loader(dataset, self.batch_size, shuffle=train, drop_last=train and self.drop_last)
+
+    def train_dataloader(self) -> Any:
+        return self._loader(0, train=True)
+
+    def val_dataloader(self) -> Any:
+        return self._loader(1)
+
+    def test_dataloader(self) -> Any:
+        return self._loader(2)
+
+    def predict_dataloader(self) -> Any:
+        return self._loader(2)
+
+
+def check_fraction(name: str, value: float) -> None:
+    """Refuse a fraction outside [0, 1).
+
+    Raises:
+        ValueError: naming the argument and its value.
+    """
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {value}")
+
+
+def random_split(count: int, fractions: tuple[float, ...], seed: int, labels: Tensor | None = None) -> list[Tensor]:
+    """Return index sets: the rest, then one for each fraction; a function of the arguments alone.
+
+    Args:
+        count: number of data.
+        fractions: the parts' shares of the data, rounded to whole data.
+        seed: seed of the permutation.
+        labels: if given, the shares hold within each class (stratified), shape (count,).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(count, generator=generator)
+    groups = [order] if labels is None else [order[labels[order] == label] for label in labels.unique()]
+    parts: list[list[Tensor]] = [[] for _ in range(len(fractions) + 1)]
+    for group in groups:
+        start = 0
+        for part, fraction in enumerate(fractions, start=1):
+            stop = start + round(fraction * len(group))
+            parts[part].append(group[start:stop])
+            start = stop
+        parts[0].append(group[start:])
+    return [torch.cat(part).sort().values for part in parts]
+
+
+def standardise(train: Tensor, *others: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Return all tensors with the training part's mean 0 and standard deviation 1 in each column, and those two.
+
+    A column that is constant in the training part is only centred.
+    """
+    mean = train.mean(0)
+    std = train.std(0, correction=0)
+    std = torch.where(std > 1e-12 * mean.abs().clamp_min(1), std, torch.ones_like(std))
+    return [((part - mean) / std).float() for part in (train, *others)], mean, std
+
+
+def find_file(root: str | Path, *candidates: str, what: str) -> Path:
+    """Return the first of `root/candidate` that exists.
+
+    Raises:
+        FileNotFoundError: saying where the file was looked for.
+    """
+    for candidate in candidates:
+        path = Path(root) / candidate
+        if path.is_file():
+            return path
+    raise FileNotFoundError(f"{what} is not at {Path(root) / candidates[0]}: put the file there, or give another root")

@@ -1,0 +1,75 @@
+"""Any torch data sets as a datamodule."""
+
+from typing import Any
+
+import pytorch_lightning as pl
+from torch.utils.data import DataLoader, Dataset
+
+
+class DatasetDataModule(pl.LightningDataModule):
+    """Wraps torch data sets of pairs (x, y).
+
+    Args:
+        train: the training data; N is its length.
+        val: validation data, or None.
+        test: test data, or None; they are also what is predicted.
+        batch_size: data in a batch.
+        num_workers: loading processes.
+        num_data: N, for training data without a length; else leave it out.
+        drop_last: leave out the last batch of an epoch where it is short; N stays the whole training set.
+
+    Raises:
+        ValueError: if batch_size is below 1, N is missing, or num_data contradicts the training data's length.
+    """
+
+    def __init__(
+        self,
+        train: Dataset[Any],
+        val: Dataset[Any] | None = None,
+        test: Dataset[Any] | None = None,
+        batch_size: int = 100,
+        num_workers: int = 0,
+        num_data: int | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        length = len(train) if hasattr(train, "__len__") else None
+        if length is None and num_data is None:
+            raise ValueError("the training data have no length: give num_data, the number of data N")
+        if length is not None and num_data not in (None, length):
+            raise ValueError(
+                f"num_data={num_data} contradicts the training data, of which there are {length}: leave it out"
+            )
+        self.train = train
+        self.val = val
+        self.test = test
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.drop_last = drop_last
+        self.num_data = length if num_data is None else num_data
+
+    def _loader(self, dataset: Dataset[Any] | None, train: bool = False) -> Any:
+        if dataset is None:
+            return []  # Lightning's word for no loader
+        return DataLoader(
+            dataset,
+            batch_size=self.batch_size,
+            shuffle=train and hasattr(dataset, "__len__"),
+            drop_last=train and self.drop_last,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+        )
+
+    def train_dataloader(self) -> Any:
+        return self._loader(self.train, train=True)
+
+    def val_dataloader(self) -> Any:
+        return self._loader(self.val)
+
+    def test_dataloader(self) -> Any:
+        return self._loader(self.test)
+
+    def predict_dataloader(self) -> Any:
+        return self._loader(self.test)
