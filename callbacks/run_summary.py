@@ -63,7 +63,7 @@ class RunSummary(SamplerCallback):
         scalars = {
             "sampler/lr": _mean(group["lr"]),
             "sampler/temperature": _mean(group["temperature"]),
-            "sampler/energy": _mean(module.chain_state.energy),
+            "sampler/energy": module.chain_state.energy.mean().item(),
             "samples/count": len(self._samples),
         }
         for values, name in ((self._lr, "lr"), (self._temperature, "temperature"), (self._energy, "energy")):

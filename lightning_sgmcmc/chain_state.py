@@ -14,15 +14,22 @@ class ChainState:
     A plain object, because attributes of a module are dear to set at every step.
 
     Attributes:
-        energy: Ũ of the last step's mini-batch, the mean over its micro-batches, shape (C,), on the device, in nats.
+        mean_potential: Ũ/N of the last step's mini-batch, the mean over its micro-batches, C numbers on the device.
+        num_data: N.
         log_weight: log importance weight of the present states, shape (C,), on the device.
         cycle: index of the cycle, from 0.
         stage: "exploration" (temperature 0), "burn-in" or "sampling".
         sample_due: set by a schedule in `on_train_batch_end`: the present states are samples.
     """
 
-    energy: Tensor = field(default_factory=lambda: torch.full((1,), math.nan))
+    mean_potential: Tensor = field(default_factory=lambda: torch.full((1,), math.nan))
+    num_data: int = 1
     log_weight: Tensor = field(default_factory=lambda: torch.zeros(1))
     cycle: int = 0
     stage: str = "sampling"
     sample_due: bool = False
+
+    @property
+    def energy(self) -> Tensor:
+        """Ũ of the last step's mini-batch, shape (C,), on the device, in nats."""
+        return self.mean_potential.reshape(-1) * self.num_data

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
+import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chain_state import ChainState
@@ -151,17 +152,17 @@ class BayesianModule(pl.LightningModule):
 
     def potential_energy(self, batch: Any) -> Tensor:
         """Return Ũ of a batch for each chain, shape (C,), in nats."""
-        return self._mean_potential(batch) * self._known_num_data()
+        return self._mean_potential(batch).reshape(1) * self._known_num_data()
 
     def _mean_potential(self, batch: Any) -> Tensor:
-        """Return Ũ/N for each chain, shape (C,)."""
+        """Return Ũ/N of the one chain, shape ()."""
         log_likelihood = self.log_likelihood(batch)
         if log_likelihood.dim() != 1:
             raise ValueError(
                 "log_likelihood(batch) must return one number per datum, shape (n,), got "
                 f"{tuple(log_likelihood.shape)}: the batch's size is read from it"
             )
-        return (-log_likelihood.mean() - self.log_prior() / self._known_num_data()).reshape(1)
+        return torch.add(log_likelihood.mean(), self.log_prior(), alpha=1 / self._known_num_data()).neg()
 
     def score(self, batch: Any) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """Return what an evaluation averages over samples.
@@ -181,25 +182,26 @@ class BayesianModule(pl.LightningModule):
     # -- Lightning's hooks --------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Compute the chains' energies; return the loss Σ_c Ũ_c/N."""
+        """Keep the chains' energies; return the loss Σ_c Ũ_c/N."""
         potential = self._mean_potential(batch)
-        position, window = self._accumulation_window(batch_idx)
-        energy = potential.detach() * self._known_num_data()
-        state = self.chain_state
-        state.energy = energy if position == 0 else state.energy + (energy - state.energy) / (position + 1)
-        loss = potential.sum()
-        accumulated = self.trainer.accumulate_grad_batches
-        # Lightning divides by the whole window, also where the epoch's last one is shorter.
-        return loss if window == accumulated else loss * (accumulated / window)
-
-    def _accumulation_window(self, batch_idx: int) -> tuple[int, int]:
-        """Return the batch's position in its window of accumulated batches, and that window's length."""
-        accumulated = self.trainer.accumulate_grad_batches
+        state: ChainState = self.__dict__["chain_state"]
+        trainer = self.trainer
+        accumulated = trainer.accumulate_grad_batches
         if accumulated == 1:
-            return 0, 1
+            state.mean_potential = potential.detach()
+            return potential
         position = batch_idx % accumulated
-        batches = self.trainer.num_training_batches
-        return position, int(min(accumulated, batches - (batch_idx - position)))
+        window = min(accumulated, trainer.num_training_batches - (batch_idx - position))
+        change = potential.detach() - (state.mean_potential if position > 0 else 0)
+        state.mean_potential = change / (position + 1) + (state.mean_potential if position > 0 else 0)
+        # Lightning divides by the whole window, also where the epoch's last one is shorter.
+        return potential * (accumulated / window)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch; a plain tuple of tensors that are there already is passed on without a search through it."""
+        if type(batch) in (tuple, list) and all(type(part) is Tensor and part.device == device for part in batch):
+            return batch
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the present state's mean negative log likelihood as `val/nll`."""
@@ -228,6 +230,7 @@ class BayesianModule(pl.LightningModule):
             raise ValueError(f"{type(self).__name__} has no trainable parameters, so there is nothing to sample")
         self.prior.log_prob(self._trainable)  # speaks up now if a parameter has no prior
         self.num_data = self._resolve_num_data()
+        self.chain_state.num_data = self.num_data
         self._sampling_seed = self._resolve_seed()
         options: dict[str, Any] = {
             "num_data": self.num_data,

@@ -77,13 +77,20 @@ class GaussianPrior(ScalePrior):
 
     def __init__(self, std: Scale = 1.0) -> None:
         super().__init__(std, "std")
+        self._known_names: tuple[str, ...] = ()
+        self._known_scales: list[float] = []
+        self._constant = 0.0
 
     def log_prob(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        scales = [self.scale_of(name) for name in parameters]
-        tensors = list(parameters.values())
-        constant = -sum(t.numel() * math.log(s * math.sqrt(2 * math.pi)) for t, s in zip(tensors, scales, strict=True))
-        quadratic: Tensor = _ScaledSquares.apply([1 / s for s in scales], *tensors)
-        return constant - quadratic / 2
+        names, tensors = tuple(parameters), tuple(parameters.values())
+        if names != self._known_names:
+            self._known_names, self._known_scales = names, [self.scale_of(name) for name in names]
+            normaliser = math.sqrt(2 * math.pi)
+            self._constant = -sum(
+                t.numel() * math.log(s * normaliser) for t, s in zip(tensors, self._known_scales, strict=True)
+            )
+        result: Tensor = _GaussianLogDensity.apply(self._constant, self._known_scales, *tensors)
+        return result
 
 
 class LaplacePrior(ScalePrior):
@@ -137,21 +144,25 @@ class StudentTPrior(ScalePrior):
         return torch.stack(terms).sum()
 
 
-class _ScaledSquares(torch.autograd.Function):
-    """Σ_k ‖scale_k·θ_k‖² of many tensors in a few calls: a network has dozens of them, and this is done every step."""
+class _GaussianLogDensity(torch.autograd.Function):
+    """constant - Σ_k ‖θ_k/std_k‖²/2 of many tensors in a few calls: a network has dozens of them, at every step."""
 
     @staticmethod
-    def forward(ctx: Any, scales: list[float], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, constant: float, stds: list[float], *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
-        ctx.scales = scales
+        ctx.stds = stds
         norms = torch.stack(torch._foreach_norm(tensors))
-        if len(set(scales)) == 1:
-            return norms.square().sum() * scales[0] ** 2
-        return (norms * norms.new_tensor(scales)).square().sum()
+        if len(set(stds)) > 1:
+            norms = norms / norms.new_tensor(stds)
+            return constant - norms.square().sum() / 2
+        return torch.dot(norms, norms).mul_(-0.5 / stds[0] ** 2).add_(constant)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors
-        gradients = torch._foreach_mul(tensors, [2 * s**2 for s in ctx.scales])
-        torch._foreach_mul_(gradients, grad_outputs[0])
-        return (None, *gradients)
+        (grad,), tensors, stds = grad_outputs, ctx.saved_tensors, ctx.stds
+        if len(set(stds)) > 1:
+            gradients = torch._foreach_mul(tensors, [-1 / s**2 for s in stds])
+            torch._foreach_mul_(gradients, grad)
+        else:
+            gradients = torch._foreach_mul(tensors, grad * (-1 / stds[0] ** 2))
+        return (None, None, *gradients)

@@ -68,8 +68,12 @@ class pSGLD(Sampler):
             torch._foreach_addcdiv_(params, grads, inverse, factor)
         if noise is not None:
             torch._foreach_sqrt_(inverse)
-            torch._foreach_div_(noise, inverse)
-            self._add(params, noise, square_root(2 * lr * group["temperature"] / self.num_data))
+            scale = square_root(2 * lr * group["temperature"] / self.num_data)
+            if isinstance(scale, Tensor):
+                torch._foreach_div_(noise, inverse)
+                self._add(params, noise, scale)
+            else:
+                torch._foreach_addcdiv_(params, noise, inverse, scale)
 
     def _kept(self, params: list[Tensor]) -> list[Tensor]:
         """Return scratch tensors in the parameters' shapes, the same ones at every step; not part of the state."""
