@@ -3,6 +3,7 @@
 from lightning_sgmcmc.callbacks.base import SamplerCallback
 from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage, Evaluation
 from lightning_sgmcmc.callbacks.cyclical_schedule import CyclicalSchedule
+from lightning_sgmcmc.callbacks.prediction_writer import PredictionWriter
 from lightning_sgmcmc.callbacks.run_summary import RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
 from lightning_sgmcmc.callbacks.sampling_schedule import SamplingSchedule
@@ -11,6 +12,7 @@ __all__ = [
     "BayesianModelAverage",
     "CyclicalSchedule",
     "Evaluation",
+    "PredictionWriter",
     "RunSummary",
     "SampleCollector",
     "SamplerCallback",

@@ -95,7 +95,7 @@ def reliability_figure(
     upper.set_ylabel("accuracy")
     upper.set_xlim(0, 1)
     upper.set_ylim(0, 1)
-    upper.legend(loc="upper left")
+    upper.legend(loc="lower right")
     lower.bar((np.arange(bins) + 0.5) / bins, share, width=0.9 / bins, color=SINGLE_COLOUR)
     lower.set_ylabel("share of data")
     lower.set_xlabel("confidence")

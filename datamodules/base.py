@@ -88,6 +88,12 @@ class ArrayDataModule(pl.LightningDataModule):
         dataset = TensorBatches(split.inputs, split.targets, transform=self.transform())
         return make_loader(dataset, self.batch_size, shuffle=train, drop_last=train and self.drop_last)
 
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch; one whose tensors are there already is passed on without a search through it."""
+        if type(batch) is tuple and all(type(part) is Tensor and part.device == device for part in batch):
+            return batch
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
     def train_dataloader(self) -> Any:
         return self._loader(0, train=True)
 

@@ -58,13 +58,13 @@ class UCIRegressionDataModule(ArrayDataModule):
         check_fraction("val_fraction", val_fraction)
         if not 0 <= split < SPLITS:
             raise ValueError(f"split must be between 0 and {SPLITS - 1}, got {split}")
-        self.name = name
+        self.table = name
         self.root = Path(root)
         self.split = split
         self.val_fraction = val_fraction
 
     def load(self) -> tuple[Split, Split, Split]:
-        x, y, test = _read(self.root, "uci_regression", self.name, "test_indices")
+        x, y, test = _read(self.root, "uci_regression", self.table, "test_indices")
         held_out = torch.zeros(len(y), dtype=torch.bool)
         held_out[torch.as_tensor(test[self.split], dtype=torch.int64)] = True
         rows = torch.arange(len(y))
@@ -114,14 +114,14 @@ class UCIClassificationDataModule(ArrayDataModule):
         check_fraction("val_fraction", val_fraction)
         check_fraction("test_fraction", test_fraction)
         check_fraction("val_fraction + test_fraction", val_fraction + test_fraction)
-        self.name = name
+        self.table = name
         self.root = Path(root)
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
         self.intercept = intercept
 
     def load(self) -> tuple[Split, Split, Split]:
-        x, y, _ = _read(self.root, "uci_classification", self.name)
+        x, y, _ = _read(self.root, "uci_classification", self.table)
         labels = y.long()
         parts = random_split(len(labels), (self.val_fraction, self.test_fraction), self.seed, labels)
         inputs, _, _ = standardise(*(x[part] for part in parts))

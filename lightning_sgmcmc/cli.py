@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.cli import LightningCLI, SaveConfigCallback
+from pytorch_lightning.cli import LightningCLI
 
 from lightning_sgmcmc.module import BayesianModule
 
@@ -38,6 +38,8 @@ def main(args: Any = None) -> None:
     Args:
         args: the arguments in place of the process's own.
     """
+    from lightning_sgmcmc.callbacks import PredictionWriter
+
     # Configurations name classes of the folder that the command is called in.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -47,8 +49,8 @@ def main(args: Any = None) -> None:
         subclass_mode_model=True,
         subclass_mode_data=True,
         auto_configure_optimizers=False,
-        save_config_callback=SaveConfigCallback,
         save_config_kwargs={"overwrite": True},
         seed_everything_default=0,
+        trainer_defaults={"callbacks": [PredictionWriter()]},
         args=args,
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.chain_state import ChainState
 from lightning_sgmcmc.description import record_arguments
-from lightning_sgmcmc.likelihoods import Likelihood
+from lightning_sgmcmc.likelihoods import Likelihood, Prediction
 from lightning_sgmcmc.priors import GaussianPrior, Prior
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.store import PosteriorSample
@@ -197,30 +197,37 @@ class BayesianModule(pl.LightningModule):
         # Lightning divides by the whole window, also where the epoch's last one is shorter.
         return potential * (accumulated / window)
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch; a plain tuple of tensors that are there already is passed on without a search through it."""
-        if type(batch) in (tuple, list) and all(type(part) is Tensor and part.device == device for part in batch):
-            return batch
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
-
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the present state's mean negative log likelihood as `val/nll`."""
         self._log_nll(batch, "val")
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log the present state's mean negative log likelihood as `test/nll`."""
-        self._log_nll(batch, "test")
+        """Log the present state's mean negative log likelihood as `test/nll`, if there are no posterior samples."""
+        if self.posterior is None or len(self.posterior) == 0:
+            self._log_nll(batch, "test")
 
     def _log_nll(self, batch: Any, stage: str) -> None:
         log_likelihood = self.log_likelihood(batch)
         self.log(f"{stage}/nll", -log_likelihood.mean(), batch_size=len(log_likelihood), sync_dist=True)
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """Return the posterior predictive of a batch (inputs, or a tuple that starts with them)."""
+    def on_predict_start(self) -> None:
+        """Read the samples into memory, once for all batches.
+
+        Raises:
+            RuntimeError: if there are none.
+        """
         if self.posterior is None or len(self.posterior) == 0:
-            raise RuntimeError("prediction averages over posterior samples, and there are none: add a SampleCollector")
-        inputs = batch[0] if isinstance(batch, list | tuple) else batch
-        return self.posterior.predict(inputs)
+            raise RuntimeError(
+                "prediction averages over posterior samples, and there are none: add a SampleCollector to the "
+                "trainer, with "
+                "the dirpath of a fit's samples if this is another process"
+            )
+        self.posterior = self.posterior.in_memory()
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Prediction:
+        """Return the posterior predictive of a batch: inputs, or a tuple that starts with them."""
+        assert self.posterior is not None
+        return self.posterior.predict(batch[0] if isinstance(batch, list | tuple) else batch)
 
     def configure_optimizers(self) -> Any:
         """Make the sampler, with N, the seed and the number of chains filled in."""

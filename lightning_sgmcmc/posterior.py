@@ -110,6 +110,15 @@ class Posterior:
         """(Σw)²/Σw² of the weights: how many equally weighted samples they are worth, autocorrelation apart."""
         return effective_sample_size(self.log_weights)
 
+    def in_memory(self) -> "Posterior":
+        """Return this posterior with all samples read into memory, for many small predictions."""
+        if isinstance(self.store, MemoryStore):
+            return self
+        store = MemoryStore()
+        for sample in self:
+            store.append(sample)
+        return Posterior(store, self.model)
+
     def predict(self, x: Any, return_samples: bool = False) -> Prediction:
         """Average the predictive distribution over the samples, by their weights.
 

@@ -1,9 +1,10 @@
 """Conjugate linear regression with its exact posterior, and the exact stationary law of the linear samplers.
 
 D regressions share the inputs X (N, d) and have targets of their own, so one network `Linear(d, D)` without bias
-samples D posteriors at once, all with the covariance (XᵀX/σ² + I/s²)⁻¹. Batches are drawn with replacement, so the gradient
-noise is known exactly: for a sampler that is linear in its state z, z' = F_B·z + f_B + noise, the stationary covariance
-solves S = E[F_B S F_Bᵀ] + E[f_B f_Bᵀ] + noise covariance, a linear system. It tends to the posterior's as lr → 0.
+samples D posteriors at once, all with the covariance (XᵀX/σ² + I/s²)⁻¹. Batches are drawn with replacement, so the
+gradient noise is known exactly: for a sampler that is linear in its state z, z' = F_B·z + f_B + noise, the stationary
+covariance solves S = E[F_B S F_Bᵀ] + E[f_B f_Bᵀ] + noise covariance, a linear system. It tends to the posterior's as
+lr → 0.
 """
 
 from dataclasses import dataclass, field

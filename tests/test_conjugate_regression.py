@@ -4,9 +4,9 @@ For SGLD, SGHMC and underdamped Langevin the law that the draws must have at a f
 (`tests/conjugate.py`), so the draws are held against it within Monte-Carlo error, and the law against the posterior.
 For pSGLD and SGNHT, which are not linear, the distance to the posterior must fall with the step size.
 
-Standard errors are of 40 batch means. A mean's largest |z| of 60 is compared with 6, a covariance's largest of 6 with 5:
-under Student's t with 39 degrees of freedom a false alarm has probability 60·5e-7 = 3e-5 and 6·1.3e-5 = 8e-5. Seeds are
-fixed.
+Standard errors are of 40 batch means. A mean's largest |z| of 60 is compared with 6, a covariance's largest of 6 with
+5: under Student's t with 39 degrees of freedom a false alarm has probability 60·5e-7 = 3e-5 and 6·1.3e-5 = 8e-5.
+Seeds are fixed.
 """
 
 import functools

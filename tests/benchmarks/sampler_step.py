@@ -1,8 +1,8 @@
 """A sampler's step against torch's SGD and the noise that must be drawn: `python -m tests.benchmarks.sampler_step`.
 
-Prints, for networks of 80 thousand, 270 thousand and 11 million parameters, the time of a step over the time of the step
-of the torch optimizer that it is at temperature 0 plus one `normal_` into a kept flat buffer of the parameters' size, all
-in turns in one process.
+Prints, for networks of 80 thousand, 270 thousand and 11 million parameters, the time of a step over the time of the
+step of the torch optimizer that it is at temperature 0 plus one `normal_` into a kept flat buffer of the parameters'
+size, all in turns in one process.
 """
 
 import argparse

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 
 def interleaved(alternatives: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Run every alternative once a round; return the seconds each reported, round by round (a first round is dropped)."""
+    """Run every alternative once a round; return the seconds that each reported, without those of a first round."""
     seconds: dict[str, list[float]] = {name: [] for name in alternatives}
     for turn in range(rounds + 1):
         for name, run in alternatives.items():

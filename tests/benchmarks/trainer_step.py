@@ -1,8 +1,8 @@
 """A step of `Trainer.fit` with all callbacks against plain Lightning SGD: `python -m tests.benchmarks.trainer_step`.
 
-Both train the same network on the same in-memory data by whole batches, in turns in one process. Ours has the schedule, collector,
-model average and run summary on, and its noise generation is measured apart (one `normal_` of the parameters' size) and taken off,
-since no sampler can do without it.
+Both train the same network on the same in-memory data by whole batches, in turns in one process. Ours has the
+schedule, collector, model average and run summary on, and its noise generation is measured apart (one `normal_` of
+the parameters' size) and taken off, since no sampler can do without it.
 """
 
 import argparse

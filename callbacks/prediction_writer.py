@@ -1,0 +1,58 @@
+"""Writes what `trainer.predict` computes."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import BasePredictionWriter
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lightning_sgmcmc.callbacks.run_folder import run_folder
+from lightning_sgmcmc.likelihoods import Prediction
+
+
+class PredictionWriter(BasePredictionWriter):
+    """Writes the posterior predictive of `trainer.predict` into `predictions.safetensors` in the run's folder.
+
+    One tensor for each part of the `Prediction` (`probabilities`, `entropy`, …), first axis the data in the order of
+    the loader. With several ranks each writes its own file, `predictions-rank-….safetensors`, and `index`, the data's
+    places.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("epoch")
+
+    def write_on_epoch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        predictions: Sequence[Any],
+        batch_indices: Sequence[Any],
+    ) -> None:
+        folder = run_folder(trainer)
+        parts = [p for p in _flatten(predictions) if isinstance(p, Prediction)]
+        if not parts:
+            return
+        tensors = {}
+        for part in fields(Prediction):
+            values = [getattr(p, part.name) for p in parts]
+            if all(isinstance(value, Tensor) for value in values):
+                axis = 1 if part.name.startswith("sample_") else 0
+                tensors[part.name] = torch.cat(values, axis).cpu().contiguous()
+        name = "predictions.safetensors"
+        if trainer.world_size > 1:
+            tensors["index"] = torch.tensor(_flatten(batch_indices))
+            name = f"predictions-rank-{trainer.global_rank}.safetensors"
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / name)
+        rank_zero_info(f"Predictions for {len(next(iter(tensors.values())))} data: {folder / name}")
+
+
+def _flatten(nested: Any) -> list[Any]:
+    if isinstance(nested, list | tuple):
+        return [leaf for part in nested for leaf in _flatten(part)]
+    return [nested]
