@@ -1,15 +1,11 @@
 """Shared set-up: one thread, no W&B service, no chatter."""
 
 import logging
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-
-warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
 
 @pytest.fixture(autouse=True)
