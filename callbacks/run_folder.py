@@ -8,12 +8,12 @@ from lightning_sgmcmc.store import MANIFEST
 
 
 def run_folder(trainer: pl.Trainer) -> Path:
-    """Return the folder of this run, the same on all ranks: the first logger's, else the trainer's `default_root_dir`.
+    """Return the folder of this run, the same on all ranks: the first logger's, else `sgmcmc` in `default_root_dir`.
 
     Loggers with a folder of their own for each run (CSV, TensorBoard) name it; others (W&B) have `save_dir`, name and
     version.
     """
-    folder = Path(trainer.default_root_dir)
+    folder = Path(trainer.default_root_dir, "sgmcmc")
     for logger in trainer.loggers[:1]:
         own = getattr(logger, "log_dir", None)
         if own is not None:

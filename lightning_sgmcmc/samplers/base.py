@@ -129,6 +129,8 @@ class Sampler(Optimizer):
                 )
                 self._update(group, params, [p.grad for p in params], group_noise)
             start = stop
+        if noise is not None:
+            self._noise.draw_ahead()
         self.step_count += 1
         return loss
 

@@ -1,13 +1,18 @@
 """Injected Gaussian noise: one kept flat buffer, one generator per chain."""
 
+import os
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_sgmcmc.seeding import derive_seed
+
+WORTH_A_THREAD = 20_000
+"""Elements below which handing the draw to another thread costs more than the draw."""
 
 
 class ChainNoise:
@@ -22,13 +27,27 @@ class ChainNoise:
         num_chains: number of chains C; with C > 1 every parameter has a leading axis of size C.
         seed: the run's seed.
         first_chain: global index of this process's first chain.
+        ahead: draw the next step's noise in a background thread, beside the gradient: the same bits, sooner. None
+            does so on a CPU with a core to spare.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], num_chains: int, seed: int, first_chain: int = 0) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        num_chains: int,
+        seed: int,
+        first_chain: int = 0,
+        ahead: bool | None = None,
+    ) -> None:
         self._parameters = parameters
         self.num_chains = num_chains
         self.seed = seed
         self.first_chain = first_chain
+        self._ahead = ahead
+        self._worker: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+        self._states: list[Tensor] = []
+        """The generators' states before the pending draw."""
         self._generators: list[torch.Generator] = []
         self._buffer = torch.empty(0)
         self._views: list[Tensor] = []
@@ -38,11 +57,29 @@ class ChainNoise:
         """Fill the buffer anew; return one view per parameter, in its shape. The next call overwrites them."""
         if not self._views or self._buffer.device != self._parameters[0].device:
             self._allocate()
-        for row, generator in zip(self._buffer, self._generators, strict=True):
-            row.normal_(generator=generator)
+        if self._pending is not None:
+            self._wait()
+        else:
+            self._fill()
         return self._views
 
+    def draw_ahead(self) -> None:
+        """Begin the next draw, where that can be done beside other work; the views of the last one are lost."""
+        if self._worker is not None and self._pending is None:
+            self._states = [generator.get_state() for generator in self._generators]
+            self._pending = self._worker.submit(self._fill)
+
+    def _fill(self) -> None:
+        for row, generator in zip(self._buffer, self._generators, strict=True):
+            row.normal_(generator=generator)
+
+    def _wait(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
     def _allocate(self) -> None:
+        self._wait()
         first = self._parameters[0]
         per_chain = sum(p.numel() for p in self._parameters) // self.num_chains
         self._buffer = torch.empty(self.num_chains, per_chain, device=first.device, dtype=first.dtype)
@@ -52,6 +89,8 @@ class ChainNoise:
             self._views.append(self._buffer[:, start:stop].view(parameter.shape))
             start = stop
         self._make_generators(first.device)
+        ahead = self._ahead if self._ahead is not None else _core_to_spare() and self._buffer.numel() >= WORTH_A_THREAD
+        self._worker = ThreadPoolExecutor(1, "noise") if ahead and first.device.type == "cpu" else None
 
     def _make_generators(self, device: torch.device) -> None:
         self._generators = []
@@ -84,7 +123,7 @@ class ChainNoise:
             "seed": self.seed,
             "step": step,
             "device": self._buffer.device.type,
-            "generators": [generator.get_state() for generator in self._generators],
+            "generators": self._states if self._pending is not None else [g.get_state() for g in self._generators],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -93,9 +132,17 @@ class ChainNoise:
         Raises:
             ValueError: if the state holds another number of chains.
         """
+        self._wait()
         self.seed = state["seed"]
         saved = state["generators"]
         if saved and len(saved) != self.num_chains:
             raise ValueError(f"the saved sampler has {len(saved)} chains, this one has {self.num_chains}")
         self._views, self._generators = [], []
         self._loaded = dict(state) if saved else None
+
+
+def _core_to_spare() -> bool:
+    """Return whether this process has two cores or more, shared evenly among the run's processes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return cores // (torch.distributed.get_world_size() if distributed else 1) >= 2
