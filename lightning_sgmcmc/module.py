@@ -44,7 +44,8 @@ class BayesianModule(pl.LightningModule):
         seed: seed of the injected noise; None takes `seed_everything`'s, or a random one that all ranks share.
 
     Raises:
-        ValueError: for a negative or infinite temperature or lr, or a num_data or num_chains below 1.
+        ValueError: for a negative or infinite temperature or lr, a num_data or num_chains below 1, or a weight decay.
+        TypeError: if a part is a class in place of an object, or of the wrong kind.
         NotImplementedError: for more than one chain, which a later version brings.
     """
 
@@ -61,6 +62,10 @@ class BayesianModule(pl.LightningModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
+        _check_part("net", net, nn.Module)
+        _check_part("likelihood", likelihood, Likelihood)
+        _check_part("prior", prior, Prior)
+        _check_sampler(sampler)
         for name, value in (("temperature", temperature), ("lr", lr)):
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be a finite number and not negative, got {value}")
@@ -312,6 +317,12 @@ class BayesianModule(pl.LightningModule):
 
     def _check_model(self) -> None:
         cls = type(self)
+        if not self.automatic_optimization:
+            raise ValueError(
+                f"{cls.__name__} samples by automatic optimization: leave automatic_optimization at True, and take "
+                f"the steps "
+                "by a sampler"
+            )
         own_likelihood = cls.log_likelihood is not BayesianModule.log_likelihood
         if self.likelihood is None and not own_likelihood:
             raise ValueError(f"{cls.__name__} needs a likelihood: pass likelihood=… or define log_likelihood(batch)")
@@ -366,6 +377,38 @@ class SampleHandover(pl.Callback):
 
 
 record_arguments(BayesianModule)
+
+
+def _check_part(name: str, value: Any, kind: type) -> None:
+    """Refuse a class where an object belongs, and objects of another kind."""
+    if value is None or isinstance(value, kind):
+        return
+    if isinstance(value, type):
+        raise TypeError(f"{name}={value.__name__} is a class: pass an object of it, {name}={value.__name__}(…)")
+    raise TypeError(f"{name} should be a {kind.__name__}, got a {type(value).__name__}")
+
+
+def _check_sampler(sampler: Any) -> None:
+    """Refuse what cannot make a sampler, and a weight decay beside the prior."""
+    made = sampler.func if isinstance(sampler, functools.partial) else sampler
+    if not callable(made):
+        raise TypeError(
+            f"sampler should be a class or function that makes a sampler from parameters, got a "
+            f"{type(made).__name__} object: "
+            "pass the class, and its arguments by functools.partial"
+        )
+    if isinstance(made, type) and not issubclass(made, Sampler):
+        raise TypeError(
+            f"sampler={made.__name__} adds no noise: take one of lightning_sgmcmc.samplers (at temperature 0 they "
+            f"are torch's "
+            "optimizers)"
+        )
+    if isinstance(sampler, functools.partial) and "weight_decay" in sampler.keywords:
+        raise ValueError(
+            "weight decay is the Gaussian prior, and that is in the potential energy already: leave weight_decay "
+            "out, and give "
+            "prior=GaussianPrior(std=…) with std² = 1/(N·weight_decay)"
+        )
 
 
 def _name_of(factory: Any) -> str:
