@@ -1,6 +1,5 @@
 """BayesianModule: a LightningModule whose training step is a step of a Markov chain."""
 
-import functools
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -11,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chain_state import ChainState
+from lightning_sgmcmc.checks import check_part, check_sampler, name_of
 from lightning_sgmcmc.description import record_arguments
+from lightning_sgmcmc.handover import SampleHandover
 from lightning_sgmcmc.likelihoods import Likelihood, Prediction
 from lightning_sgmcmc.priors import GaussianPrior, Prior
 from lightning_sgmcmc.samplers import SGLD, Sampler
@@ -62,10 +63,10 @@ class BayesianModule(pl.LightningModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        _check_part("net", net, nn.Module)
-        _check_part("likelihood", likelihood, Likelihood)
-        _check_part("prior", prior, Prior)
-        _check_sampler(sampler)
+        check_part("net", net, nn.Module)
+        check_part("likelihood", likelihood, Likelihood)
+        check_part("prior", prior, Prior)
+        check_sampler(sampler)
         for name, value in (("temperature", temperature), ("lr", lr)):
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be a finite number and not negative, got {value}")
@@ -99,7 +100,7 @@ class BayesianModule(pl.LightningModule):
             {
                 "likelihood": repr(likelihood),
                 "prior": repr(self.prior),
-                "sampler": _name_of(sampler),
+                "sampler": name_of(sampler),
                 "lr": lr,
                 "temperature": self.temperature,
                 "num_chains": num_chains,
@@ -255,7 +256,7 @@ class BayesianModule(pl.LightningModule):
         sampler = self.sampler_factory(self._trainable.values(), **options)  # type: ignore[arg-type]
         if not isinstance(sampler, Sampler):
             raise TypeError(
-                f"sampler={_name_of(self.sampler_factory)} made a {type(sampler).__name__}, which adds no noise: take "
+                f"sampler={name_of(self.sampler_factory)} made a {type(sampler).__name__}, which adds no noise: take "
                 "one of lightning_sgmcmc.samplers (at temperature 0 they are torch's optimizers)"
             )
         return sampler
@@ -353,64 +354,4 @@ class BayesianModule(pl.LightningModule):
         return int(self.trainer.strategy.broadcast(int(seed)))
 
 
-class SampleHandover(pl.Callback):
-    """Hands the samples of a step to every callback with the hook `on_posterior_sample`, and to the module.
-
-    It stands behind the user's callbacks, so that all have had their say about the step, and before the checkpoint
-    callbacks, so that a checkpoint of this step knows of its samples.
-    """
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        assert isinstance(pl_module, BayesianModule)
-        state = pl_module.chain_state
-        if not state.sample_due:
-            return
-        state.sample_due = False
-        for sample in pl_module.posterior_samples():
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                hook = getattr(callback, "on_posterior_sample", None)
-                if hook is not None:
-                    hook(trainer, pl_module, sample)
-            pl_module.on_posterior_sample(sample)
-
-
 record_arguments(BayesianModule)
-
-
-def _check_part(name: str, value: Any, kind: type) -> None:
-    """Refuse a class where an object belongs, and objects of another kind."""
-    if value is None or isinstance(value, kind):
-        return
-    if isinstance(value, type):
-        raise TypeError(f"{name}={value.__name__} is a class: pass an object of it, {name}={value.__name__}(…)")
-    raise TypeError(f"{name} should be a {kind.__name__}, got a {type(value).__name__}")
-
-
-def _check_sampler(sampler: Any) -> None:
-    """Refuse what cannot make a sampler, and a weight decay beside the prior."""
-    made = sampler.func if isinstance(sampler, functools.partial) else sampler
-    if not callable(made):
-        raise TypeError(
-            f"sampler should be a class or function that makes a sampler from parameters, got a "
-            f"{type(made).__name__} object: "
-            "pass the class, and its arguments by functools.partial"
-        )
-    if isinstance(made, type) and not issubclass(made, Sampler):
-        raise TypeError(
-            f"sampler={made.__name__} adds no noise: take one of lightning_sgmcmc.samplers (at temperature 0 they "
-            f"are torch's "
-            "optimizers)"
-        )
-    if isinstance(sampler, functools.partial) and "weight_decay" in sampler.keywords:
-        raise ValueError(
-            "weight decay is the Gaussian prior, and that is in the potential energy already: leave weight_decay "
-            "out, and give "
-            "prior=GaussianPrior(std=…) with std² = 1/(N·weight_decay)"
-        )
-
-
-def _name_of(factory: Any) -> str:
-    factory = getattr(factory, "func", factory) if isinstance(factory, functools.partial) else factory
-    return getattr(factory, "__name__", type(factory).__name__)
