@@ -1,6 +1,7 @@
 """The collected posterior: samples, their weights, and the predictive that averages over them."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,8 +197,7 @@ class Posterior:
                         state[f"{name}.num_batches_tracked"].zero_()
                     for inputs in _inputs_of(batches, device) if layers else ():
                         caller.call(state, inputs)
-                    sample.buffers = {name: state[name] for name in sample.buffers}
-                    store.append(sample)
+                    store.append(replace(sample, buffers={name: state[name] for name in sample.buffers}))
             finally:
                 for name, layer in layers.items():
                     layer.momentum = momenta[name]
