@@ -1,5 +1,6 @@
 """Schedules against their equations."""
 
+import itertools
 import math
 import random
 
@@ -31,7 +32,7 @@ def test_random_plans_keep_their_promises() -> None:
             end = min((cycle + 1) * period, total)
             assert own[-1] == end, "the last sample of a cycle is at its end"
             assert all(plan.cycle_of(k) == cycle and not plan.is_exploration(k) for k in own)
-            gaps = [b - a for a, b in zip(own, own[1:], strict=False)]
+            gaps = [b - a for a, b in itertools.pairwise(own)]
             assert not gaps or max(gaps) - min(gaps) <= 1, "samples are evenly spaced"
         for k in range(1, total + 1):
             r = ((k - 1) % period) / period
