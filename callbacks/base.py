@@ -18,12 +18,17 @@ class SamplerCallback(pl.Callback):
     """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse modules that do not sample.
+        """Refuse modules that do not sample; begin anew at the start of a fit.
 
         Raises:
             TypeError: if the module is not a `BayesianModule`.
         """
         bayesian(pl_module, self)
+        if stage == "fit":
+            self.reset()
+
+    def reset(self) -> None:
+        """Forget an earlier fit; a checkpoint's state is loaded after it."""
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         """Called with each sample when it is drawn."""

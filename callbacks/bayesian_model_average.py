@@ -87,7 +87,6 @@ class BayesianModelAverage(SamplerCallback):
             raise ValueError(f"cycle_weights must be 'uniform' or 'harmonic', got {cycle_weights!r}")
         self.cycle_weights = cycle_weights
         self._averages: list[_LoaderAverage] = []
-        self._train_batches: list[Any] = []
 
     # -- during the fit -----------------------------------------------------------------------------------------------
 
@@ -95,6 +94,9 @@ class BayesianModelAverage(SamplerCallback):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             require_schedule(trainer, self)
+
+    def reset(self) -> None:
+        self._averages = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loaders = _loaders(trainer.val_dataloaders)

@@ -61,6 +61,9 @@ class CyclicalSchedule(Schedule):
         self._target_temperature = 1.0
         self._planned_steps: int | None = None
 
+    def reset(self) -> None:
+        self._planned_steps = None
+
     def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
         total = trainer.estimated_stepping_batches
         if total == float("inf") or total < 1:
@@ -72,7 +75,10 @@ class CyclicalSchedule(Schedule):
                 "the schedule is not the one that it was."
             )
         self._planned_steps = total
-        self._plan = CyclicalPlan(total, self.num_cycles, self.exploration, self.samples_per_cycle)
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._plan = CyclicalPlan(total, num_cycles=1, exploration=0.0, samples_per_cycle=1)
+        else:
+            self._plan = CyclicalPlan(total, self.num_cycles, self.exploration, self.samples_per_cycle)
         self._sample_steps = frozenset(self._plan.sample_steps())
         self._target_temperature = module.temperature if self.temperature is None else self.temperature
 

@@ -16,7 +16,7 @@ def run_folder(trainer: pl.Trainer) -> Path:
     folder = Path(trainer.default_root_dir, "sgmcmc")
     for logger in trainer.loggers[:1]:
         own = getattr(logger, "log_dir", None)
-        if own is not None:
+        if isinstance(own, str | Path):
             folder = Path(own)
         else:
             parts = [str(part) for part in (logger.name, logger.version) if part]

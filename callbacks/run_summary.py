@@ -37,14 +37,17 @@ class RunSummary(SamplerCallback):
     def __init__(self, name: str = "run", pictures: bool = True) -> None:
         self.name = name
         self.pictures = pictures
+        self._seconds = 0.0
+        self._start = time.monotonic()
+        self.reset()
+
+    def reset(self) -> None:
         self._steps: list[int] = []
         self._lr: list[float] = []
         self._temperature: list[float] = []
         self._energy: list[float] = []
         self._samples: list[tuple[int, float]] = []
         self._last_step = 0
-        self._seconds = 0.0
-        self._start = time.monotonic()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start = time.monotonic()

@@ -70,14 +70,17 @@ class SampleCollector(SamplerCallback):
         if self._store is not None:
             self._publish(bayesian(pl_module, self))
 
+    def reset(self) -> None:
+        self._restored = None
+        self._seen = Counter()
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)
         if self._restored is not None:
             self._resume(trainer)
-        elif self.in_memory:
-            self._store, self._seen = MemoryStore(), Counter()
+        elif self.in_memory or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._store = MemoryStore()  # a trial run must not move real samples aside
         else:
-            self._seen = Counter()
             path = self.dirpath or run_folder(trainer) / "samples"
             if trainer.is_global_zero:
                 _move_aside(path)

@@ -85,6 +85,8 @@ class SamplingSchedule(Schedule):
         self._steps_per_epoch = self._epoch_length(trainer)
         self._burn_in = self.burn_in_steps or (self.burn_in_epochs or 0) * self._steps_per_epoch
         self._every = self.every_n_steps or (self.every_n_epochs or 0) * self._steps_per_epoch
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._burn_in, self._every = 0, 1
         if self._burn_in + self._every > total:
             raise ValueError(
                 f"no sample would be drawn: the run has {total} steps, the first sample comes after {self._burn_in} "

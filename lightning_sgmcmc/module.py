@@ -80,7 +80,8 @@ class BayesianModule(pl.LightningModule):
         if net is not None:
             # A compiled network trains compiled and is evaluated as it was; so samples have the plain names.
             self.net = getattr(net, "_orig_mod", net)
-            self.__dict__["_training_net"] = net
+            if self.net is not net:
+                self.__dict__["_compiled_net"] = net
         self.likelihood = likelihood
         self.prior = prior if prior is not None else GaussianPrior()
         self.sampler_factory = sampler
@@ -130,8 +131,8 @@ class BayesianModule(pl.LightningModule):
         """Return the network's output for the inputs `x`, for one chain."""
         if "net" not in self._modules:
             raise NotImplementedError(f"{type(self).__name__} needs a network: pass net=… or define forward")
-        network: nn.Module = self.__dict__["_training_net"] if self.training else self.net
-        return network(x)
+        compiled = self.__dict__.get("_compiled_net") if self.training else None
+        return self.net(x) if compiled is None else compiled(x)
 
     def output_and_target(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the network's output for a batch and its target; override it where a batch is not a pair (x, y)."""

@@ -263,6 +263,12 @@ def test_mistakes_say_what_is_wrong(build: Any, message: str) -> None:
         build(nn.Parameter(torch.zeros(3)))
 
 
+def test_a_running_chain_takes_no_more_parameters() -> None:
+    sampler = SGLD([nn.Parameter(torch.zeros(3))], num_data=N)
+    with pytest.raises(ValueError, match="cannot be added to a running chain"):
+        sampler.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+
 def test_foreign_states_are_refused() -> None:
     p = nn.Parameter(torch.zeros(3))
     p.grad = torch.ones(3)

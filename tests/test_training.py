@@ -106,7 +106,6 @@ def test_short_accumulation_window_at_the_end_of_an_epoch() -> None:
     """Three batches in windows of two: the second step's gradient is the third batch's, in full strength."""
     module = classifier(sampler=SGLD, temperature=0.0, lr=0.1)
     module.net = nn.Linear(2, 2)  # without BatchNorm the sum over micro-batches is exact
-    module.__dict__["_training_net"] = module.net
     reference = nn.Linear(2, 2)
     reference.load_state_dict(module.net.state_dict())
     data = blobs(72)
@@ -403,6 +402,48 @@ def test_collector_thins_limits_and_moves_old_samples_aside(tmp_path: Path) -> N
         assert [r.step for r in Posterior.load(tmp_path / "s").records] == [12, 16, 20]
         assert len(list((tmp_path / "s").glob("*.safetensors"))) == 3
     assert [r.step for r in Posterior.load(tmp_path / "s-1").records] == [12, 16, 20]
+
+
+def test_fast_dev_run_draws_a_sample_and_leaves_the_store_alone(tmp_path: Path) -> None:
+    for schedule in (CyclicalSchedule(), SamplingSchedule(burn_in_epochs=3, every_n_epochs=1)):
+        (tmp_path / "s").mkdir(exist_ok=True)
+        (tmp_path / "s" / "manifest.jsonl").write_text("real samples")
+        callbacks = [schedule, SampleCollector(tmp_path / "s"), BayesianModelAverage(), RunSummary()]
+        module = classifier()
+        pl.Trainer(accelerator="cpu", fast_dev_run=2, enable_progress_bar=False, callbacks=callbacks).fit(
+            module, *loaders()
+        )
+        assert module.posterior is not None
+        assert len(module.posterior) >= 1
+        assert (tmp_path / "s" / "manifest.jsonl").read_text() == "real samples"
+
+
+def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
+    average, summary = BayesianModelAverage(), RunSummary()
+    callbacks = [CyclicalSchedule(1, 0.5, 2), SampleCollector(tmp_path / "s"), average, summary]
+    for epochs in (4, 6):
+        module = classifier()
+        quiet_trainer(max_epochs=epochs, callbacks=callbacks, log_every_n_steps=1).fit(module, *loaders())
+        assert len(module.evaluations["val"].members) == 2
+        assert len(summary.state_dict()["steps"]) == 4 * epochs
+
+
+def test_a_compiled_network_trains_compiled_and_is_sampled_by_its_plain_names(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            calls.append(1)
+            return graph.forward(*args)
+
+        return run
+
+    net = network()
+    module = BayesianModule(net=torch.compile(net, backend=backend), likelihood=Categorical(), sampler=SGLD, lr=0.05)  # type: ignore[arg-type]
+    callbacks = [SamplingSchedule(every_n_steps=4), SampleCollector(tmp_path / "s"), BayesianModelAverage()]
+    quiet_trainer(max_epochs=2, callbacks=callbacks).fit(module, *loaders())
+    assert len(calls) == 8, "every training step ran the compiled network, and nothing else did"
+    assert "net.0.weight" in Posterior.load(tmp_path / "s")[0].parameters
 
 
 def test_checkpoints_can_monitor_the_average(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ class Sampler(Optimizer):
         num_chains: number of chains C stacked in the parameters.
         seed: seed of the injected noise; chain c of the run draws from the stream (seed, c).
         first_chain: global index of the first chain held here.
+        noise_ahead: draw the next step's noise in a background thread, beside the gradient: the same bits, sooner. None
+            does so on a CPU with a core to spare.
 
     Raises:
         ValueError: for a negative lr or temperature, a missing or non-positive num_data, parameters in half precision
@@ -55,6 +57,7 @@ class Sampler(Optimizer):
         num_chains: int = 1,
         seed: int = 0,
         first_chain: int = 0,
+        noise_ahead: bool | None = None,
     ) -> None:
         _check_control("lr", lr)
         _check_control("temperature", temperature)
@@ -74,7 +77,7 @@ class Sampler(Optimizer):
         super().__init__(params, {"lr": lr, "temperature": temperature, "gradient_multiplier": 1.0})
         parameters = [p for group in self.param_groups for p in group["params"]]
         _check_parameters(parameters, num_chains)
-        self._noise = ChainNoise(parameters, num_chains, seed, first_chain)
+        self._noise = ChainNoise(parameters, num_chains, seed, first_chain, noise_ahead)
 
     def _add_defaults(self, **defaults: Any) -> None:
         """Add a subclass's own entries to every parameter group that does not set them itself."""
@@ -82,6 +85,18 @@ class Sampler(Optimizer):
         for group in self.param_groups:
             for name, value in defaults.items():
                 group.setdefault(name, value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, while the sampler is being made.
+
+        Raises:
+            ValueError: afterwards: a chain's space, and the order of its noise, are fixed.
+        """
+        if hasattr(self, "_noise"):
+            raise ValueError(
+                "parameters cannot be added to a running chain: give all of them to the sampler when it is made"
+            )
+        super().add_param_group(param_group)
 
     def _needs_num_data(self, temperature: Control) -> bool:
         return isinstance(temperature, Tensor) or temperature != 0

@@ -27,8 +27,7 @@ class ChainNoise:
         num_chains: number of chains C; with C > 1 every parameter has a leading axis of size C.
         seed: the run's seed.
         first_chain: global index of this process's first chain.
-        ahead: draw the next step's noise in a background thread, beside the gradient: the same bits, sooner. None
-            does so on a CPU with a core to spare.
+        ahead: draw the next step's noise in a background thread; None does so on a CPU with a core to spare.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class pSGLD(Sampler):
         lr: step size of the mean potential, in front of the preconditioner.
         alpha: decay α of the squared gradients' average, in [0, 1).
         eps: λ > 0, which bounds the preconditioner by 1/λ.
-        shared: `num_data`, `temperature`, `num_chains`, `seed` and `first_chain`, as in `Sampler`.
+        shared: `num_data`, `temperature`, `num_chains`, `seed`, `first_chain`, `noise_ahead`, as in `Sampler`.
 
     Raises:
         ValueError: for a bad argument, see `Sampler`.

@@ -24,7 +24,7 @@ class SGHMC(Sampler):
         lr: step size of the mean potential, `lr = ε·N` for a paper's ε.
         friction: η in (0, 1], one minus the momentum.
         noise_estimate: γ̂ in [0, η], the estimate of the gradient noise's own share of the friction.
-        shared: `num_data`, `temperature`, `num_chains`, `seed` and `first_chain`, as in `Sampler`.
+        shared: `num_data`, `temperature`, `num_chains`, `seed`, `first_chain`, `noise_ahead`, as in `Sampler`.
 
     Raises:
         ValueError: for a bad argument, see `Sampler`.

@@ -18,7 +18,7 @@ class SGLD(Sampler):
     Args:
         params: parameters or parameter groups.
         lr: step size of the mean potential, `lr = ε·N` for a paper's ε.
-        shared: `num_data`, `temperature`, `num_chains`, `seed` and `first_chain`, as in `Sampler`.
+        shared: `num_data`, `temperature`, `num_chains`, `seed`, `first_chain`, `noise_ahead`, as in `Sampler`.
 
     Raises:
         ValueError: for a bad argument, see `Sampler`.

@@ -25,7 +25,7 @@ class SGNHT(Sampler):
         lr: step size of the mean potential, `lr = ε·N` for a paper's ε.
         friction: a in (0, 1], the noise's own share of the friction, and the thermostat's initial value.
         thermal_inertia: Q > 0; smaller adapts faster.
-        shared: `num_data`, `temperature`, `num_chains`, `seed` and `first_chain`, as in `Sampler`.
+        shared: `num_data`, `temperature`, `num_chains`, `seed`, `first_chain`, `noise_ahead`, as in `Sampler`.
 
     Raises:
         ValueError: for a bad argument, see `Sampler`.

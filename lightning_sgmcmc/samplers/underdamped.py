@@ -21,7 +21,7 @@ class UnderdampedLangevin(Sampler):
         params: parameters or parameter groups.
         lr: time step h; `h·friction` must be below 2 for stability.
         friction: γ > 0, per unit of time.
-        shared: `num_data`, `temperature`, `num_chains`, `seed` and `first_chain`, as in `Sampler`.
+        shared: `num_data`, `temperature`, `num_chains`, `seed`, `first_chain`, `noise_ahead`, as in `Sampler`.
 
     Raises:
         ValueError: for a bad argument, see `Sampler`, or if h·γ ≥ 2.
