@@ -210,10 +210,11 @@ class BayesianModule(pl.LightningModule):
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the present state's mean negative log likelihood as `test/nll`, if there are no posterior samples."""
-        if self.posterior is None or len(self.posterior) == 0:
-            self._log_nll(batch, "test")
+        self._log_nll(batch, "test")
 
     def _log_nll(self, batch: Any, stage: str) -> None:
+        if self.trainer.state.fn != "fit" and self.posterior is not None and len(self.posterior) > 0:
+            return  # after a fit the samples speak, not the state that the chain happens to be in
         log_likelihood = self.log_likelihood(batch)
         self.log(f"{stage}/nll", -log_likelihood.mean(), batch_size=len(log_likelihood), sync_dist=True)
 

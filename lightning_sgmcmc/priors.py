@@ -77,19 +77,25 @@ class GaussianPrior(ScalePrior):
 
     def __init__(self, std: Scale = 1.0) -> None:
         super().__init__(std, "std")
-        self._known_names: tuple[str, ...] = ()
+        self._known: tuple[Any, ...] = ()
         self._known_scales: list[float] = []
         self._constant = 0.0
+        self._precisions: Tensor | None = None
 
     def log_prob(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        names, tensors = tuple(parameters), tuple(parameters.values())
-        if names != self._known_names:
-            self._known_names, self._known_scales = names, [self.scale_of(name) for name in names]
+        tensors = tuple(parameters.values())
+        known = (*parameters, *[t.numel() for t in tensors], tensors[0].dtype)
+        if known != self._known:
+            self._known, self._known_scales = known, [self.scale_of(name) for name in parameters]
             normaliser = math.sqrt(2 * math.pi)
             self._constant = -sum(
                 t.numel() * math.log(s * normaliser) for t, s in zip(tensors, self._known_scales, strict=True)
             )
-        result: Tensor = _GaussianLogDensity.apply(self._constant, self._known_scales, *tensors)
+            one_scale = len(set(self._known_scales)) == 1
+            self._precisions = None if one_scale else tensors[0].new_tensor([1 / s**2 for s in self._known_scales])
+        if self._precisions is not None and self._precisions.device != tensors[0].device:
+            self._precisions = self._precisions.to(tensors[0].device)
+        result: Tensor = _GaussianLogDensity.apply(self._constant, self._known_scales, self._precisions, *tensors)
         return result
 
 
@@ -148,21 +154,20 @@ class _GaussianLogDensity(torch.autograd.Function):
     """constant - Σ_k ‖θ_k/std_k‖²/2 of many tensors in a few calls: a network has dozens of them, at every step."""
 
     @staticmethod
-    def forward(ctx: Any, constant: float, stds: list[float], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, constant: float, stds: list[float], precisions: Tensor | None, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.stds = stds
         norms = torch.stack(torch._foreach_norm(tensors))
-        if len(set(stds)) > 1:
-            norms = norms / norms.new_tensor(stds)
-            return constant - norms.square().sum() / 2
-        return torch.dot(norms, norms).mul_(-0.5 / stds[0] ** 2).add_(constant)
+        if precisions is None:
+            return torch.dot(norms, norms).mul_(-0.5 / stds[0] ** 2).add_(constant)
+        return torch.dot(norms.square(), precisions).mul_(-0.5).add_(constant)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         (grad,), tensors, stds = grad_outputs, ctx.saved_tensors, ctx.stds
-        if len(set(stds)) > 1:
+        if len(set(stds)) == 1:
+            gradients = torch._foreach_mul(tensors, grad * (-1 / stds[0] ** 2))
+        else:
             gradients = torch._foreach_mul(tensors, [-1 / s**2 for s in stds])
             torch._foreach_mul_(gradients, grad)
-        else:
-            gradients = torch._foreach_mul(tensors, grad * (-1 / stds[0] ** 2))
-        return (None, None, *gradients)
+        return (None, None, None, *gradients)
