@@ -61,7 +61,7 @@ def _describe_module(module: nn.Module) -> dict[str, Any]:
     if _plain_type(module) is nn.Sequential:
         description: dict[str, Any] = {
             "class": "torch.nn.modules.container:Sequential",
-            "children": [[name, describe(child)] for name, child in module.named_children()],
+            "children": [[name, describe(child)] for name, child in module._modules.items()],
         }
     else:
         description = {"class": _path_of(type(module)), "arguments": _arguments_of(module)}
@@ -74,13 +74,13 @@ def _arguments_of(module: nn.Module) -> dict[str, Any]:
     if recorded is not None:
         return {name: describe(value) for name, value in recorded().items()}
     arguments: dict[str, Any] = {}
-    if type(module).__init__ is nn.Module.__init__:
+    if type(module).__init__ is nn.Module.__init__ or type(module) is nn.Identity:
         return arguments
     for parameter in inspect.signature(type(module)).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise NotDescribableError(f"{type(module).__name__} takes arguments without names")
         if parameter.name not in module.__dict__ and parameter.name not in module._parameters | module._modules:
-            if parameter.default is parameter.empty:
+            if parameter.name not in ("device", "dtype"):
                 raise NotDescribableError(f"{type(module).__name__} does not keep its argument '{parameter.name}'")
             continue
         value = getattr(module, parameter.name)
@@ -98,10 +98,14 @@ def _check_rebuilds(module: nn.Module, description: dict[str, Any]) -> None:
         raise NotDescribableError(
             f"{type(module).__name__} cannot be made again from its arguments: {error}"
         ) from error
-    shapes, twin_shapes = ({k: v.shape for k, v in m.state_dict().items()} for m in (module, twin))
-    layers, twin_layers = ([_plain_type(layer) for layer in m.modules()] for m in (module, twin))
-    if shapes != twin_shapes or layers != twin_layers:
+    if _outline(module) != _outline(twin):
         raise NotDescribableError(f"{type(module).__name__} made again from its arguments is another network")
+
+
+def _outline(module: nn.Module) -> list[Any]:
+    """Return the names, shapes and types of a network's parts; a parameter in two places is named once."""
+    tensors = [(name, t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())]
+    return [*tensors, *((name, _plain_type(m)) for name, m in module.named_modules(remove_duplicate=False))]
 
 
 def _plain_type(module: nn.Module) -> type[nn.Module]:

@@ -59,7 +59,6 @@ class WeightedAverage:
         """Return an average of its own memory."""
         twin = WeightedAverage()
         twin.load_state_dict(self.state_dict())
-        twin.terms = {name: term.clone() for name, term in self.terms.items()}
         return twin
 
     def state_dict(self) -> dict[str, Any]:
@@ -69,7 +68,7 @@ class WeightedAverage:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         self.log_total = state["log_total"]
-        self.terms = dict(state["terms"])
+        self.terms = {name: term.clone() for name, term in state["terms"].items()}
         self.log_density = state["log_density"]
 
 
@@ -139,7 +138,8 @@ class CycleAverage:
 
     @staticmethod
     def _close(total: WeightedAverage, cycle: _OpenCycle) -> None:
-        total.add(cycle.average.terms, cycle.average.log_density, cycle.log_weight())
+        if cycle.average.log_total > -math.inf:  # else none of its samples counts
+            total.add(cycle.average.terms, cycle.average.log_density, cycle.log_weight())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: numbers and tensors."""
@@ -234,4 +234,4 @@ def concatenate(parts: Iterable[Mapping[str, Tensor]]) -> Terms:
 
 def _logaddexp(a: float, b: float) -> float:
     high, low = max(a, b), min(a, b)
-    return high if low == -math.inf else high + math.log1p(math.exp(low - high))
+    return high if low == -math.inf or high == math.inf else high + math.log1p(math.exp(low - high))

@@ -111,6 +111,9 @@ class _ClassLikelihood(Likelihood):
         )
 
 
+NO_LABEL = torch.iinfo(torch.int64).min
+
+
 class Categorical(_ClassLikelihood):
     """Classification: the network's output is K logits, log p(y|x,θ) = log softmax(output)_y.
 
@@ -123,7 +126,8 @@ class Categorical(_ClassLikelihood):
                 "Categorical needs logits of shape (n, K) and integer labels of shape (n,), got "
                 f"{tuple(output.shape)} and {tuple(target.shape)} of {target.dtype}"
             )
-        return -F.cross_entropy(_at_least_float32(output), target, reduction="none")
+        # Torch passes over the label -100 unless told otherwise, as if the datum were certain.
+        return -F.cross_entropy(_at_least_float32(output), target, reduction="none", ignore_index=NO_LABEL)
 
     def probabilities(self, output: Tensor) -> Tensor:
         return _at_least_float32(output).softmax(-1)
@@ -201,6 +205,8 @@ class Gaussian(Likelihood):
     def terms(self, output: Tensor) -> dict[str, Tensor]:
         mean = self._columns(output)
         variance = (2 * self.log_std).exp().expand_as(mean)
+        if mean.device.type != "mps":  # which has no float64
+            mean = mean.double()  # E[f²] - E[f]² below needs the digits
         return {"mean": mean, "square": mean.square(), "variance": variance}
 
     def target_terms(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
@@ -222,9 +228,10 @@ class Gaussian(Likelihood):
         return metrics
 
     def prediction(self, terms: Mapping[str, Tensor], per_sample: Tensor | None) -> Prediction:
-        epistemic = (terms["square"] - terms["mean"].square()).clamp_min(0)
+        dtype = terms["variance"].dtype
+        epistemic = (terms["square"] - terms["mean"].square()).clamp_min(0).to(dtype)
         return Prediction(
-            mean=terms["mean"],
+            mean=terms["mean"].to(dtype),
             std=(epistemic + terms["variance"]).sqrt(),
             epistemic_std=epistemic.sqrt(),
             sample_means=per_sample,

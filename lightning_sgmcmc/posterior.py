@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import RandomSampler
 
 from lightning_sgmcmc.description import NotDescribableError, build
 from lightning_sgmcmc.diagnostics import effective_sample_size, normalised_weights
@@ -133,13 +134,17 @@ class Posterior:
 
         Raises:
             RuntimeError: if there are no samples, or no model (see `load`).
+            ValueError: if there are no inputs, a loader shuffles, or no sample has a weight.
         """
         model = self._ready_model()
         device = next(model.parameters()).device
         likelihood = model.likelihood
         if likelihood is None:
             raise RuntimeError(f"{type(model).__name__} has no likelihood object, so there is no predictive to average")
-        batches = [x] if isinstance(x, Tensor) else x
+        batches = [x] if isinstance(x, Tensor) else _repeatable(x)
+        if isinstance(getattr(batches, "sampler", None), RandomSampler):
+            raise ValueError("every sample must see the inputs in one order: make the loader with shuffle=False")
+        _ = self.weights  # speaks up if they are NaN, or all zero
         caller = StatelessCall(model, lambda m, inputs: m.likelihood.terms(m(inputs)))
         averages: list[WeightedAverage] = []
         kept: list[Tensor] = []
@@ -176,6 +181,7 @@ class Posterior:
         """
         model = self._ready_model()
         device = next(model.parameters()).device
+        batches = _repeatable(batches)
         layers = {
             name: layer
             for name, layer in model.named_modules()
@@ -211,6 +217,11 @@ class Posterior:
                 f"predictions need the network, and {self._why_no_model}: use Posterior.load(path, model=…)"
             )
         return self.model
+
+
+def _repeatable(batches: Iterable[Any]) -> Iterable[Any]:
+    """Return batches that can be gone through again: an iterator's are kept, since every sample needs them."""
+    return list(batches) if isinstance(batches, Iterator) else batches
 
 
 def _inputs_of(batches: Iterable[Any], device: torch.device) -> Iterator[Tensor]:

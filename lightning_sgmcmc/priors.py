@@ -165,6 +165,8 @@ class _GaussianLogDensity(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         (grad,), tensors, stds = grad_outputs, ctx.saved_tensors, ctx.stds
+        if torch.is_grad_enabled():  # a second derivative is asked for
+            return (None, None, None, *(t * (grad * (-1 / s**2)) for t, s in zip(tensors, stds, strict=True)))
         if len(set(stds)) == 1:
             gradients = torch._foreach_mul(tensors, grad * (-1 / stds[0] ** 2))
         else:

@@ -32,6 +32,8 @@ class CyclicalPlan:
     samples_per_cycle: int
 
     def __post_init__(self) -> None:
+        if min(self.total_steps, self.num_cycles, self.samples_per_cycle) < 1 or not 0 <= self.exploration <= 1:
+            raise ValueError(f"a plan needs positive numbers, and an exploration in [0, 1], got {self}")
         for cycle in range(self.num_cycles):
             length, stage = self._length_of(cycle), self._length_of(cycle) - self._sampling_start
             if length < 1 or stage < self.samples_per_cycle:

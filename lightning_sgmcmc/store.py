@@ -95,9 +95,9 @@ class MemoryStore(SampleStore):
         return self._samples[index]
 
     def keep(self, records: list[SampleRecord]) -> None:
-        kept = set(records)
-        self._samples = [s for s, r in zip(self._samples, self.records, strict=True) if r in kept]
-        self.records = [r for r in self.records if r in kept]
+        wanted = {repr(r) for r in records}
+        self._samples = [s for s, r in zip(self._samples, self.records, strict=True) if repr(r) in wanted]
+        self.records = [r for r in self.records if repr(r) in wanted]
 
 
 class DiskStore(SampleStore):
@@ -148,14 +148,15 @@ class DiskStore(SampleStore):
         complete = lines[:-1]  # what follows the last newline was cut short
         try:
             header = json.loads(complete[0])
-            if header.get("format") != FORMAT:
+            newer = header["format"] == FORMAT and header["version"] > VERSION
+            if header["format"] != FORMAT:
                 raise ValueError
-            records = [SampleRecord(**json.loads(line)) for line in complete[1:]]
-        except (ValueError, TypeError, IndexError, AttributeError):
+            records = [] if newer else [SampleRecord(**json.loads(line)) for line in complete[1:]]
+            self.model_description = header["model"]
+        except (ValueError, TypeError, LookupError):
             raise ValueError(f"{manifest} is not the manifest of a sample store") from None
-        if header["version"] > VERSION:
+        if newer:
             raise ValueError(f"{manifest} has version {header['version']}, this library reads up to {VERSION}")
-        self.model_description = header["model"]
         self.records = records
 
     def append(self, sample: PosteriorSample) -> None:
@@ -188,18 +189,16 @@ class DiskStore(SampleStore):
         )
 
     def keep(self, records: list[SampleRecord]) -> None:
-        kept = set(records)
-        dropped = [r for r in self.records if r not in kept]
-        if not dropped:
+        wanted = {repr(r) for r in records}  # as text, since a NaN among the numbers equals nothing
+        kept = [r for r in self.records if repr(r) in wanted]
+        if len(kept) == len(self.records):
             return
-        self.records = [r for r in self.records if r in kept]
         header = {"format": FORMAT, "version": VERSION, "model": self.model_description}
-        lines = [json.dumps(header), *(json.dumps(asdict(r)) for r in self.records)]
+        lines = [json.dumps(header), *(json.dumps(asdict(r)) for r in kept)]
         _write_atomically(self.path / MANIFEST, ("\n".join(lines) + "\n").encode())
-        files = {r.file for r in self.records}
-        for record in dropped:
-            if record.file not in files:
-                (self.path / record.file).unlink(missing_ok=True)
+        for file in {r.file for r in self.records} - {r.file for r in kept}:
+            (self.path / file).unlink(missing_ok=True)
+        self.records = kept
 
 
 def _record(sample: PosteriorSample, file: str = "") -> SampleRecord:

@@ -21,19 +21,23 @@ Control: TypeAlias = "float | Tensor"
 """A number, or a tensor of shape () or (C,) on the parameters' device: one value for all chains or one for each."""
 
 
+CONTROLS = ("lr", "temperature", "gradient_multiplier")
+
+
 class Sampler(Optimizer):
     """Base of the samplers: a torch optimizer that adds Gaussian noise, tied to the size of the data and τ.
 
     Three controls stand in every parameter group and are read at each step after the closure has run: `lr`,
     `temperature` and `gradient_multiplier` (κ, which multiplies the fresh gradient and may be negative). Each is a
-    number or a tensor of shape () or (C,). A temperature that is the number 0 draws no noise at all.
+    number or a tensor of shape () or (C,). A temperature that is the number 0 draws no noise at all; a tensor counts as
+    positive whatever its values, since to look at them would halt the device.
 
     Subclasses implement `_update`, the rule of one step for one group.
 
     Args:
         params: parameters or parameter groups; float32 or float64, all on one device. With `num_chains` C > 1 every
             parameter has a leading axis of size C.
-        lr: step size in units of the mean potential (see above), > 0.
+        lr: step size in units of the mean potential (see above), ≥ 0.
         num_data: number of data N that the posterior conditions on; may be None only at temperature 0.
         temperature: τ ≥ 0.
         num_chains: number of chains C stacked in the parameters.
@@ -59,8 +63,6 @@ class Sampler(Optimizer):
         first_chain: int = 0,
         noise_ahead: bool | None = None,
     ) -> None:
-        _check_control("lr", lr)
-        _check_control("temperature", temperature)
         if num_chains < 1:
             raise ValueError(f"num_chains must be at least 1, got {num_chains}")
         if num_data is None and self._needs_num_data(temperature):
@@ -96,6 +98,8 @@ class Sampler(Optimizer):
             raise ValueError(
                 "parameters cannot be added to a running chain: give all of them to the sampler when it is made"
             )
+        for name in CONTROLS[:2]:
+            _check_control(name, param_group.get(name, self.defaults[name]))
         super().add_param_group(param_group)
 
     def _needs_num_data(self, temperature: Control) -> bool:
@@ -112,7 +116,12 @@ class Sampler(Optimizer):
         Args:
             name: "lr", "temperature" or "gradient_multiplier".
             value: a number, or a tensor of shape () or (C,) on the parameters' device.
+
+        Raises:
+            ValueError: for another name.
         """
+        if name not in CONTROLS:
+            raise ValueError(f"the controls are {', '.join(CONTROLS)}; there is none called {name!r}")
         for group in self.param_groups:
             group[name] = value
 
@@ -197,23 +206,46 @@ class Sampler(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's optimizer state and, under "sampler", the step counter and the noise generators."""
         state = super().state_dict()
-        state["sampler"] = {"step_count": self.step_count, "noise": self._noise.state_dict(self.step_count)}
+        state["sampler"] = {
+            "rule": type(self).__name__,
+            "num_chains": self.num_chains,
+            "step_count": self.step_count,
+            "noise": self._noise.state_dict(self.step_count),
+        }
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned.
 
         Raises:
-            ValueError: if the state is not a sampler's, or has another number of chains.
+            ValueError: if the state is not a sampler's, is another rule's, or has another number of chains.
         """
         if "sampler" not in state_dict:
             raise ValueError(
                 "this state is not a sampler's (it has no step counter and no noise generators), so "
                 f"{type(self).__name__} cannot go on from it"
             )
+        saved = state_dict["sampler"]
+        if saved["rule"] != type(self).__name__:
+            raise ValueError(f"this state is a {saved['rule']}'s, so {type(self).__name__} cannot go on from it")
+        if saved["num_chains"] != self.num_chains:
+            raise ValueError(f"the saved sampler has {saved['num_chains']} chains, this one has {self.num_chains}")
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "sampler"})
-        self.step_count = state_dict["sampler"]["step_count"]
-        self._noise.load_state_dict(state_dict["sampler"]["noise"])
+        self.step_count = saved["step_count"]
+        self._noise.load_state_dict(saved["noise"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        noise = self._noise
+        own = {"num_data": self.num_data, "num_chains": self.num_chains, "step_count": self.step_count}
+        made_by = (self.num_chains, noise.seed, noise.first_chain, noise.ahead)
+        return super().__getstate__() | own | {"noise": (made_by, noise.state_dict(self.step_count))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        made_by, noise_state = state.pop("noise", (None, None))
+        super().__setstate__(state)
+        if made_by is not None:  # a copy, not torch's own use of this method in load_state_dict
+            self._noise = ChainNoise([p for group in self.param_groups for p in group["params"]], *made_by)
+            self._noise.load_state_dict(noise_state)
 
 
 def square_root(value: Control) -> Control:

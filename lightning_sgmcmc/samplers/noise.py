@@ -42,7 +42,7 @@ class ChainNoise:
         self.num_chains = num_chains
         self.seed = seed
         self.first_chain = first_chain
-        self._ahead = ahead
+        self.ahead = ahead
         self._worker: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._states: list[Tensor] = []
@@ -88,7 +88,7 @@ class ChainNoise:
             self._views.append(self._buffer[:, start:stop].view(parameter.shape))
             start = stop
         self._make_generators(first.device)
-        ahead = self._ahead if self._ahead is not None else _core_to_spare() and self._buffer.numel() >= WORTH_A_THREAD
+        ahead = self.ahead if self.ahead is not None else _core_to_spare() and self._buffer.numel() >= WORTH_A_THREAD
         self._worker = ThreadPoolExecutor(1, "noise") if ahead and first.device.type == "cpu" else None
 
     def _make_generators(self, device: torch.device) -> None:
@@ -128,16 +128,12 @@ class ChainNoise:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the states that `state_dict` returned.
 
-        Raises:
-            ValueError: if the state holds another number of chains.
+        The sampler has seen to it that it is of as many chains.
         """
         self._wait()
         self.seed = state["seed"]
-        saved = state["generators"]
-        if saved and len(saved) != self.num_chains:
-            raise ValueError(f"the saved sampler has {len(saved)} chains, this one has {self.num_chains}")
         self._views, self._generators = [], []
-        self._loaded = dict(state) if saved else None
+        self._loaded = dict(state) if state["generators"] else None
 
 
 def _core_to_spare() -> bool:

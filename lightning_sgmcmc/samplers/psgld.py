@@ -46,7 +46,6 @@ class pSGLD(Sampler):
             raise ValueError(f"eps must be positive, got {eps}")
         super().__init__(params, lr, **shared)
         self._add_defaults(alpha=alpha, eps=eps)
-        self._scratch: dict[Tensor, Tensor] = {}
 
     def _update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
@@ -77,7 +76,8 @@ class pSGLD(Sampler):
 
     def _kept(self, params: list[Tensor]) -> list[Tensor]:
         """Return scratch tensors in the parameters' shapes, the same ones at every step; not part of the state."""
+        scratch: dict[Tensor, Tensor] = self.__dict__.setdefault("_scratch", {})
         for p in params:
-            if p not in self._scratch:
-                self._scratch[p] = torch.empty_like(p)
-        return [self._scratch[p] for p in params]
+            if p not in scratch:
+                scratch[p] = torch.empty_like(p)
+        return [scratch[p] for p in params]

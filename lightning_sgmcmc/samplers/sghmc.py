@@ -62,7 +62,7 @@ class SGHMC(Sampler):
             self._add(momenta, grads, -lr * group["gradient_multiplier"])
             self._add(momenta, noise, square_root(variance))
             torch._foreach_add_(params, momenta)
-        group["last_lr"] = lr
+        group["last_lr"] = lr.clone() if isinstance(lr, Tensor) else lr
 
     def _momenta(self, group: dict[str, Any], params: list[Tensor], as_velocity: bool) -> list[Tensor]:
         """Return the momentum buffers as velocities v, or as b = -v/lr, converted if they were the other."""

@@ -79,4 +79,4 @@ class SGNHT(Sampler):
         count = sum(v.numel() for v in velocities) // self.num_chains
         if self.num_chains == 1:
             return torch.stack(torch._foreach_norm(velocities)).square_().sum() / count
-        return torch.stack([v.flatten(1).square().sum(1) for v in velocities]).sum(0) / count
+        return torch.stack([v.reshape(self.num_chains, -1).square().sum(1) for v in velocities]).sum(0) / count

@@ -230,13 +230,6 @@ def test_tensor_lr_and_multiplier_without_noise(cls: Any, options: dict[str, Any
         pytest.param(
             *rule.values,
             id=rule.id,
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="SGHMC keeps the tensor itself as last_lr, so an lr that a torch scheduler fills in place is "
-                "lost when the momentum turns into a velocity",
-            )
-            if rule.values[0] is SGHMC
-            else (),
         )
         for rule in RULES_WITHOUT_REFERENCE
     ],
@@ -252,20 +245,6 @@ def test_an_lr_tensor_that_is_filled_in_place(cls: Any, options: dict[str, Any])
 
     by_tensor, _ = run(cls, options, COURSE, lr_in_place)
     for a, b in zip(by_floats, by_tensor, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.xfail(
-    strict=True,
-    reason="at a temperature that is the tensor 0 SGHMC keeps v across a change of lr and SGNHT moves its thermostat; "
-    "at the number 0 SGHMC keeps v/lr and SGNHT holds it",
-)
-@pytest.mark.parametrize(("cls", "options"), [p for p in RULES_WITHOUT_REFERENCE if p.values[0] in (SGHMC, SGNHT)])
-def test_zero_temperature_as_number_and_as_tensor(cls: Any, options: dict[str, Any]) -> None:
-    course = [c for c in COURSE if c.temperature == 0]
-    by_numbers, _ = run(cls, options, course)
-    by_tensors, _ = run(cls, options, course, lambda value: torch.tensor(value, dtype=torch.float64))
-    for a, b in zip(by_numbers, by_tensors, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
@@ -289,11 +268,6 @@ STACKED_RULES += [
         *rule.values,
         slice(None),
         id=f"{rule.id}-with-scalar",
-        marks=pytest.mark.xfail(
-            strict=True, raises=IndexError, reason="SGNHT cannot take a parameter that is one number per chain"
-        )
-        if rule.values[0] is SGNHT
-        else (),
     )
     for rule in RULES_WITHOUT_REFERENCE
 ]
