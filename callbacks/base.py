@@ -104,6 +104,12 @@ def bayesian(module: pl.LightningModule, callback: pl.Callback) -> BayesianModul
     return module
 
 
+def run_length(trainer: pl.Trainer) -> float:
+    """Return the optimizer steps that the run will make, infinite where that is not known."""
+    steps = trainer.estimated_stepping_batches
+    return steps if steps >= 0 else float("inf")  # -1 for epochs of a loader without length
+
+
 def schedule_of(trainer: pl.Trainer) -> Schedule | None:
     """Return the run's schedule, if it has one."""
     return next((c for c in trainer.callbacks if isinstance(c, Schedule)), None)  # type: ignore[attr-defined]

@@ -171,7 +171,6 @@ class BayesianModelAverage(SamplerCallback):
                 with precision.val_step_context():
                     scores = evaluate(module, state, _batches(trainer, module, loader, limit))
                 average.take(module, sample, scores, scale, log_likelihood)
-        self._publish(module, None)
 
     def _full_log_likelihood(self, trainer: pl.Trainer, module: BayesianModule, state: Mapping[str, Tensor]) -> float:
         """Return log p(D|θ) of all training data, if the weights ask for it."""
@@ -188,8 +187,8 @@ class BayesianModelAverage(SamplerCallback):
             total += log_density.double().sum().cpu()
         return float(trainer.strategy.reduce(total, reduce_op="sum"))
 
-    def _publish(self, module: BayesianModule, stage: str | None) -> None:
-        if stage is not None and self._averages:
+    def _publish(self, module: BayesianModule, stage: str) -> None:
+        if self._averages:
             module.evaluations[stage] = self._averages[0].evaluation
 
     def _metrics(self, stage: str) -> dict[str, float]:

@@ -1,11 +1,12 @@
 """The cyclical schedule of cSG-MCMC."""
 
+import math
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from lightning_sgmcmc.callbacks.base import Schedule
+from lightning_sgmcmc.callbacks.base import Schedule, run_length
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.schedules import CyclicalPlan
@@ -50,8 +51,8 @@ class CyclicalSchedule(Schedule):
             raise ValueError(f"exploration must be in [0, 1), got {exploration}")
         if samples_per_cycle < 1:
             raise ValueError(f"samples_per_cycle must be at least 1, got {samples_per_cycle}")
-        if temperature is not None and not temperature >= 0:
-            raise ValueError(f"temperature must not be negative, got {temperature}")
+        if temperature is not None and not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature must not be negative, and finite, got {temperature}")
         self.num_cycles = num_cycles
         self.exploration = exploration
         self.samples_per_cycle = samples_per_cycle
@@ -65,10 +66,13 @@ class CyclicalSchedule(Schedule):
         self._planned_steps = None
 
     def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
-        total = trainer.estimated_stepping_batches
-        if total == float("inf") or total < 1:
-            raise ValueError("CyclicalSchedule needs a run with an end: set the trainer's max_steps or max_epochs")
-        total = int(total)
+        length = run_length(trainer)
+        if not math.isfinite(length):
+            raise ValueError(
+                "CyclicalSchedule needs a run with an end: set the trainer's max_steps, or max_epochs and a loader that "
+                "has a length"
+            )
+        total = int(length)
         if self._planned_steps not in (None, total):
             rank_zero_warn(
                 f"This run's cycles are laid out for {total} steps, the checkpoint's were for {self._planned_steps}: "

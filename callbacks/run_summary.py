@@ -14,6 +14,7 @@ from lightning_sgmcmc.callbacks import figures
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.bayesian_model_average import Evaluation
 from lightning_sgmcmc.callbacks.run_folder import run_folder
+from lightning_sgmcmc.diagnostics import effective_sample_size
 from lightning_sgmcmc.metrics import reliability
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.store import PosteriorSample
@@ -22,9 +23,11 @@ STAGE_NAMES = {"val": "validation data", "test": "test data"}
 
 
 class RunSummary(SamplerCallback):
-    """Writes `sampler/lr`, `sampler/temperature`, `sampler/energy` and `samples/count` to the loggers every
-    `trainer.log_every_n_steps`, and at the end of a fit or test a table, `results.json` and pictures into the run's
-    folder.
+    """Writes scalars to the loggers, and at the end of a fit or test a table, `results.json` and pictures into the
+    run's folder.
+
+    The scalars: `sampler/lr`, `sampler/temperature` and `sampler/energy` every `trainer.log_every_n_steps`;
+    `samples/count` and `samples/ess`, the effective number of the weighted samples, with every sample.
 
     The pictures: the schedule with the samples marked, the energy, the running model average, the reliability
     diagram. The table compares the mean single sample with the model average; it needs a `BayesianModelAverage`.
@@ -47,6 +50,7 @@ class RunSummary(SamplerCallback):
         self._temperature: list[float] = []
         self._energy: list[float] = []
         self._samples: list[tuple[int, float]] = []
+        self._log_weights: list[float] = []
         self._last_step = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -67,7 +71,6 @@ class RunSummary(SamplerCallback):
             "sampler/lr": _mean(group["lr"]),
             "sampler/temperature": _mean(group["temperature"]),
             "sampler/energy": module.chain_state.energy.mean().item(),
-            "samples/count": len(self._samples),
         }
         for values, name in ((self._lr, "lr"), (self._temperature, "temperature"), (self._energy, "energy")):
             values.append(scalars[f"sampler/{name}"])
@@ -77,6 +80,10 @@ class RunSummary(SamplerCallback):
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         self._samples.append((sample.step, sample.energy))
+        self._log_weights.append(sample.log_weight)
+        worth = effective_sample_size(torch.tensor(self._log_weights, dtype=torch.float64))
+        for logger in trainer.loggers:
+            logger.log_metrics({"samples/count": len(self._samples), "samples/ess": worth}, step=trainer.global_step)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._seconds = time.monotonic() - self._start
@@ -136,6 +143,7 @@ class RunSummary(SamplerCallback):
             "temperature": list(self._temperature),
             "energy": list(self._energy),
             "samples": list(self._samples),
+            "log_weights": list(self._log_weights),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -144,6 +152,7 @@ class RunSummary(SamplerCallback):
         self._temperature = list(state_dict["temperature"])
         self._energy = list(state_dict["energy"])
         self._samples = [(step, energy) for step, energy in state_dict["samples"]]
+        self._log_weights = list(state_dict["log_weights"])
 
 
 def _mean(value: Any) -> float:

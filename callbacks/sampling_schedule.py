@@ -4,7 +4,7 @@ import math
 
 import pytorch_lightning as pl
 
-from lightning_sgmcmc.callbacks.base import Schedule
+from lightning_sgmcmc.callbacks.base import Schedule, run_length
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.schedules import Annealing, PolynomialDecay
@@ -62,6 +62,8 @@ class SamplingSchedule(Schedule):
         ):
             if value is not None and not value >= least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
+            if value == math.inf:
+                raise ValueError(f"{name} must be finite, got {value}")
         self.burn_in_steps = burn_in_steps
         self.burn_in_epochs = burn_in_epochs
         self.every_n_steps = every_n_steps
@@ -81,7 +83,7 @@ class SamplingSchedule(Schedule):
         return self.lr_decay is not None or self.lr_annealing is not None
 
     def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
-        total = trainer.estimated_stepping_batches
+        total = run_length(trainer)
         self._steps_per_epoch = self._epoch_length(trainer)
         self._burn_in = self.burn_in_steps or (self.burn_in_epochs or 0) * self._steps_per_epoch
         self._every = self.every_n_steps or (self.every_n_epochs or 0) * self._steps_per_epoch

@@ -234,7 +234,7 @@ class Gaussian(Likelihood):
             mean=terms["mean"].to(dtype),
             std=(epistemic + terms["variance"]).sqrt(),
             epistemic_std=epistemic.sqrt(),
-            sample_means=per_sample,
+            sample_means=None if per_sample is None else per_sample.to(dtype),
         )
 
     @staticmethod

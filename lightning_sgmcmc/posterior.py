@@ -66,7 +66,8 @@ class Posterior:
             self._why_no_model = "the store has no description of its network"
             return
         try:
-            self.model = build(description)
+            with torch.random.fork_rng(devices=[]):  # the weights it is made with are not used
+                self.model = build(description)
         except NotDescribableError as error:
             self._why_no_model = str(error)
 

@@ -172,7 +172,11 @@ class DiskStore(SampleStore):
             manifest.seek(content_end)
             manifest.truncate()
             manifest.write((json.dumps(asdict(record)) + "\n").encode())
-            _flush(manifest)
+            try:
+                _flush(manifest)
+            except OSError:
+                manifest.truncate(content_end)
+                raise
         self.records.append(record)
 
     def __getitem__(self, index: int) -> PosteriorSample:

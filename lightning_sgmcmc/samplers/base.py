@@ -70,7 +70,7 @@ class Sampler(Optimizer):
                 f"{type(self).__name__} needs num_data, the number of training data: the noise is tied to it (only a "
                 "temperature of 0 does without)"
             )
-        if num_data is not None and num_data <= 0:
+        if num_data is not None and not 0 < num_data < math.inf:
             raise ValueError(f"num_data must be positive, got {num_data}")
         self.num_data = num_data
         self.num_chains = num_chains

@@ -1,0 +1,558 @@
+"""What callbacks and BayesianModule refuse, when they do, and in which words."""
+
+import functools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from lightning_sgmcmc import (
+    SGHMC,
+    SGLD,
+    Annealing,
+    BayesianModule,
+    Categorical,
+    GaussianPrior,
+    PolynomialDecay,
+    UnderdampedLangevin,
+)
+from lightning_sgmcmc.callbacks import (
+    BayesianModelAverage,
+    CyclicalSchedule,
+    PredictionWriter,
+    RunSummary,
+    SampleCollector,
+    SamplerCallback,
+    SamplingSchedule,
+)
+from tests.conjugate import quiet_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no validation data to evaluate")
+
+COUNT, BATCH = 24, 8
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(COUNT, 2, generator=generator)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(data(), **({"batch_size": BATCH} | options))
+
+
+def module(**options: Any) -> BayesianModule:
+    return BayesianModule(
+        **({"net": nn.Linear(2, 2), "likelihood": Categorical(), "sampler": SGLD, "lr": 0.01} | options)
+    )
+
+
+def every_step() -> SamplingSchedule:
+    return SamplingSchedule(every_n_steps=1)
+
+
+def fit(model: pl.LightningModule, *callbacks: pl.Callback, train: Any = None, val: Any = None, **options: Any) -> None:
+    """Fit for two epochs of three steps, or as the options say."""
+    trainer = quiet_trainer(**({"max_epochs": 2, "callbacks": list(callbacks)} | options))
+    trainer.fit(model, train if train is not None else loader(), val)
+
+
+def test_the_run_that_the_others_are_mistakes_of(tmp_path: Path) -> None:
+    """None of the refusals below is due to the set-up that they share."""
+    model = module()
+    fit(model, CyclicalSchedule(2, 0.5, 1), SampleCollector(tmp_path / "s"), BayesianModelAverage(), val=loader())
+    assert model.posterior is not None
+    assert len(model.posterior) == 2
+
+
+# -- construction of the module ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"temperature": -1.0}, ValueError, "temperature must be a finite number and not negative, got -1.0"),
+        ({"temperature": math.nan}, ValueError, "temperature must be a finite number .* got nan"),
+        ({"temperature": math.inf}, ValueError, "temperature must be a finite number .* got inf"),
+        ({"lr": -0.1}, ValueError, "lr must be a finite number and not negative, got -0.1"),
+        ({"lr": math.inf}, ValueError, "lr must be a finite number .* got inf"),
+        ({"num_data": 0}, ValueError, "num_data must be at least 1, got 0"),
+        ({"num_data": -3}, ValueError, "num_data must be at least 1, got -3"),
+        ({"num_chains": 0}, ValueError, "num_chains must be at least 1, got 0"),
+        ({"num_chains": 2}, NotImplementedError, "num_chains=2: several chains in one process are not there yet"),
+        ({"net": nn.Linear}, TypeError, r"net=Linear is a class: pass an object of it, net=Linear\(…\)"),
+        ({"net": lambda x: x}, TypeError, "net should be a Module, got a function"),
+        ({"likelihood": Categorical}, TypeError, r"likelihood=Categorical is a class: pass an object of it"),
+        ({"likelihood": "categorical"}, TypeError, "likelihood should be a Likelihood, got a str"),
+        ({"prior": GaussianPrior}, TypeError, r"prior=GaussianPrior is a class: pass an object of it"),
+        ({"prior": 1.0}, TypeError, "prior should be a Prior, got a float"),
+        ({"sampler": torch.optim.SGD}, TypeError, "sampler=SGD adds no noise: take one of lightning_sgmcmc.samplers"),
+        (
+            {"sampler": functools.partial(torch.optim.Adam, betas=(0.9, 0.99))},
+            TypeError,
+            "sampler=Adam adds no noise: take one of lightning_sgmcmc.samplers",
+        ),
+        (
+            {"sampler": SGLD([nn.Parameter(torch.zeros(1))], num_data=1)},
+            TypeError,
+            "a class or function that makes a sampler from parameters, got a SGLD object: pass the class",
+        ),
+        ({"sampler": "SGHMC"}, TypeError, "makes a sampler from parameters, got a str object: pass the class"),
+        (
+            {"sampler": functools.partial(SGHMC, weight_decay=1e-4)},
+            ValueError,
+            r"weight decay is the Gaussian prior.*leave weight_decay out, and give prior=GaussianPrior\(std=…\)",
+        ),
+    ],
+)
+def test_module_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        module(**options)
+
+
+# -- construction of the callbacks ------------------------------------------------------------------------------------
+
+SCHEDULE_MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({}, "give exactly one of every_n_steps and every_n_epochs"),
+    ({"every_n_steps": 1, "every_n_epochs": 1}, "give exactly one of every_n_steps and every_n_epochs"),
+    (
+        {"every_n_steps": 1, "burn_in_steps": 1, "burn_in_epochs": 1},
+        "give one of burn_in_steps and burn_in_epochs, not",
+    ),
+    (
+        {"every_n_steps": 1, "lr_decay": PolynomialDecay(1.0), "lr_annealing": Annealing()},
+        "give one of lr_decay and lr_annealing, not both",
+    ),
+    ({"every_n_steps": 0}, "every_n_steps must be at least 1, got 0"),
+    ({"every_n_epochs": 0}, "every_n_epochs must be at least 1, got 0"),
+    ({"every_n_steps": 1, "burn_in_steps": -1}, "burn_in_steps must be at least 0, got -1"),
+    ({"every_n_steps": 1, "burn_in_epochs": -2}, "burn_in_epochs must be at least 0, got -2"),
+    ({"every_n_steps": 1, "temperature": -0.5}, "temperature must be at least 0, got -0.5"),
+    ({"every_n_steps": 1, "temperature": math.nan}, "temperature must be at least 0, got nan"),
+    ({"every_n_steps": 1, "burn_in_temperature": -0.5}, "burn_in_temperature must be at least 0, got -0.5"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), SCHEDULE_MISTAKES)
+def test_sampling_schedule_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingSchedule(**options)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (CyclicalSchedule, {"num_cycles": 0}, "num_cycles must be at least 1, got 0"),
+        (CyclicalSchedule, {"exploration": 1.0}, r"exploration must be in \[0, 1\), got 1.0"),
+        (CyclicalSchedule, {"exploration": -0.1}, r"exploration must be in \[0, 1\), got -0.1"),
+        (CyclicalSchedule, {"exploration": math.nan}, r"exploration must be in \[0, 1\), got nan"),
+        (CyclicalSchedule, {"samples_per_cycle": 0}, "samples_per_cycle must be at least 1, got 0"),
+        (CyclicalSchedule, {"temperature": -1.0}, "temperature must not be negative, and finite, got -1.0"),
+        (CyclicalSchedule, {"temperature": math.nan}, "temperature must not be negative, and finite, got nan"),
+        (SampleCollector, {"every_n_samples": 0}, "every_n_samples must be at least 1, got 0"),
+        (SampleCollector, {"max_samples": 0}, "max_samples must be at least 1, got 0"),
+        (
+            SampleCollector,
+            {"dirpath": "samples", "in_memory": True},
+            "in_memory=True keeps no files, so dirpath='samples' has no meaning: leave one out",
+        ),
+        (BayesianModelAverage, {"cycle_weights": "arithmetic"}, "must be 'uniform' or 'harmonic', got 'arithmetic'"),
+    ],
+)
+def test_callback_arguments(cls: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cls(**options)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda t: CyclicalSchedule(temperature=t), lambda t: SamplingSchedule(every_n_steps=1, temperature=t)]
+)
+def test_an_infinite_temperature_of_a_schedule(make: Any) -> None:
+    with pytest.raises(ValueError, match="temperature"):
+        make(math.inf)
+
+
+# -- what does not go together ----------------------------------------------------------------------------------------
+
+
+class Plain(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "make", [CyclicalSchedule, every_step, SampleCollector, BayesianModelAverage, RunSummary, SamplerCallback]
+)
+def test_a_plain_lightning_module_is_refused(make: Any) -> None:
+    callback = make()
+    message = (
+        rf"{type(callback).__name__} works with a BayesianModule, got Plain: derive it from .*BayesianModule\(net=…\)"
+    )
+    with pytest.raises(TypeError, match=message):
+        fit(Plain(), callback)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(CyclicalSchedule, every_step), (every_step, every_step), (every_step, CyclicalSchedule)],
+)
+def test_two_schedules_are_refused(first: Any, second: Any) -> None:
+    a, b = first(), second()
+    with pytest.raises(ValueError, match=f"one schedule, got {type(a).__name__} and {type(b).__name__}: remove one"):
+        fit(module(), a, b)
+
+
+@pytest.mark.parametrize("make", [SampleCollector, BayesianModelAverage])
+def test_samples_need_a_schedule(make: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{make.__name__} would never see a sample: add a CyclicalSchedule or a Sampl"
+    ):
+        fit(module(), make(), val=loader())
+    assert not list(tmp_path.rglob("manifest*")), "refused before anything was written"
+
+
+@pytest.mark.parametrize(
+    "make", [CyclicalSchedule, lambda: SamplingSchedule(every_n_steps=1, lr_annealing=Annealing())]
+)
+def test_two_masters_of_the_step_size(make: Any) -> None:
+    class Scheduled(BayesianModule):
+        def configure_optimizers(self) -> Any:
+            sampler = super().configure_optimizers()
+            return [sampler], [torch.optim.lr_scheduler.StepLR(sampler, 1)]
+
+    model = Scheduled(net=nn.Linear(2, 2), likelihood=Categorical())
+    schedule = make()
+    with pytest.raises(
+        ValueError, match=f"both {type(schedule).__name__} and the StepLR set the step size: remove one"
+    ):
+        fit(model, schedule, max_epochs=20)
+
+
+def test_a_schedule_that_leaves_the_step_size_alone_goes_with_torchs() -> None:
+    class Scheduled(BayesianModule):
+        def configure_optimizers(self) -> Any:
+            sampler = super().configure_optimizers()
+            return [sampler], [torch.optim.lr_scheduler.StepLR(sampler, 1, 0.5)]
+
+    model = Scheduled(net=nn.Linear(2, 2), likelihood=Categorical(), lr=0.1)
+    fit(model, every_step())
+    assert model.sampler.param_groups[0]["lr"] == pytest.approx(0.025)
+
+
+# -- runs that are too short or have no end ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "message"),
+    [
+        (
+            CyclicalSchedule(num_cycles=4, samples_per_cycle=1),
+            {},
+            "cycle 1 of 4 has 0 sampling steps for samples_per_cycle=1: 6 steps in all make cycles of 2, and exp",
+        ),
+        (CyclicalSchedule(2, 0.9, 3), {}, "has . sampling steps for samples_per_cycle=3: 6 steps .* train longer"),
+        (CyclicalSchedule(9, 0.0, 1), {}, "cycle 7 of 9 has 0 sampling steps .* 6 steps in all"),
+        (
+            CyclicalSchedule(2, 0.5, 1),
+            {"max_epochs": -1},
+            "CyclicalSchedule needs a run with an end: set the trainer's max_steps, or max_epochs",
+        ),
+        (
+            SamplingSchedule(burn_in_steps=5, every_n_steps=2),
+            {},
+            "no sample would be drawn: the run has 6 steps, the first sample comes after 5 of burn-in and 2 more",
+        ),
+        (
+            SamplingSchedule(burn_in_epochs=2, every_n_epochs=1),
+            {},
+            "no sample would be drawn: the run has 6 steps, the first sample comes after 6 of burn-in and 3 more",
+        ),
+    ],
+)
+def test_runs_without_room_for_samples(schedule: Any, options: dict[str, Any], message: str) -> None:
+    model = module()
+    with pytest.raises(ValueError, match=message):
+        fit(model, schedule, **options)
+    assert model.sampler.step_count == 0, "refused before the first step"
+
+
+def test_the_last_sample_may_be_the_last_step() -> None:
+    fit(module(), SamplingSchedule(burn_in_steps=4, every_n_steps=2), SampleCollector(in_memory=True))
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(data()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every_n_epochs": 1},
+        {"every_n_steps": 1, "burn_in_epochs": 1},
+        {"every_n_steps": 1, "lr_annealing": Annealing()},
+        {"every_n_steps": 1, "temperature_annealing": Annealing()},
+    ],
+)
+def test_epochs_without_a_length(options: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValueError, match="loader has no length, so epochs cannot be counted in steps: give steps instead"
+    ):
+        fit(module(num_data=COUNT), SamplingSchedule(**options), train=DataLoader(Stream(), BATCH))
+
+
+# -- the model and its data -------------------------------------------------------------------------------------------
+
+
+class Forward(BayesianModule):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Unnamed(BayesianModule):
+    """Has parameters, and nowhere a network."""
+
+    def __init__(self) -> None:
+        super().__init__(likelihood=Categorical())
+        self.layer = nn.Linear(2, 2)
+
+
+class Manual(BayesianModule):
+    def __init__(self) -> None:
+        super().__init__(net=nn.Linear(2, 2), likelihood=Categorical())
+        self.automatic_optimization = False
+
+
+class TorchOptimizer(BayesianModule):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class MeanLikelihood(BayesianModule):
+    def log_likelihood(self, batch: Any) -> Tensor:
+        return super().log_likelihood(batch).mean()
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(2, 2).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (Forward, ValueError, r"Forward needs a likelihood: pass likelihood=… or define log_likelihood\(batch\)"),
+        (lambda: module(likelihood=None), ValueError, "BayesianModule needs a likelihood: pass likelihood=…"),
+        (Unnamed, ValueError, "Unnamed needs a network: pass net=… or define forward"),
+        (lambda: module(net=None), ValueError, "BayesianModule needs a network: pass net=… or define forward"),
+        (Manual, ValueError, "Manual samples by automatic optimization: leave automatic_optimization at True"),
+        (lambda: module(net=frozen()), ValueError, "BayesianModule has no trainable parameters, so there is nothing"),
+        (
+            lambda: module(prior=GaussianPrior({"*.weight": 1.0})),
+            ValueError,
+            "prior's std has no pattern for the parameter 'net.bias': add one",
+        ),
+        (
+            lambda: module(sampler=lambda params, **options: torch.optim.SGD(params, lr=options["lr"])),
+            TypeError,
+            "sampler=<lambda> made a SGD, which adds no noise: take one of lightning_sgmcmc.samplers",
+        ),
+        (
+            lambda: TorchOptimizer(net=nn.Linear(2, 2), likelihood=Categorical()),
+            TypeError,
+            "TorchOptimizer should be trained by one sampler, got SGD: leave configure_optimizers to BayesianModule",
+        ),
+        (
+            lambda: MeanLikelihood(net=nn.Linear(2, 2), likelihood=Categorical()),
+            ValueError,
+            r"log_likelihood\(batch\) must return one number per datum, shape \(n,\), got \(\)",
+        ),
+        (
+            lambda: module(sampler=UnderdampedLangevin, lr=3.0),
+            ValueError,
+            "lr·friction must be below 2 for a stable step, got 3.0·1.0",
+        ),
+    ],
+)
+def test_models_that_cannot_sample(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fit(make(), every_step())
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_parameters_in_half_precision(precision: str) -> None:
+    with pytest.raises(ValueError, match=r"half precision lose the injected noise.*Trainer\(precision='bf16-mixed'\)"):
+        fit(module(), every_step(), precision=precision)
+
+
+def test_mixed_precision_is_fine() -> None:
+    model = module()
+    fit(model, every_step(), precision="bf16-mixed")
+    assert next(model.parameters()).dtype == torch.float32
+
+
+class Batches:
+    """A loader of one's own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(loader())
+
+
+class Declared(pl.LightningDataModule):
+    num_data = 100
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader()
+
+
+@pytest.mark.parametrize(
+    ("train", "reason"),
+    [
+        (DataLoader(Stream(), BATCH), "the training data set has no length"),
+        (
+            loader(sampler=WeightedRandomSampler([1.0] * COUNT, COUNT)),
+            "the training loader draws by a WeightedRandomSampler",
+        ),
+        (Batches(), "the training loader is not a torch DataLoader"),
+    ],
+)
+def test_the_number_of_data_is_not_known(train: Any, reason: str) -> None:
+    message = rf"number of training data is not known \({reason}\): pass num_data=… to BayesianModule"
+    with pytest.raises(ValueError, match=message):
+        fit(module(), every_step(), train=train)
+    told = module(num_data=COUNT)
+    fit(told, every_step(), train=train, max_epochs=None, max_steps=4)
+    assert told.sampler.num_data == COUNT
+
+
+def test_epochs_of_a_loader_without_length() -> None:
+    """Steps are asked for, so the run's length need not be known."""
+    model = module(num_data=COUNT)
+    fit(model, every_step(), train=DataLoader(Stream(), BATCH), max_epochs=2)
+    assert model.sampler.step_count == 6
+
+
+def test_the_number_of_data_is_contradicted() -> None:
+    message = "num_data=25 contradicts the training data set's length, which says 24; leave num_data out"
+    with pytest.raises(ValueError, match=message):
+        fit(module(num_data=25), every_step())
+    with pytest.raises(ValueError, match=r"num_data=24 contradicts Declared\.num_data, which says 100"):
+        quiet_trainer(max_epochs=1).fit(module(num_data=24), datamodule=Declared())
+    model = module()
+    quiet_trainer(max_epochs=1).fit(model, datamodule=Declared())
+    assert model.sampler.num_data == 100
+
+
+def test_batches_of_another_form() -> None:
+    class Triples(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return COUNT
+
+        def __getitem__(self, index: int) -> Any:
+            return (*data()[index], index)
+
+    message = r"a batch should be a pair \(x, y\), got list: override output_and_target\(batch\) of BayesianModule"
+    with pytest.raises(TypeError, match=message):
+        fit(module(), every_step(), train=DataLoader(Triples(), BATCH))
+
+
+def test_energies_outside_a_fit_need_the_number_of_data() -> None:
+    batch = data().tensors
+    with pytest.raises(RuntimeError, match="num_data is not known before the fit starts: pass num_data=…"):
+        module().potential_energy(batch)
+    assert module(num_data=COUNT).potential_energy(batch).shape == (1,)
+
+
+def test_uses_without_likelihood_or_network() -> None:
+    with pytest.raises(NotImplementedError, match="Forward needs a likelihood: pass likelihood=…"):
+        Forward().log_likelihood(data().tensors)
+    with pytest.raises(NotImplementedError, match="Unnamed needs a network: pass net=… or define forward"):
+        Unnamed()(torch.zeros(1, 2))
+
+
+# -- evaluation -------------------------------------------------------------------------------------------------------
+
+
+def test_a_shuffled_validation_loader() -> None:
+    torch.manual_seed(0)
+    message = "evaluation data came in another order .* make the validation or test loader with shuffle=False"
+    with pytest.raises(ValueError, match=message):
+        fit(module(), every_step(), BayesianModelAverage(), val=loader(shuffle=True))
+
+
+def test_a_shuffled_test_loader_gives_the_same_figures_or_none() -> None:
+    callbacks = [every_step(), SampleCollector(in_memory=True), BayesianModelAverage()]
+    model, trainer = module(lr=0.5), quiet_trainer(max_epochs=2, callbacks=callbacks)
+    trainer.fit(model, loader())
+    (expected,) = trainer.test(model, loader(), verbose=False)
+    torch.manual_seed(0)
+    try:
+        (found,) = trainer.test(model, loader(shuffle=True), verbose=False)
+    except ValueError:
+        return
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", ["test", "validate"])
+def test_evaluating_without_samples(stage: str) -> None:
+    trainer = quiet_trainer(max_epochs=1, callbacks=[BayesianModelAverage(), SampleCollector()])
+    short = "val" if stage == "validate" else stage
+    message = f"BayesianModelAverage found no samples to evaluate on the {short} data: add a SampleCollector to the fit"
+    with pytest.raises(RuntimeError, match=message):
+        getattr(trainer, stage)(module(), loader(), verbose=False)
+
+
+@pytest.mark.parametrize("callbacks", [[], [SampleCollector()], [PredictionWriter()]])
+def test_predicting_without_samples(callbacks: list[pl.Callback]) -> None:
+    trainer = quiet_trainer(max_epochs=1, callbacks=callbacks)
+    with pytest.raises(
+        RuntimeError, match="prediction averages over posterior samples, and there are none: add a Sample"
+    ):
+        trainer.predict(module(), loader())
+
+
+def test_a_shuffled_prediction_loader_predicts_every_input() -> None:
+    """The rows come in the loader's order, and each is the prediction of one input."""
+    model, collector = module(lr=0.5), SampleCollector(in_memory=True)
+    trainer = quiet_trainer(max_epochs=2, callbacks=[every_step(), collector])
+    trainer.fit(model, loader())
+    assert collector.posterior is not None
+    expected = collector.posterior.predict(data().tensors[0]).probabilities
+    torch.manual_seed(0)
+    parts = trainer.predict(model, loader(shuffle=True))
+    found = torch.cat([part.probabilities for part in parts])  # type: ignore[union-attr, misc]
+    torch.testing.assert_close(found[:, 0].sort().values, expected[:, 0].sort().values)  # type: ignore[index]
+
+
+def test_a_checkpoint_whose_samples_are_gone(tmp_path: Path) -> None:
+    def run(**options: Any) -> None:
+        checkpoint = pl.callbacks.ModelCheckpoint(
+            tmp_path, filename="last", every_n_epochs=1, enable_version_counter=False
+        )
+        callbacks = [every_step(), SampleCollector(tmp_path / "s"), checkpoint]
+        trainer = quiet_trainer(max_epochs=options.pop("epochs"), enable_checkpointing=True, callbacks=callbacks)
+        trainer.fit(module(), loader(), **options)
+
+    run(epochs=2)
+    manifest = tmp_path / "s" / "manifest.jsonl"
+    manifest.write_bytes(b"".join(manifest.read_bytes().splitlines(keepends=True)[:3]))
+    message = "the checkpoint knows 6 samples in .*s, and 2 of them are there: put the folder back, or start a new run"
+    with pytest.raises(ValueError, match=message):
+        run(epochs=3, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
