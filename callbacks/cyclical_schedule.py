@@ -69,8 +69,8 @@ class CyclicalSchedule(Schedule):
         length = run_length(trainer)
         if not math.isfinite(length):
             raise ValueError(
-                "CyclicalSchedule needs a run with an end: set the trainer's max_steps, or max_epochs and a loader that "
-                "has a length"
+                "CyclicalSchedule needs a run with an end: set the trainer's max_steps, or max_epochs and a loader "
+                "that has a length"
             )
         total = int(length)
         if self._planned_steps not in (None, total):
