@@ -20,25 +20,24 @@ def check_sampler(sampler: Any) -> None:
     made = sampler.func if isinstance(sampler, functools.partial) else sampler
     if not callable(made):
         raise TypeError(
-            f"sampler should be a class or function that makes a sampler from parameters, got a "
-            f"{type(made).__name__} object: "
-            "pass the class, and its arguments by functools.partial"
+            "sampler should be a class or function that makes a sampler from parameters, got a "
+            f"{type(made).__name__} object: pass the class, and its arguments by functools.partial"
         )
     if isinstance(made, type) and not issubclass(made, Sampler):
         raise TypeError(
             f"sampler={made.__name__} adds no noise: take one of lightning_sgmcmc.samplers (at temperature 0 they "
-            f"are torch's "
-            "optimizers)"
+            "are torch's optimizers)"
         )
     if isinstance(sampler, functools.partial) and "weight_decay" in sampler.keywords:
         raise ValueError(
             "weight decay is the Gaussian prior, and that is in the potential energy already: leave weight_decay "
-            "out, and give "
-            "prior=GaussianPrior(std=…) with std² = 1/(N·weight_decay)"
+            "out, and give prior=GaussianPrior(std=…) with std² = 1/(N·weight_decay)"
         )
 
 
 def name_of(factory: Any) -> str:
     """Return the name of a class or function, also inside a `functools.partial`."""
-    factory = getattr(factory, "func", factory) if isinstance(factory, functools.partial) else factory
+    if isinstance(factory, functools.partial):
+        # The command line's partial calls a helper of its parser with the class as an argument.
+        factory = next((part for part in factory.args if isinstance(part, type)), factory.func)
     return getattr(factory, "__name__", type(factory).__name__)

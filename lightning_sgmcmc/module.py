@@ -226,9 +226,8 @@ class BayesianModule(pl.LightningModule):
         """
         if self.posterior is None or len(self.posterior) == 0:
             raise RuntimeError(
-                "prediction averages over posterior samples, and there are none: add a SampleCollector to the "
-                "trainer, with "
-                "the dirpath of a fit's samples if this is another process"
+                "prediction averages over posterior samples, and there are none: add a SampleCollector to the trainer, "
+                "with the dirpath of a fit's samples if this is another process"
             )
         self.posterior = self.posterior.in_memory()
 
@@ -323,8 +322,7 @@ class BayesianModule(pl.LightningModule):
         if not self.automatic_optimization:
             raise ValueError(
                 f"{cls.__name__} samples by automatic optimization: leave automatic_optimization at True, and take "
-                f"the steps "
-                "by a sampler"
+                "the steps by a sampler"
             )
         own_likelihood = cls.log_likelihood is not BayesianModule.log_likelihood
         if self.likelihood is None and not own_likelihood:
