@@ -555,4 +555,4 @@ def test_a_checkpoint_whose_samples_are_gone(tmp_path: Path) -> None:
     manifest.write_bytes(b"".join(manifest.read_bytes().splitlines(keepends=True)[:3]))
     message = "the checkpoint knows 6 samples in .*s, and 2 of them are there: put the folder back, or start a new run"
     with pytest.raises(ValueError, match=message):
-        run(epochs=3, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+        run(epochs=3, ckpt_path=tmp_path / "last.ckpt")
