@@ -8,7 +8,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from lightning_sgmcmc.callbacks import figures
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
@@ -98,7 +97,6 @@ class RunSummary(SamplerCallback):
         if trainer.is_global_zero:
             self._write_files(folder, module, evaluation, stage)
 
-    @rank_zero_only
     def _write_files(self, folder: Path, module: BayesianModule, evaluation: Evaluation | None, stage: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if evaluation is not None and evaluation.members:
