@@ -9,7 +9,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from lightning_sgmcmc.callbacks import figures
+from lightning_sgmcmc import figures
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.bayesian_model_average import Evaluation
 from lightning_sgmcmc.callbacks.run_folder import run_folder
