@@ -98,8 +98,11 @@ class BayesianModelAverage(SamplerCallback):
     def reset(self) -> None:
         self._averages = []
 
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._publish(bayesian(pl_module, self), "val")  # what a checkpoint brought, if the run is over already
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        loaders = _loaders(trainer.val_dataloaders)
+        loaders = _validation_loaders(trainer)
         if not loaders:
             rank_zero_warn(
                 "BayesianModelAverage has no validation data to evaluate the samples on; trainer.test will do it."
@@ -296,6 +299,15 @@ def _loaders(source: Any) -> list[Any]:
     if isinstance(source, Mapping):
         return list(source.values())
     return list(source) if isinstance(source, list | tuple) else [source]
+
+
+def _validation_loaders(trainer: pl.Trainer) -> list[Any]:
+    """Return the validation loaders, also where the first validation is some epochs away."""
+    if trainer.val_dataloaders is None and trainer.enable_validation:
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        trainer.training = True
+    return _loaders(trainer.val_dataloaders)
 
 
 def _batches(trainer: pl.Trainer, module: BayesianModule, loader: Any, limit: float) -> Iterator[Any]:

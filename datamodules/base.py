@@ -10,7 +10,8 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.datamodules.loading import TensorBatches, make_loader
+from lightning_sgmcmc.data_order import ResumableLoader
+from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader
 
 
 @dataclass
@@ -81,12 +82,20 @@ class ArrayDataModule(pl.LightningDataModule):
         """The shape of one input, after `setup`."""
         return tuple(self.splits[0].inputs.shape[1:])
 
+    def train_transform(self) -> Callable[[Tensor], Tensor] | None:
+        """Return what is done to the inputs of each training batch: augmentation draws from the default generator of
+        the device that the inputs are on, which the loader seeds before each batch."""
+        return self.transform()
+
     def _loader(self, part: int, train: bool = False) -> Any:
         split = self.splits[part]
         if len(split.targets) == 0:
             return []  # Lightning's word for no loader
-        dataset = TensorBatches(split.inputs, split.targets, transform=self.transform())
-        return make_loader(dataset, self.batch_size, shuffle=train, drop_last=train and self.drop_last)
+        if not train:
+            dataset = TensorBatches(split.inputs, split.targets, transform=self.transform())
+            return evaluation_loader(dataset, self.batch_size)
+        dataset = TensorBatches(split.inputs, split.targets, transform=self.train_transform())
+        return ResumableLoader(dataset, self.batch_size, drop_last=self.drop_last, **replica_of(self))
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch; one whose tensors are there already is passed on without a search through it."""
@@ -105,6 +114,13 @@ class ArrayDataModule(pl.LightningDataModule):
 
     def predict_dataloader(self) -> Any:
         return self._loader(2)
+
+
+def replica_of(datamodule: pl.LightningDataModule) -> dict[str, int]:
+    """Return `num_replicas` and `rank` of this process among those that share a chain's data."""
+    strategy = getattr(datamodule.trainer, "strategy", None)
+    kwargs = getattr(strategy, "distributed_sampler_kwargs", None) or {}
+    return {name: kwargs[name] for name in ("num_replicas", "rank") if name in kwargs}
 
 
 def check_fraction(name: str, value: float) -> None:

@@ -5,9 +5,15 @@ from typing import Any
 import pytorch_lightning as pl
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_sgmcmc.data_order import ResumableLoader
+from lightning_sgmcmc.datamodules.base import replica_of
+
 
 class DatasetDataModule(pl.LightningDataModule):
     """Wraps torch data sets of pairs (x, y).
+
+    The training data come by a `ResumableLoader`, so a run goes on exactly from any step, with any number of workers;
+    those without a length by a `DataLoader`.
 
     Args:
         train: the training data; N is its length.
@@ -50,20 +56,27 @@ class DatasetDataModule(pl.LightningDataModule):
         self.drop_last = drop_last
         self.num_data = length if num_data is None else num_data
 
-    def _loader(self, dataset: Dataset[Any] | None, train: bool = False) -> Any:
+    def _loader(self, dataset: Dataset[Any] | None, drop_last: bool = False) -> Any:
         if dataset is None:
             return []  # Lightning's word for no loader
         return DataLoader(
             dataset,
             batch_size=self.batch_size,
-            shuffle=train and hasattr(dataset, "__len__"),
-            drop_last=train and self.drop_last,
+            drop_last=drop_last,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
         )
 
     def train_dataloader(self) -> Any:
-        return self._loader(self.train, train=True)
+        if not hasattr(self.train, "__len__"):
+            return self._loader(self.train, self.drop_last)
+        return ResumableLoader(
+            self.train,
+            self.batch_size,
+            drop_last=self.drop_last,
+            num_workers=self.num_workers,
+            **replica_of(self),
+        )
 
     def val_dataloader(self) -> Any:
         return self._loader(self.val)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc.chain_state import ChainState
 from lightning_sgmcmc.checks import check_part, check_sampler, name_of
 from lightning_sgmcmc.description import record_arguments
+from lightning_sgmcmc.exact_resume import ExactResume
 from lightning_sgmcmc.handover import SampleHandover
 from lightning_sgmcmc.likelihoods import Likelihood, Prediction
 from lightning_sgmcmc.priors import GaussianPrior, Prior
@@ -199,6 +200,7 @@ class BayesianModule(pl.LightningModule):
             return potential
         position = batch_idx % accumulated
         window = min(accumulated, trainer.num_training_batches - (batch_idx - position))
+        state.accumulating = position + 1 < window
         change = potential.detach() - (state.mean_potential if position > 0 else 0)
         state.mean_potential = change / (position + 1) + (state.mean_potential if position > 0 else 0)
         # Lightning divides by the whole window, also where the epoch's last one is shorter.
@@ -263,10 +265,9 @@ class BayesianModule(pl.LightningModule):
         return sampler
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Add the callback that hands samples over, behind the user's callbacks and before checkpoints are written."""
-        if any(isinstance(callback, SampleHandover) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
-            return []
-        return [SampleHandover()]
+        """Add what every run needs, behind the user's callbacks and before checkpoints are written."""
+        present = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
+        return [kind() for kind in (SampleHandover, ExactResume) if kind not in present]
 
     def on_posterior_sample(self, sample: PosteriorSample) -> None:
         """Called with each sample when it is drawn, after the callbacks' hooks of this name; override at will."""

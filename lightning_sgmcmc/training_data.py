@@ -3,6 +3,8 @@
 import pytorch_lightning as pl
 import torch
 
+from lightning_sgmcmc.data_order import ResumableLoader
+
 
 def count_training_data(trainer: pl.Trainer) -> tuple[int | None, str]:
     """Return the number of training data and who says so, or None and the reason why it is not known."""
@@ -13,6 +15,8 @@ def count_training_data(trainer: pl.Trainer) -> tuple[int | None, str]:
     if trainer.train_dataloader is None:
         trainer.fit_loop.setup_data()
     loader = trainer.train_dataloader
+    if isinstance(loader, ResumableLoader):
+        return len(loader.dataset), "the training data set's length"  # type: ignore[arg-type]
     if not isinstance(loader, torch.utils.data.DataLoader):
         return None, "the training loader is not a torch DataLoader"
     samplers = torch.utils.data

@@ -17,8 +17,9 @@ from torch import nn
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical
 from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, RunSummary, SampleCollector
+from lightning_sgmcmc.data_order import ResumableLoader
 from lightning_sgmcmc.datamodules import TensorBatches
-from lightning_sgmcmc.datamodules.loading import make_loader
+from lightning_sgmcmc.datamodules.loading import evaluation_loader
 from tests.benchmarks.networks import mlp, resnet20
 from tests.benchmarks.timing import timed
 
@@ -80,7 +81,7 @@ def _fit(
         log_every_n_steps=50,
     )
     held_out = TensorBatches(*(tensor[:batch] for tensor in data.tensors))
-    trainer.fit(module, make_loader(data, batch, shuffle=True), make_loader(held_out, batch, shuffle=False))
+    trainer.fit(module, ResumableLoader(data, batch), evaluation_loader(held_out, batch))
     return clock.per_step
 
 

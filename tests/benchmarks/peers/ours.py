@@ -19,8 +19,9 @@ from torch_problem import INPUTS, LABELS, LEARNING_RATE, NUM_DATA, WARM_UP, Batc
 
 from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Categorical, Gaussian, GaussianPrior
 from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector, SamplingSchedule
+from lightning_sgmcmc.data_order import ResumableLoader
 from lightning_sgmcmc.datamodules import TensorBatches
-from lightning_sgmcmc.datamodules.loading import make_loader
+from lightning_sgmcmc.datamodules.loading import evaluation_loader
 
 FRICTION = 0.1
 NUM_VALIDATION = 1_000
@@ -42,9 +43,7 @@ def time_ours(sampler: Any, steps: int, net: nn.Module | None = None) -> float:
         num_data=NUM_DATA,
     )
     train = Batches(WARM_UP + steps)
-    held_out = make_loader(
-        TensorBatches(INPUTS[:NUM_VALIDATION], LABELS[:NUM_VALIDATION]), NUM_VALIDATION, shuffle=False
-    )
+    held_out = evaluation_loader(TensorBatches(INPUTS[:NUM_VALIDATION], LABELS[:NUM_VALIDATION]), NUM_VALIDATION)
     with tempfile.TemporaryDirectory() as folder:
         callbacks = [
             CyclicalSchedule(num_cycles=1, exploration=0.0, samples_per_cycle=1),
@@ -86,7 +85,7 @@ def chain(sampler: Any, lr: float, problem: Regression, steps: int) -> NDArray[n
         enable_model_summary=False,
         callbacks=[SamplingSchedule(burn_in_steps=0, every_n_steps=THINNING), collector],
     )
-    trainer.fit(module, make_loader(data, REGRESSION_BATCH, shuffle=True))
+    trainer.fit(module, ResumableLoader(data, REGRESSION_BATCH))
     return torch.stack([sample.parameters["net.weight"][0] for sample in collector.posterior]).numpy()
 
 

@@ -1,0 +1,143 @@
+"""What a run needs, beside the states of sampler, schedule and callbacks, to go on bit for bit from a checkpoint."""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_sgmcmc.data_order import ResumableLoader
+from lightning_sgmcmc.seeding import derive_seed, reseed
+
+if TYPE_CHECKING:
+    from lightning_sgmcmc.module import BayesianModule
+
+GRADIENTS = "accumulated_gradients"
+
+
+class ExactResume(pl.Callback):
+    """Makes every batch of a run a function of the checkpoint and the seed; every `BayesianModule` brings one along.
+
+    * The default generators (dropout, augmentation on the device) are seeded before each batch by (seed, rank, batch).
+    * A `ResumableLoader` gets the run's seed.
+    * A checkpoint between the micro-batches of an accumulated step keeps their gradients.
+    * A run that is limited by epochs ends after as many optimizer steps as it would without a stop: Lightning counts
+      the epoch of a checkpoint at an epoch's end twice.
+    """
+
+    def __init__(self) -> None:
+        self._batches = 0
+        """Batches that the run has trained on, micro-batches included."""
+        self._seed = 0
+        self._stream = 0
+        self._device = torch.device("cpu")
+        self._gradients: dict[str, Tensor] = {}
+        self._loaders: list[ResumableLoader] = []
+        self._positions: list[dict[str, Any]] = []
+        """The loaders' states in the checkpoint."""
+        self._limited_steps = False
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._batches, self._gradients, self._loaders, self._positions = 0, {}, [], []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        module = cast("BayesianModule", pl_module)
+        self._seed = module.sampler.seed  # a checkpoint's, if there is one
+        self._stream = trainer.global_rank
+        self._device = module.device
+        self._prepare_loaders(trainer)
+        self._end_by_steps(trainer)
+        parameters = dict(module.named_parameters())
+        for name, gradient in self._gradients.items():
+            parameters[name].grad = gradient.to(parameters[name].device)
+        self._gradients = {}
+        self._reseed("epoch")
+
+    def _prepare_loaders(self, trainer: pl.Trainer) -> None:
+        loaders = _flat(trainer.train_dataloader)
+        self._loaders = [loader for loader in loaders if isinstance(loader, ResumableLoader)]
+        # Lightning leaves out to load their states at an epoch's end, and where they were asked for early.
+        for loader, position in zip(self._loaders, self._positions, strict=False):
+            loader.load_state_dict(position)
+        for loader in loaders:
+            if isinstance(loader, ResumableLoader):
+                loader.adopt_seed(self._seed)
+            elif isinstance(loader, torch.utils.data.DataLoader) and loader.generator is None:
+                # Each epoch begins with a draw of the workers' seed; what is drawn after it should not depend on it.
+                loader.generator = torch.Generator().manual_seed(derive_seed(self._seed, "workers"))
+        if len(self._loaders) < len(loaders) and trainer.checkpoint_callbacks:
+            rank_zero_warn(
+                "The training data come by a loader without a state, so a run can go on exactly only from checkpoints "
+                "at the end of an epoch. Hand the data over in a datamodule (DatasetDataModule takes any data set), or "
+                "by a ResumableLoader, to go on exactly from any step."
+            )
+
+    def _end_by_steps(self, trainer: pl.Trainer) -> None:
+        if (
+            trainer.max_steps != -1
+            or trainer.max_epochs in (None, -1)
+            or not math.isfinite(trainer.num_training_batches)
+        ):
+            return
+        trainer.fit_loop.epoch_loop.max_steps = int(trainer.estimated_stepping_batches)
+        self._limited_steps = True
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._reseed("epoch")
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._reseed("batch")
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._batches += 1
+
+    def _reseed(self, purpose: str) -> None:
+        reseed(derive_seed(self._seed, purpose, self._stream, self._batches), self._device)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if self._limited_steps:
+            trainer.fit_loop.epoch_loop.max_steps, self._limited_steps = -1, False
+        for loader in self._loaders:
+            loader.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self._batches, "loaders": [loader.state_dict() for loader in self._loaders]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._batches, self._positions = state_dict["batches"], state_dict["loaders"]
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        state = cast("BayesianModule", pl_module).chain_state
+        if not state.accumulating:
+            return
+        gradients = {name: p.grad.detach() for name, p in pl_module.named_parameters() if p.grad is not None}
+        if trainer.world_size > 1:  # ranks have not exchanged them yet; their mean is what the step will use
+            gradients = {name: trainer.strategy.reduce(g.clone(), reduce_op="mean") for name, g in gradients.items()}
+        checkpoint[GRADIENTS] = {"gradients": gradients, "mean_potential": state.mean_potential}
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        saved: Mapping[str, Any] = checkpoint.get(GRADIENTS, {})
+        self._gradients = dict(saved.get("gradients", {}))
+        if saved:
+            cast("BayesianModule", pl_module).chain_state.mean_potential = saved["mean_potential"]
+
+
+def _flat(loaders: Any) -> list[Any]:
+    """Return the loaders of what the trainer calls its training loader: one, or a collection of them."""
+    if isinstance(loaders, Mapping):
+        loaders = list(loaders.values())
+    return [part for loader in loaders for part in _flat(loader)] if isinstance(loaders, list | tuple) else [loaders]
