@@ -5,14 +5,46 @@ import sys
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.cli import LightningCLI
+from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from lightning_sgmcmc.module import BayesianModule
 
 
 class SamplingCLI(LightningCLI):
     """A LightningCLI for `BayesianModule`s: after a fit that collected samples it tests their average, if there are
-    test data."""
+    test data; `fit --resume` goes on with the newest run."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add `--resume`."""
+        parser.add_argument(
+            "--resume", action="store_true", help="fit: go on from the newest checkpoint of this configuration's runs"
+        )
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse contradictions."""
+        config = self.config[self.subcommand]
+        if config.resume and self.subcommand != "fit":
+            raise ValueError(f"--resume goes on with a fit, so it has no meaning for {self.subcommand}: leave it out")
+        if config.resume and config.get("ckpt_path"):
+            raise ValueError("--resume looks for the checkpoint itself: leave out --ckpt_path, or --resume")
+
+    def before_fit(self) -> None:
+        """Find the checkpoint to go on from."""
+        if not self.config.fit.resume:
+            return
+        from lightning_sgmcmc.callbacks.run_folder import continue_run_of, newest_checkpoint, run_folder
+
+        checkpoint = newest_checkpoint(self.trainer)
+        if checkpoint is None:
+            where = run_folder(self.trainer).parent
+            rank_zero_info(
+                f"--resume found no checkpoint of an earlier run in {where}: this run begins at the beginning"
+            )
+            return
+        rank_zero_info(f"Going on from {checkpoint}")
+        continue_run_of(self.trainer, checkpoint)
+        self.config_init.fit.ckpt_path = str(checkpoint)
 
     def after_fit(self) -> None:
         """Evaluate the collected samples on the test data."""

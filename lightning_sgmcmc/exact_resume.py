@@ -24,13 +24,15 @@ class ExactResume(pl.Callback):
     * The default generators (dropout, augmentation on the device) are seeded before each batch by (seed, rank, batch).
     * A `ResumableLoader` gets the run's seed.
     * A checkpoint between the micro-batches of an accumulated step keeps their gradients.
-    * A run that is limited by epochs ends after as many optimizer steps as it would without a stop: Lightning counts
-      the epoch of a checkpoint at an epoch's end twice.
+    * Lightning's own counts of batches and epochs, which drift in a run that goes on several times, are put right; and
+      a run that is limited by epochs ends by the number of optimizer steps that they have.
     """
 
     def __init__(self) -> None:
         self._batches = 0
         """Batches that the run has trained on, micro-batches included."""
+        self._epoch_length: int | None = None
+        """Batches of an epoch, where they are known."""
         self._seed = 0
         self._stream = 0
         self._device = torch.device("cpu")
@@ -49,6 +51,8 @@ class ExactResume(pl.Callback):
         self._seed = module.sampler.seed  # a checkpoint's, if there is one
         self._stream = trainer.global_rank
         self._device = module.device
+        length = trainer.num_training_batches
+        self._epoch_length = int(length) if math.isfinite(length) else None
         self._prepare_loaders(trainer)
         self._end_by_steps(trainer)
         parameters = dict(module.named_parameters())
@@ -111,7 +115,11 @@ class ExactResume(pl.Callback):
             loader.close()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"batches": self._batches, "loaders": [loader.state_dict() for loader in self._loaders]}
+        return {
+            "batches": self._batches,
+            "epoch_length": self._epoch_length,
+            "loaders": [loader.state_dict() for loader in self._loaders],
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._batches, self._positions = state_dict["batches"], state_dict["loaders"]
@@ -134,6 +142,33 @@ class ExactResume(pl.Callback):
         self._gradients = dict(saved.get("gradients", {}))
         if saved:
             cast("BayesianModule", pl_module).chain_state.mean_potential = saved["mean_potential"]
+        own = checkpoint["callbacks"].get(self.state_key, {})
+        if own.get("epoch_length") and own["batches"] > 0:
+            put_right(checkpoint["loops"]["fit_loop"], own["batches"], own["epoch_length"], accumulating=bool(saved))
+
+
+def put_right(fit_loop: dict[str, Any], batches: int, epoch_length: int, accumulating: bool) -> None:
+    """Set the counts of a saved fit loop to those of a run without a stop, at the end of its last batch.
+
+    Args:
+        fit_loop: the loop's part of a checkpoint; changed in place.
+        batches: batches that the run has trained on, > 0.
+        epoch_length: batches of an epoch.
+        accumulating: whether the last batch was not the last of its step.
+    """
+    epoch, before = divmod(batches - 1, epoch_length)
+    last = before + 1 == epoch_length
+    _set_counts(fit_loop["epoch_loop.batch_progress"], "total", begun=batches, processed=batches, ended=batches - 1)
+    _set_counts(fit_loop["epoch_loop.batch_progress"], "current", begun=before + 1, processed=before + 1, ended=before)
+    fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = last
+    for count in ("total", "current"):
+        _set_counts(fit_loop["epoch_progress"], count, begun=epoch + 1, processed=epoch, ended=epoch)
+    steps = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
+    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = steps if accumulating else steps - 1
+
+
+def _set_counts(progress: dict[str, Any], count: str, begun: int, processed: int, ended: int) -> None:
+    progress[count].update(ready=begun, started=begun, processed=processed, completed=ended)
 
 
 def _flat(loaders: Any) -> list[Any]:

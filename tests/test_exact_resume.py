@@ -1,5 +1,6 @@
 """A run that goes on from a checkpoint, wherever it was saved, is the run that was never stopped, bit for bit."""
 
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, Posterior
-from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector
+from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector, SamplingSchedule
+from lightning_sgmcmc.data_order import BatchOrder, ResumableLoader
 from lightning_sgmcmc.datamodules import ArrayDataModule, DatasetDataModule, Split
 from tests.conjugate import quiet_trainer
 
@@ -191,3 +193,178 @@ def check_every_save_point(tmp_path: Path, setting: str, kind: str, stride: int 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_save_point(tmp_path: Path, setting: str) -> None:
     assert check_every_save_point(tmp_path, setting, "memory") >= 20
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_decoded_data_with_workers(tmp_path: Path, workers: int) -> None:
+    """Items that draw from NumPy's and torch's default generators, loaded by this process or by two others."""
+    assert check_every_save_point(tmp_path, "validation in mid-epoch", f"workers {workers}", stride=5) >= 6
+
+
+def test_the_number_of_workers_does_not_change_the_run(tmp_path: Path) -> None:
+    outcomes = [run(tmp_path / f"w{n}", {}, f"workers {n}") for n in (0, 1, 2)]
+    assert not differences(outcomes[0], outcomes[1])
+    assert not differences(outcomes[0], outcomes[2])
+
+
+def test_another_order_of_the_data_is_another_run(tmp_path: Path) -> None:
+    """What the other tests compare does depend on the data, their order, and the seed's augmentation."""
+
+    class Ordered(InMemory):
+        def train_dataloader(self) -> Any:
+            loader = super().train_dataloader()
+            loader.adopt_seed(7)
+            return loader
+
+    class Plain(InMemory):
+        def train_transform(self) -> Any:
+            return None
+
+    whole = run(tmp_path / "a", {}, "memory")
+    for other in (Ordered(), Plain()):
+        module = BayesianModule(net=network(), likelihood=Categorical(), sampler=SGHMC, lr=0.05, seed=3)
+        schedule = CyclicalSchedule(2, 0.4, 3)
+        quiet_trainer(max_epochs=3, num_sanity_val_steps=0, callbacks=[schedule]).fit(module, datamodule=other)
+        assert differences(whole["state"], module.state_dict())
+
+
+def test_an_unseeded_run_goes_on_with_its_own_seed(tmp_path: Path) -> None:
+    """The seed that a run drew for itself is in its checkpoint: for the noise, the order of the data and dropout."""
+
+    def fit(epochs: int, *callbacks: pl.Callback, **options: Any) -> BayesianModule:
+        module = BayesianModule(net=network(), likelihood=Categorical(), sampler=SGHMC, lr=0.05)
+        schedule = CyclicalSchedule(1, 0.4, 1)
+        trainer = quiet_trainer(max_epochs=epochs, enable_checkpointing=True, callbacks=[schedule, *callbacks])
+        trainer.fit(module, datamodule=InMemory(), **options)
+        return module
+
+    whole = fit(3, SaveEverywhere(tmp_path))
+    resumed = fit(3, ckpt_path=tmp_path / "011-batch.ckpt")
+    assert not differences(whole.state_dict(), resumed.state_dict())
+    assert differences(whole.state_dict(), fit(3).state_dict())
+
+
+def test_other_data_than_the_checkpoints_are_refused(tmp_path: Path) -> None:
+    run(tmp_path / "whole", {}, "memory", SaveEverywhere(tmp_path))
+    module = BayesianModule(net=network(), likelihood=Categorical(), sampler=SGHMC, lr=0.05, seed=3)
+    other = InMemory()
+    other.batch_size = 10
+    trainer = quiet_trainer(max_epochs=3, callbacks=[CyclicalSchedule(2, 0.4, 3)])
+    with pytest.raises(ValueError, match="the checkpoint's epochs have 8 batches, this loader's have 6: go on with"):
+        trainer.fit(module, datamodule=other, ckpt_path=tmp_path / "010-batch.ckpt")
+
+
+def test_a_loader_without_a_state_goes_on_at_the_end_of_an_epoch_and_says_so(tmp_path: Path) -> None:
+    def fit(**options: Any) -> BayesianModule:
+        module = BayesianModule(net=network(), likelihood=Categorical(), sampler=SGHMC, lr=0.05, seed=3)
+        split = data(NUM_DATA, 0)
+        dataset = torch.utils.data.TensorDataset(split.inputs, split.targets)
+        loader = torch.utils.data.DataLoader(dataset, BATCH, shuffle=True)
+        saver = [SaveEverywhere(tmp_path)] if not options else []
+        trainer = quiet_trainer(
+            max_epochs=4, enable_checkpointing=True, callbacks=[CyclicalSchedule(2, 0.4, 3), *saver]
+        )
+        torch.manual_seed(len(options))
+        with pytest.warns(UserWarning, match="can go on exactly only from checkpoints at the end of an epoch"):
+            trainer.fit(module, loader, **options)
+        return module
+
+    whole = fit()
+    for name in ("008-epoch", "024-epoch", "016-batch"):
+        assert not differences(whole.state_dict(), fit(ckpt_path=tmp_path / f"{name}.ckpt").state_dict()), name
+
+
+def test_a_run_limited_by_epochs_can_be_made_longer(tmp_path: Path) -> None:
+    """The trainer's limit of epochs comes back after a fit, so that fit, more epochs, fit again works."""
+    module = BayesianModule(net=network(), likelihood=Categorical(), sampler=SGHMC, lr=0.05, seed=3)
+    trainer = quiet_trainer(max_epochs=2, callbacks=[SamplingSchedule(every_n_steps=4)])
+    trainer.fit(module, datamodule=InMemory())
+    assert trainer.global_step == 16
+    assert trainer.max_steps == -1
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, datamodule=InMemory())
+    assert trainer.global_step == 24
+
+
+# -- the order itself --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_data", "replicas"), [(20, 1), (21, 2), (22, 4), (3, 4)])
+def test_an_epoch_holds_every_datum_once(num_data: int, replicas: int) -> None:
+    """... and the few that fill up the replicas' shares twice."""
+    for drop_last in (False, True):
+        seen: list[int] = []
+        for rank in range(replicas):
+            order = BatchOrder(num_data, 4, seed=1, drop_last=drop_last, num_replicas=replicas, rank=rank)
+            batches = [order.indices(b).tolist() for b in range(order.batches_per_epoch)]
+            seen += [index for batch in batches for index in batch]
+            assert all(len(batch) == 4 for batch in batches[:-1] if drop_last)
+        if not drop_last:
+            assert set(seen) == set(range(num_data))
+            assert len(seen) == -(-num_data // replicas) * replicas
+        elif replicas == 1:
+            assert len(set(seen)) == len(seen) == num_data // 4 * 4
+
+
+def test_the_order_is_a_function_of_seed_chain_epoch_and_position() -> None:
+    def epoch(seed: int = 0, chain: int = 0, number: int = 0) -> list[list[int]]:
+        order = BatchOrder(50, 8, seed=seed, chain=chain)
+        return [order.indices(number * 7 + position).tolist() for position in range(7)]
+
+    assert epoch() == epoch()
+    orders = [epoch(), epoch(seed=1), epoch(chain=1), epoch(number=1)]
+    assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
+    backwards = BatchOrder(50, 8, seed=0)
+    assert [backwards.indices(b).tolist() for b in reversed(range(7))][::-1] == epoch()
+
+
+def test_every_order_is_equally_likely() -> None:
+    """Chi-square test of the first datum over 2,000 epochs of 10 data; false alarms at 1 in 1,000."""
+    order = BatchOrder(10, 1, seed=5)
+    counts = torch.bincount(torch.tensor([int(order.indices(10 * e)) for e in range(2000)]), minlength=10).double()
+    assert float(((counts - 200) ** 2 / 200).sum()) < 27.9
+
+
+def test_a_pass_goes_on_where_the_last_one_stopped() -> None:
+    class Numbers(Dataset[Any]):
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    def batches(loader: ResumableLoader, count: int) -> list[list[int]]:
+        return [batch.tolist() for batch in itertools.islice(loader, count)]
+
+    for workers in (0, 2):
+        straight = ResumableLoader(Numbers(), 3, seed=2, num_workers=workers)
+        assert len(straight) == 4
+        first, second = list(straight), list(straight)
+        expected = [batch.tolist() for batch in [*first, *second]]
+        for epoch in (first, second):
+            assert torch.cat(epoch).sort().values.tolist() == list(range(10))
+        pieces = ResumableLoader(Numbers(), 3, seed=2)
+        found = batches(pieces, 3)
+        other = ResumableLoader(Numbers(), 3, num_workers=workers)
+        other.load_state_dict(pieces.state_dict())
+        found += batches(other, 2) + batches(other, 3)
+        assert found == expected
+        straight.close()
+        other.close()
+
+
+def test_mistakes_with_the_loader() -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(())
+
+    tensors = torch.utils.data.TensorDataset(torch.zeros(5))
+    for build, message in (
+        (lambda: ResumableLoader(Stream(), 3), "Stream has no length, so the order of its data cannot be fixed"),
+        (lambda: ResumableLoader(tensors, 0), "batch_size must be at least 1, got 0"),
+        (lambda: ResumableLoader(tensors, 2, num_workers=-1), "num_workers must not be negative, got -1"),
+        (lambda: ResumableLoader(tensors, 6, drop_last=True), "batch_size=6 with drop_last=True leaves no batch of 5"),
+        (lambda: ResumableLoader(torch.utils.data.TensorDataset(torch.zeros(0)), 6), "there is no batch of 0 data"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build()

@@ -1,0 +1,104 @@
+"""Runs that are killed (`kill -9`) at random moments, several times, and go on from their newest checkpoint."""
+
+import os
+import random
+import signal
+import time
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from lightning_sgmcmc import Posterior
+from lightning_sgmcmc.callbacks.run_folder import newest_checkpoint
+from tests.test_exact_resume import differences, run
+
+# Every feature at once, in a run of about a second: 4 epochs of 7 of the 8 batches, in windows of two, would be 16
+# steps; validation in mid-window; dropout, BatchNorm, augmentation and a sample store in all of them.
+LIMITED_BY_EPOCHS = {
+    "max_epochs": 40,
+    "limit_train_batches": 7,
+    "accumulate_grad_batches": 2,
+    "val_check_interval": 3,
+    "gradient_clip_val": 1.0,
+}
+LIMITED_BY_STEPS = LIMITED_BY_EPOCHS | {"max_epochs": -1, "max_steps": 158}
+
+
+class Newest(pl.Callback):
+    """What `ckpt_path` is looked up from, as the command line does it."""
+
+    @staticmethod
+    def in_folder(folder: Path) -> Path | None:
+        saver = pl.callbacks.ModelCheckpoint(folder / "checkpoints")
+        return newest_checkpoint(pl.Trainer(accelerator="cpu", logger=False, callbacks=[saver], max_steps=1))
+
+
+def attempt(folder: Path, options: dict[str, Any], kind: str, seed: int) -> None:
+    """One process's life: begin, or go on, and write down the outcome at the end."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    saver = pl.callbacks.ModelCheckpoint(
+        folder / "checkpoints", every_n_train_steps=1 + seed % 7, save_top_k=-1, save_last=seed % 2 == 0
+    )
+    outcome = run(folder, options, kind, saver, ckpt_path=Newest.in_folder(folder))
+    torch.save({name: outcome[name] for name in ("state", "running", "members", "step")}, folder / "outcome.tmp")
+    os.replace(folder / "outcome.tmp", folder / "outcome.pt")
+
+
+def killed_sequence(folder: Path, options: dict[str, Any], kind: str, dice: random.Random) -> int:
+    """Let processes begin, or go on, and kill each after a random time, until one comes to the end; count the kills."""
+    kills = 0
+    patience = 1.0
+    while not (folder / "outcome.pt").exists():
+        process: BaseProcess = get_context("fork").Process(
+            target=attempt, args=(folder, options, kind, dice.randrange(1000))
+        )
+        process.start()
+        process.join(dice.uniform(0.05, patience))
+        if process.is_alive() and kills < 12:
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            kills += 1
+            patience *= 1.2  # on a busy machine too, it comes to an end
+        process.join(120)
+        assert process.exitcode in (0, -signal.SIGKILL), "a run failed after a kill"
+    return kills
+
+
+def check_sequences(tmp_path: Path, count: int, seed: int, kinds: tuple[str, ...] = ("memory",)) -> list[int]:
+    dice = random.Random(seed)
+    kills = []
+    wholes = {}
+    for number in range(count):
+        kind = kinds[number % len(kinds)]
+        options = (LIMITED_BY_EPOCHS, LIMITED_BY_STEPS)[number // len(kinds) % 2]
+        key = (kind, options["max_epochs"])
+        if key not in wholes:
+            wholes[key] = run(tmp_path / f"whole-{kind}-{options['max_epochs']}", options, kind)
+        whole, folder = wholes[key], tmp_path / f"sequence-{number}"
+        folder.mkdir()
+        kills.append(killed_sequence(folder, options, kind, dice))
+        outcome = torch.load(folder / "outcome.pt", weights_only=True)
+        assert not differences({name: whole[name] for name in outcome}, outcome), f"sequence {number}"
+        posterior = Posterior.load(folder / "samples")
+        assert posterior.records == whole["records"], "samples are lost or repeated"
+        assert not differences(whole["samples"], [sample.state for sample in posterior])
+    return kills
+
+
+def test_a_few_sequences_of_kills(tmp_path: Path) -> None:
+    start = time.monotonic()
+    kills = check_sequences(tmp_path, 3, seed=1)
+    assert sum(kills) >= 3, f"the kills came too late: {kills} in {time.monotonic() - start:.0f} s"
+
+
+@pytest.mark.slow
+def test_many_sequences_of_kills(tmp_path: Path) -> None:
+    kills = check_sequences(tmp_path, 27, seed=2, kinds=("memory", "workers 0", "workers 2"))
+    print(f"kills in each of {len(kills)} sequences: {kills}")
+    assert sum(kills) >= 50
