@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -15,7 +16,8 @@ from lightning_sgmcmc.seeding import derive_seed, reseed
 if TYPE_CHECKING:
     from lightning_sgmcmc.module import BayesianModule
 
-GRADIENTS = "accumulated_gradients"
+ACCUMULATED = "accumulated_gradients"
+MEAN_POTENTIAL = "mean_potential of the micro-batches"
 
 
 class ExactResume(pl.Callback):
@@ -36,7 +38,8 @@ class ExactResume(pl.Callback):
         self._seed = 0
         self._stream = 0
         self._device = torch.device("cpu")
-        self._gradients: dict[str, Tensor] = {}
+        self._accumulated: dict[str, Tensor] = {}
+        """What a checkpoint between micro-batches kept: gradients by parameter, and the mean potential."""
         self._loaders: list[ResumableLoader] = []
         self._positions: list[dict[str, Any]] = []
         """The loaders' states in the checkpoint."""
@@ -44,7 +47,7 @@ class ExactResume(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._batches, self._gradients, self._loaders, self._positions = 0, {}, [], []
+            self._batches, self._accumulated, self._loaders, self._positions = 0, {}, [], []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = cast("BayesianModule", pl_module)
@@ -55,11 +58,17 @@ class ExactResume(pl.Callback):
         self._epoch_length = int(length) if math.isfinite(length) else None
         self._prepare_loaders(trainer)
         self._end_by_steps(trainer)
-        parameters = dict(module.named_parameters())
-        for name, gradient in self._gradients.items():
-            parameters[name].grad = gradient.to(parameters[name].device)
-        self._gradients = {}
+        self._restore_accumulated(module)
         self._reseed("epoch")
+
+    def _restore_accumulated(self, module: "BayesianModule") -> None:
+        parameters = dict(module.named_parameters())
+        for name, tensor in self._accumulated.items():
+            if name == MEAN_POTENTIAL:
+                module.chain_state.mean_potential = tensor.to(module.device)
+            else:
+                parameters[name].grad = tensor.to(parameters[name].device)
+        self._accumulated = {}
 
     def _prepare_loaders(self, trainer: pl.Trainer) -> None:
         loaders = _flat(trainer.train_dataloader)
@@ -81,14 +90,11 @@ class ExactResume(pl.Callback):
             )
 
     def _end_by_steps(self, trainer: pl.Trainer) -> None:
-        if (
-            trainer.max_steps != -1
-            or trainer.max_epochs in (None, -1)
-            or not math.isfinite(trainer.num_training_batches)
-        ):
-            return
-        trainer.fit_loop.epoch_loop.max_steps = int(trainer.estimated_stepping_batches)
-        self._limited_steps = True
+        by_epochs = trainer.max_steps == -1 and trainer.max_epochs not in (None, -1)
+        changing = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # type: ignore[attr-defined]
+        if by_epochs and self._epoch_length is not None and not changing:
+            trainer.fit_loop.epoch_loop.max_steps = int(trainer.estimated_stepping_batches)
+            self._limited_steps = True
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._reseed("epoch")
@@ -130,18 +136,20 @@ class ExactResume(pl.Callback):
         state = cast("BayesianModule", pl_module).chain_state
         if not state.accumulating:
             return
-        gradients = {name: p.grad.detach() for name, p in pl_module.named_parameters() if p.grad is not None}
-        if trainer.world_size > 1:  # ranks have not exchanged them yet; their mean is what the step will use
-            gradients = {name: trainer.strategy.reduce(g.clone(), reduce_op="mean") for name, g in gradients.items()}
-        checkpoint[GRADIENTS] = {"gradients": gradients, "mean_potential": state.mean_potential}
+        kept = {name: p.grad.detach() for name, p in pl_module.named_parameters() if p.grad is not None}
+        kept[MEAN_POTENTIAL] = state.mean_potential
+        if trainer.world_size > 1:  # the ranks have not exchanged them yet
+            kept = {name: trainer.strategy.all_gather(tensor) for name, tensor in kept.items()}
+        else:
+            kept = {name: tensor[None] for name, tensor in kept.items()}
+        checkpoint[ACCUMULATED] = kept
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        saved: Mapping[str, Any] = checkpoint.get(GRADIENTS, {})
-        self._gradients = dict(saved.get("gradients", {}))
-        if saved:
-            cast("BayesianModule", pl_module).chain_state.mean_potential = saved["mean_potential"]
+        saved: Mapping[str, Tensor] = checkpoint.get(ACCUMULATED, {})
+        same_ranks = all(len(tensor) == trainer.world_size for tensor in saved.values())
+        self._accumulated = {name: t[trainer.global_rank] if same_ranks else t.mean(0) for name, t in saved.items()}
         own = checkpoint["callbacks"].get(self.state_key, {})
         if own.get("epoch_length") and own["batches"] > 0:
             put_right(checkpoint["loops"]["fit_loop"], own["batches"], own["epoch_length"], accumulating=bool(saved))

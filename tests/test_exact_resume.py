@@ -286,6 +286,47 @@ def test_a_run_limited_by_epochs_can_be_made_longer(tmp_path: Path) -> None:
     assert trainer.global_step == 24
 
 
+class SaveOutcome(pl.Callback):
+    """Writes what each rank holds at the end: the processes that hold it are gone after the fit."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        outcome = {
+            "state": pl_module.state_dict(),
+            "sampler": pl_module.sampler.state_dict(),
+            "step": trainer.global_step,
+        }
+        torch.save(outcome, self.folder / f"rank-{trainer.global_rank}.pt")
+
+
+def test_two_ranks_go_on_from_micro_batches_too(tmp_path: Path) -> None:
+    """Two data-parallel ranks (gloo), from checkpoints between micro-batches, behind steps, validations and epochs."""
+    options = {"accumulate_grad_batches": 2, "val_check_interval": 3, "max_epochs": 8}
+
+    def fit(folder: Path, *extra: pl.Callback, **fit_options: Any) -> list[Outcome]:
+        module = BayesianModule(net=network(), likelihood=Categorical(), sampler=SGHMC, lr=0.05, seed=3)
+        callbacks = [CyclicalSchedule(2, 0.4, 3), SampleCollector(folder / "samples"), SaveOutcome(folder), *extra]
+        trainer = quiet_trainer(
+            strategy="ddp_fork", devices=2, enable_checkpointing=True, callbacks=callbacks, **options
+        )
+        trainer.fit(module, datamodule=InMemory(), **fit_options)
+        ranks = [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
+        posterior = Posterior.load(folder / "samples")
+        return [*ranks, {"records": posterior.records, "samples": [sample.state for sample in posterior]}]
+
+    whole_folder = tmp_path / "whole"
+    whole_folder.mkdir()
+    whole = fit(whole_folder, SaveEverywhere(tmp_path))
+    assert not differences(whole[0]["state"]["net.0.weight"], whole[1]["state"]["net.0.weight"])
+    assert whole[0]["step"] == 16
+    for name in ("003-batch", "003-validation", "006-batch", "008-epoch"):
+        folder = tmp_path / name
+        shutil.copytree(whole_folder / "samples", folder / "samples")
+        assert not differences(whole, fit(folder, ckpt_path=tmp_path / f"{name}.ckpt")), name
+
+
 # -- the order itself --------------------------------------------------------------------------------------------------
 
 
