@@ -81,11 +81,18 @@ class ArrayDataModule(pl.LightningDataModule):
         """The shape of one input, after `setup`."""
         return tuple(self.splits[0].inputs.shape[1:])
 
+    def train_transform(self) -> Callable[[Tensor], Tensor] | None:
+        """Return what is done to the inputs of each training batch: augmentation draws from the default generator of
+        the device that the inputs are on, which the loader seeds before each batch."""
+        return self.transform()
+
     def _loader(self, part: int, train: bool = False) -> Any:
         split = self.splits[part]
         if len(split.targets) == 0:
             return []  # Lightning's word for no loader
-        dataset = TensorBatches(split.inputs, split.targets, transform=self.transform())
+        dataset = TensorBatches(
+            split.inputs, split.targets, transform=self.train_transform() if train else self.transform()
+        )
         return make_loader(dataset, self.batch_size, shuffle=train, drop_last=train and self.drop_last)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
