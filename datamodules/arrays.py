@@ -14,23 +14,20 @@ def read_arrays(path: Path, names: Sequence[str]) -> list[np.ndarray]:
     """Return the named arrays of an `.npz` file, read without pickles.
 
     Raises:
-        ValueError: if the file is damaged, is no such file, holds pickled objects or lacks one of the names.
+        ValueError: if the file is damaged, is no `.npz` file, holds pickled objects or lacks one of the names.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            if not isinstance(arrays, np.lib.npyio.NpzFile):
-                raise ValueError(f"{path} should be an .npz file of the arrays {', '.join(names)}, but is one array")
-            missing = [name for name in names if name not in arrays.files]
-            if missing:
-                found = ", ".join(arrays.files) or "nothing"
-                raise ValueError(f"{path} has no array {', '.join(missing)}: it holds {found}")
-            return [_read_member(path, arrays, name) for name in names]
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise ValueError(f"{path} is damaged ({error}): replace it") from error
-    except ValueError as error:
-        if str(path) in str(error):
-            raise
-        raise ValueError(f"{path} is not an .npz file of plain arrays ({one_line(error)}): replace it") from error
+        arrays = np.load(path, allow_pickle=False)
+    except (zipfile.BadZipFile, EOFError, ValueError) as error:
+        raise ValueError(f"{path} is damaged or no .npz file: replace it") from error
+    if not isinstance(arrays, np.lib.npyio.NpzFile):
+        raise ValueError(f"{path} should be an .npz file with the arrays {', '.join(names)}, but is one array")
+    with arrays:
+        missing = [name for name in names if name not in arrays.files]
+        if missing:
+            found = ", ".join(arrays.files) or "nothing"
+            raise ValueError(f"{path} has no array {', '.join(missing)}: it holds {found}")
+        return [_read_member(path, arrays, name) for name in names]
 
 
 def _read_member(path: Path, arrays: "np.lib.npyio.NpzFile", name: str) -> np.ndarray:

@@ -111,9 +111,10 @@ class TorchvisionDataModule(ImageDataModule):
         except ImportError as error:
             raise ImportError(f"{where} needs the package {error.name}: install it, or give {self._file}") from error
         except (RuntimeError, OSError, HTTPException) as error:
+            reason = f"could not download it ({one_line(error)})" if download else "has not downloaded it"
             raise FileNotFoundError(
-                f"{self.dataset} is not at {self._file} and {where} could not provide it ({one_line(error)}): put "
-                f"{self._wanted()}, or put {self._file.name} with the arrays {', '.join(NAMES)} at the former path"
+                f"{self.dataset} is not at {self._file} and {where} {reason}: put {self._wanted()}, or put "
+                f"{self._file.name} with the arrays {', '.join(NAMES)} at the former path"
             ) from error
         except Exception as error:
             raise ValueError(
