@@ -29,8 +29,10 @@ def random_crop(images: Tensor, padding: int) -> Tensor:
 
 def random_flip(images: Tensor) -> Tensor:
     """Return each image of (n, C, H, W), or its mirror image (left to right) with probability 1/2."""
-    flipped = torch.rand(len(images), 1, 1, 1, device=images.device) < 0.5
-    return torch.where(flipped, images.flip(3), images)
+    count = len(images)
+    flipped = torch.rand(count, device=images.device) < 0.5
+    both = torch.cat([images, images.flip(3)])  # taking whole images is several times as fast as a choice by pixel
+    return both.index_select(0, torch.arange(count, device=images.device) + count * flipped)
 
 
 def random_erase(
@@ -38,9 +40,8 @@ def random_erase(
     probability: float,
     area: tuple[float, float] = ERASED_AREA,
     aspect: tuple[float, float] = ERASED_ASPECT,
-    fill: float = 0.0,
 ) -> Tensor:
-    """Return the images, each with one random rectangle set to `fill`, with the given probability.
+    """Return the images, each with one random rectangle set to 0, with the given probability.
 
     The rectangle's share of the image is drawn uniformly from `area` and its height over its width from `aspect`, again
     and again until it is smaller than the image in both; then its place is drawn. Ten attempts are made; an image that
@@ -51,7 +52,6 @@ def random_erase(
         probability: that an image loses a rectangle, in [0, 1].
         area: smallest and largest share of the image.
         aspect: smallest and largest ratio of height to width.
-        fill: the value to set.
 
     Source: Zhong et al. 2020, Random erasing data augmentation, algorithm 1.
     """
@@ -66,8 +66,8 @@ def random_erase(
     erased = (chosen < probability) & fits.gather(1, first)
     rows = _span(heights.gather(1, first), down, height)
     columns = _span(widths.gather(1, first), right, width)
-    mask = (erased & rows)[:, None, :, None] & columns[:, None, None, :]
-    return images.masked_fill(mask, fill)
+    kept = ~((erased & rows)[:, None, :, None] & columns[:, None, None, :])
+    return images * kept
 
 
 def _span(length: Tensor, place: Tensor, size: int) -> Tensor:

@@ -37,11 +37,11 @@ def all_rows(module: ArrayDataModule) -> tuple[Tensor, Tensor]:
 
 
 def mushroom_rows(count: int = 60) -> list[list[str]]:
-    """Attribute i takes i % 4 + 1 values, among them a '?'; the last attributes number the rows."""
+    """Attributes of one to eight values, among them a '?'; the last two number the rows."""
     letters = "?abcdefg"
     rows = []
     for number in range(count):
-        attributes = [letters[(number * (i + 3)) % (i % 4 + 1)] for i in range(len(ATTRIBUTES) - 2)]
+        attributes = [letters[number % (i % 4 + 1)] for i in range(len(ATTRIBUTES) - 2)]
         rows.append(["e" if number % 3 else "p", *attributes, letters[number // 8], letters[number % 8]])
     return rows
 
@@ -68,6 +68,8 @@ def test_mushrooms_are_one_hot(tmp_path: Path) -> None:
         found = [name for name, value in zip(module.feature_names, line.tolist(), strict=True) if value == 1]
         assert found == [f"{name}={value}" for name, value in zip(ATTRIBUTES, row[1:], strict=True)]
         assert set(line.tolist()) <= {0.0, 1.0}
+    population = [name for name in module.feature_names if name.startswith("population=")]
+    assert population == [f"population={letter}" for letter in "?abcdefg"], "alphabetical"
     prepared(module)
     assert [len(part.targets) for part in module.splits] == [42, 6, 12]
     assert module.num_data == 42
