@@ -1,17 +1,31 @@
 """Datamodules: each knows N (`num_data`), its splits, and normalises by the training part only."""
 
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split
+from lightning_sgmcmc.datamodules.cifar import CIFAR10DataModule, CIFAR100DataModule
+from lightning_sgmcmc.datamodules.covertype import CovertypeDataModule
 from lightning_sgmcmc.datamodules.digits import DigitsDataModule
+from lightning_sgmcmc.datamodules.images import ImageDataModule
 from lightning_sgmcmc.datamodules.loading import TensorBatches
-from lightning_sgmcmc.datamodules.mnist import MNISTDataModule
+from lightning_sgmcmc.datamodules.mnist import FashionMNISTDataModule, MNISTDataModule
+from lightning_sgmcmc.datamodules.mushroom import MushroomDataModule
+from lightning_sgmcmc.datamodules.notmnist import NotMNISTDataModule
+from lightning_sgmcmc.datamodules.svhn import SVHNDataModule
 from lightning_sgmcmc.datamodules.uci import UCIClassificationDataModule, UCIRegressionDataModule
 from lightning_sgmcmc.datamodules.wrapper import DatasetDataModule
 
 __all__ = [
     "ArrayDataModule",
+    "CIFAR10DataModule",
+    "CIFAR100DataModule",
+    "CovertypeDataModule",
     "DatasetDataModule",
     "DigitsDataModule",
+    "FashionMNISTDataModule",
+    "ImageDataModule",
     "MNISTDataModule",
+    "MushroomDataModule",
+    "NotMNISTDataModule",
+    "SVHNDataModule",
     "Split",
     "TensorBatches",
     "UCIClassificationDataModule",

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.datamodules.arrays import read_arrays
 from lightning_sgmcmc.datamodules.base import (
     ArrayDataModule,
     Split,
@@ -138,6 +139,5 @@ def _check_name(name: str, known: tuple[str, ...]) -> None:
 
 def _read(root: Path, folder: str, name: str, extra: str | None = None) -> tuple[Tensor, Tensor, "np.ndarray"]:
     path = find_file(root, f"{folder}/{name}.npz", f"{name}.npz", what=f"the table '{name}'")
-    with np.load(path, allow_pickle=False) as arrays:
-        x, y = torch.as_tensor(arrays["x"]).double(), torch.as_tensor(arrays["y"]).double()
-        return x, y, arrays[extra] if extra is not None else np.empty(0)
+    x, y, *rest = read_arrays(path, ("x", "y") if extra is None else ("x", "y", extra))
+    return torch.as_tensor(x).double(), torch.as_tensor(y).double(), rest[0] if rest else np.empty(0)

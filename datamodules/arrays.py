@@ -1,0 +1,84 @@
+"""Arrays from files that a user put somewhere: what is wrong with them is said in one sentence."""
+
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def read_arrays(path: Path, names: Sequence[str]) -> list[np.ndarray]:
+    """Return the named arrays of an `.npz` file, read without pickles.
+
+    Raises:
+        ValueError: if the file is damaged, is no `.npz` file, holds pickled objects or lacks one of the names.
+    """
+    try:
+        arrays = np.load(path, allow_pickle=False)
+    except (zipfile.BadZipFile, EOFError, ValueError) as error:
+        raise ValueError(f"{path} is damaged or no .npz file: replace it") from error
+    if not isinstance(arrays, np.lib.npyio.NpzFile):
+        raise ValueError(f"{path} should be an .npz file with the arrays {', '.join(names)}, but is one array")
+    with arrays:
+        missing = [name for name in names if name not in arrays.files]
+        if missing:
+            found = ", ".join(arrays.files) or "nothing"
+            raise ValueError(f"{path} has no array {', '.join(missing)}: it holds {found}")
+        return [_read_member(path, arrays, name) for name in names]
+
+
+def _read_member(path: Path, arrays: "np.lib.npyio.NpzFile", name: str) -> np.ndarray:
+    try:
+        return arrays[name]
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
+        raise ValueError(f"{name} in {path} cannot be read ({one_line(error)}): replace the file") from error
+
+
+def to_images(array: np.ndarray, shape: tuple[int, int, int], where: str) -> Tensor:
+    """Return images as bytes of shape (n, C, H, W).
+
+    Args:
+        array: uint8, of shape (n, C, H, W), (n, H, W, C), or (n, H, W) where C is 1.
+        shape: (C, H, W).
+        where: what the array is called in messages.
+
+    Raises:
+        ValueError: for another shape or type.
+    """
+    channels, height, width = shape
+    accepted = [(channels, height, width), (height, width, channels), *([(height, width)] if channels == 1 else [])]
+    if array.dtype != np.uint8 or array.shape[1:] not in accepted or len(array) == 0:
+        raise ValueError(
+            f"{where} should be uint8 images of shape (n, {channels}, {height}, {width}), got {array.dtype} of shape "
+            f"{array.shape}"
+        )
+    if array.shape[1:] == (height, width, channels):
+        array = np.moveaxis(array, 3, 1)
+    return torch.as_tensor(np.ascontiguousarray(array)).reshape(-1, channels, height, width)
+
+
+def to_labels(array: np.ndarray, count: int, first: int, last: int, where: str) -> Tensor:
+    """Return class labels as int64 of shape (n,).
+
+    Args:
+        array: integers, of shape (n,) or (n, 1).
+        count: n.
+        first, last: the smallest and the largest label that there may be.
+        where: what the array is called in messages.
+
+    Raises:
+        ValueError: for another shape or type, or a label out of range.
+    """
+    if array.dtype.kind not in "iu" or array.shape not in ((count,), (count, 1)):
+        raise ValueError(f"{where} should be {count} integers, got {array.dtype} of shape {array.shape}")
+    if array.min() < first or array.max() > last:
+        raise ValueError(f"{where} should be between {first} and {last}, got {array.min()} to {array.max()}")
+    return torch.as_tensor(array.astype(np.int64)).reshape(-1)
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's message without line breaks."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__

@@ -1,0 +1,138 @@
+"""UCI Covertype: the forest on a patch of land, from maps."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.datamodules.arrays import one_line, read_arrays, to_labels
+from lightning_sgmcmc.datamodules.base import (
+    ArrayDataModule,
+    Split,
+    check_fraction,
+    find_file,
+    random_split,
+    standardise,
+)
+
+NUMERIC = 10
+INDICATORS = 44
+COVER_TYPES = 7
+LODGEPOLE_PINE = 2
+"""The cover type of the two-class problem, the most frequent one (48.8 %)."""
+
+
+class CovertypeDataModule(ArrayDataModule):
+    """UCI Covertype: 10 numbers and 44 indicators of a patch of land, and which of 7 kinds of forest grows there.
+
+    The numbers are standardised by the training part; the indicators stay 0 and 1. Targets are 1 for cover type 2
+    (lodgepole pine) and 0 for the others, or the cover type less one.
+
+    Args:
+        root: folder that holds `covertype/covertype_subset.npz` (arrays `numeric` (n, 10) of integers, `binary` (n, 6)
+            of bytes, the 44 indicators as packed bits, `y` (n,) of 1 to 7), or scikit-learn's files of the full set.
+        full: all 581,012 rows, which scikit-learn downloads into `root` where they are not there yet.
+        binary: cover type 2 against the others in place of 7 classes.
+        batch_size: data in a batch.
+        val_fraction: share of the data for validation, in [0, 1).
+        test_fraction: share of the data for testing, in [0, 1).
+        seed: seed of the split, which is stratified by target.
+        standardise_indicators: standardise the indicators as well.
+        intercept: add a column of ones in front of the inputs.
+        drop_last: leave out the last batch of an epoch where it is short.
+
+    Raises:
+        ValueError: for an argument out of range; at setup, if the file is damaged or holds something else.
+        FileNotFoundError: if the data are not there and cannot be downloaded.
+
+    Source: Blackard & Dean 1999, UCI Machine Learning Repository; copyright Jock A. Blackard and Colorado State
+    University.
+    """
+
+    def __init__(
+        self,
+        root: str | Path = "data",
+        full: bool = False,
+        binary: bool = True,
+        batch_size: int = 50,
+        val_fraction: float = 0.0,
+        test_fraction: float = 0.2,
+        seed: int = 0,
+        standardise_indicators: bool = False,
+        intercept: bool = False,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(batch_size, drop_last, seed)
+        check_fraction("val_fraction", val_fraction)
+        check_fraction("test_fraction", test_fraction)
+        check_fraction("val_fraction + test_fraction", val_fraction + test_fraction)
+        self.root = Path(root)
+        self.full = full
+        self.binary = binary
+        self.val_fraction = val_fraction
+        self.test_fraction = test_fraction
+        self.standardise_indicators = standardise_indicators
+        self.intercept = intercept
+        self.num_classes = 2 if binary else COVER_TYPES
+
+    def prepare_data(self) -> None:
+        """Download the full set with scikit-learn, if it is asked for and not there."""
+        if self.full:
+            self._fetch(download=True)
+
+    def load(self) -> tuple[Split, Split, Split]:
+        numeric, indicators, cover = self._fetch() if self.full else self._read()
+        labels = (cover == LODGEPOLE_PINE).long() if self.binary else cover - 1
+        parts = random_split(len(labels), (self.val_fraction, self.test_fraction), self.seed, labels)
+        numbers, _, _ = standardise(*(numeric[part].double() for part in parts))
+        flags = [indicators[part].float() for part in parts]
+        if self.standardise_indicators:
+            flags, _, _ = standardise(*(flag.double() for flag in flags))
+        inputs = [torch.cat(pair, 1) for pair in zip(numbers, flags, strict=True)]
+        if self.intercept:
+            inputs = [torch.cat([torch.ones(len(i), 1), i], 1) for i in inputs]
+        first, second, third = (Split(i, labels[part]) for i, part in zip(inputs, parts, strict=True))
+        return first, second, third
+
+    def _read(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the numbers (n, 10), the indicators (n, 44) and the cover types (n,) of the file."""
+        path = find_file(
+            self.root, "covertype/covertype_subset.npz", "covertype_subset.npz", what="the Covertype table"
+        )
+        numeric, packed, cover = read_arrays(path, ("numeric", "binary", "y"))
+        count = len(cover) if cover.ndim else 0
+        if numeric.shape != (count, NUMERIC) or numeric.dtype.kind not in "iu":
+            raise ValueError(
+                f"numeric in {path} should be integers of shape ({count}, {NUMERIC}), got {numeric.dtype} of shape "
+                f"{numeric.shape}"
+            )
+        width = -(-INDICATORS // 8)
+        if packed.shape != (count, width) or packed.dtype != np.uint8:
+            raise ValueError(
+                f"binary in {path} should be uint8 of shape ({count}, {width}), the {INDICATORS} indicators as packed "
+                f"bits, got {packed.dtype} of shape {packed.shape}"
+            )
+        labels = to_labels(cover, count, 1, COVER_TYPES, f"the cover types y in {path}")
+        indicators = np.unpackbits(packed, axis=1)[:, :INDICATORS]
+        return torch.as_tensor(numeric.astype(np.int64)), torch.as_tensor(indicators), labels
+
+    def _fetch(self, download: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same of the full set, as scikit-learn keeps it."""
+        from sklearn.datasets import fetch_covtype
+
+        try:
+            table = fetch_covtype(data_home=str(self.root), download_if_missing=download)
+        except OSError as error:
+            raise FileNotFoundError(
+                f"the full Covertype set is not in {self.root / 'covertype'} and scikit-learn could not download it "
+                f"({one_line(error)}): run sklearn.datasets.fetch_covtype(data_home=…) where there is a network and "
+                f"copy its folder covertype into {self.root}, or set full=False"
+            ) from error
+        except Exception as error:
+            raise ValueError(
+                f"scikit-learn cannot read its files in {self.root / 'covertype'} ({one_line(error)}): remove them"
+            ) from error
+        data = torch.as_tensor(table.data)
+        cover = to_labels(np.asarray(table.target), len(data), 1, COVER_TYPES, "the full set's cover types")
+        return data[:, :NUMERIC], data[:, NUMERIC:], cover

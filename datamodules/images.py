@@ -1,0 +1,112 @@
+"""What the datamodules of images share: bytes in memory, normalised batch by batch."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split
+
+
+class ImageDataModule(ArrayDataModule):
+    """Base of the image datamodules: images are kept as bytes, a quarter of the memory that floats take.
+
+    Subclasses implement `load`: they call `_normalise_by` (or set `_normalise`) and make each part with `_split`.
+
+    Args:
+        batch_size: data in a batch.
+        drop_last: leave out the last batch of an epoch where it is short.
+        seed: seed of a random split.
+        flatten: inputs of shape (n, C·H·W) in place of (n, C, H, W).
+        device_resident: keep the images on the trainer's device, where batches are then indexed, augmented and
+            normalised; each part goes there when its loader is first asked for. It takes num_data·C·H·W bytes there.
+
+    Raises:
+        ValueError: if batch_size is below 1.
+    """
+
+    image_shape: tuple[int, int, int]
+    """(C, H, W)."""
+
+    def __init__(
+        self,
+        batch_size: int,
+        drop_last: bool = False,
+        seed: int = 0,
+        flatten: bool = False,
+        device_resident: bool = False,
+    ) -> None:
+        super().__init__(batch_size, drop_last, seed)
+        self.flatten = flatten
+        self.device_resident = device_resident
+        self._normalise = Normalise(0.0, 1.0)
+
+    @abstractmethod
+    def load(self) -> tuple[Split, Split, Split]:
+        """Return the training, validation and test parts, as bytes."""
+
+    def transform(self) -> Callable[[Tensor], Tensor]:
+        return self._normalise
+
+    def _normalise_by(self, images: Tensor) -> None:
+        """Take the statistics of these images, the training part."""
+        mean, std = pixel_statistics(images)
+        self._normalise = Normalise(mean, std)
+
+    def _split(self, images: Tensor, labels: Tensor) -> Split:
+        return Split(images.flatten(1) if self.flatten else images, labels)
+
+    def _loader(self, part: int, train: bool = False) -> Any:
+        strategy = getattr(self.trainer, "strategy", None)
+        if self.device_resident and strategy is not None:
+            parts, device = list(self.splits), strategy.root_device
+            parts[part] = Split(parts[part].inputs.to(device), parts[part].targets.to(device))
+            self._splits = (parts[0], parts[1], parts[2])
+        return super()._loader(part, train)
+
+
+class Normalise:
+    """Turns bytes into floats: (x/255 - mean)/std.
+
+    Args:
+        mean, std: of the pixels in [0, 1]: one number, or one for each channel of images (n, C, H, W).
+    """
+
+    def __init__(self, mean: float | Sequence[float], std: float | Sequence[float]) -> None:
+        self.mean = mean
+        self.std = std
+        self._shift = _per_channel(mean)
+        self._scale = _per_channel(std)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        for name in ("_shift", "_scale"):  # to another device once, not with every batch
+            value = getattr(self, name)
+            if isinstance(value, Tensor) and value.device != images.device:
+                setattr(self, name, value.to(images.device))
+        return images.float().sub_(self._shift).div_(self._scale)
+
+
+def _per_channel(value: float | Sequence[float]) -> float | Tensor:
+    if isinstance(value, Sequence):
+        return (255 * torch.tensor(value, dtype=torch.float64)).float()[:, None, None]
+    return 255 * value
+
+
+def pixel_statistics(images: Tensor) -> tuple[float | list[float], float | list[float]]:
+    """Return the mean and the standard deviation of the pixels x/255 in each channel; of one channel, plain numbers.
+
+    They are computed from the counts of the 256 values, so exactly, and without a copy of the images as floats. A
+    channel of one value has the standard deviation 1, so that it is only centred.
+
+    Args:
+        images: uint8, shape (n, C, H, W), n > 0.
+    """
+    counts = torch.stack([channel.reshape(-1).bincount(minlength=256) for channel in images.unbind(1)]).double()
+    values = torch.arange(256, dtype=torch.float64) / 255
+    number = counts.sum(1, keepdim=True)
+    mean = (counts * values).sum(1, keepdim=True) / number
+    variance = (counts * (values - mean).square()).sum(1) / (number.squeeze(1) - 1).clamp_min(1)
+    means, stds = mean.squeeze(1).tolist(), [std if std > 0 else 1.0 for std in variance.sqrt().tolist()]
+    return (means[0], stds[0]) if len(means) == 1 else (means, stds)
