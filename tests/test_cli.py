@@ -1,9 +1,12 @@
 """The command line, as a user calls it."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from lightning_sgmcmc import Posterior
@@ -64,3 +67,48 @@ def test_configuration_mistakes_say_what_is_wrong(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         main(["fit", "--config", RECIPE, "--model.init_args.learning_rate=1"])
     assert "learning_rate" in capsys.readouterr().err
+
+
+def test_resume_goes_on_with_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that lost its last two thirds is carried on in its own folder, bit for bit, and is told from a new one."""
+    saver = ["--trainer.callbacks+=pytorch_lightning.callbacks.ModelCheckpoint"]
+    saver += [f"--trainer.callbacks.{name}" for name in ("every_n_train_steps=50", "save_top_k=-1")]
+    folders = [tmp_path / "whole", tmp_path / "stopped", tmp_path / "new"]
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.chdir(folders[0])
+    main(["fit", "--config", RECIPE, *SHORT, *saver])
+    shutil.copytree("runs", folders[1] / "runs")
+    run = Path("runs/digits_csghmc/version_0")
+    for checkpoint in (folders[1] / run / "checkpoints").glob("*.ckpt"):
+        if "step=150" not in checkpoint.name:
+            checkpoint.unlink()
+    os.truncate(shutil.copy(checkpoint_of(folders[1] / run, 150), folders[1] / run / "checkpoints" / "cut.ckpt"), 1000)
+
+    monkeypatch.chdir(folders[1])
+    main(["fit", "--config", RECIPE, *SHORT, *saver, "--resume"])
+    assert [path.name for path in Path("runs/digits_csghmc").iterdir()] == ["version_0"]
+    assert (run / "metrics-1.csv").exists(), "what the run wrote before is kept"
+    whole, resumed = (Posterior.load(folder / run / "samples") for folder in folders[:2])
+    assert len(whole) == 24
+    assert whole.records == resumed.records
+    for a, b in zip(whole, resumed, strict=True):
+        assert all(torch.equal(a.state[name], b.state[name]) for name in a.state)
+    results = [json.loads((folder / run / "results.json").read_text())["rows"] for folder in folders[:2]]
+    assert results[0] == results[1]
+
+    monkeypatch.chdir(folders[2])
+    main(["fit", "--config", RECIPE, *SHORT, "--resume"])  # where there is nothing to go on from, a run begins
+    assert (run / "results.json").exists()
+
+
+def checkpoint_of(run: Path, step: int) -> Path:
+    (path,) = (run / "checkpoints").glob(f"*step={step}.ckpt")
+    return path
+
+
+def test_resume_has_no_meaning_elsewhere() -> None:
+    with pytest.raises(ValueError, match="--resume goes on with a fit, so it has no meaning for test: leave it out"):
+        main(["test", "--config", RECIPE, "--resume"])
+    with pytest.raises(ValueError, match="looks for the checkpoint itself: leave out --ckpt_path, or --resume"):
+        main(["fit", "--config", RECIPE, "--resume", "--ckpt_path=last"])

@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import time
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,8 +16,8 @@ from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.callbacks.run_folder import newest_checkpoint
 from tests.test_exact_resume import differences, run
 
-# Every feature at once, in a run of about a second: 4 epochs of 7 of the 8 batches, in windows of two, would be 16
-# steps; validation in mid-window; dropout, BatchNorm, augmentation and a sample store in all of them.
+# Every feature at once, in a run of about a second: 7 of the 8 batches of an epoch in windows of two, validation in
+# mid-window, dropout, BatchNorm, augmentation, a sample store and a running average.
 LIMITED_BY_EPOCHS = {
     "max_epochs": 40,
     "limit_train_batches": 7,
@@ -71,10 +70,13 @@ def killed_sequence(folder: Path, options: dict[str, Any], kind: str, dice: rand
 
 
 def check_sequences(tmp_path: Path, count: int, seed: int, kinds: tuple[str, ...] = ("memory",)) -> list[int]:
+    """Check sequences until so many of them had two kills or more; return the kills of all."""
     dice = random.Random(seed)
-    kills = []
+    kills: list[int] = []
     wholes = {}
-    for number in range(count):
+    while sum(number >= 2 for number in kills) < count:
+        assert len(kills) < 3 * count, f"too few kills: {kills}"
+        number = len(kills)
         kind = kinds[number % len(kinds)]
         options = (LIMITED_BY_EPOCHS, LIMITED_BY_STEPS)[number // len(kinds) % 2]
         key = (kind, options["max_epochs"])
@@ -92,13 +94,10 @@ def check_sequences(tmp_path: Path, count: int, seed: int, kinds: tuple[str, ...
 
 
 def test_a_few_sequences_of_kills(tmp_path: Path) -> None:
-    start = time.monotonic()
-    kills = check_sequences(tmp_path, 3, seed=1)
-    assert sum(kills) >= 3, f"the kills came too late: {kills} in {time.monotonic() - start:.0f} s"
+    check_sequences(tmp_path, 2, seed=1)
 
 
 @pytest.mark.slow
 def test_many_sequences_of_kills(tmp_path: Path) -> None:
     kills = check_sequences(tmp_path, 27, seed=2, kinds=("memory", "workers 0", "workers 2"))
     print(f"kills in each of {len(kills)} sequences: {kills}")
-    assert sum(kills) >= 50
