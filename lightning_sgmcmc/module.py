@@ -15,6 +15,7 @@ from lightning_sgmcmc.description import record_arguments
 from lightning_sgmcmc.handover import SampleHandover
 from lightning_sgmcmc.likelihoods import Likelihood, Prediction
 from lightning_sgmcmc.priors import GaussianPrior, Prior
+from lightning_sgmcmc.progress import SamplingProgress
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.store import PosteriorSample
 from lightning_sgmcmc.training_data import count_training_data
@@ -263,10 +264,11 @@ class BayesianModule(pl.LightningModule):
         return sampler
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Add the callback that hands samples over, behind the user's callbacks and before checkpoints are written."""
+        """Add the callback that hands samples over, behind the user's callbacks and before checkpoints are written,
+        and the one that fills the progress bar."""
         if any(isinstance(callback, SampleHandover) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             return []
-        return [SampleHandover()]
+        return [SampleHandover(), SamplingProgress()]
 
     def on_posterior_sample(self, sample: PosteriorSample) -> None:
         """Called with each sample when it is drawn, after the callbacks' hooks of this name; override at will."""
