@@ -38,12 +38,13 @@ def main(args: Any = None) -> None:
     Args:
         args: the arguments in place of the process's own.
     """
-    from lightning_sgmcmc import report
     from lightning_sgmcmc.callbacks import PredictionWriter
 
     given = sys.argv[1:] if args is None else args
     if isinstance(given, list) and given[:1] == ["report"]:
-        return report.main(given[1:])
+        from lightning_sgmcmc.report import command
+
+        return command.main(given[1:])
     # Configurations name classes of the folder that the command is called in.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -9,6 +9,8 @@ from typing import Any
 from lightning_sgmcmc.store import MANIFEST, DiskStore, SampleRecord
 
 RESULTS, HISTORY, HEALTH = "results.json", "history.json", "health.json"
+MARKS = (RESULTS, HISTORY, HEALTH, f"samples/{MANIFEST}")
+"""The files that make a folder a run's."""
 TEXTS = ("config.yaml", "hparams.yaml", "table.md")
 
 
@@ -78,7 +80,7 @@ def find_run(path: str | Path) -> tuple[Path, int]:
 
 def _written(folder: Path) -> float | None:
     """Return when a run's folder was last written to, or None if it is not a run's."""
-    marks = (folder / name for name in (RESULTS, HISTORY, HEALTH, f"samples/{MANIFEST}", MANIFEST))
+    marks = (folder / name for name in (*MARKS, MANIFEST))
     return max((mark.stat().st_mtime for mark in marks if mark.is_file()), default=None)
 
 
@@ -101,7 +103,8 @@ def read_run(folder: Path) -> RunRecord:
         run.store = DiskStore(store) if store is not None else None
     except (OSError, ValueError) as error:
         raise RunError(str(error)) from None
-    run.records = run.store.records if run.store is not None else _sample_records(history, folder / HISTORY)
+    rows = history.get("samples", []) if run.store is None else [vars(r) for r in run.store.records]
+    run.records = _sample_records(rows, folder / HISTORY if run.store is None else run.store.path / MANIFEST)
     for path in sorted(folder.glob("*.png")):
         content = path.read_bytes()
         if content.startswith(b"\x89PNG\r\n\x1a\n") and b"IEND" in content[-12:]:
@@ -149,20 +152,23 @@ def _series(history: dict[str, Any], path: Path) -> tuple[list[int], dict[str, l
     return steps, {name: [math.nan if v is None else float(v) for v in values] for name, values in scalars.items()}
 
 
-def _sample_records(history: dict[str, Any], path: Path) -> list[SampleRecord]:
+def _sample_records(samples: Any, path: Path) -> list[SampleRecord]:
     names = ("step", "cycle", "chain", "energy", "log_weight")
     try:
-        rows = [[sample[name] for name in names] for sample in history.get("samples", [])]
+        rows = [[sample[name] for name in names] for sample in samples]
         return [SampleRecord(int(s), int(c), int(k), float(e), float(w)) for s, c, k, e, w in rows]
     except (TypeError, ValueError, LookupError):
         raise RunError(f"{path} is damaged: a sample should have {', '.join(names)}") from None
 
 
 def _check_health(health: dict[str, Any], path: Path) -> None:
-    warnings, tensors = health.get("warnings", []), health.get("tensors", {})
+    for name in ("tensors", "gradient_noise_share", "energy", "total"):
+        if not isinstance(health.get(name), dict | None):
+            raise RunError(f"{path} is damaged: its {name} should be a dictionary")
+    warnings, tensors = health.get("warnings", []), health.get("tensors") or {}
     if not isinstance(warnings, list) or not all(isinstance(text, str) for text in warnings):
         raise RunError(f"{path} is damaged: its warnings should be a list of sentences")
-    if not isinstance(tensors, dict) or not all(isinstance(values, dict) for values in tensors.values()):
+    if not all(isinstance(values, dict) for values in tensors.values()):
         raise RunError(f"{path} is damaged: its tensors should be dictionaries by name")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeGuard
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def page(title: str, subtitle: str, sections: Iterable[tuple[str, str]]) -> str:
     body = "".join(
         f'<section id="{_anchor(heading)}"><h2>{escape(heading)}</h2>{content}</section>' for heading, content in kept
     )
-    style = files("lightning_sgmcmc").joinpath("report.css").read_text()
+    style = files("lightning_sgmcmc.report").joinpath("report.css").read_text()
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -132,6 +132,11 @@ def number(value: Any) -> str:
     if value == 0 or 1e-3 <= abs(value) < 100:
         return f"{value:.4f}"
     return f"{value:,.1f}" if 100 <= abs(value) < 1e9 else f"{value:.3e}"
+
+
+def is_finite(value: Any) -> TypeGuard[int | float]:
+    """Return whether a value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _anchor(heading: str) -> str:
