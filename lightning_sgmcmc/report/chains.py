@@ -13,7 +13,9 @@ from lightning_sgmcmc.report.html_page import Cell, paragraph, table
 from lightning_sgmcmc.report.run_record import RunError, RunRecord
 
 MIXED = 1.05
-"""R-hat above this is called to attention."""
+"""R-hat below this is not called to attention."""
+FALSE_ALARM_RATE = 0.01
+"""Of calling independent draws to attention, for each quantity."""
 MOST_ELEMENTS = 100
 """Of a larger parameter only so many elements, evenly spread, are diagnosed."""
 
@@ -70,13 +72,14 @@ class Chains:
         rhat = _worst(max, [d.rhat for d in each])
         bulk, tail = _worst(min, [d.ess_bulk for d in each]), _worst(min, [d.ess_tail for d in each])
         several = f" (the worst of {len(chosen)} elements)" if count > 1 else ""
-        suspect = math.isfinite(rhat) and rhat > MIXED
+        limit = rhat_limit(*self._grid.positions.shape, FALSE_ALARM_RATE / len(chosen))
+        suspect = math.isfinite(rhat) and rhat > limit
         row: list[Any] = [quantity.name + several, Cell(f"{rhat:.3f}", "bad") if suspect else _or_few(rhat, ".3f")]
         self._rows.append([*row, _or_few(bulk, ".0f"), _or_few(tail, ".0f")])
         if suspect and len(self._grid.chains) > 1:
             self.attention.append(
-                f"The chains disagree on {quantity.name}: R-hat is {rhat:.2f}, and should be below {MIXED}. Run them "
-                "longer, or take their samples as those of separate modes."
+                f"The chains disagree on {quantity.name}: R-hat is {rhat:.2f}, and should be below {limit:.2f}. Run "
+                "them longer, or take their samples as those of separate modes."
             )
 
     def html(self) -> str:
@@ -112,6 +115,26 @@ class Chains:
             notes.append(f"The oldest {self._grid.dropped} samples of the longer chains are left out.")
         notes.append("Energies are mini-batch estimates, whose noise hides small differences between chains.")
         return "".join([*parts, paragraph(" ".join(notes), "note")])
+
+
+def rhat_limit(chains: int, draws: int, false_alarm_rate: float) -> float:
+    """Return what R-hat should stay below: 1.05, or where draws are few what independent ones exceed that rarely.
+
+    With m parts of n draws each, R̂² = (n-1)/n + F/n, and F has the law F(m-1, m·(n-1)) if the draws are independent and
+    normal; rank normalisation makes them normal, and R-hat is the larger of two (of the draws, and folded).
+
+    Args:
+        chains: number of chains, each split into halves; one chain is split twice.
+        draws: draws of each chain.
+        false_alarm_rate: the probability that independent draws exceed the limit.
+    """
+    from scipy.special import fdtri
+
+    parts, length = (4, draws // 4) if chains == 1 else (2 * chains, draws // 2)
+    if length < 2:
+        return math.inf
+    quantile = float(fdtri(parts - 1, parts * (length - 1), 1 - false_alarm_rate / 2))
+    return max(MIXED, math.sqrt((length - 1 + quantile) / length))
 
 
 def _worst(pick: Callable[[list[float]], float], values: list[float]) -> float:
