@@ -111,6 +111,7 @@ def sample_energy_figure(chains: Mapping[int, tuple[Sequence[int], Sequence[floa
         axes.plot(steps, energy, "-o", linewidth=0.8, markersize=4, label=f"chain {chain}")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("potential energy Ũ (nats)")
+    axes.ticklabel_format(axis="y", useOffset=False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if 1 < len(chains) <= 10:
         axes.legend(loc="upper right")

@@ -81,10 +81,10 @@ def _cells(row: Sequence[Any]) -> str:
 
 def facts(pairs: Iterable[tuple[str, Any]]) -> str:
     """Return a list of names and values; those that are None are left out."""
+    texts = [(name, number(value)) for name, value in pairs if value is not None]
     items = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(number(value))}</dd></div>"
-        for name, value in pairs
-        if value is not None
+        f"<div{' class=wide' * (len(text) > 18)}><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
+        for name, text in texts
     )
     return f'<dl class="facts">{items}</dl>' if items else ""
 
