@@ -268,7 +268,8 @@ class BayesianModule(pl.LightningModule):
         and the one that fills the progress bar."""
         if any(isinstance(callback, SampleHandover) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             return []
-        return [SampleHandover(), SamplingProgress()]
+        handover = SampleHandover()
+        return [handover] if self.trainer.progress_bar_callback is None else [handover, SamplingProgress(handover)]
 
     def on_posterior_sample(self, sample: PosteriorSample) -> None:
         """Called with each sample when it is drawn, after the callbacks' hooks of this name; override at will."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytorch_lightning as pl
 from torch import Tensor
 
-from lightning_sgmcmc.store import PosteriorSample
+from lightning_sgmcmc.handover import SampleHandover
 
 if TYPE_CHECKING:
     from lightning_sgmcmc.module import BayesianModule
@@ -18,14 +18,17 @@ SECONDS_BETWEEN_READINGS = 0.25
 class SamplingProgress(pl.Callback):
     """Adds energy, temperature, cycle, stage and the number of samples to the trainer's progress bar, whichever it is.
 
-    `BayesianModule` adds it to every fit, so both of Lightning's bars, and any other whose items come from
-    `get_metrics`, have them without configuration; Lightning's version number gives way. The items are made where the
-    bar asks for them and nowhere else. Energy and temperature are on the device, so they are read at most four times a
-    second, and at an epoch's last batch: other steps cost no synchronization.
+    `BayesianModule` adds it where the trainer has a bar. So both of Lightning's bars, and any other whose items come
+    from `get_metrics`, have them without configuration; Lightning's version number gives way. The items are made where
+    the bar asks for them and nowhere else. Energy and temperature are on the device, so they are read at most four
+    times a second, and at an epoch's last batch: other steps cost no synchronization.
+
+    Args:
+        handover: who counts the samples.
     """
 
-    def __init__(self) -> None:
-        self._samples = 0
+    def __init__(self, handover: SampleHandover) -> None:
+        self._handover = handover
         self._begin()
 
     def _begin(self) -> None:
@@ -34,12 +37,9 @@ class SamplingProgress(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         bar = trainer.progress_bar_callback
-        if stage != "fit":
+        if stage != "fit" or bar is None:
             return
-        self._samples = 0
         self._begin()
-        if bar is None:
-            return
         bar.__dict__.pop("get_metrics", None)  # of an earlier fit that was broken off
         own_items = bar.get_metrics
 
@@ -55,10 +55,6 @@ class SamplingProgress(pl.Callback):
         if stage == "fit" and bar is not None:
             bar.__dict__.pop("get_metrics", None)
 
-    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: "BayesianModule", sample: PosteriorSample) -> None:
-        """Count the sample."""
-        self._samples += 1
-
     def items(self, trainer: pl.Trainer, module: "BayesianModule") -> dict[str, str]:
         """Return what there is to say of the running fit, as text: energy and temperature are means over chains."""
         state, sampler = module.chain_state, module.sampler
@@ -72,13 +68,7 @@ class SamplingProgress(pl.Callback):
                 "temperature": f"{_mean(sampler.param_groups[0]['temperature']):.3g}",
             }
         cycle = {} if state.num_cycles is None else {"cycle": f"{state.cycle + 1}/{state.num_cycles}"}
-        return {**self._from_device, **cycle, "stage": state.stage, "samples": str(self._samples)}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"samples": self._samples}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._samples = state_dict["samples"]
+        return {**self._from_device, **cycle, "stage": state.stage, "samples": str(self._handover.samples)}
 
 
 def short_number(value: float) -> str:

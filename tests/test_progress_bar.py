@@ -118,6 +118,7 @@ def test_without_configuration(capsys: pytest.CaptureFixture[str], monkeypatch: 
 def test_a_fit_without_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = fit(None, enable_progress_bar=False)
     assert trainer.progress_bar_callback is None
+    assert not any(isinstance(c, SamplingProgress) for c in trainer.callbacks)  # type: ignore[attr-defined]
     assert "energy" not in capsys.readouterr().out
 
 
@@ -149,6 +150,7 @@ def test_the_device_is_read_at_readings_only(kind: str, monkeypatch: pytest.Monk
     assert 3 <= len(readings) <= 5
 
 
+@pytest.mark.filterwarnings("ignore:.*(ckpt_path|not resumable).*")
 @pytest.mark.usefixtures("_every_reading")
 def test_resume_counts_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "200")

@@ -72,7 +72,7 @@ class Chains:
         rhat = _worst(max, [d.rhat for d in each])
         bulk, tail = _worst(min, [d.ess_bulk for d in each]), _worst(min, [d.ess_tail for d in each])
         several = f" (the worst of {len(chosen)} elements)" if count > 1 else ""
-        limit = rhat_limit(*self._grid.positions.shape, FALSE_ALARM_RATE / len(chosen))
+        limit = rhat_limit(len(self._grid.chains), self._grid.draws, FALSE_ALARM_RATE / len(chosen))
         suspect = math.isfinite(rhat) and rhat > limit
         row: list[Any] = [quantity.name + several, Cell(f"{rhat:.3f}", "bad") if suspect else _or_few(rhat, ".3f")]
         self._rows.append([*row, _or_few(bulk, ".0f"), _or_few(tail, ".0f")])
