@@ -74,6 +74,7 @@ class Schedule(SamplerCallback):
             raise ValueError(f"both {type(self).__name__} and the {scheduler} set the step size: remove one of them")
         for group in self._sampler.param_groups:
             group.setdefault("initial_lr", group["lr"])
+        module.chain_state.cycle, module.chain_state.num_cycles = 0, None  # of an earlier fit with another schedule
         self.plan(trainer, module)
 
     def on_train_batch_start(

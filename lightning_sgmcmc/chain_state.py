@@ -18,6 +18,7 @@ class ChainState:
         num_data: N.
         log_weight: log importance weight of the present states, shape (C,), on the device.
         cycle: index of the cycle, from 0.
+        num_cycles: how many cycles the run has; None without cycles.
         stage: "exploration" (temperature 0), "burn-in" or "sampling".
         accumulating: between the micro-batches of a step, so the gradients are not complete.
         sample_due: set by a schedule in `on_train_batch_end`: the present states are samples.
@@ -27,6 +28,7 @@ class ChainState:
     num_data: int = 1
     log_weight: Tensor = field(default_factory=lambda: torch.zeros(1))
     cycle: int = 0
+    num_cycles: int | None = None
     stage: str = "sampling"
     accumulating: bool = False
     sample_due: bool = False

@@ -1,4 +1,4 @@
-"""The command line: `sgmcmc fit|validate|test|predict --config …`, a LightningCLI."""
+"""The command line: `sgmcmc fit|validate|test|predict --config …`, a LightningCLI, and `sgmcmc report RUN`."""
 
 import os
 import sys
@@ -72,6 +72,11 @@ def main(args: Any = None) -> None:
     """
     from lightning_sgmcmc.callbacks import PredictionWriter
 
+    given = sys.argv[1:] if args is None else args
+    if isinstance(given, list) and given[:1] == ["report"]:
+        from lightning_sgmcmc.report import command
+
+        return command.main(given[1:])
     # Configurations name classes of the folder that the command is called in.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -83,6 +88,9 @@ def main(args: Any = None) -> None:
         auto_configure_optimizers=False,
         save_config_kwargs={"overwrite": True},
         seed_everything_default=0,
+        parser_kwargs={
+            "epilog": "`sgmcmc report RUN` writes one HTML page of a finished run (see `sgmcmc report --help`)."
+        },
         trainer_defaults={"callbacks": [PredictionWriter()]},
         args=args,
     )

@@ -1,6 +1,6 @@
 """The pictures of a run: each function draws one figure from plain numbers and returns it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -99,4 +99,20 @@ def reliability_figure(
     lower.bar((np.arange(bins) + 0.5) / bins, share, width=0.9 / bins, color=SINGLE_COLOUR)
     lower.set_ylabel("share of data")
     lower.set_xlabel("confidence")
+    return figure
+
+
+def sample_energy_figure(chains: Mapping[int, tuple[Sequence[int], Sequence[float]]]) -> "Figure":
+    """Draw the samples' energies against the step, one line for each chain: its steps and its energies."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure, (axes,) = _canvas()
+    for chain, (steps, energy) in chains.items():
+        axes.plot(steps, energy, "-o", linewidth=0.8, markersize=4, label=f"chain {chain}")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("potential energy Ũ (nats)")
+    axes.ticklabel_format(axis="y", useOffset=False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if 1 < len(chains) <= 10:
+        axes.legend(loc="upper right")
     return figure

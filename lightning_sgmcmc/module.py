@@ -16,6 +16,7 @@ from lightning_sgmcmc.exact_resume import ExactResume
 from lightning_sgmcmc.handover import SampleHandover
 from lightning_sgmcmc.likelihoods import Likelihood, Prediction
 from lightning_sgmcmc.priors import GaussianPrior, Prior
+from lightning_sgmcmc.progress import SamplingProgress
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.store import PosteriorSample
 from lightning_sgmcmc.training_data import count_training_data
@@ -265,9 +266,15 @@ class BayesianModule(pl.LightningModule):
         return sampler
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Add what every run needs, behind the user's callbacks and before checkpoints are written."""
-        present = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
-        return [kind() for kind in (SampleHandover, ExactResume) if kind not in present]
+        """Add what every run needs, behind the user's callbacks and before checkpoints are written: the callbacks that
+        hand samples over, that make a resume exact, and that fill the progress bar."""
+        if any(isinstance(callback, SampleHandover) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
+            return []
+        handover = SampleHandover()
+        needed: list[pl.Callback] = [handover, ExactResume()]
+        if self.trainer.progress_bar_callback is not None:
+            needed.append(SamplingProgress(handover))
+        return needed
 
     def on_posterior_sample(self, sample: PosteriorSample) -> None:
         """Called with each sample when it is drawn, after the callbacks' hooks of this name; override at will."""

@@ -1,6 +1,6 @@
 """The collected posterior: samples, their weights, and the predictive that averages over them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from torch.utils.data import RandomSampler
 from lightning_sgmcmc.description import NotDescribableError, build
 from lightning_sgmcmc.diagnostics import effective_sample_size, normalised_weights
 from lightning_sgmcmc.evaluation import StatelessCall, WeightedAverage, concatenate, evaluation_mode
+from lightning_sgmcmc.inference_data import SMALL, to_inference_data
 from lightning_sgmcmc.likelihoods import Prediction
 from lightning_sgmcmc.store import DiskStore, MemoryStore, PosteriorSample, SampleRecord, SampleStore
 
@@ -166,6 +167,22 @@ class Posterior:
             raise ValueError("there are no inputs to predict")
         terms = concatenate(average.terms for average in averages)
         return likelihood.prediction(terms, torch.stack(kept) if kept else None)
+
+    def to_arviz(
+        self,
+        parameters: Sequence[str] | None = None,
+        predictions: Mapping[str, Tensor] | None = None,
+        max_elements: int = SMALL,
+    ) -> Any:
+        """Return the samples as ArviZ's container; see `lightning_sgmcmc.inference_data.to_inference_data`.
+
+        Example::
+
+            prediction = posterior.predict(x, return_samples=True)
+            data = posterior.to_arviz(predictions={"probabilities": prediction.sample_probabilities})
+            arviz.summary(data, group="posterior_predictive")
+        """
+        return to_inference_data(self, parameters, predictions, max_elements)
 
     def update_batch_norm(self, batches: Iterable[Any]) -> "Posterior":
         """Re-estimate the running statistics of BatchNorm for every sample, by one pass over training data.

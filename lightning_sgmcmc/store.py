@@ -3,12 +3,13 @@
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -68,6 +69,15 @@ class SampleStore(ABC):
 
     @abstractmethod
     def __getitem__(self, index: int) -> PosteriorSample: ...
+
+    def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a sample's parameters by name."""
+        return {name: tuple(tensor.shape) for name, tensor in self[index].parameters.items()}
+
+    def parameters(self, index: int, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return some of a sample's parameters."""
+        parameters = self[index].parameters
+        return {name: parameters[name] for name in names}
 
     @abstractmethod
     def keep(self, records: list[SampleRecord]) -> None:
@@ -191,6 +201,24 @@ class DiskStore(SampleStore):
         return PosteriorSample(
             record.step, record.cycle, record.chain, record.energy, record.log_weight, parameters, buffers
         )
+
+    def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
+        with self._open(index) as file:
+            keys = [key for key in file.keys() if key.startswith("parameter.")]  # noqa: SIM118, not a dictionary
+            return {key.removeprefix("parameter."): tuple(file.get_slice(key).get_shape()) for key in keys}
+
+    def parameters(self, index: int, names: Iterable[str]) -> dict[str, Tensor]:
+        with self._open(index) as file:  # the others stay on the disk
+            return {name: file.get_tensor(f"parameter.{name}") for name in names}
+
+    @contextmanager
+    def _open(self, index: int) -> Iterator[Any]:
+        path = self.path / self.records[index].file
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield file
+        except (FileNotFoundError, SafetensorError) as error:
+            raise ValueError(f"the sample file {path} is missing or damaged: {error}") from error
 
     def keep(self, records: list[SampleRecord]) -> None:
         wanted = {repr(r) for r in records}  # as text, since a NaN among the numbers equals nothing

@@ -1,0 +1,150 @@
+"""R-hat and effective sample sizes of a run's samples across its chains."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightning_sgmcmc.inference_data import ChainGrid, chain_diagnostics, choose_parameters, parameter_draws
+from lightning_sgmcmc.report.html_page import Cell, paragraph, table
+from lightning_sgmcmc.report.run_record import RunError, RunRecord
+
+MIXED = 1.05
+"""R-hat below this is not called to attention."""
+FALSE_ALARM_RATE = 0.01
+"""Of calling independent draws to attention, for each quantity."""
+MOST_ELEMENTS = 100
+"""Of a larger parameter only so many elements, evenly spread, are diagnosed."""
+
+
+@dataclass
+class _Quantity:
+    name: str
+    draws: np.ndarray
+    """Shape (chain, draw, element)."""
+
+
+class Chains:
+    """Diagnostics across chains, and what in them wants attention."""
+
+    def __init__(self, run: RunRecord, parameters: Sequence[str] | None) -> None:
+        self.records = run.records
+        self.attention: list[str] = []
+        self._rows: list[list[Any]] = []
+        self._missing = ""
+        if not self.records:
+            return
+        self._grid = ChainGrid.of(self.records)
+        try:
+            for quantity in self._quantities(run, parameters):
+                self._diagnose(quantity)
+        except ImportError as error:
+            self._missing = f"R-hat and effective sample sizes are left out: {error}."
+
+    def _quantities(self, run: RunRecord, parameters: Sequence[str] | None) -> list[_Quantity]:
+        grid, store = self._grid, run.store
+        found = [_Quantity("energy", grid.arrange([r.energy for r in self.records])[..., None])]
+        if store is None:
+            if parameters is not None:
+                raise RunError(f"{run.folder} holds no samples, so there are no parameters to diagnose")
+            return found
+        try:
+            names = choose_parameters(store.shapes(0), parameters, max_elements=1)
+        except ValueError as error:
+            if parameters is not None:
+                raise RunError(str(error)) from None
+            names = []
+            self.attention.append(f"Parameters are left out: {error}.")
+        try:
+            drawn = parameter_draws(store, grid, names)
+        except ValueError as error:
+            drawn = {}
+            self.attention.append(f"Parameters are left out: {error}.")
+        return found + [_Quantity(name, draws.reshape(*grid.positions.shape, -1)) for name, draws in drawn.items()]
+
+    def _diagnose(self, quantity: _Quantity) -> None:
+        count = quantity.draws.shape[-1]
+        chosen = np.unique(np.linspace(0, count - 1, min(count, MOST_ELEMENTS)).round().astype(int))
+        each = [chain_diagnostics(quantity.draws[..., i]) for i in chosen]
+        rhat = _worst(max, [d.rhat for d in each])
+        bulk, tail = _worst(min, [d.ess_bulk for d in each]), _worst(min, [d.ess_tail for d in each])
+        several = f" (the worst of {len(chosen)} elements)" if count > 1 else ""
+        limit = rhat_limit(len(self._grid.chains), self._grid.draws, FALSE_ALARM_RATE / len(chosen))
+        suspect = math.isfinite(rhat) and rhat > limit
+        row: list[Any] = [quantity.name + several, Cell(f"{rhat:.3f}", "bad") if suspect else _or_few(rhat, ".3f")]
+        self._rows.append([*row, _or_few(bulk, ".0f"), _or_few(tail, ".0f")])
+        if suspect and len(self._grid.chains) > 1:
+            self.attention.append(
+                f"The chains disagree on {quantity.name}: R-hat is {rhat:.2f}, and should be below {limit:.2f}. Run "
+                "them longer, or take their samples as those of separate modes."
+            )
+
+    def html(self) -> str:
+        """Return the tables."""
+        if not self.records:
+            return ""
+        per_chain = Counter(r.chain for r in self.records)
+        several = len(per_chain) > 1
+        parts = []
+        if several:
+            rows = [
+                [str(c), n, *_mean_and_std([r.energy for r in self.records if r.chain == c])]
+                for c, n in sorted(per_chain.items())
+            ]
+            header = ["chain", "samples", "mean energy (nats)", "standard deviation"]
+            parts.append(table(header, rows, "Energies of each chain's samples"))
+        if self._missing:
+            return "".join([*parts, paragraph(self._missing)])
+        header = ["quantity", "split R-hat", "bulk ESS", "tail ESS"]
+        label = (
+            f"{len(per_chain)} chains of {self._grid.draws} draws"
+            if several
+            else f"One chain of {self._grid.draws} draws"
+        )
+        parts.append(table(header, self._rows, label))
+        notes = ["Rank-normalised, of the samples in the order of drawing and without their weights."]
+        if not several:
+            notes.append(
+                "With one chain, R-hat takes its halves for two chains: it sees a drift, but not that another chain "
+                "would have gone elsewhere. Run several chains to know more."
+            )
+        if self._grid.dropped:
+            notes.append(f"The oldest {self._grid.dropped} samples of the longer chains are left out.")
+        notes.append("Energies are mini-batch estimates, whose noise hides small differences between chains.")
+        return "".join([*parts, paragraph(" ".join(notes), "note")])
+
+
+def rhat_limit(chains: int, draws: int, false_alarm_rate: float) -> float:
+    """Return what R-hat should stay below: 1.05, or where draws are few what independent ones exceed that rarely.
+
+    With m parts of n draws each, R̂² = (n-1)/n + F/n, and F has the law F(m-1, m·(n-1)) if the draws are independent and
+    normal; rank normalisation makes them normal, and R-hat is the larger of two (of the draws, and folded).
+
+    Args:
+        chains: number of chains, each split into halves; one chain is split twice.
+        draws: draws of each chain.
+        false_alarm_rate: the probability that independent draws exceed the limit.
+    """
+    from scipy.special import fdtri
+
+    parts, length = (4, draws // 4) if chains == 1 else (2 * chains, draws // 2)
+    if length < 2:
+        return math.inf
+    quantile = float(fdtri(parts - 1, parts * (length - 1), 1 - false_alarm_rate / 2))
+    return max(MIXED, math.sqrt((length - 1 + quantile) / length))
+
+
+def _worst(pick: Callable[[list[float]], float], values: list[float]) -> float:
+    finite = [v for v in values if math.isfinite(v)]
+    return pick(finite) if finite else math.nan
+
+
+def _or_few(value: float, form: str) -> str:
+    return f"{value:{form}}" if math.isfinite(value) else "not to be had"
+
+
+def _mean_and_std(values: list[float]) -> tuple[float, float | None]:
+    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None

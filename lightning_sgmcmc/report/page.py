@@ -1,0 +1,109 @@
+"""The report as a whole: what wants attention at the top, then the sections."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_sgmcmc.diagnostics import effective_sample_size
+from lightning_sgmcmc.report import html_page
+from lightning_sgmcmc.report.chains import Chains
+from lightning_sgmcmc.report.health import tensors
+from lightning_sgmcmc.report.html_page import bullets, folded, is_finite, paragraph
+from lightning_sgmcmc.report.pictures import pictures
+from lightning_sgmcmc.report.results import facts, results
+from lightning_sgmcmc.report.run_record import RunRecord, find_run, read_run
+from lightning_sgmcmc.report.samples import equal_weights, log_weights, samples, weights
+
+
+def write_report(run: str | Path, output: str | Path | None = None, parameters: Sequence[str] | None = None) -> Path:
+    """Write the report of a run.
+
+    Args:
+        run: the run's folder, or one that holds runs, of which the newest is taken.
+        output: the file; None is `report.html` in the run's folder.
+        parameters: names, or shell patterns of them, of parameters whose chains are diagnosed; None takes the scalar
+            ones.
+
+    Returns:
+        the file.
+
+    Raises:
+        RunError: if there is no run, a file of it is damaged, or a pattern fits no parameter.
+        OSError: if the file cannot be written.
+    """
+    folder, _ = find_run(run)
+    record = read_run(folder)
+    path = Path(output) if output is not None else folder / "report.html"
+    path.write_text(render(record, parameters), encoding="utf-8")
+    return path
+
+
+def render(run: RunRecord, parameters: Sequence[str] | None = None) -> str:
+    """Return the report's HTML."""
+    chains = Chains(run, parameters)
+    sections = [
+        ("Health", _verdict(run, chains)),
+        ("Run", facts(run)),
+        ("Results", results(run)),
+        ("Samples", samples(run)),
+        ("Weights", weights(run.records)),
+        ("Chains", chains.html()),
+        ("Pictures", pictures(run)),
+        ("Health of each tensor", tensors(run.health or {})),
+        ("Configuration", _configuration(run)),
+    ]
+    title = str(run.results.get("recipe") or run.name)
+    stage = {"val": "validation data", "test": "test data"}.get(str(run.results.get("stage")))
+    subtitle = f"{run.name}{f', evaluated on the {stage}' if stage else ''}"
+    return html_page.page(title, subtitle, sections)
+
+
+def _verdict(run: RunRecord, chains: "Chains") -> str:
+    health = run.health or {}
+    verdict = str(health.get("verdict", "unknown"))
+    if run.health is None:
+        says = "Not recorded: the run had no ChainHealth callback."
+    elif verdict == "unknown":
+        says = "Unknown: the temperatures could not be measured."
+    else:
+        says = {"ok": "Healthy: the measured temperatures are the target's.", "warning": "Look at this first."}.get(
+            verdict, verdict
+        )
+    advice = health.get("advice", [])
+    attention = [
+        *health.get("warnings", []),
+        *([advice] if isinstance(advice, str) else [str(a) for a in advice]),
+        *_attention(run),
+        *chains.attention,
+    ]
+    kind = "bad" if attention or verdict == "warning" else "good" if verdict == "ok" else ""
+    return f'<div class="verdict {kind}">{paragraph(says)}{bullets(attention)}</div>'
+
+
+def _attention(run: RunRecord) -> list[str]:
+    found = []
+    if not run.records:
+        found.append("No posterior samples were found in the run's folder.")
+    odd = sum(not math.isfinite(r.energy) for r in run.records)
+    if odd:
+        found.append(f"{odd} of the {len(run.records)} samples have an energy that is not finite: the chain diverged.")
+    bad = [f"{row['metric']} ({row['method']})" for row in run.rows if not is_finite(row["value"])]
+    if bad:
+        found.append(f"Results without a finite value: {', '.join(bad)}.")
+    if run.records and not equal_weights(run.records):
+        try:
+            worth = effective_sample_size(log_weights(run.records))
+            if worth < len(run.records) / 2:
+                found.append(
+                    f"The weights are concentrated: {len(run.records)} samples are worth {worth:.1f} of equal weight."
+                )
+        except ValueError as error:
+            found.append(f"The weights cannot be used: {error}.")
+    if run.damaged:
+        found.append(f"Damaged pictures are left out: {', '.join(run.damaged)}.")
+    return found
+
+
+def _configuration(run: RunRecord) -> str:
+    texts = {name: text for name, text in run.texts.items() if name.endswith(".yaml") and text.strip()}
+    return "".join(folded(name, html_page.preformatted(text)) for name, text in texts.items())

@@ -1,0 +1,125 @@
+"""The tables of results, and of the run's facts."""
+
+import math
+import time
+from typing import Any
+
+from lightning_sgmcmc.report import html_page
+from lightning_sgmcmc.report.html_page import Cell, is_finite, number, paragraph, table
+from lightning_sgmcmc.report.run_record import MARKS, RunRecord
+
+METHODS = {"single": "mean single sample", "bma": "model average"}
+HIGHER_IS_BETTER = ("accuracy", "auroc", "log_likelihood")
+LOWER_IS_BETTER = ("nll", "brier", "ece", "rmse", "mae", "error")
+PLAIN_NAMES = {"lr": "Step size lr", "temperature": "Temperature τ", "num_chains": None}
+"""How hyperparameters are called here; None leaves one out."""
+
+
+def facts(run: RunRecord) -> str:
+    """Return what kind of run it was."""
+    results, records = run.results, run.records
+    known = {name: results.get(name) for name in ("recipe", "scale", "seed")}
+    cycles = len({r.cycle for r in records})
+    steps = max([*run.steps, *(r.step for r in records)], default=None)
+    pairs: list[tuple[str, Any]] = [
+        ("Recipe", known["recipe"]),
+        ("Scale", known["scale"]),
+        ("Seed", None if known["seed"] is None else str(known["seed"])),
+        ("Duration", _duration(results.get("seconds"))),
+        ("Optimizer steps", steps),
+        ("Samples", len(records)),
+        ("Chains", len({r.chain for r in records}) or None),
+        ("Cycles", cycles if cycles > 1 else None),
+        *_hyperparameters(run),
+        ("Finished", time.strftime("%Y-%m-%d %H:%M", time.localtime(_finished(run)))),
+    ]
+    return html_page.facts(pairs)
+
+
+def _hyperparameters(run: RunRecord) -> list[tuple[str, str]]:
+    """Return what `hparams.yaml` says in plain values."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(run.texts.get("hparams.yaml", ""))
+    except yaml.YAMLError:
+        return []
+    plain = content if isinstance(content, dict) else {}
+    named = [(PLAIN_NAMES.get(k, str(k).replace("_", " ").capitalize()), str(v)) for k, v in plain.items()]
+    return [(name, value) for name, value in named if name is not None and len(value) < 80]
+
+
+def _finished(run: RunRecord) -> float:
+    marks = [run.folder / name for name in MARKS]
+    return max((m.stat().st_mtime for m in marks if m.is_file()), default=run.folder.stat().st_mtime)
+
+
+def _duration(seconds: Any) -> str | None:
+    if not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds <= 0:
+        return None  # 0 is a run that only evaluated
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def results(run: RunRecord) -> str:
+    """Return the table of `results.json`: the metrics of each method, and the paper's where it names them."""
+    if not run.rows:
+        text = run.texts.get("table.md")
+        return html_page.preformatted(text) if text else ""
+    by_place = {(str(row["method"]), str(row["metric"])): row for row in run.rows}
+    methods, metrics = (list(dict.fromkeys(names)) for names in zip(*by_place, strict=True))
+    if any(is_finite(row.get("paper")) for row in run.rows):
+        return _beside_the_paper(by_place, methods, metrics)
+    if set(methods) == set(METHODS):
+        rows = []
+        for metric in metrics:
+            single, bma = by_place.get(("single", metric), {}), by_place.get(("bma", metric), {})
+            rows.append([metric, _with_error(single), _with_error(bma), _change(metric, single, bma)])
+        note = "The number behind ± is the standard deviation over the samples. " if _has_errors(run.rows) else ""
+        return table(
+            ["metric", "mean single sample", "model average", "change"], rows, "Single samples and their average"
+        ) + paragraph(f"{note}Change is the average's value less the single samples'.", "note")
+    if len(metrics) > len(methods):
+        rows = [[m, *(_with_error(by_place.get((method, m), {})) for method in methods)] for m in metrics]
+        return table(["metric", *(METHODS.get(m, m) for m in methods)], rows, "Results")
+    rows = [[METHODS.get(m, m), *(_with_error(by_place.get((m, metric), {})) for metric in metrics)] for m in methods]
+    return table(["method", *metrics], rows, "Results")
+
+
+def _beside_the_paper(by_place: dict[tuple[str, str], dict[str, Any]], methods: list[str], metrics: list[str]) -> str:
+    """Return the table with the paper's figures beside ours, for the metrics that the paper has."""
+    header, groups, rows = ["method"], [("", 1)], [[METHODS.get(m, m)] for m in methods]
+    for metric in metrics:
+        known = any(is_finite(by_place.get((m, metric), {}).get("paper")) for m in methods)
+        header += ["ours", "paper"] if known else ["ours"]
+        groups.append((metric, 2 if known else 1))
+        for row, method in zip(rows, methods, strict=True):
+            found = by_place.get((method, metric), {})
+            row.append(_with_error(found))
+            if known:
+                row.append(_with_error(found, "paper"))
+    return table(header, rows, "Results, beside the paper's", groups)
+
+
+def _with_error(row: dict[str, Any], name: str = "value") -> str:
+    value, error = row.get(name), row.get("error" if name == "value" else f"{name}_error")
+    if value is None:
+        return number(None)
+    return number(float(value)) + (f" ± {number(float(error))}" if error is not None else "")
+
+
+def _has_errors(rows: list[dict[str, Any]]) -> bool:
+    return any(row.get("error") is not None for row in rows)
+
+
+def _change(metric: str, single: dict[str, Any], bma: dict[str, Any]) -> Any:
+    if not (is_finite(single.get("value")) and is_finite(bma.get("value"))):
+        return None
+    change = float(bma["value"]) - float(single["value"])
+    text = f"{change:+.4f}".replace("-", "−")
+    direction = 1 if metric.endswith(HIGHER_IS_BETTER) else -1 if metric.endswith(LOWER_IS_BETTER) else 0
+    if direction == 0 or abs(change) < 5e-5:
+        return text
+    return Cell(f"{text} better", "good") if change * direction > 0 else Cell(f"{text} worse", "bad")

@@ -1,0 +1,176 @@
+"""A finished run as its folder tells it, read without pickle; any part may be missing."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_sgmcmc.store import MANIFEST, DiskStore, SampleRecord
+
+RESULTS, HISTORY, HEALTH = "results.json", "history.json", "health.json"
+MARKS = (RESULTS, HISTORY, HEALTH, f"samples/{MANIFEST}")
+"""The files that make a folder a run's."""
+TEXTS = ("config.yaml", "hparams.yaml", "table.md")
+
+
+class RunError(ValueError):
+    """Raised where a folder holds no run, or a damaged one; the message is a sentence for the user."""
+
+
+@dataclass
+class RunRecord:
+    """What a run left in its folder.
+
+    Attributes:
+        folder: the run's folder.
+        results: the contents of `results.json` ({} where it is missing).
+        rows: its rows, each with `method`, `metric` and `value`.
+        steps: optimizer steps of the history.
+        scalars: values at these steps, by name ("sampler/energy").
+        health: the contents of `health.json`, if there.
+        records: what is known of each sample, from the store, else from the history.
+        store: the samples, if they are in the folder.
+        pictures: the PNG files that can be shown, by name without the suffix.
+        damaged: names of those that cannot.
+        texts: configuration files and the like, by name.
+    """
+
+    folder: Path
+    results: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    scalars: dict[str, list[float]] = field(default_factory=dict)
+    health: dict[str, Any] | None = None
+    records: list[SampleRecord] = field(default_factory=list)
+    store: DiskStore | None = None
+    pictures: dict[str, bytes] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The last two parts of the folder's path."""
+        return "/".join(self.folder.resolve().parts[-2:])
+
+
+def find_run(path: str | Path) -> tuple[Path, int]:
+    """Return the folder of a run, and among how many it was chosen: the newest of those within `path`, if it is none.
+
+    Raises:
+        RunError: if there is no such folder, or no run in it.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise RunError(f"there is no folder {path}")
+    if not path.is_dir():
+        raise RunError(f"{path} is a file, not the folder of a run")
+    if path.name == "samples" and any((path.parent / name).is_file() for name in (RESULTS, HISTORY, HEALTH)):
+        return path.parent, 1
+    if _written(path) is not None:
+        return path, 1
+    below = [f for f in (*path.glob("*/"), *path.glob("*/*/")) if not f.name.startswith("samples")]
+    found = [(time, folder) for folder in below if (time := _written(folder))]
+    if not found:
+        raise RunError(
+            f"{path} holds no run: there is no {RESULTS}, {HISTORY}, {HEALTH} or samples/{MANIFEST} in it or below it"
+        )
+    return max(found)[1], len(found)
+
+
+def _written(folder: Path) -> float | None:
+    """Return when a run's folder was last written to, or None if it is not a run's."""
+    marks = (folder / name for name in (*MARKS, MANIFEST))
+    return max((mark.stat().st_mtime for mark in marks if mark.is_file()), default=None)
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read what there is.
+
+    Raises:
+        RunError: if a file that the report builds on is damaged.
+    """
+    run = RunRecord(folder)
+    run.results = _read_json(folder / RESULTS) or {}
+    run.rows = _rows(run.results, folder / RESULTS)
+    history = _read_json(folder / HISTORY) or {}
+    run.steps, run.scalars = _series(history, folder / HISTORY)
+    run.health = _read_json(folder / HEALTH)
+    if run.health is not None:
+        _check_health(run.health, folder / HEALTH)
+    store = next((p for p in (folder / "samples", folder) if (p / MANIFEST).exists()), None)
+    try:
+        run.store = DiskStore(store) if store is not None else None
+    except (OSError, ValueError) as error:
+        raise RunError(str(error)) from None
+    rows = history.get("samples", []) if run.store is None else [vars(r) for r in run.store.records]
+    run.records = _sample_records(rows, folder / HISTORY if run.store is None else run.store.path / MANIFEST)
+    for path in sorted(folder.glob("*.png")):
+        content = path.read_bytes()
+        if content.startswith(b"\x89PNG\r\n\x1a\n") and b"IEND" in content[-12:]:
+            run.pictures[path.stem] = content
+        else:
+            run.damaged.append(path.name)
+    for name in TEXTS:
+        if (folder / name).is_file():
+            run.texts[name] = (folder / name).read_text(errors="replace")
+    return run
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} is damaged: {error}") from None
+    if not isinstance(content, dict):
+        raise RunError(f"{path} is damaged: it should hold a dictionary, not a {type(content).__name__}")
+    return content
+
+
+def _rows(results: dict[str, Any], path: Path) -> list[dict[str, Any]]:
+    rows = results.get("rows", [])
+    if not isinstance(rows, list):
+        raise RunError(f"{path} is damaged: its rows are a {type(rows).__name__}, not a list")
+    for row in rows:
+        if not isinstance(row, dict) or not {"method", "metric", "value"} <= row.keys():
+            raise RunError(f"{path} is damaged: a row has no method, metric and value: {str(row)[:80]}")
+        for name in ("value", "error", "paper", "paper_error"):
+            if not _is_number(row.get(name)):
+                raise RunError(f"{path} is damaged: the {name} {str(row[name])[:80]!r} is not a number")
+    return rows
+
+
+def _series(history: dict[str, Any], path: Path) -> tuple[list[int], dict[str, list[float]]]:
+    steps, scalars = history.get("steps", []), history.get("scalars", {})
+    if not isinstance(steps, list) or not isinstance(scalars, dict) or not all(isinstance(s, int) for s in steps):
+        raise RunError(f"{path} is damaged: it should have a list of steps, and scalars at these steps")
+    for name, values in scalars.items():
+        if not isinstance(values, list) or len(values) != len(steps) or not all(map(_is_number, values)):
+            raise RunError(f"{path} is damaged: {str(name)[:80]} should have one number for each of its steps")
+    return steps, {name: [math.nan if v is None else float(v) for v in values] for name, values in scalars.items()}
+
+
+def _sample_records(samples: Any, path: Path) -> list[SampleRecord]:
+    names = ("step", "cycle", "chain", "energy", "log_weight")
+    try:
+        rows = [[sample[name] for name in names] for sample in samples]
+        return [SampleRecord(int(s), int(c), int(k), float(e), float(w)) for s, c, k, e, w in rows]
+    except (TypeError, ValueError, LookupError):
+        raise RunError(f"{path} is damaged: a sample should have {', '.join(names)}") from None
+
+
+def _check_health(health: dict[str, Any], path: Path) -> None:
+    for name in ("tensors", "gradient_noise_share", "energy", "total"):
+        if not isinstance(health.get(name), dict | None):
+            raise RunError(f"{path} is damaged: its {name} should be a dictionary")
+    warnings, tensors = health.get("warnings", []), health.get("tensors") or {}
+    if not isinstance(warnings, list) or not all(isinstance(text, str) for text in warnings):
+        raise RunError(f"{path} is damaged: its warnings should be a list of sentences")
+    if not all(isinstance(values, dict) for values in tensors.values()):
+        raise RunError(f"{path} is damaged: its tensors should be dictionaries by name")
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))

@@ -1,0 +1,61 @@
+"""The samples, and what their weights are worth."""
+
+import math
+
+import torch
+
+from lightning_sgmcmc.diagnostics import effective_sample_size, normalised_weights
+from lightning_sgmcmc.report import html_page
+from lightning_sgmcmc.report.html_page import folded, paragraph, table
+from lightning_sgmcmc.report.run_record import RunRecord
+from lightning_sgmcmc.store import SampleRecord
+
+SHORT_TABLE = 12
+"""Longer tables of samples are folded."""
+
+
+def samples(run: RunRecord) -> str:
+    """Return the table of samples, folded where it is long."""
+    records = run.records
+    if not records:
+        return ""
+    try:
+        shares: list[float | None] = list(normalised_weights(log_weights(records)).tolist())
+    except ValueError:
+        shares = [None] * len(records)
+    rows = [
+        [i + 1, r.step, r.cycle + 1, r.chain, r.energy, r.log_weight, share]
+        for i, (r, share) in enumerate(zip(records, shares, strict=True))
+    ]
+    header = ["sample", "step", "cycle", "chain", "energy (nats)", "log weight", "weight"]
+    content = table(header, rows, "Samples in the order of drawing; energies are mini-batch estimates")
+    return content if len(rows) <= SHORT_TABLE else folded(f"All {len(rows)} samples", content)
+
+
+def weights(records: list[SampleRecord]) -> str:
+    """Return how unequal the weights are."""
+    if not records:
+        return ""
+    if equal_weights(records):
+        return paragraph(f"All {len(records)} samples weigh the same.")
+    try:
+        weights, worth = normalised_weights(log_weights(records)), effective_sample_size(log_weights(records))
+    except ValueError as error:
+        return paragraph(f"The weights cannot be used: {error}.")
+    facts = [
+        ("Effective sample size of the weights", f"{worth:.1f} of {len(records)}"),
+        ("Largest weight", float(weights.max())),
+        ("Smallest weight", float(weights.min())),
+    ]
+    note = "The effective sample size here is (Σw)²/Σw²: it knows nothing of autocorrelation."
+    return html_page.facts(facts) + paragraph(note, "note")
+
+
+def log_weights(records: list[SampleRecord]) -> torch.Tensor:
+    """Return the samples' log-weights, shape (S,)."""
+    return torch.tensor([r.log_weight for r in records], dtype=torch.float64)
+
+
+def equal_weights(records: list[SampleRecord]) -> bool:
+    """Return whether the samples, at least one, all weigh the same."""
+    return len({r.log_weight for r in records}) == 1 and math.isfinite(records[0].log_weight)
