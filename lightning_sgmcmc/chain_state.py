@@ -20,6 +20,7 @@ class ChainState:
         cycle: index of the cycle, from 0.
         stage: "exploration" (temperature 0), "burn-in" or "sampling".
         sample_due: set by a schedule in `on_train_batch_end`: the present states are samples.
+        skipped_steps: steps that were left out because their energy or gradient was not finite.
     """
 
     mean_potential: Tensor = field(default_factory=lambda: torch.full((1,), math.nan))
@@ -28,6 +29,7 @@ class ChainState:
     cycle: int = 0
     stage: str = "sampling"
     sample_due: bool = False
+    skipped_steps: int = 0
 
     @property
     def energy(self) -> Tensor:

@@ -35,6 +35,12 @@ def check_sampler(sampler: Any) -> None:
         )
 
 
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is not among the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
+
+
 def name_of(factory: Any) -> str:
     """Return the name of a class or function, also inside a `functools.partial`."""
     if isinstance(factory, functools.partial):

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chain_state import ChainState
-from lightning_sgmcmc.checks import check_part, check_sampler, name_of
+from lightning_sgmcmc.checks import check_choice, check_part, check_sampler, name_of
 from lightning_sgmcmc.description import record_arguments
+from lightning_sgmcmc.energy_guard import EnergyGuard, NonFiniteEnergy, bad_tensor
 from lightning_sgmcmc.handover import SampleHandover
 from lightning_sgmcmc.likelihoods import Likelihood, Prediction
 from lightning_sgmcmc.priors import GaussianPrior, Prior
+from lightning_sgmcmc.safeguards import Safeguards
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.store import PosteriorSample
 from lightning_sgmcmc.training_data import count_training_data
@@ -43,6 +45,10 @@ class BayesianModule(pl.LightningModule):
             training data set.
         num_chains: number of chains C in this process.
         seed: seed of the injected noise; None takes `seed_everything`'s, or a random one that all ranks share.
+        nonfinite_energy: what to do about a NaN or infinite energy or gradient. "stop" ends the run with a
+            `NonFiniteEnergyError` before any sample or checkpoint is made of it; "skip" leaves the step out and counts
+            it (`skipped_steps`), at the price of waiting for a CUDA device once a step.
+        max_skipped_in_a_row: so many steps left out one after the other stop the run all the same.
 
     Raises:
         ValueError: for a negative or infinite temperature or lr, a num_data or num_chains below 1, or a weight decay.
@@ -61,6 +67,8 @@ class BayesianModule(pl.LightningModule):
         num_data: int | None = None,
         num_chains: int = 1,
         seed: int | None = None,
+        nonfinite_energy: NonFiniteEnergy = "stop",
+        max_skipped_in_a_row: int = 100,
     ) -> None:
         super().__init__()
         check_part("net", net, nn.Module)
@@ -70,13 +78,18 @@ class BayesianModule(pl.LightningModule):
         for name, value in (("temperature", temperature), ("lr", lr)):
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be a finite number and not negative, got {value}")
-        for name, count in (("num_data", num_data), ("num_chains", num_chains)):
+        for name, count in (
+            ("num_data", num_data),
+            ("num_chains", num_chains),
+            ("max_skipped_in_a_row", max_skipped_in_a_row),
+        ):
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
         if num_chains > 1:
             raise NotImplementedError(
                 f"num_chains={num_chains}: several chains in one process are not there yet; run one chain per process"
             )
+        check_choice("nonfinite_energy", nonfinite_energy, ("stop", "skip"))
         if net is not None:
             # A compiled network trains compiled and is evaluated as it was; so samples have the plain names.
             self.net = getattr(net, "_orig_mod", net)
@@ -90,6 +103,9 @@ class BayesianModule(pl.LightningModule):
         self.num_data = num_data
         self.num_chains = num_chains
         self.seed = seed
+        self.nonfinite_energy = nonfinite_energy
+        self.max_skipped_in_a_row = max_skipped_in_a_row
+        self._guard: EnergyGuard | None = None
         self.chain_state = ChainState()
         self.posterior: Posterior | None = None
         self.evaluations: dict[str, Any] = {}
@@ -122,7 +138,7 @@ class BayesianModule(pl.LightningModule):
 
     def recorded_arguments(self) -> dict[str, Any]:
         """Return the constructor's arguments that rebuild the network: all but what only training needs."""
-        skipped = {"prior", "sampler", "seed"}
+        skipped = {"prior", "sampler", "seed", "nonfinite_energy", "max_skipped_in_a_row"}
         return {name: value for name, value in self.__dict__["_arguments"].items() if name not in skipped}
 
     # -- the model ----------------------------------------------------------------------------------------------------
@@ -190,10 +206,15 @@ class BayesianModule(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Keep the chains' energies; return the loss Σ_c Ũ_c/N."""
+        guard: EnergyGuard | None = self.__dict__["_guard"]
+        if guard is not None and batch_idx % self.trainer.accumulate_grad_batches == 0:
+            guard.begin(batch)
         potential = self._mean_potential(batch)
         state: ChainState = self.__dict__["chain_state"]
         trainer = self.trainer
         accumulated = trainer.accumulate_grad_batches
+        if guard is not None and guard.shares_gradients:
+            potential = guard.visible_in_gradient(potential)
         if accumulated == 1:
             state.mean_potential = potential.detach()
             return potential
@@ -203,6 +224,19 @@ class BayesianModule(pl.LightningModule):
         state.mean_potential = change / (position + 1) + (state.mean_potential if position > 0 else 0)
         # Lightning divides by the whole window, also where the epoch's last one is shorter.
         return potential * (accumulated / window)
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Make a step of the sampler; one that a loss scaler leaves out leaves no trace in BatchNorm's statistics."""
+        guard: EnergyGuard | None = self.__dict__["_guard"]
+        if guard is None or not guard.has_scaler:
+            optimizer.step(closure=optimizer_closure)
+            return
+        before = self.sampler.step_count
+        optimizer.step(closure=optimizer_closure)
+        if self.sampler.step_count == before:
+            guard.skipped_by_scaler()
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the present state's mean negative log likelihood as `val/nll`."""
@@ -263,10 +297,10 @@ class BayesianModule(pl.LightningModule):
         return sampler
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Add the callback that hands samples over, behind the user's callbacks and before checkpoints are written."""
+        """Add the callback that hands samples over and guards the run, before those that write checkpoints."""
         if any(isinstance(callback, SampleHandover) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             return []
-        return [SampleHandover()]
+        return [Safeguards()]
 
     def on_posterior_sample(self, sample: PosteriorSample) -> None:
         """Called with each sample when it is drawn, after the callbacks' hooks of this name; override at will."""
@@ -288,6 +322,11 @@ class BayesianModule(pl.LightningModule):
         """Return the chains' present states as samples, one for each chain, with tensors of their own."""
         state = self.chain_state
         energy = self.trainer.strategy.reduce(state.energy, reduce_op="mean")
+        parameters = {name: p.detach().clone() for name, p in self.named_parameters()}
+        buffers = {name: b.detach().clone() for name, b in self.named_buffers()}
+        bad = bad_tensor(parameters, buffers)
+        if bad is not None and self._guard is not None:
+            raise self._guard.state_error(bad, "it is no sample")
         return [
             PosteriorSample(
                 step=self.sampler.step_count,
@@ -295,10 +334,15 @@ class BayesianModule(pl.LightningModule):
                 chain=0,
                 energy=energy.reshape(-1)[0].item(),
                 log_weight=state.log_weight[0].item(),
-                parameters={name: p.detach().clone() for name, p in self.named_parameters()},
-                buffers={name: b.detach().clone() for name, b in self.named_buffers()},
+                parameters=parameters,
+                buffers=buffers,
             )
         ]
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of the last fit that were left out because their energy or gradient was not finite."""
+        return self.chain_state.skipped_steps
 
     @property
     def sampling_seed(self) -> int | None:
