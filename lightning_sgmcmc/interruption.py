@@ -21,7 +21,8 @@ class Interruption:
     """Ends a run on request, so that nothing is lost: the chain's state is written if the trainer keeps checkpoints.
 
     Ctrl-C lets the step in hand be finished, since half a step is not a state of the chain; a second one ends the run
-    at once. Lightning does so for SIGTERM by itself; the process then ends with the code 143.
+    at once. SIGTERM is dealt with alike; the process then ends with the code 143. With several ranks the
+    samples and checkpoints that were written are what is kept.
     """
 
     def __init__(self) -> None:
@@ -52,15 +53,19 @@ class Interruption:
         self.requested = True
         rank_zero_info("\nStopping behind this step; press Ctrl-C again to stop at once.")
 
-    def after_step(self) -> None:
-        """Stop here, if it was asked for.
+    def after_step(self, trainer: pl.Trainer) -> None:
+        """Stop here, if it was asked for: at a place where checkpoints are written in every run, so resuming is exact.
 
         Raises:
-            KeyboardInterrupt: then.
+            KeyboardInterrupt: after Ctrl-C.
+            SIGTERMException: after SIGTERM; Lightning would raise it a little later.
         """
         if self.requested:
             self._behind_a_step = True
             raise KeyboardInterrupt
+        if trainer.received_sigterm and trainer.world_size == 1:  # type: ignore[attr-defined]
+            self._behind_a_step = True
+            raise SIGTERMException
 
     def save(self, trainer: pl.Trainer, exception: BaseException) -> None:
         """Write the chain's present state after SIGTERM or Ctrl-C, if it is one and the trainer keeps checkpoints."""
@@ -72,9 +77,9 @@ class Interruption:
         if trainer.state.fn != "fit" or trainer.global_step == 0 or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         whole = self._behind_a_step or isinstance(exception, SIGTERMException) or not in_a_step(trainer)
-        together = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
+        alone = trainer.world_size == 1  # ranks may stop at different places, and saving is a common act
         folder = next((c.dirpath for c in trainer.checkpoint_callbacks if getattr(c, "dirpath", None)), None)
-        if folder is None or not whole or not together:
+        if folder is None or not whole or not alone:
             rank_zero_info(f"Interrupted at step {trainer.global_step}: {describe_checkpoint(trainer)}.")
             return
         path = Path(folder) / FILE_NAME

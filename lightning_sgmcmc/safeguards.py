@@ -42,8 +42,7 @@ class Safeguards(SampleHandover):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._interruption.requested:
-            self._interruption.after_step()
+        self._interruption.after_step(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._interruption.end()
