@@ -10,6 +10,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, require_schedule
 from lightning_sgmcmc.callbacks.run_folder import newest_store, run_folder
+from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.description import NotDescribableError, describe
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior import Posterior
@@ -45,10 +46,8 @@ class SampleCollector(SamplerCallback):
             raise ValueError(
                 f"in_memory=True keeps no files, so dirpath={str(dirpath)!r} has no meaning: leave one out"
             )
-        if every_n_samples < 1:
-            raise ValueError(f"every_n_samples must be at least 1, got {every_n_samples}")
-        if max_samples is not None and max_samples < 1:
-            raise ValueError(f"max_samples must be at least 1, got {max_samples}")
+        check_count("every_n_samples", every_n_samples)
+        check_count("max_samples", max_samples)
         self.dirpath = Path(dirpath) if dirpath is not None else None
         self.in_memory = in_memory
         self.every_n_samples = every_n_samples

@@ -1,6 +1,5 @@
 """BayesianModule: a LightningModule whose training step is a step of a Markov chain."""
 
-import math
 import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chain_state import ChainState
-from lightning_sgmcmc.checks import check_choice, check_part, check_sampler, name_of
+from lightning_sgmcmc.checks import check_choice, check_count, check_number, check_part, check_sampler, name_of
 from lightning_sgmcmc.description import record_arguments
 from lightning_sgmcmc.energy_guard import EnergyGuard, NonFiniteEnergy, bad_tensor
 from lightning_sgmcmc.handover import SampleHandover
@@ -52,7 +51,7 @@ class BayesianModule(pl.LightningModule):
 
     Raises:
         ValueError: for a negative or infinite temperature or lr, a num_data or num_chains below 1, or a weight decay.
-        TypeError: if a part is a class in place of an object, or of the wrong kind.
+        TypeError: if a part is a class in place of an object, or of the wrong kind, or a number is none.
         NotImplementedError: for more than one chain, which a later version brings.
     """
 
@@ -76,15 +75,14 @@ class BayesianModule(pl.LightningModule):
         check_part("prior", prior, Prior)
         check_sampler(sampler)
         for name, value in (("temperature", temperature), ("lr", lr)):
-            if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be a finite number and not negative, got {value}")
+            check_number(name, value)
         for name, count in (
             ("num_data", num_data),
             ("num_chains", num_chains),
             ("max_skipped_in_a_row", max_skipped_in_a_row),
         ):
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
+            check_count(name, count)
+        check_count("seed", seed, least=0)
         if num_chains > 1:
             raise NotImplementedError(
                 f"num_chains={num_chains}: several chains in one process are not there yet; run one chain per process"
@@ -106,6 +104,7 @@ class BayesianModule(pl.LightningModule):
         self.nonfinite_energy = nonfinite_energy
         self.max_skipped_in_a_row = max_skipped_in_a_row
         self._guard: EnergyGuard | None = None
+        self._looks_at_targets = True
         self.chain_state = ChainState()
         self.posterior: Posterior | None = None
         self.evaluations: dict[str, Any] = {}
@@ -166,7 +165,11 @@ class BayesianModule(pl.LightningModule):
             raise NotImplementedError(
                 f"{type(self).__name__} needs a likelihood: pass likelihood=… or define log_likelihood(batch)"
             )
-        return self.likelihood.log_prob(*self.output_and_target(batch))
+        output, target = self.output_and_target(batch)
+        if self.__dict__["_looks_at_targets"] and self.training:
+            self.likelihood.check_target(output.detach(), target)  # once a fit, since it waits for the device
+            self.__dict__["_looks_at_targets"] = False
+        return self.likelihood.log_prob(output, target)
 
     def log_prior(self) -> Tensor:
         """Return log p(θ) of the trainable parameters, shape (), for one chain."""
@@ -321,6 +324,12 @@ class BayesianModule(pl.LightningModule):
     def posterior_samples(self) -> list[PosteriorSample]:
         """Return the chains' present states as samples, one for each chain, with tensors of their own."""
         state = self.chain_state
+        frozen = next((name for name, p in (self._trainable or {}).items() if not p.requires_grad), None)
+        if frozen is not None:
+            raise RuntimeError(
+                f"'{frozen}' was frozen in the middle of the run, so this state is no sample of the posterior: freeze "
+                "parameters before the fit"
+            )
         energy = self.trainer.strategy.reduce(state.energy, reduce_op="mean")
         parameters = {name: p.detach().clone() for name, p in self.named_parameters()}
         buffers = {name: b.detach().clone() for name, b in self.named_buffers()}
@@ -363,6 +372,12 @@ class BayesianModule(pl.LightningModule):
 
     def _check_model(self) -> None:
         cls = type(self)
+        self.__dict__["_looks_at_targets"] = True
+        for name, parameter in self.named_parameters():
+            if isinstance(parameter, nn.UninitializedParameter):
+                raise ValueError(
+                    f"'{name}' has no shape yet, since its layer is lazy: pass one batch through {cls.__name__} first"
+                )
         if not self.automatic_optimization:
             raise ValueError(
                 f"{cls.__name__} samples by automatic optimization: leave automatic_optimization at True, and take "
