@@ -43,7 +43,7 @@ def check_number(name: str, value: Any) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    if not (value >= 0 and math.isfinite(value)):
+    if not (float(value) >= 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be a finite number and not negative, got {value}")
 
 
@@ -53,7 +53,7 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r} of type {type(value).__name__}")
-    if value < least:
+    if int(value) < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 

@@ -78,7 +78,7 @@ class Interruption:
             return
         whole = self._behind_a_step or isinstance(exception, SIGTERMException) or not in_a_step(trainer)
         alone = trainer.world_size == 1  # ranks may stop at different places, and saving is a common act
-        folder = next((c.dirpath for c in trainer.checkpoint_callbacks if getattr(c, "dirpath", None)), None)
+        folder = next((d for c in trainer.checkpoint_callbacks if (d := getattr(c, "dirpath", None))), None)
         if folder is None or not whole or not alone:
             rank_zero_info(f"Interrupted at step {trainer.global_step}: {describe_checkpoint(trainer)}.")
             return

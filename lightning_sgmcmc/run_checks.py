@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import pytorch_lightning as pl
 from pytorch_lightning import callbacks as lightning_callbacks
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import SequentialSampler
 
 from lightning_sgmcmc.checks import is_of_other_namespace
 
@@ -70,3 +71,14 @@ def _check_callbacks(trainer: pl.Trainer) -> None:
             kind = getattr(lightning_callbacks, name, None)
             if kind is not None and isinstance(callback, kind):
                 raise ValueError(f"{type(callback).__name__} {reason}: remove it")
+
+
+def check_data(trainer: pl.Trainer) -> None:
+    """Warn of training data that no batch will ever hold, although N counts them; called when the loaders are known."""
+    loader: Any = trainer.train_dataloader
+    in_order = isinstance(getattr(loader, "sampler", None), SequentialSampler)
+    if in_order and float(trainer.num_training_batches) < len(loader) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        rank_zero_warn(
+            f"Only the first {trainer.num_training_batches} of {len(loader)} batches are used, in the same order every "
+            "epoch, while N counts all training data: shuffle the training loader, or give it fewer data."
+        )

@@ -8,7 +8,7 @@ from lightning_sgmcmc.checkpoint_io import protect_checkpoints
 from lightning_sgmcmc.energy_guard import EnergyGuard
 from lightning_sgmcmc.handover import SampleHandover
 from lightning_sgmcmc.interruption import Interruption
-from lightning_sgmcmc.run_checks import check_run
+from lightning_sgmcmc.run_checks import check_data, check_run
 
 if TYPE_CHECKING:
     from lightning_sgmcmc.module import BayesianModule
@@ -34,6 +34,7 @@ class Safeguards(SampleHandover):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = cast("BayesianModule", pl_module)
+        check_data(trainer)
         self._guard = EnergyGuard(module, trainer, self._skipped)
         module.__dict__["_guard"] = module.sampler.guard = self._guard
         self._interruption.begin(trainer)
