@@ -4,6 +4,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 
+from lightning_sgmcmc.checks import is_of_other_namespace
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.store import PosteriorSample
@@ -97,6 +98,11 @@ def bayesian(module: pl.LightningModule, callback: pl.Callback) -> BayesianModul
     Raises:
         TypeError: if not.
     """
+    if is_of_other_namespace(module):
+        raise TypeError(
+            f"{type(module).__name__} is of lightning.pytorch, and {type(callback).__name__} is of pytorch_lightning: "
+            "the two do not mix, so import Trainer and modules from pytorch_lightning"
+        )
     if not isinstance(module, BayesianModule):
         raise TypeError(
             f"{type(callback).__name__} works with a BayesianModule, got {type(module).__name__}: derive it from "

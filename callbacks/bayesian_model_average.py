@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, RandomSampler, Subset
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, require_schedule
@@ -106,6 +106,11 @@ class BayesianModelAverage(SamplerCallback):
         if not loaders:
             rank_zero_warn(
                 "BayesianModelAverage has no validation data to evaluate the samples on; trainer.test will do it."
+            )
+        if any(isinstance(getattr(loader, "sampler", None), RandomSampler) for loader in loaders):
+            raise ValueError(
+                "the validation loader shuffles, so predictions of several samples cannot be averaged: make the "
+                "validation or test loader with shuffle=False"
             )
         if len(self._averages) != len(loaders):
             self._averages = [_LoaderAverage(self.cycle_weights) for _ in loaders]

@@ -7,6 +7,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_sgmcmc.callbacks.base import Schedule, run_length
+from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.schedules import CyclicalPlan
@@ -45,12 +46,10 @@ class CyclicalSchedule(Schedule):
         samples_per_cycle: int = 3,
         temperature: float | None = None,
     ) -> None:
-        if num_cycles < 1:
-            raise ValueError(f"num_cycles must be at least 1, got {num_cycles}")
+        check_count("num_cycles", num_cycles)
         if not 0 <= exploration < 1:
             raise ValueError(f"exploration must be in [0, 1), got {exploration}")
-        if samples_per_cycle < 1:
-            raise ValueError(f"samples_per_cycle must be at least 1, got {samples_per_cycle}")
+        check_count("samples_per_cycle", samples_per_cycle)
         if temperature is not None and not 0 <= temperature < math.inf:
             raise ValueError(f"temperature must not be negative, and finite, got {temperature}")
         self.num_cycles = num_cycles
@@ -73,6 +72,13 @@ class CyclicalSchedule(Schedule):
                 "that has a length"
             )
         total = int(length)
+        enders = (pl.callbacks.EarlyStopping, pl.callbacks.Timer)
+        ender = next((c for c in trainer.callbacks if isinstance(c, enders)), None)  # type: ignore[attr-defined]
+        if ender is not None:
+            rank_zero_warn(
+                f"{type(ender).__name__} may end the run before its {self.num_cycles} cycles over {total} steps are "
+                "complete, and then without their last samples."
+            )
         if self._planned_steps not in (None, total):
             rank_zero_warn(
                 f"This run's cycles are laid out for {total} steps, the checkpoint's were for {self._planned_steps}: "

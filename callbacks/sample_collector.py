@@ -1,6 +1,7 @@
 """Keeps posterior samples, on disk or in memory."""
 
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, require_schedule
 from lightning_sgmcmc.callbacks.run_folder import newest_store, run_folder
+from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.description import NotDescribableError, describe
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior import Posterior
-from lightning_sgmcmc.store import MANIFEST, DiskStore, MemoryStore, PosteriorSample, SampleStore
+from lightning_sgmcmc.store import MANIFEST, DiskStore, MemoryStore, PosteriorSample, SampleRecord, SampleStore
 
 
 class SampleCollector(SamplerCallback):
@@ -44,10 +46,8 @@ class SampleCollector(SamplerCallback):
             raise ValueError(
                 f"in_memory=True keeps no files, so dirpath={str(dirpath)!r} has no meaning: leave one out"
             )
-        if every_n_samples < 1:
-            raise ValueError(f"every_n_samples must be at least 1, got {every_n_samples}")
-        if max_samples is not None and max_samples < 1:
-            raise ValueError(f"max_samples must be at least 1, got {max_samples}")
+        check_count("every_n_samples", every_n_samples)
+        check_count("max_samples", max_samples)
         self.dirpath = Path(dirpath) if dirpath is not None else None
         self.in_memory = in_memory
         self.every_n_samples = every_n_samples
@@ -56,6 +56,8 @@ class SampleCollector(SamplerCallback):
         self._store: SampleStore | None = None
         self._seen: Counter[int] = Counter()
         self._restored: dict[str, Any] | None = None
+        self._retired: set[str] = set()
+        self._known_to_checkpoints: list[set[str]] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -73,6 +75,8 @@ class SampleCollector(SamplerCallback):
     def reset(self) -> None:
         self._restored = None
         self._seen = Counter()
+        self._retired = set()
+        self._known_to_checkpoints = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)
@@ -99,16 +103,30 @@ class SampleCollector(SamplerCallback):
                 self._store.append(PosteriorSample(**sample))
             return
         path = self.dirpath or Path(restored["path"])
+        if restored["count"] and not (path / MANIFEST).exists():
+            raise ValueError(_gone(restored["count"], path, 0))
         store = DiskStore(path)
+        if "records" in restored:
+            self._restore(trainer, store, [SampleRecord(**record) for record in restored["records"]])
+            return
         known = [r for r in store.records if r.step <= restored["last_step"]]
         if len(known) < restored["count"]:
-            raise ValueError(
-                f"the checkpoint knows {restored['count']} samples in {path}, and {len(known)} of them are there: put "
-                "the folder back, or start a new run"
-            )
+            raise ValueError(_gone(restored["count"], path, len(known)))
         trainer.strategy.barrier("read the store before it is cut")
         if trainer.is_global_zero:
             store.keep(known)
+        trainer.strategy.barrier("sample store")
+        store.reload()
+        self._store = store
+
+    def _restore(self, trainer: pl.Trainer, store: DiskStore, records: list[SampleRecord]) -> None:
+        """Go back to the checkpoint's samples where a limit has pushed some of them out since."""
+        there = sum((store.path / record.file).is_file() for record in records)
+        if there < len(records):
+            raise ValueError(_gone(len(records), store.path, there))
+        trainer.strategy.barrier("read the store before it is cut")
+        if trainer.is_global_zero:
+            store.restore(records)
         trainer.strategy.barrier("sample store")
         store.reload()
         self._store = store
@@ -124,12 +142,30 @@ class SampleCollector(SamplerCallback):
             return
         store.append(sample)
         if self.max_samples is not None and len(store) > self.max_samples:
-            store.keep(store.records[-self.max_samples :])
+            self._push_out(store, self.max_samples)
+
+    def _push_out(self, store: SampleStore, limit: int) -> None:
+        """Keep the newest; files of others that the last two checkpoints know of stay until newer ones do not."""
+        before = list(store.records)
+        kept = before[-limit:]
+        if not isinstance(store, DiskStore):
+            store.keep(kept)
+            return
+        store.keep(kept, retire=True)
+        self._retired |= {record.file for record in before[:-limit]}
+        self._discard_retired(store)
+
+    def _discard_retired(self, store: DiskStore) -> None:
+        wanted = set().union(*self._known_to_checkpoints)
+        store.discard(self._retired - wanted)
+        self._retired &= wanted
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.strategy.barrier("all samples are written")
         if isinstance(self._store, DiskStore):
             self._store.reload()
+            if trainer.is_global_zero:
+                self._store.discard(self._retired)
 
     def _publish(self, module: BayesianModule) -> None:
         assert self._store is not None
@@ -144,10 +180,20 @@ class SampleCollector(SamplerCallback):
             state["path"] = str(self._store.path)
             state["count"] = len(records)
             state["last_step"] = records[-1].step if records else 0
+            if self.max_samples is not None:
+                state["records"] = [asdict(record) for record in records]
+                self._known_to_checkpoints = [*self._known_to_checkpoints[-1:], {record.file for record in records}]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict
+
+
+def _gone(count: int, path: Path, there: int) -> str:
+    return (
+        f"the checkpoint knows {count} samples in {path}, and {there} of them are there: put the folder back, or start "
+        "a new run"
+    )
 
 
 def _move_aside(path: Path) -> None:

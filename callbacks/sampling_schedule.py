@@ -5,6 +5,7 @@ import math
 import pytorch_lightning as pl
 
 from lightning_sgmcmc.callbacks.base import Schedule, run_length
+from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.schedules import Annealing, PolynomialDecay
@@ -60,6 +61,8 @@ class SamplingSchedule(Schedule):
             ("burn_in_temperature", burn_in_temperature, 0),
             ("temperature", temperature, 0),
         ):
+            if name.endswith(("steps", "epochs")):
+                check_count(name, value, least)
             if value is not None and not value >= least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
             if value == math.inf:

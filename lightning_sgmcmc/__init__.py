@@ -1,5 +1,6 @@
 """Bayesian deep learning by stochastic-gradient MCMC as ordinary PyTorch Lightning training."""
 
+from lightning_sgmcmc.energy_guard import NonFiniteEnergyError
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Prediction
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior import Posterior
@@ -20,6 +21,7 @@ __all__ = [
     "GaussianPrior",
     "LaplacePrior",
     "Likelihood",
+    "NonFiniteEnergyError",
     "PolynomialDecay",
     "Posterior",
     "PosteriorSample",

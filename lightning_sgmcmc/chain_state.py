@@ -22,6 +22,7 @@ class ChainState:
         stage: "exploration" (temperature 0), "burn-in" or "sampling".
         accumulating: between the micro-batches of a step, so the gradients are not complete.
         sample_due: set by a schedule in `on_train_batch_end`: the present states are samples.
+        skipped_steps: steps that were left out because their energy or gradient was not finite.
     """
 
     mean_potential: Tensor = field(default_factory=lambda: torch.full((1,), math.nan))
@@ -32,6 +33,7 @@ class ChainState:
     stage: str = "sampling"
     accumulating: bool = False
     sample_due: bool = False
+    skipped_steps: int = 0
 
     @property
     def energy(self) -> Tensor:

@@ -1,6 +1,8 @@
 """Checks of what a `BayesianModule` is made of."""
 
 import functools
+import math
+import numbers
 from typing import Any
 
 from lightning_sgmcmc.samplers import Sampler
@@ -33,6 +35,37 @@ def check_sampler(sampler: Any) -> None:
             "weight decay is the Gaussian prior, and that is in the potential energy already: leave weight_decay "
             "out, and give prior=GaussianPrior(std=…) with std² = 1/(N·weight_decay)"
         )
+
+
+def check_number(name: str, value: Any) -> None:
+    """Refuse what is no finite number ≥ 0; None passes."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    if not (float(value) >= 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be a finite number and not negative, got {value}")
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Refuse what is no whole number ≥ `least`; None passes."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be a whole number, got {value!r} of type {type(value).__name__}")
+    if int(value) < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def is_of_other_namespace(value: Any) -> bool:
+    """Return whether an object's class, or one that it derives from, is of `lightning.pytorch`."""
+    return any(f"{cls.__module__}.".startswith("lightning.pytorch.") for cls in type(value).__mro__)
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is not among the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
 
 
 def name_of(factory: Any) -> str:

@@ -56,6 +56,13 @@ class Likelihood(nn.Module, ABC):
     def terms(self, output: Tensor) -> dict[str, Tensor]:
         """Return the tensors, first axis n, whose average over samples describes the predictive distribution."""
 
+    def check_target(self, output: Tensor, target: Tensor) -> None:
+        """Refuse targets whose values the likelihood has no density for; called with the first batch of a fit.
+
+        Raises:
+            ValueError: then.
+        """
+
     def target_terms(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Return further tensors to be averaged, those that need the target (for `metrics`)."""
         return {}
@@ -129,6 +136,15 @@ class Categorical(_ClassLikelihood):
         # Torch passes over the label -100 unless told otherwise, as if the datum were certain.
         return -F.cross_entropy(_at_least_float32(output), target, reduction="none", ignore_index=NO_LABEL)
 
+    def check_target(self, output: Tensor, target: Tensor) -> None:
+        if target.dim() == 1 and output.dim() == 2 and not target.is_floating_point() and len(target):
+            low, high = target.min().item(), target.max().item()
+            if low < 0 or high >= output.shape[1]:
+                raise ValueError(
+                    f"Categorical: labels from {low} to {high} for {output.shape[1]} logits; labels count from 0, so "
+                    "the network needs more outputs or the data other labels"
+                )
+
     def probabilities(self, output: Tensor) -> Tensor:
         return _at_least_float32(output).softmax(-1)
 
@@ -146,6 +162,11 @@ class Bernoulli(_ClassLikelihood):
         if logit.shape != label.shape:
             raise ValueError(f"Bernoulli: {len(logit)} outputs for {len(label)} targets")
         return -F.binary_cross_entropy_with_logits(logit, label.to(logit.dtype), reduction="none")
+
+    def check_target(self, output: Tensor, target: Tensor) -> None:
+        odd = target[(target != 0) & (target != 1)]
+        if odd.numel():
+            raise ValueError(f"Bernoulli: targets must be 0 or 1, got {odd.reshape(-1)[0].item()}")
 
     def probabilities(self, output: Tensor) -> Tensor:
         logit = self._column(output, "output")
@@ -193,6 +214,10 @@ class Gaussian(Likelihood):
             self.log_std = nn.Parameter(log_std)
         else:
             self.register_buffer("log_std", log_std, persistent=False)
+
+    def check_target(self, output: Tensor, target: Tensor) -> None:
+        if target.is_floating_point() and not target.isfinite().all():
+            raise ValueError("Gaussian: targets must be finite numbers, and the first batch has NaN or infinite ones")
 
     def extra_repr(self) -> str:
         return f"std={self.std}, learned={self.learned}"

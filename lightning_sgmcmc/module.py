@@ -1,6 +1,5 @@
 """BayesianModule: a LightningModule whose training step is a step of a Markov chain."""
 
-import math
 import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -10,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chain_state import ChainState
-from lightning_sgmcmc.checks import check_part, check_sampler, name_of
+from lightning_sgmcmc.checks import check_choice, check_count, check_number, check_part, check_sampler, name_of
 from lightning_sgmcmc.description import record_arguments
+from lightning_sgmcmc.energy_guard import EnergyGuard, NonFiniteEnergy, bad_tensor
 from lightning_sgmcmc.exact_resume import ExactResume
 from lightning_sgmcmc.handover import SampleHandover
 from lightning_sgmcmc.likelihoods import Likelihood, Prediction
 from lightning_sgmcmc.priors import GaussianPrior, Prior
 from lightning_sgmcmc.progress import SamplingProgress
+from lightning_sgmcmc.safeguards import Safeguards
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.store import PosteriorSample
 from lightning_sgmcmc.training_data import count_training_data
@@ -45,10 +46,14 @@ class BayesianModule(pl.LightningModule):
             training data set.
         num_chains: number of chains C in this process.
         seed: seed of the injected noise; None takes `seed_everything`'s, or a random one that all ranks share.
+        nonfinite_energy: what to do about a NaN or infinite energy or gradient. "stop" ends the run with a
+            `NonFiniteEnergyError` before any sample or checkpoint is made of it; "skip" leaves the step out and counts
+            it (`skipped_steps`), at the price of waiting for a CUDA device once a step.
+        max_skipped_in_a_row: so many steps left out one after the other stop the run all the same.
 
     Raises:
         ValueError: for a negative or infinite temperature or lr, a num_data or num_chains below 1, or a weight decay.
-        TypeError: if a part is a class in place of an object, or of the wrong kind.
+        TypeError: if a part is a class in place of an object, or of the wrong kind, or a number is none.
         NotImplementedError: for more than one chain, which a later version brings.
     """
 
@@ -63,6 +68,8 @@ class BayesianModule(pl.LightningModule):
         num_data: int | None = None,
         num_chains: int = 1,
         seed: int | None = None,
+        nonfinite_energy: NonFiniteEnergy = "stop",
+        max_skipped_in_a_row: int = 100,
     ) -> None:
         super().__init__()
         check_part("net", net, nn.Module)
@@ -70,15 +77,19 @@ class BayesianModule(pl.LightningModule):
         check_part("prior", prior, Prior)
         check_sampler(sampler)
         for name, value in (("temperature", temperature), ("lr", lr)):
-            if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be a finite number and not negative, got {value}")
-        for name, count in (("num_data", num_data), ("num_chains", num_chains)):
-            if count is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
+            check_number(name, value)
+        for name, count in (
+            ("num_data", num_data),
+            ("num_chains", num_chains),
+            ("max_skipped_in_a_row", max_skipped_in_a_row),
+        ):
+            check_count(name, count)
+        check_count("seed", seed, least=0)
         if num_chains > 1:
             raise NotImplementedError(
                 f"num_chains={num_chains}: several chains in one process are not there yet; run one chain per process"
             )
+        check_choice("nonfinite_energy", nonfinite_energy, ("stop", "skip"))
         if net is not None:
             # A compiled network trains compiled and is evaluated as it was; so samples have the plain names.
             self.net = getattr(net, "_orig_mod", net)
@@ -92,6 +103,10 @@ class BayesianModule(pl.LightningModule):
         self.num_data = num_data
         self.num_chains = num_chains
         self.seed = seed
+        self.nonfinite_energy = nonfinite_energy
+        self.max_skipped_in_a_row = max_skipped_in_a_row
+        self._guard: EnergyGuard | None = None
+        self._looks_at_targets = True
         self.chain_state = ChainState()
         self.posterior: Posterior | None = None
         self.evaluations: dict[str, Any] = {}
@@ -124,7 +139,7 @@ class BayesianModule(pl.LightningModule):
 
     def recorded_arguments(self) -> dict[str, Any]:
         """Return the constructor's arguments that rebuild the network: all but what only training needs."""
-        skipped = {"prior", "sampler", "seed"}
+        skipped = {"prior", "sampler", "seed", "nonfinite_energy", "max_skipped_in_a_row"}
         return {name: value for name, value in self.__dict__["_arguments"].items() if name not in skipped}
 
     # -- the model ----------------------------------------------------------------------------------------------------
@@ -152,7 +167,11 @@ class BayesianModule(pl.LightningModule):
             raise NotImplementedError(
                 f"{type(self).__name__} needs a likelihood: pass likelihood=… or define log_likelihood(batch)"
             )
-        return self.likelihood.log_prob(*self.output_and_target(batch))
+        output, target = self.output_and_target(batch)
+        if self.__dict__["_looks_at_targets"] and self.training:
+            self.likelihood.check_target(output.detach(), target)  # once a fit, since it waits for the device
+            self.__dict__["_looks_at_targets"] = False
+        return self.likelihood.log_prob(output, target)
 
     def log_prior(self) -> Tensor:
         """Return log p(θ) of the trainable parameters, shape (), for one chain."""
@@ -192,10 +211,15 @@ class BayesianModule(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Keep the chains' energies; return the loss Σ_c Ũ_c/N."""
+        guard: EnergyGuard | None = self.__dict__["_guard"]
+        if guard is not None and batch_idx % self.trainer.accumulate_grad_batches == 0:
+            guard.begin(batch)
         potential = self._mean_potential(batch)
         state: ChainState = self.__dict__["chain_state"]
         trainer = self.trainer
         accumulated = trainer.accumulate_grad_batches
+        if guard is not None and guard.shares_gradients:
+            potential = guard.visible_in_gradient(potential)
         if accumulated == 1:
             state.mean_potential = potential.detach()
             return potential
@@ -206,6 +230,19 @@ class BayesianModule(pl.LightningModule):
         state.mean_potential = change / (position + 1) + (state.mean_potential if position > 0 else 0)
         # Lightning divides by the whole window, also where the epoch's last one is shorter.
         return potential * (accumulated / window)
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Make a step of the sampler; one that a loss scaler leaves out leaves no trace in BatchNorm's statistics."""
+        guard: EnergyGuard | None = self.__dict__["_guard"]
+        if guard is None or not guard.has_scaler:
+            optimizer.step(closure=optimizer_closure)
+            return
+        before = self.sampler.step_count
+        optimizer.step(closure=optimizer_closure)
+        if self.sampler.step_count == before:
+            guard.skipped_by_scaler()
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the present state's mean negative log likelihood as `val/nll`."""
@@ -267,11 +304,11 @@ class BayesianModule(pl.LightningModule):
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Add what every run needs, behind the user's callbacks and before checkpoints are written: the callbacks that
-        hand samples over, that make a resume exact, and that fill the progress bar."""
+        hand samples over and guard the run, that make a resume exact, and that fill the progress bar."""
         if any(isinstance(callback, SampleHandover) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             return []
-        handover = SampleHandover()
-        needed: list[pl.Callback] = [handover, ExactResume()]
+        handover = Safeguards()
+        needed: list[pl.Callback] = [ExactResume(), handover]  # a batch is counted before the run can be interrupted
         if self.trainer.progress_bar_callback is not None:
             needed.append(SamplingProgress(handover))
         return needed
@@ -295,7 +332,18 @@ class BayesianModule(pl.LightningModule):
     def posterior_samples(self) -> list[PosteriorSample]:
         """Return the chains' present states as samples, one for each chain, with tensors of their own."""
         state = self.chain_state
+        frozen = next((name for name, p in (self._trainable or {}).items() if not p.requires_grad), None)
+        if frozen is not None:
+            raise RuntimeError(
+                f"'{frozen}' was frozen in the middle of the run, so this state is no sample of the posterior: freeze "
+                "parameters before the fit"
+            )
         energy = self.trainer.strategy.reduce(state.energy, reduce_op="mean")
+        parameters = {name: p.detach().clone() for name, p in self.named_parameters()}
+        buffers = {name: b.detach().clone() for name, b in self.named_buffers()}
+        bad = bad_tensor(parameters, buffers)
+        if bad is not None and self._guard is not None:
+            raise self._guard.state_error(bad, "it is no sample")
         return [
             PosteriorSample(
                 step=self.sampler.step_count,
@@ -303,10 +351,15 @@ class BayesianModule(pl.LightningModule):
                 chain=0,
                 energy=energy.reshape(-1)[0].item(),
                 log_weight=state.log_weight[0].item(),
-                parameters={name: p.detach().clone() for name, p in self.named_parameters()},
-                buffers={name: b.detach().clone() for name, b in self.named_buffers()},
+                parameters=parameters,
+                buffers=buffers,
             )
         ]
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of the last fit that were left out because their energy or gradient was not finite."""
+        return self.chain_state.skipped_steps
 
     @property
     def sampling_seed(self) -> int | None:
@@ -327,6 +380,12 @@ class BayesianModule(pl.LightningModule):
 
     def _check_model(self) -> None:
         cls = type(self)
+        self.__dict__["_looks_at_targets"] = True
+        for name, parameter in self.named_parameters():
+            if isinstance(parameter, nn.UninitializedParameter):
+                raise ValueError(
+                    f"'{name}' has no shape yet, since its layer is lazy: pass one batch through {cls.__name__} first"
+                )
         if not self.automatic_optimization:
             raise ValueError(
                 f"{cls.__name__} samples by automatic optimization: leave automatic_optimization at True, and take "

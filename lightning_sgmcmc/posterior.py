@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 
 from lightning_sgmcmc.description import NotDescribableError, build
 from lightning_sgmcmc.diagnostics import effective_sample_size, normalised_weights
+from lightning_sgmcmc.energy_guard import bad_tensor
 from lightning_sgmcmc.evaluation import StatelessCall, WeightedAverage, concatenate, evaluation_mode
 from lightning_sgmcmc.inference_data import SMALL, to_inference_data
 from lightning_sgmcmc.likelihoods import Prediction
-from lightning_sgmcmc.store import DiskStore, MemoryStore, PosteriorSample, SampleRecord, SampleStore
+from lightning_sgmcmc.store import LEAVE_OUT, DiskStore, MemoryStore, PosteriorSample, SampleRecord, SampleStore
 
 if TYPE_CHECKING:
     from lightning_sgmcmc.module import BayesianModule
@@ -38,7 +40,11 @@ class Posterior:
 
     @classmethod
     def load(
-        cls, path: str | Path, model: "BayesianModule | None" = None, device: str | torch.device = "cpu"
+        cls,
+        path: str | Path,
+        model: "BayesianModule | None" = None,
+        device: str | torch.device = "cpu",
+        skip_damaged: bool = False,
     ) -> "Posterior":
         """Open a store on disk.
 
@@ -47,17 +53,22 @@ class Posterior:
             model: a module like the one that was trained; None builds it from the store's description, where it has one
                 (networks of torch's layers, and importable classes whose arguments are plain data).
             device: where predictions are computed.
+            skip_damaged: read all samples once and leave out those that are damaged, missing, of another network or
+                not finite, with a warning; files and manifest stay as they are.
 
         Raises:
             FileNotFoundError: if there is no store.
-            ValueError: if the manifest is not one of ours, or the samples are of another network than `model`.
+            ValueError: if the manifest is damaged or not one of ours, or the samples are of another network than
+                `model`.
         """
-        store = DiskStore(path)
+        store = DiskStore(path, skip_damaged=skip_damaged)
         posterior = cls(store, model)
         if model is None:
             posterior._build_model(store.model_description)
-        else:
-            posterior._check_fits(model)
+        elif len(store) > 0 and not skip_damaged:
+            posterior._check_fits(store[0], model)
+        if skip_damaged:
+            posterior._leave_out_damaged(store)
         if posterior.model is not None:
             posterior.model.to(device)
         return posterior
@@ -72,18 +83,47 @@ class Posterior:
         except NotDescribableError as error:
             self._why_no_model = str(error)
 
-    def _check_fits(self, model: nn.Module) -> None:
-        if len(self.store) == 0:
-            return
-        found = {name: tuple(t.shape) for name, t in self.store[0].state.items()}
-        expected = {name: tuple(t.shape) for name, t in (*model.named_parameters(), *model.named_buffers())}
-        if found != expected:
-            odd = sorted(k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k))
-            name = odd[0]
-            raise ValueError(
-                f"the samples are of another network than the model: '{name}' has shape {found.get(name, 'none')} in "
-                f"the samples and {expected.get(name, 'none')} in the model ({len(odd)} tensors differ)"
+    def _leave_out_damaged(self, store: DiskStore) -> None:
+        """Read all samples; those that cannot be used leave `records`, in memory only."""
+        sound, reasons = [], [f"line {number} of the manifest is damaged" for number in store.damaged_lines]
+        for index, record in enumerate(store.records):
+            try:
+                self._check_sample(store[index])
+                sound.append(record)
+            except ValueError as error:
+                reasons.append(str(error))
+        if reasons:
+            total = len(store.records) + len(store.damaged_lines)
+            rank_zero_warn(
+                f"{len(reasons)} of {total} samples in {store.path} are left out, the first since {reasons[0]}"
             )
+        store.records = sound
+
+    def _check_sample(self, sample: PosteriorSample) -> None:
+        """Refuse a sample that is not finite, or of another network."""
+        if self.model is not None:
+            self._check_fits(sample, self.model)
+        bad = bad_tensor(sample.parameters, sample.buffers)
+        if bad is not None:
+            raise ValueError(
+                f"the sample of step {sample.step}, chain {sample.chain} has NaN or infinite numbers in '{bad}'; "
+                f"{LEAVE_OUT} it"
+            )
+
+    @staticmethod
+    def _check_fits(sample: PosteriorSample, model: nn.Module) -> None:
+        found = {name: (tuple(t.shape), _kind(t)) for name, t in sample.state.items()}
+        expected = {name: (tuple(t.shape), _kind(t)) for name, t in (*model.named_parameters(), *model.named_buffers())}
+        odd = sorted(k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k))
+        if not odd:
+            return
+        theirs, ours = found.get(odd[0], ("none", "none")), expected.get(odd[0], ("none", "none"))
+        part, word = (0, "shape") if theirs[0] != ours[0] else (1, "type")
+        raise ValueError(
+            f"the samples are of another network than the model: '{odd[0]}' has {word} {theirs[part]} in the samples "
+            f"and {ours[part]} in the model ({len(odd)} tensors of the sample of step {sample.step} differ; "
+            f"{LEAVE_OUT} single samples)"
+        )
 
     def __len__(self) -> int:
         return len(self.store)
@@ -152,6 +192,7 @@ class Posterior:
         kept: list[Tensor] = []
         with evaluation_mode(model), torch.no_grad():
             for sample in self:
+                self._check_sample(sample)
                 state = {name: tensor.to(device) for name, tensor in sample.state.items()}
                 of_sample = []
                 for index, inputs in enumerate(_inputs_of(batches, device)):
@@ -235,6 +276,11 @@ class Posterior:
                 f"predictions need the network, and {self._why_no_model}: use Posterior.load(path, model=…)"
             )
         return self.model
+
+
+def _kind(tensor: Tensor) -> str:
+    """Return a tensor's type in words; networks may be held in another floating-point type than they trained in."""
+    return "float32" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
 
 
 def _repeatable(batches: Iterable[Any]) -> Iterable[Any]:

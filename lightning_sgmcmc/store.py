@@ -2,6 +2,7 @@
 
 import json
 import os
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor
+
+from lightning_sgmcmc.checkpoint_io import free_space, megabytes
 
 MANIFEST = "manifest.jsonl"
 FORMAT = "lightning-sgmcmc samples"
 VERSION = 1
+LEAVE_OUT = "Posterior.load(…, skip_damaged=True) leaves out"
 
 
 @dataclass
@@ -48,7 +52,8 @@ class PosteriorSample:
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """What the manifest says of one sample (see `PosteriorSample`), and the name of its file ("" in memory)."""
+    """What the manifest says of one sample (see `PosteriorSample`), the name of its file ("" in memory), and the CRC-32
+    of the file's bytes in hexadecimal ("" where it is not known)."""
 
     step: int
     cycle: int
@@ -56,6 +61,7 @@ class SampleRecord:
     energy: float
     log_weight: float
     file: str = ""
+    checksum: str = field(default="", compare=False)  # equal samples may lie in files of another order
 
 
 class SampleStore(ABC):
@@ -115,17 +121,25 @@ class DiskStore(SampleStore):
 
     A sample is written under a temporary name, flushed to the disk and renamed, and only then named by a line of the
     manifest; so what the manifest names is complete, whenever the process is killed. A last line cut short is ignored.
+    Checksums in the manifest tell a file that was damaged later.
 
     Args:
         path: an existing store's folder (see `create`).
+        verify: compare each file's checksum when it is read for the first time.
+        skip_damaged: leave out lines of the manifest that cannot be read (`damaged_lines`), in place of an error.
 
     Raises:
         FileNotFoundError: if there is no store.
-        ValueError: if the manifest is not one of ours or of a newer version.
+        ValueError: if the manifest is damaged, not one of ours, or of a newer version.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, verify: bool = True, skip_damaged: bool = False) -> None:
         self.path = Path(path)
+        self.verify = verify
+        self.damaged_lines: list[int] = []
+        """Numbers of the manifest's lines that were left out, from 1."""
+        self._skip_damaged = skip_damaged
+        self._verified: set[str] = set()
         self.model_description: Any = None
         self.records = []
         self.reload()
@@ -144,9 +158,15 @@ class DiskStore(SampleStore):
         path = Path(path)
         if (path / MANIFEST).exists():
             raise FileExistsError(f"{path} holds a sample store already")
-        path.mkdir(parents=True, exist_ok=True)
         header = {"format": FORMAT, "version": VERSION, "model": model_description}
-        _write_atomically(path / MANIFEST, (json.dumps(header) + "\n").encode())
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            _write_atomically(path / MANIFEST, (json.dumps(header) + "\n").encode())
+        except OSError as error:
+            message = (
+                f"no sample store can be made at {path}: {error.strerror}; make it a folder that can be written, or"
+            )
+            raise OSError(error.errno, f"{message} give another dirpath") from error
         return cls(path)
 
     def reload(self) -> None:
@@ -161,41 +181,67 @@ class DiskStore(SampleStore):
             newer = header["format"] == FORMAT and header["version"] > VERSION
             if header["format"] != FORMAT:
                 raise ValueError
-            records = [] if newer else [SampleRecord(**json.loads(line)) for line in complete[1:]]
             self.model_description = header["model"]
         except (ValueError, TypeError, LookupError):
             raise ValueError(f"{manifest} is not the manifest of a sample store") from None
         if newer:
             raise ValueError(f"{manifest} has version {header['version']}, this library reads up to {VERSION}")
-        self.records = records
+        self.records, self.damaged_lines = [], []
+        for number, line in enumerate(complete[1:], start=2):
+            try:
+                self.records.append(SampleRecord(**json.loads(line)))
+            except (ValueError, TypeError):
+                self.damaged_lines.append(number)
+        if self.damaged_lines and not self._skip_damaged:
+            raise ValueError(
+                f"line {self.damaged_lines[0]} of {manifest} is damaged, so that it is not the manifest of a sample "
+                f"store any more; {LEAVE_OUT} its sample"
+            )
 
     def append(self, sample: PosteriorSample) -> None:
         name = f"sample-{sample.step:08d}-chain-{sample.chain:03d}.safetensors"
-        record = _record(sample, name)
         sample = _on_cpu(sample)
         tensors = {f"parameter.{k}": v.contiguous() for k, v in sample.parameters.items()}
         tensors |= {f"buffer.{k}": v.contiguous() for k, v in sample.buffers.items()}
-        metadata = {key: str(value) for key, value in asdict(record).items() if key != "file"}
-        _write_atomically(self.path / name, save(tensors, metadata))
+        metadata = {k: str(v) for k, v in asdict(_record(sample)).items() if k not in ("file", "checksum")}
+        content = save(tensors, metadata)
+        record = _record(sample, name, _checksum(content))
+        try:
+            _write_atomically(self.path / name, content)
+            self._add_line(json.dumps(asdict(record)))
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"the sample of step {sample.step} could not be written to {self.path / name} "
+                f"({megabytes(len(content))}): {error.strerror}{free_space(self.path)}; the {len(self)} samples before "
+                "it are complete: make room, and resume from the last checkpoint",
+            ) from error
+        self.records.append(record)
+        self._verified.add(name)
+
+    def _add_line(self, line: str) -> None:
         with open(self.path / MANIFEST, "r+b") as manifest:
             content_end = _end_of_last_line(manifest)
             manifest.seek(content_end)
             manifest.truncate()
-            manifest.write((json.dumps(asdict(record)) + "\n").encode())
+            manifest.write((line + "\n").encode())
             try:
                 _flush(manifest)
             except OSError:
                 manifest.truncate(content_end)
                 raise
-        self.records.append(record)
 
     def __getitem__(self, index: int) -> PosteriorSample:
         record = self.records[index]
         path = self.path / record.file
         try:
-            tensors = load_file(path)
-        except (FileNotFoundError, SafetensorError) as error:
-            raise ValueError(f"the sample file {path} is missing or damaged: {error}") from error
+            content = path.read_bytes()
+            if self.verify and record.file not in self._verified:
+                _verify(path, content, record)
+                self._verified.add(record.file)
+            tensors = load(content)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"the sample file {path} is missing or damaged: {error}; {LEAVE_OUT} it") from error
         parameters = {k.removeprefix("parameter."): v for k, v in tensors.items() if k.startswith("parameter.")}
         buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
         return PosteriorSample(
@@ -220,21 +266,69 @@ class DiskStore(SampleStore):
         except (FileNotFoundError, SafetensorError) as error:
             raise ValueError(f"the sample file {path} is missing or damaged: {error}") from error
 
-    def keep(self, records: list[SampleRecord]) -> None:
+    def keep(self, records: list[SampleRecord], retire: bool = False) -> None:
+        """Drop all samples but those with the given records.
+
+        Args:
+            records: those to be kept.
+            retire: leave the files of the others where they are, so that `restore` can bring them back.
+        """
         wanted = {repr(r) for r in records}  # as text, since a NaN among the numbers equals nothing
         kept = [r for r in self.records if repr(r) in wanted]
         if len(kept) == len(self.records):
             return
-        header = {"format": FORMAT, "version": VERSION, "model": self.model_description}
-        lines = [json.dumps(header), *(json.dumps(asdict(r)) for r in kept)]
-        _write_atomically(self.path / MANIFEST, ("\n".join(lines) + "\n").encode())
-        for file in {r.file for r in self.records} - {r.file for r in kept}:
+        dropped = {r.file for r in self.records} - {r.file for r in kept}
+        self._write_manifest(kept)
+        if not retire:
+            self.discard(dropped)
+
+    def restore(self, records: list[SampleRecord]) -> None:
+        """Let the store hold exactly these samples, retired ones included; all other sample files are deleted.
+
+        Raises:
+            ValueError: if a file is missing.
+        """
+        missing = [r.file for r in records if not (self.path / r.file).is_file()]
+        if missing:
+            raise ValueError(
+                f"{len(missing)} of {len(records)} samples are not in {self.path}, the first is {missing[0]}"
+            )
+        self._write_manifest(list(records))
+        self.discard({path.name for path in self.path.glob("sample-*.safetensors")} - {r.file for r in records})
+
+    def discard(self, files: set[str]) -> None:
+        """Delete files that the manifest does not name."""
+        for file in files:
             (self.path / file).unlink(missing_ok=True)
-        self.records = kept
+
+    def _write_manifest(self, records: list[SampleRecord]) -> None:
+        header = {"format": FORMAT, "version": VERSION, "model": self.model_description}
+        lines = [json.dumps(header), *(json.dumps(asdict(r)) for r in records)]
+        _write_atomically(self.path / MANIFEST, ("\n".join(lines) + "\n").encode())
+        self.records = records
 
 
-def _record(sample: PosteriorSample, file: str = "") -> SampleRecord:
-    return SampleRecord(sample.step, sample.cycle, sample.chain, sample.energy, sample.log_weight, file)
+def _checksum(content: bytes) -> str:
+    return f"{zlib.crc32(content):08x}"
+
+
+def _verify(path: Path, content: bytes, record: SampleRecord) -> None:
+    """Refuse a file that is not the one that was written, as far as the record tells."""
+    if record.checksum:
+        if _checksum(content) != record.checksum:
+            raise OSError("it has not the checksum of the manifest")
+        return
+    with safe_open(path, "pt") as file:
+        said = file.metadata() or {}
+    if (said.get("step"), said.get("chain")) != (str(record.step), str(record.chain)):
+        raise OSError(
+            f"it is of step {said.get('step')}, chain {said.get('chain')}, and the manifest says step {record.step}, "
+            f"chain {record.chain}"
+        )
+
+
+def _record(sample: PosteriorSample, file: str = "", checksum: str = "") -> SampleRecord:
+    return SampleRecord(sample.step, sample.cycle, sample.chain, sample.energy, sample.log_weight, file, checksum)
 
 
 def _on_cpu(sample: PosteriorSample) -> PosteriorSample:

@@ -133,13 +133,14 @@ def test_the_manifest_names_every_sample(tmp_path: Path) -> None:
         "model": {"class": "a:B", "arguments": {"n": [1, None]}},
     }
     assert [json.loads(line)["file"] for line in lines] == [file_of(5), file_of(5, 1), file_of(10)]
-    assert json.loads(lines[1]) | {"file": ""} == {
+    assert json.loads(lines[1]) | {"file": "", "checksum": ""} == {
         "step": 5,
         "cycle": 0,
         "chain": 1,
         "energy": -12.5,
         "log_weight": 2.5,
         "file": "",
+        "checksum": "",
     }
     again = DiskStore(tmp_path / "deep" / "s")
     assert again.records == store.records

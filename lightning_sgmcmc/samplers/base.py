@@ -9,7 +9,7 @@ this form: its `lr` is the time step h of its equation.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,13 @@ Control: TypeAlias = "float | Tensor"
 
 
 CONTROLS = ("lr", "temperature", "gradient_multiplier")
+
+
+class Guard(Protocol):
+    """What may forbid an update: the gradient and the energy are known when it is asked."""
+
+    def admits(self) -> bool:
+        """Return whether the update may be made."""
 
 
 class Sampler(Optimizer):
@@ -50,6 +57,9 @@ class Sampler(Optimizer):
         ValueError: for a negative lr or temperature, a missing or non-positive num_data, parameters in half precision
             or of mixed dtypes, or parameters without the chain axis.
     """
+
+    guard: "Guard | None" = None
+    """Asked before every update whether it may be made; None outside a trainer."""
 
     def __init__(
         self,
@@ -136,6 +146,8 @@ class Sampler(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.guard is not None and not self.guard.admits():
+            return loss
         if any(self._is_noisy(group) for group in self.param_groups):
             if self.num_data is None:
                 raise ValueError(f"{type(self).__name__} was built without num_data, so its temperature must stay 0")

@@ -492,7 +492,7 @@ def test_uses_without_likelihood_or_network() -> None:
 
 def test_a_shuffled_validation_loader() -> None:
     torch.manual_seed(0)
-    message = "evaluation data came in another order .* make the validation or test loader with shuffle=False"
+    message = "the validation loader shuffles, so .* make the validation or test loader with shuffle=False"
     with pytest.raises(ValueError, match=message):
         fit(module(), every_step(), BayesianModelAverage(), val=loader(shuffle=True))
 
