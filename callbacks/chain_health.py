@@ -37,12 +37,12 @@ EXTRAS = 4  # energy, its square, temperature, whether the gradient was clipped
 class ChainHealth(SamplerCallback):
     """Says whether the step size is right, from what the chain shows while it samples.
 
-    For each parameter tensor the kinetic temperature (of samplers with momentum) and the configurational temperature
-    against the target's τ, the share of mini-batch noise in the variance of a step, and whether the energy still
-    drifts: see `lightning_sgmcmc.health.assess`. Only steps of a sampling stage count, each with its own step size and
-    temperature. A report is made at the end of every sampling stage, after a validation, and at the end of the fit: it
-    stands in `module.health` and in the run folder's `health.json`, its totals go to the loggers as `health/…`, and
-    each kind of warning is given once.
+    For each parameter tensor the kinetic and the configurational temperature against the target's τ, the share of
+    mini-batch noise in the variance of a step, and whether the energy still drifts: see `lightning_sgmcmc.health`. Only
+    steps of a sampling stage count, each with its own step size and temperature. A report is made at the end of every
+    sampling stage, after a validation if there is a quarter more to go by, and at the end of the fit: it stands in
+    `module.health` and in the run folder's `health.json`, its totals go to the loggers as `health/…`, and each kind of
+    warning is given once.
 
     The mini-batch noise is half the mean square of the difference of two successive gradients, which needs no gradient
     of single data. It is too high by a share of lr·λ or less, with λ the curvature along the noise. Gradients are
@@ -54,6 +54,7 @@ class ChainHealth(SamplerCallback):
         tolerance: accepted relative deviation from the target.
         false_alarm_rate: probability of a warning in a report on a chain that is within the tolerance.
         warm_up: share of each sampling stage, at its beginning, that is left out.
+        warn: whether to warn; the report says the same without.
 
     Raises:
         ValueError: for an argument out of range.
@@ -71,6 +72,7 @@ class ChainHealth(SamplerCallback):
         tolerance: float = 0.2,
         false_alarm_rate: float = 0.01,
         warm_up: float = 0.25,
+        warn: bool = True,
     ) -> None:
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}")
@@ -84,6 +86,7 @@ class ChainHealth(SamplerCallback):
         self.tolerance = tolerance
         self.false_alarm_rate = false_alarm_rate
         self.warm_up = warm_up
+        self.warn = warn
         self.reset()
 
     def reset(self) -> None:
@@ -92,7 +95,8 @@ class ChainHealth(SamplerCallback):
         self._pending: Tensor | None = None
         self._missing: set[str] = set()
         self._warned: set[str] = set()
-        self._copied_at = self._seen_at = self._assessed_at = -1
+        self._copied_at = -1
+        self._observations, self._reported_observations = 0, -1
         self._folder: Path | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -104,7 +108,6 @@ class ChainHealth(SamplerCallback):
         sizes = [len(group["params"]) for group in sampler.param_groups]
         self._slices = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
         self._inverse_numels = torch.tensor([1 / p.numel() for p in self._params]).to(self._params[0])
-        self._has_momentum = sampler.momentum_variance(sampler.param_groups[0], 1.0) is not None
         self._step = sampler.step_count
         self._clip = (trainer.gradient_clip_val, str(trainer.gradient_clip_algorithm or "norm").split(".")[-1].lower())
         self._anchors: list[Tensor] = []
@@ -156,18 +159,27 @@ class ChainHealth(SamplerCallback):
         return [p.grad for p in self._params]  # type: ignore[misc]
 
     def _observe_forces(self, gradients: list[Tensor]) -> Tensor:
-        """Return θ·g and c·g for each tensor and whether the gradient will be clipped; keep g - g of the last step."""
+        """Return θ·g, c·g, g·g and (g - g of the last step)² for each tensor, and whether g will be clipped."""
         torch._foreach_sub_(self._changes, gradients)
         value, algorithm = self._clip
         clipped = torch.zeros((), dtype=gradients[0].dtype, device=gradients[0].device)
         if value:
             norms = torch.stack(torch._foreach_norm(gradients, math.inf if algorithm == "value" else 2))
             clipped = ((norms.amax() if algorithm == "value" else norms.norm()) > value).to(clipped)
-        products = [
+        scales: list[Tensor] = []
+        for group in self._sampler.param_groups:
+            scales += self._sampler.preconditioner(group["params"]) or []
+        if scales:  # norms in the metric of the preconditioner
+            torch._foreach_sqrt_(scales)
+            torch._foreach_mul_(self._changes, scales)
+        weighted = torch._foreach_mul(gradients, scales) if scales else gradients
+        parts = [
             inner_products([p.detach() for p in self._params], gradients),
             inner_products(self._anchors, gradients),
+            square_norms(weighted),
+            square_norms(self._changes),
         ]
-        return torch.cat([*products, clipped.reshape(1)])
+        return torch.cat([*parts, clipped.reshape(1)])
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -184,34 +196,31 @@ class ChainHealth(SamplerCallback):
             self._end_stage()
             self._report(trainer, module)
             return
-        if self._has_momentum:
-            groups = zip(sampler.param_groups, self._variances, strict=True)
-            self._variances = [sampler.momentum_variance(group, before) for group, before in groups]
+        groups = zip(sampler.param_groups, self._variances, strict=True)
+        self._variances = [sampler.momentum_variance(group, before) for group, before in groups]
         if self._pending is not None:
             with torch.no_grad():
                 stage.add(self._observation(sampler, self._pending, module.chain_state.energy.mean()))
-            self._seen_at, self._pending = self._step, None
+            self._observations, self._pending = self._observations + 1, None
 
     def _observation(self, sampler: Sampler, forces: Tensor, energy: Tensor) -> Tensor:
         """Return one step's row: the four numbers of each tensor, and the extras."""
-        count = len(self._params)
         rows: list[list[Tensor]] = [[], [], [], []]
+        plain, anchored, squares, changes = forces[:-1].reshape(4, -1)
         for group, part, variance in zip(sampler.param_groups, self._slices, self._variances, strict=True):
             params, inverse = self._params[part], self._inverse_numels[part]
             kappa = group["gradient_multiplier"]
             scale = sampler._data() * kappa / group["temperature"]
-            rows[PLAIN].append(forces[:count][part] * inverse * scale)
-            rows[ANCHOR].append(forces[count : 2 * count][part] * inverse * scale)
-            factor = sampler.gradient_noise_factor(group) * kappa**2 / 2
-            rows[NOISE].append(_noise(self._changes[part], sampler.preconditioner(params), inverse) * factor)
-            if variance is not None:
-                momenta = [sampler.state[p].get("momentum_buffer") for p in params]
-                squares = square_norms(
-                    [torch.zeros_like(p) if m is None else m for m, p in zip(momenta, params, strict=True)]
-                )
-                rows[KINETIC].append(squares * inverse / variance)
+            factor = sampler.gradient_noise_factor(group) * kappa**2
+            rows[PLAIN].append(plain[part] * inverse * scale)
+            rows[ANCHOR].append(anchored[part] * inverse * scale)
+            rows[NOISE].append(changes[part] * inverse * (factor / 2))
+            if variance is None:
+                rows[KINETIC].append(1 + squares[part] * inverse * factor)
             else:
-                rows[KINETIC].append(torch.zeros_like(inverse))
+                momenta = [sampler.state[p].get("momentum_buffer") for p in params]
+                momenta = [torch.zeros_like(p) if m is None else m for m, p in zip(momenta, params, strict=True)]
+                rows[KINETIC].append(square_norms(momenta) * inverse / variance)
         temperature = sampler.param_groups[0]["temperature"]
         if not isinstance(temperature, Tensor):
             temperature = energy.new_tensor(temperature) if energy.device.type == "cpu" else energy * 0 + temperature
@@ -234,29 +243,30 @@ class ChainHealth(SamplerCallback):
         self._past, self._stage, self._pending = self._batches(), None, None
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+        enough = self._observations > 1.25 * self._reported_observations
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and enough:
             self._report(trainer, bayesian(pl_module, self))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end_stage()
-        self._assessed_at = -1
+        self._reported_observations = -1
         self._report(trainer, bayesian(pl_module, self))
 
     def _report(self, trainer: pl.Trainer, module: BayesianModule) -> None:
         """Assess what there is, unless that was done; publish it."""
-        if self._seen_at == self._assessed_at and self._assessed_at >= 0:
+        if self._observations == self._reported_observations:
             return
-        self._assessed_at = self._seen_at
+        self._reported_observations = self._observations
         report = assess(self._record(trainer), self._sampler.step_count, self.tolerance, self.false_alarm_rate)
         module.health = report
-        for warning in report["warnings"]:
+        for warning in report["warnings"] if self.warn else []:
             kind = warning.split(":")[0]
             if kind not in self._warned:
                 self._warned.add(kind)
                 rank_zero_warn(f"ChainHealth: {warning}.")
         if self._folder is None:
             self._folder = run_folder(trainer)
-        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if trainer.is_global_zero and self.warn and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             _write(self._folder / "health.json", report)
         scalars = _scalars(report)
         for logger in trainer.loggers:
@@ -284,7 +294,6 @@ class ChainHealth(SamplerCallback):
             square_energies=extras[:, 1],
             counts=counts,
             temperature=round(temperature, 6) if math.isfinite(temperature) else 1.0,
-            momentum=self._has_momentum,
             allowance=[allowance[i] for i in kept],
             clipped=float((extras[:, 3] * weights).sum()) if self._clip[0] else None,
         )
@@ -299,22 +308,14 @@ class ChainHealth(SamplerCallback):
             "counts": counts,
             "missing": sorted(self._missing),
             "warned": sorted(self._warned),
-            "seen_at": self._seen_at,
+            "observations": self._observations,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         means, counts = state_dict["means"], state_dict["counts"]
         self._past = None if means is None else (means, counts)
         self._missing, self._warned = set(state_dict["missing"]), set(state_dict["warned"])
-        self._seen_at = state_dict["seen_at"]
-
-
-def _noise(changes: list[Tensor], preconditioner: list[Tensor] | None, inverse: Tensor) -> Tensor:
-    """Return the mean square of the gradients' changes in each tensor, as the preconditioner weighs them."""
-    if preconditioner is None:
-        return square_norms(changes) * inverse
-    weighted = torch._foreach_mul(changes, preconditioner)
-    return square_norms(weighted) / torch.stack(torch._foreach_norm(preconditioner, 1))
+        self._observations = state_dict["observations"]
 
 
 def _scalars(report: dict[str, Any]) -> dict[str, float]:

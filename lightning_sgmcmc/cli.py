@@ -1,4 +1,4 @@
-"""The command line: `sgmcmc fit|validate|test|predict --config …`, a LightningCLI."""
+"""The command line: `sgmcmc fit|validate|test|predict|tune --config …`, a LightningCLI."""
 
 import os
 import sys
@@ -21,6 +21,18 @@ class SamplingCLI(LightningCLI):
             return
         self.trainer.test(module, datamodule=self.datamodule, verbose=False)
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return Lightning's subcommands and `tune`, each with the arguments that are not options."""
+        return LightningCLI.subcommands() | {"tune": {"model", "datamodule"}}
+
+    def tune(self, **options: Any) -> None:
+        """Propose a step size from short runs with the configuration's trainer, without its callbacks."""
+        from lightning_sgmcmc.tune import tune
+
+        config = self._get(self.config_init, "trainer", default={})
+        tune(self.trainer, lambda **changes: self.trainer_class(**{**config, **changes}), **options)
+
 
 def _has_test_data(datamodule: pl.LightningDataModule | None) -> bool:
     if datamodule is None:
@@ -39,6 +51,7 @@ def main(args: Any = None) -> None:
         args: the arguments in place of the process's own.
     """
     from lightning_sgmcmc.callbacks import PredictionWriter
+    from lightning_sgmcmc.tune import TuningTrainer
 
     # Configurations name classes of the folder that the command is called in.
     if os.getcwd() not in sys.path:
@@ -46,6 +59,7 @@ def main(args: Any = None) -> None:
     SamplingCLI(
         model_class=BayesianModule,
         datamodule_class=pl.LightningDataModule,
+        trainer_class=TuningTrainer,
         subclass_mode_model=True,
         subclass_mode_data=True,
         auto_configure_optimizers=False,

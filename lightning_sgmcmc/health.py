@@ -3,7 +3,11 @@
 Under the target exp(-U/τ) every tensor of n parameters has
 
     E[(θ - c)·∂U/∂θ]/n = τ  for any constant c        (configurational temperature, integration by parts)
-    E[m·m]/(n·σ²) = 1,  σ² the variance that the rule gives a momentum coordinate at τ   (kinetic temperature)
+    E[m·m]/(n·σ²) = 1,  σ² the variance of a momentum coordinate at τ        (kinetic temperature over τ)
+
+For rules without momentum m is the step itself, with σ² = 2·lr·τ/N and E[Δθ·Δθ] = lr²·E[g·g] + n·σ². In equilibrium
+E‖θ - c‖² stays what it is, and then this is the configurational temperature too, known far more precisely:
+E[(θ - c)·∂U]/n = τ·(1 + lr·N·E[g·g]/(2·n·τ)).
 
 A step that is too large, and the noise of mini-batch gradients, heat the chain: temperatures above τ. A chain that has
 not yet spread from where it was optimized to has a configurational temperature below τ.
@@ -23,6 +27,8 @@ ROWS = 4
 KINETIC, PLAIN, ANCHOR, NOISE = range(ROWS)
 MIN_BATCHES = 8
 MAX_BATCHES = 40
+HEAT_WARNINGS = ("divergence", "kinetic temperature", "configurational temperature", "gradient noise")
+"""How the warnings begin that a smaller step cures, temperatures below the target aside."""
 
 
 # -- what a step shows ------------------------------------------------------------------------------------------------
@@ -155,7 +161,6 @@ class Record:
         square_energies: the mean of Ũ², shape (B,).
         counts: observed steps in each batch, shape (B,).
         temperature: τ.
-        momentum: whether the rule has momentum.
         allowance: the noise (in units of `values`' last row) that the rule reckons with, for each tensor; infinite
             where it adapts.
         clipped: share of the observed steps whose gradient was clipped, None without clipping.
@@ -168,7 +173,6 @@ class Record:
     square_energies: Tensor
     counts: Tensor
     temperature: float
-    momentum: bool
     allowance: Sequence[float]
     clipped: float | None = None
 
@@ -255,10 +259,8 @@ class _Judge:
         self.centred_mean, self.centred_error = mean_and_error(self.centred, record.counts)
 
     def tensor(self, index: int) -> dict[str, Any]:
-        kinetic = kinetic_interval = None
-        if self.record.momentum:
-            mean, error = float(self.mean[KINETIC, index]), float(self.error[KINETIC, index])
-            kinetic, kinetic_interval = self._kinetic(mean, error, int(self.numels[index]))
+        mean, error = float(self.mean[KINETIC, index]), float(self.error[KINETIC, index])
+        kinetic, kinetic_interval = self._kinetic(mean, error, int(self.numels[index]))
         plain = float(self.mean[PLAIN, index]), float(self.error[PLAIN, index])
         centred = float(self.centred_mean[index]), float(self.centred_error[index])
         value, interval = self._configurational(plain, centred)
@@ -276,9 +278,7 @@ class _Judge:
         counts = self.record.counts
         rows = torch.cat([self.record.values, self.centred[:, None]], 1) @ weights  # (B, 5)
         mean, error = (t.tolist() for t in mean_and_error(rows, counts))
-        kinetic = kinetic_interval = None
-        if self.record.momentum:
-            kinetic, kinetic_interval = self._kinetic(mean[KINETIC], error[KINETIC], int(self.numels.sum()))
+        kinetic, kinetic_interval = self._kinetic(mean[KINETIC], error[KINETIC], int(self.numels.sum()))
         value, interval = self._configurational((mean[PLAIN], error[PLAIN]), (mean[ROWS], error[ROWS]))
         return {
             "numel": int(self.numels.sum()),
@@ -378,7 +378,7 @@ class _Judge:
     ) -> str:
         named = [name for name in off if name in tensors]
         if named:
-            name = max(named, key=lambda n: abs(tensors[n][kind] - self.tau))
+            name = max(named, key=lambda n: abs(tensors[n][f"{kind}_interval"][0 if side == "above" else 1] - self.tau))
             entry, where = tensors[name], f"{name} ({_count(len(named), len(tensors))} off)"
         else:
             entry, where = self.total(), off[0]
