@@ -197,7 +197,7 @@ def assess(record: Record, step: int, tolerance: float = 0.2, false_alarm_rate: 
         false_alarm_rate: of one assessment.
 
     Returns:
-        the report: "step", "verdict" ("ok", "warning" or "unknown"), "warnings", "temperature", "total", "tensors",
+        the report: "step", "verdict" ("ok", "warning" or "unknown"), "warnings", "temperature", "tolerance", "total", "tensors",
         "gradient_noise_share", "energy", "observations".
     """
     finite = bool(torch.isfinite(record.values).all() and torch.isfinite(record.energies).all())
@@ -206,6 +206,7 @@ def assess(record: Record, step: int, tolerance: float = 0.2, false_alarm_rate: 
         "verdict": "unknown",
         "warnings": [],
         "temperature": record.temperature,
+        "tolerance": tolerance,
         "tensors": {},
         "total": None,
         "gradient_noise_share": {},
@@ -326,11 +327,10 @@ class _Judge:
         return first, second
 
     def _drift_slack(self) -> float:
-        half = len(self.record.counts) // 2
-        errors = [
-            float(mean_and_error(self.record.energies[p], self.record.counts[p])[1])
-            for p in (slice(None, half), slice(half, None))
-        ]
+        counts = self.record.counts
+        half = len(counts) // 2
+        residuals = _without_trend(self.record.energies, counts)
+        errors = [float(mean_and_error(residuals[p], counts[p])[1]) for p in (slice(None, half), slice(half, None))]
         thermal = self.tolerance * self.tau * float(self.numels.sum()) / 2
         return student_quantile(self.probability, half - 1) * math.hypot(*errors) + thermal
 
@@ -427,6 +427,14 @@ class _Judge:
             f"energy: it has {word} from {first:.6g} to {second:.6g} nats between the halves of the sampling stage: "
             f"{advice}"
         ]
+
+
+def _without_trend(values: Tensor, counts: Tensor) -> Tensor:
+    """Return the residuals of a straight line through batch means."""
+    middle = counts.cumsum(0) - counts / 2
+    columns = torch.stack([torch.ones_like(middle), middle / counts.sum()], 1) * counts.sqrt()[:, None]
+    line = torch.linalg.lstsq(columns, (values * counts.sqrt())[:, None]).solution[:, 0]
+    return values - line[0] - line[1] * middle / counts.sum()
 
 
 def _count(part: int, whole: int) -> str:
