@@ -197,8 +197,8 @@ def assess(record: Record, step: int, tolerance: float = 0.2, false_alarm_rate: 
         false_alarm_rate: of one assessment.
 
     Returns:
-        the report: "step", "verdict" ("ok", "warning" or "unknown"), "warnings", "temperature", "tolerance", "total", "tensors",
-        "gradient_noise_share", "energy", "observations".
+        the report: "step", "verdict" ("ok", "warning" or "unknown"), "warnings", "temperature", "tolerance", "total",
+        "tensors", "gradient_noise_share", "energy", "observations".
     """
     finite = bool(torch.isfinite(record.values).all() and torch.isfinite(record.energies).all())
     report: dict[str, Any] = {
