@@ -124,8 +124,17 @@ def temperature_figure(report: Mapping[str, Any]) -> "Figure":
         bounds = np.array([interval if interval is not None else (value, value) for _, value, interval in known])
         errors = np.abs(bounds.T - middle)
         rows = np.array([i for i, _, _ in known]) + offset
-        style = {"color": colour, "marker": marker, "markersize": 3, "linestyle": "none", "elinewidth": 0.8}
-        axes.errorbar(middle, rows, xerr=errors, label=kind, **style)
+        axes.errorbar(
+            middle,
+            rows,
+            xerr=errors,
+            label=kind,
+            color=colour,
+            marker=marker,
+            markersize=3,
+            linestyle="none",
+            elinewidth=0.8,
+        )
         values += middle.tolist()
     # A tensor of few numbers may have an interval many times the target; it must not hide the others.
     low, high = min(values), max(values)

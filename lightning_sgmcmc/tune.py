@@ -335,13 +335,15 @@ def _print(proposal: StepProposal, setting: float | None, factor: float, folder:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="Step sizes", caption=str(folder / "tune.json"))
-    for column in ("lr", "kinetic T", "configurational T", "gradient noise", "energy (nats)"):
+    table = Table(
+        title="Temperatures, share of gradient noise and energy by step size", caption=str(folder / "tune.json")
+    )
+    for column in ("lr", "kinetic", "configurational", "noise", "energy"):
         table.add_column(column, justify="right")
-    table.add_column("verdict")
+    table.add_column("verdict", no_wrap=True)
     for probe in proposal.probes:
         numbers = (probe.kinetic, probe.configurational, probe.noise_share)
-        cells = ["–" if value is None else f"{value:.3f}" for value in numbers]
+        cells = ["–" if value is None else f"{value:.3g}" for value in numbers]
         energy = "–" if probe.energy is None else f"{probe.energy:.6g}"
         verdict = "healthy" if probe.healthy else probe.reason.split(":")[0]
         table.add_row(f"{probe.lr:.4g}", *cells, energy, verdict)
