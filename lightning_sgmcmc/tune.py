@@ -124,7 +124,9 @@ def propose_lr(
 
             def probe(lr: float) -> Probe:
                 restore()
-                return runs.probe(lr, steps, energy)
+                found = runs.probe(lr, steps, energy)
+                rank_zero_info(f"lr={lr:.3g}: {'healthy' if found.healthy else found.reason.split(':')[0]}")
+                return found
 
             probes = _search(probe, lr, max_probes)
     healthy = [p.lr for p in probes if p.healthy]
@@ -140,7 +142,6 @@ def _search(probe: Callable[[float], Probe], lr: float, max_probes: int) -> list
     factor = 2.0 if probes[0].healthy else 0.5
     while len(probes) < max_probes and probes[-1].healthy == probes[0].healthy:
         probes.append(probe(probes[-1].lr * factor))
-        rank_zero_info(f"tune: lr={probes[-1].lr:.3g} is {'healthy' if probes[-1].healthy else probes[-1].reason}")
     if len(probes) < max_probes and probes[-1].healthy != probes[0].healthy:
         probes.append(probe(math.sqrt(probes[-1].lr * probes[-2].lr)))
     return probes
@@ -178,6 +179,7 @@ class _Runs:
             enable_model_summary=False,
             limit_val_batches=0,
             num_sanity_val_steps=0,
+            fast_dev_run=False,
         )
         trainer.fit(self.module, **self.data)
 
