@@ -2,6 +2,7 @@
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback
 from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage, Evaluation
+from lightning_sgmcmc.callbacks.chain_health import ChainHealth
 from lightning_sgmcmc.callbacks.cyclical_schedule import CyclicalSchedule
 from lightning_sgmcmc.callbacks.prediction_writer import PredictionWriter
 from lightning_sgmcmc.callbacks.run_summary import RunSummary
@@ -10,6 +11,7 @@ from lightning_sgmcmc.callbacks.sampling_schedule import SamplingSchedule
 
 __all__ = [
     "BayesianModelAverage",
+    "ChainHealth",
     "CyclicalSchedule",
     "Evaluation",
     "PredictionWriter",

@@ -1,4 +1,4 @@
-"""The command line: `sgmcmc fit|validate|test|predict --config …`, a LightningCLI, and `sgmcmc report RUN`."""
+"""The command line: `sgmcmc fit|validate|test|predict|tune --config …`, a LightningCLI, and `sgmcmc report RUN`."""
 
 import os
 import sys
@@ -53,6 +53,18 @@ class SamplingCLI(LightningCLI):
             return
         self.trainer.test(module, datamodule=self.datamodule, verbose=False)
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return Lightning's subcommands and `tune`, each with the arguments that are not options."""
+        return LightningCLI.subcommands() | {"tune": {"model", "datamodule"}}
+
+    def tune(self, **options: Any) -> None:
+        """Propose a step size from short runs with the configuration's trainer, without its callbacks."""
+        from lightning_sgmcmc.tune import tune
+
+        config = self._get(self.config_init, "trainer", default={})
+        tune(self.trainer, lambda **changes: self.trainer_class(**{**config, **changes}), **options)
+
 
 def _has_test_data(datamodule: pl.LightningDataModule | None) -> bool:
     if datamodule is None:
@@ -71,6 +83,7 @@ def main(args: Any = None) -> None:
         args: the arguments in place of the process's own.
     """
     from lightning_sgmcmc.callbacks import PredictionWriter
+    from lightning_sgmcmc.tune import TuningTrainer
 
     given = sys.argv[1:] if args is None else args
     if isinstance(given, list) and given[:1] == ["report"]:
@@ -83,6 +96,7 @@ def main(args: Any = None) -> None:
     SamplingCLI(
         model_class=BayesianModule,
         datamodule_class=pl.LightningDataModule,
+        trainer_class=TuningTrainer,
         subclass_mode_model=True,
         subclass_mode_data=True,
         auto_configure_optimizers=False,

@@ -1,7 +1,7 @@
 """The pictures of a run: each function draws one figure from plain numbers and returns it."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -115,4 +115,49 @@ def sample_energy_figure(chains: Mapping[int, tuple[Sequence[int], Sequence[floa
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if 1 < len(chains) <= 10:
         axes.legend(loc="upper right")
+    return figure
+
+
+def temperature_figure(report: Mapping[str, Any]) -> "Figure":
+    """Draw each tensor's kinetic and configurational temperature with its interval against the target.
+
+    Args:
+        report: what `lightning_sgmcmc.health.assess` returns: "temperature", "tolerance" and "tensors".
+    """
+    tensors, target = report["tensors"], report["temperature"]
+    figure, (axes,) = _canvas(height=max(2.5, 1.2 + 0.16 * len(tensors)))
+    kinds = [("kinetic", AVERAGE_COLOUR, "o", -0.15), ("configurational", SAMPLE_COLOUR, "s", 0.15)]
+    tolerance = report.get("tolerance", 0.2)
+    limits = (1 - tolerance) * target, (1 + tolerance) * target
+    axes.axvspan(*limits, color=SINGLE_COLOUR, alpha=0.2, label=f"target ± {tolerance:.0%}")
+    axes.axvline(target, color="black", linestyle=":", linewidth=1)
+    values: list[float] = [target]
+    for kind, colour, marker, offset in kinds:
+        known = [(i, e[kind], e[f"{kind}_interval"]) for i, e in enumerate(tensors.values()) if e[kind] is not None]
+        if not known:
+            continue
+        middle = np.array([value for _, value, _ in known])
+        bounds = np.array([interval if interval is not None else (value, value) for _, value, interval in known])
+        errors = np.abs(bounds.T - middle)
+        rows = np.array([i for i, _, _ in known]) + offset
+        axes.errorbar(
+            middle,
+            rows,
+            xerr=errors,
+            label=kind,
+            color=colour,
+            marker=marker,
+            markersize=3,
+            linestyle="none",
+            elinewidth=0.8,
+        )
+        values += middle.tolist()
+    # A tensor of few numbers may have an interval many times the target; it must not hide the others.
+    low, high = min(values), max(values)
+    margin = 0.5 * target + 0.1 * (high - low)
+    axes.set_xlim(low - margin, high + margin)
+    axes.set_yticks(range(len(tensors)), list(tensors), fontsize=6 if len(tensors) > 20 else 8)
+    axes.set_ylim(len(tensors) - 0.4, -0.6)
+    axes.set_xlabel("temperature")
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.0 + 0.6 / figure.get_size_inches()[1]), ncols=3)
     return figure

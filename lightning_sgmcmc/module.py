@@ -111,6 +111,8 @@ class BayesianModule(pl.LightningModule):
         self.posterior: Posterior | None = None
         self.evaluations: dict[str, Any] = {}
         """By stage ("val", "test"), the `Evaluation` of the collected samples, if a callback makes one."""
+        self.health: dict[str, Any] | None = None
+        """The last report of a `ChainHealth` callback."""
         self._given_num_data = num_data
         self._sampling_seed = seed
         self._trainable: dict[str, Tensor] | None = None

@@ -74,7 +74,11 @@ class ConjugateRegression:
     # -- the exact stationary law ---------------------------------------------------------------------------------
 
     def _stationary(self, drift: Array, push: Array, noise: Array, batch_size: int) -> Array:
-        """Return the stationary covariance of θ, averaged over outputs.
+        """Return the stationary covariance of θ, averaged over outputs."""
+        return self._stationary_state(drift, push, noise, batch_size)[: self.features, : self.features]
+
+    def _stationary_state(self, drift: Array, push: Array, noise: Array, batch_size: int) -> Array:
+        """Return the stationary covariance of the whole state, averaged over outputs.
 
         Args:
             drift: F at zero gradient, (z, z); the state's first d entries are θ.
@@ -97,26 +101,49 @@ class ConjugateRegression:
             forcing = push @ (gradients.T @ gradients / (n_data * batch_size)) @ push.T + noise
             # The gradient's noise at the mean, and its change with θ, are correlated, but times a θ - mean of mean 0.
             solution = np.linalg.solve(np.eye(len(transfer)) - transfer, forcing.reshape(-1))
-            covariances.append(solution.reshape(forcing.shape)[:d, :d])
+            covariances.append(solution.reshape(forcing.shape))
         return np.mean(covariances, axis=0)
 
     def sgld_covariance(self, lr: float, batch_size: int, temperature: float = 1.0) -> Array:
+        return self._stationary(*self.sgld_system(lr, temperature), batch_size)
+
+    def sgld_system(self, lr: float, temperature: float = 1.0) -> tuple[Array, Array, Array]:
+        """Return drift, push and noise, see `_stationary_state`."""
         identity = np.eye(self.features)
-        return self._stationary(identity, lr * identity, 2 * lr * temperature / self.num_data * identity, batch_size)
+        return identity, lr * identity, 2 * lr * temperature / self.num_data * identity
 
     def sghmc_covariance(self, lr: float, batch_size: int, friction: float, temperature: float = 1.0) -> Array:
+        return self._stationary(*self.sghmc_system(lr, friction, temperature), batch_size)
+
+    def sghmc_system(self, lr: float, friction: float, temperature: float = 1.0) -> tuple[Array, Array, Array]:
+        """Return drift, push and noise, see `_stationary_state`."""
         identity, zero, momentum = np.eye(self.features), np.zeros((self.features, self.features)), 1 - friction
         drift = np.block([[identity, momentum * identity], [zero, momentum * identity]])
         push = lr * np.vstack([identity, identity])
         variance = 2 * friction * lr * temperature / self.num_data
-        return self._stationary(drift, push, variance * np.kron(np.ones((2, 2)), identity), batch_size)
+        return drift, push, variance * np.kron(np.ones((2, 2)), identity)
 
     def underdamped_covariance(self, step: float, batch_size: int, friction: float, temperature: float = 1.0) -> Array:
+        return self._stationary(*self.underdamped_system(step, friction, temperature), batch_size)
+
+    def underdamped_system(self, step: float, friction: float, temperature: float = 1.0) -> tuple[Array, Array, Array]:
+        """Return drift, push and noise, see `_stationary_state`."""
         identity, zero = np.eye(self.features), np.zeros((self.features, self.features))
         drift = np.block([[identity, step * identity], [zero, (1 - step * friction) * identity]])
         push = step * self.num_data * np.vstack([zero, identity])
         noise = np.block([[zero, zero], [zero, 2 * friction * temperature * step * identity]])
-        return self._stationary(drift, push, noise, batch_size)
+        return drift, push, noise
+
+    def gradient_covariance(self, covariance: Array, batch_size: int) -> Array:
+        """Return the mini-batch covariance of the gradient of Ũ/N, averaged over outputs and over θ, (d, d)."""
+        per_datum = np.einsum("ni,nj->nij", self.x, self.x) / self.noise_std**2
+        deviations = per_datum - per_datum.mean(0)
+        spread = np.einsum("nij,jk,nlk->il", deviations, covariance, deviations) / self.num_data
+        residuals = self.x @ self.mean.T - self.y  # (N, D)
+        gradients = self.x[:, None] * residuals[..., None] / self.noise_std**2
+        gradients = gradients - gradients.mean(0)
+        at_mean = np.einsum("noi,noj->ij", gradients, gradients) / (self.num_data * self.outputs)
+        return (at_mean + spread) / batch_size
 
 
 class Draws(SamplerCallback):

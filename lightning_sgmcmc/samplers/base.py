@@ -181,6 +181,33 @@ class Sampler(Optimizer):
         """Update `params` in place by one step; `noise` is None at temperature 0, else free to be overwritten."""
         raise NotImplementedError
 
+    # -- the rule's own fluctuations, for diagnostics (`lightning_sgmcmc.health`) -------------------------------------
+
+    def momentum_variance(self, group: dict[str, Any], before: "Control | None") -> "Control | None":
+        """Return the variance of a momentum coordinate after a step without force, None for rules without momentum.
+
+        Args:
+            group: the parameter group, with the controls of the step.
+            before: the variance before the step; None asks for the stationary one.
+        """
+        return None
+
+    def gradient_noise_factor(self, group: dict[str, Any]) -> Control:
+        """Return by what to multiply a gradient's variance to have it over the variance that friction takes out."""
+        return group["lr"] * self._data() / (2 * group["temperature"])
+
+    def gradient_noise_allowance(self, group: dict[str, Any]) -> float:
+        """Return the mini-batch noise that the rule reckons with, over the variance that friction takes out."""
+        return 0.0
+
+    def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return G of steps -lr·G⊙g + √(2·lr·τ·G/N)⊙ξ, None where G = 1."""
+        return None
+
+    def _data(self) -> int:
+        assert self.num_data is not None
+        return self.num_data
+
     # -- helpers for the update rules ---------------------------------------------------------------------------------
 
     def _buffers(self, params: Sequence[Tensor], name: str) -> list[Tensor]:

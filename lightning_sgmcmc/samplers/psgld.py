@@ -1,6 +1,6 @@
 """Preconditioned stochastic gradient Langevin dynamics."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,11 @@ class pSGLD(Sampler):
                 self._add(params, noise, scale)
             else:
                 torch._foreach_addcdiv_(params, noise, inverse, scale)
+
+    def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
+        inverse = torch._foreach_sqrt(self._buffers(params, "square_avg"))
+        torch._foreach_add_(inverse, self.param_groups[0]["eps"])
+        return list(torch._foreach_reciprocal(inverse))
 
     def _kept(self, params: list[Tensor]) -> list[Tensor]:
         """Return scratch tensors in the parameters' shapes, the same ones at every step; not part of the state."""

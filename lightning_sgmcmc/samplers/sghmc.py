@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.samplers.base import Sampler, square_root
+from lightning_sgmcmc.samplers.base import Control, Sampler, square_root
 
 
 class SGHMC(Sampler):
@@ -63,6 +63,18 @@ class SGHMC(Sampler):
             self._add(momenta, noise, square_root(variance))
             torch._foreach_add_(params, momenta)
         group["last_lr"] = lr.clone() if isinstance(lr, Tensor) else lr
+
+    def momentum_variance(self, group: dict[str, Any], before: "Control | None") -> "Control | None":
+        friction, thermal = group["friction"], group["lr"] * group["temperature"] / self._data()
+        if before is None:
+            return thermal / (1 - friction / 2)
+        return (1 - friction) ** 2 * before + 2 * friction * thermal
+
+    def gradient_noise_factor(self, group: dict[str, Any]) -> Control:
+        return super().gradient_noise_factor(group) / group["friction"]
+
+    def gradient_noise_allowance(self, group: dict[str, Any]) -> float:
+        return float(group["noise_estimate"] / group["friction"])
 
     def _momenta(self, group: dict[str, Any], params: list[Tensor], as_velocity: bool) -> list[Tensor]:
         """Return the momentum buffers as velocities v, or as b = -v/lr, converted if they were the other."""

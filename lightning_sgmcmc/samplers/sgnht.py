@@ -1,5 +1,6 @@
 """The stochastic gradient Nosé-Hoover thermostat."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -73,6 +74,15 @@ class SGNHT(Sampler):
         if noise is not None:
             excess = self._mean_square(velocities) - temperature * lr / self.num_data
             thermostat.add_(excess / group["thermal_inertia"])
+
+    def momentum_variance(self, group: dict[str, Any], before: "Control | None") -> "Control | None":
+        return group["lr"] * group["temperature"] / self._data()  # which the thermostat holds
+
+    def gradient_noise_factor(self, group: dict[str, Any]) -> Control:
+        return super().gradient_noise_factor(group) / group["friction"]
+
+    def gradient_noise_allowance(self, group: dict[str, Any]) -> float:
+        return math.inf  # the thermostat takes it out
 
     def _mean_square(self, velocities: list[Tensor]) -> Control:
         """Return the mean of v² over all coordinates of each chain, shape () or (C,)."""

@@ -57,3 +57,12 @@ class UnderdampedLangevin(Sampler):
         self._add(momenta, grads, -step * group["gradient_multiplier"] * self.num_data)
         if noise is not None:
             self._add(momenta, noise, square_root(2 * friction * group["temperature"] * step))
+
+    def momentum_variance(self, group: dict[str, Any], before: "Control | None") -> "Control | None":
+        damping, temperature = group["lr"] * group["friction"], group["temperature"]
+        if before is None:
+            return temperature / (1 - damping / 2)
+        return (1 - damping) ** 2 * before + 2 * damping * temperature
+
+    def gradient_noise_factor(self, group: dict[str, Any]) -> Control:
+        return group["lr"] * self._data() ** 2 / (2 * group["friction"] * group["temperature"])
