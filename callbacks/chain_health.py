@@ -13,8 +13,10 @@ from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.run_folder import run_folder
+from lightning_sgmcmc.energy_guard import NonFiniteEnergyError
 from lightning_sgmcmc.health import (
     ANCHOR,
+    DIVERGENCE,
     KINETIC,
     NOISE,
     PLAIN,
@@ -97,11 +99,12 @@ class ChainHealth(SamplerCallback):
         self._warned: set[str] = set()
         self._copied_at = -1
         self._observations, self._reported_observations = 0, -1
-        self._folder: Path | None = None
+        self._folder = Path()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)
         sampler = self._sampler = module.sampler
+        self._folder = run_folder(trainer)
         names = {p: name for name, p in module.named_parameters()}
         self._params = [p for group in sampler.param_groups for p in group["params"]]
         self._names = [names.get(p, f"parameter {i}") for i, p in enumerate(self._params)]
@@ -252,27 +255,35 @@ class ChainHealth(SamplerCallback):
         self._reported_observations = -1
         self._report(trainer, bayesian(pl_module, self))
 
-    def _report(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        # The energy guard stops a chain that diverges before its numbers come here; the record should say why.
+        if isinstance(exception, NonFiniteEnergyError) and trainer.state.fn == "fit":
+            self._reported_observations = -1
+            self._report(trainer, bayesian(pl_module, self), diverged=True)
+
+    def _report(self, trainer: pl.Trainer, module: BayesianModule, diverged: bool = False) -> None:
         """Assess what there is, unless that was done; publish it."""
         if self._observations == self._reported_observations:
             return
         self._reported_observations = self._observations
-        report = assess(self._record(trainer), self._sampler.step_count, self.tolerance, self.false_alarm_rate)
+        # Where the run has failed, the ranks may no longer be in step, so what they share is left out.
+        record = self._record(trainer, shared=not diverged)
+        report = assess(record, self._sampler.step_count, self.tolerance, self.false_alarm_rate)
+        if diverged:
+            report["verdict"], report["warnings"] = "warning", [DIVERGENCE, *report["warnings"]]
         module.health = report
         for warning in report["warnings"] if self.warn else []:
             kind = warning.split(":")[0]
             if kind not in self._warned:
                 self._warned.add(kind)
                 rank_zero_warn(f"ChainHealth: {warning}.")
-        if self._folder is None:
-            self._folder = run_folder(trainer)
         if trainer.is_global_zero and self.warn and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             _write(self._folder / "health.json", report)
         scalars = _scalars(report)
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step)
 
-    def _record(self, trainer: pl.Trainer) -> Record:
+    def _record(self, trainer: pl.Trainer, shared: bool = True) -> Record:
         batches = self._batches()
         count, length = len(self._params), self._length
         means, counts = (
@@ -280,7 +291,7 @@ class ChainHealth(SamplerCallback):
         )
         kept = [i for i, name in enumerate(self._names) if name not in self._missing]
         extras = means[:, ROWS * count :]
-        if trainer.world_size > 1:  # the energies of a step are of the ranks' own batches
+        if shared and trainer.world_size > 1:  # the energies of a step are of the ranks' own batches
             extras = trainer.strategy.reduce(extras.to(self._inverse_numels), reduce_op="mean").double().cpu()
         weights = counts / counts.sum()
         temperature = float((extras[:, 2] * weights).sum()) if len(counts) else math.nan

@@ -116,7 +116,7 @@ class ArrayDataModule(pl.LightningDataModule):
         return self._loader(2)
 
 
-def replica_of(datamodule: pl.LightningDataModule) -> dict[str, int]:
+def replica_of(datamodule: pl.LightningDataModule) -> dict[str, Any]:
     """Return `num_replicas` and `rank` of this process among those that share a chain's data."""
     strategy = getattr(datamodule.trainer, "strategy", None)
     kwargs = getattr(strategy, "distributed_sampler_kwargs", None) or {}

@@ -27,6 +27,10 @@ ROWS = 4
 KINETIC, PLAIN, ANCHOR, NOISE = range(ROWS)
 MIN_BATCHES = 8
 MAX_BATCHES = 40
+DIVERGENCE = (
+    "divergence: energies or gradients are infinite or NaN: take a smaller step (lr), and see that the burn-in ends in "
+    "a finite energy"
+)
 HEAT_WARNINGS = ("divergence", "kinetic temperature", "configurational temperature", "gradient noise")
 """How the warnings begin that a smaller step cures, temperatures below the target aside."""
 
@@ -215,10 +219,7 @@ def assess(record: Record, step: int, tolerance: float = 0.2, false_alarm_rate: 
     }
     if not finite:
         report["verdict"] = "warning"
-        report["warnings"] = [
-            "divergence: energies or gradients of the sampling stage are infinite or NaN: take a smaller step (lr), "
-            "and see that the burn-in ends in a finite energy"
-        ]
+        report["warnings"] = [DIVERGENCE]
         return report
     if len(record.counts) < 2 or not record.names:
         return report

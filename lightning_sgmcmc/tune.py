@@ -24,6 +24,7 @@ from lightning_sgmcmc.callbacks import ChainHealth, CyclicalSchedule, SamplerCal
 from lightning_sgmcmc.callbacks.base import schedule_of
 from lightning_sgmcmc.callbacks.run_folder import run_folder
 from lightning_sgmcmc.chain_state import ChainState
+from lightning_sgmcmc.energy_guard import NonFiniteEnergyError
 from lightning_sgmcmc.health import HEAT_WARNINGS
 from lightning_sgmcmc.module import BayesianModule
 
@@ -202,6 +203,8 @@ class _Runs:
                 self._fit(steps, SamplingSchedule(burn_in_steps=0, every_n_steps=steps), health)
         except ValueError as error:  # a step that the sampler itself refuses
             return Probe(lr, None, None, None, None, False, f"refused: {error}")
+        except NonFiniteEnergyError as error:
+            return Probe(lr, None, None, None, None, False, f"divergence: {error}")
         report = self.module.health
         assert report is not None
         total = report["total"] or {"kinetic": None, "configurational": None}

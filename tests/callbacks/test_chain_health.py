@@ -11,7 +11,16 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc import SGHMC, SGLD, SGNHT, BayesianModule, Categorical, UnderdampedLangevin, pSGLD
+from lightning_sgmcmc import (
+    SGHMC,
+    SGLD,
+    SGNHT,
+    BayesianModule,
+    Categorical,
+    NonFiniteEnergyError,
+    UnderdampedLangevin,
+    pSGLD,
+)
 from lightning_sgmcmc.callbacks import ChainHealth, CyclicalSchedule, SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.figures import temperature_figure
 from tests.conjugate import ConjugateRegression, quiet_trainer
@@ -164,11 +173,12 @@ def test_warns_once_with_advice_and_writes_its_scalars(tmp_path: Path) -> None:
 
 def test_divergence_is_said_and_still_json() -> None:
     module = PROBLEM.module(sampler=SGLD, lr=20.0, seed=0)
-    with pytest.warns(UserWarning, match="divergence: .* smaller step"):
+    with pytest.warns(UserWarning, match="divergence: .* smaller step"), pytest.raises(NonFiniteEnergyError):
         run(module)
     report = json.loads(Path("sgmcmc/health.json").read_text())
     assert report["verdict"] == "warning"
-    assert report["energy"] == {"mean": None, "std": None, "expected": None}
+    assert report["warnings"][0].startswith("divergence: ")
+    assert report["step"] < 200
 
 
 def test_clipping_that_bites_is_said() -> None:
