@@ -1,0 +1,1 @@
+"""The experiments of the papers: settings in one place each, a table against the papers' figures, pictures."""

@@ -1,0 +1,78 @@
+"""What every recipe writes: `results.json`, and `table.md` with ours beside the paper's."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a recipe is run with.
+
+    Attributes:
+        out: the run's folder.
+        data_root: folder of the data sets.
+        full: the paper's setting, in place of one of some minutes.
+        seed: seed of the run; repeats take the seeds behind it.
+    """
+
+    out: Path
+    data_root: Path
+    full: bool = False
+    seed: int = 0
+
+    @property
+    def scale(self) -> str:
+        """What `results.json` calls it."""
+        return "full" if self.full else "quick"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: what was measured, its standard error over repeats, and the paper's where it gives one."""
+
+    method: str
+    metric: str
+    value: float
+    error: float | None = None
+    paper: float | None = None
+    paper_error: float | None = None
+
+
+def mean_row(method: str, metric: str, values: Sequence[float], paper: float | None = None) -> Row:
+    """Return the mean over repeats and its standard error (None for one repeat)."""
+    count = len(values)
+    mean = sum(values) / count
+    error = math.sqrt(sum((v - mean) ** 2 for v in values) / (count - 1) / count) if count > 1 else None
+    return Row(method, metric, mean, error, paper)
+
+
+def write_results(recipe: str, options: Options, rows: Sequence[Row], seconds: float) -> None:
+    """Write `results.json` and `table.md` into the run's folder."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = {
+        "recipe": recipe,
+        "scale": options.scale,
+        "seed": options.seed,
+        "rows": [asdict(row) for row in rows],
+        "seconds": round(seconds, 1),
+    }
+    (options.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    (options.out / "table.md").write_text(markdown(rows))
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return the table: a line for each figure."""
+    lines = ["| method | metric | ours | paper |", "|---|---|---|---|"]
+    for row in rows:
+        ours, paper = _with_error(row.value, row.error), _with_error(row.paper, row.paper_error)
+        lines.append(f"| {row.method} | {row.metric} | {ours} | {paper} |")
+    return "\n".join(lines) + "\n"
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if error is None else f"{value:.4g} ± {error:.2g}"
