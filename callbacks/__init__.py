@@ -1,9 +1,10 @@
 """Callbacks of a sampling run; they meet at the module's controls and samples and combine freely."""
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback
-from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage, Evaluation
+from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage
 from lightning_sgmcmc.callbacks.chain_health import ChainHealth
 from lightning_sgmcmc.callbacks.cyclical_schedule import CyclicalSchedule
+from lightning_sgmcmc.callbacks.loader_average import Evaluation
 from lightning_sgmcmc.callbacks.prediction_writer import PredictionWriter
 from lightning_sgmcmc.callbacks.run_summary import RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector

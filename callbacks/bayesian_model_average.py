@@ -3,60 +3,21 @@
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, Subset
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, require_schedule
-from lightning_sgmcmc.evaluation import CycleAverage, WeightedAverage, evaluate, evaluation_mode
+from lightning_sgmcmc.callbacks.loader_average import LoaderAverage
+from lightning_sgmcmc.callbacks.out_of_distribution import OutOfDistributionData, OutOfDistributionSource
+from lightning_sgmcmc.evaluation import evaluate, evaluation_mode
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.store import PosteriorSample
-
-MEMBER_KEYS = ("step", "chain", "cycle")
-
-
-@dataclass
-class Evaluation:
-    """What is known of the collected samples on one data set.
-
-    Attributes:
-        members: for each sample its step, chain, cycle and own metrics.
-        running: for each sample the metrics of the average of all samples so far.
-        average: the average's tensors (see `WeightedAverage`), for figures.
-        target: the targets, shape (n, …), None where the module has no likelihood.
-    """
-
-    members: list[dict[str, float]] = field(default_factory=list)
-    running: list[dict[str, float]] = field(default_factory=list)
-    average: WeightedAverage | None = None
-    target: Tensor | None = None
-
-    @property
-    def bma(self) -> dict[str, float]:
-        """The metrics of the average of all samples."""
-        return self.running[-1] if self.running else {}
-
-    @property
-    def single(self) -> dict[str, float]:
-        """The single samples' metrics, averaged over the samples."""
-        names = [name for name in self.bma if self.members]
-        return {name: sum(m[name] for m in self.members) / len(self.members) for name in names}
-
-    @property
-    def single_std(self) -> dict[str, float]:
-        """The single samples' standard deviation of each metric (NaN for one sample)."""
-        count = len(self.members)
-        deviations = {}
-        for name, mean in self.single.items():
-            squares = sum((m[name] - mean) ** 2 for m in self.members)
-            deviations[name] = math.sqrt(squares / (count - 1)) if count > 1 else math.nan
-        return deviations
 
 
 class BayesianModelAverage(SamplerCallback):
@@ -71,22 +32,35 @@ class BayesianModelAverage(SamplerCallback):
     entropy for classes; rmse, nll and the coverage of central 50 % and 90 % intervals in regression, in original
     units where the datamodule has a `target_std`.
 
+    On out-of-distribution data (classes only) it adds, for each set, `ood_<name>_auroc` of telling its inputs from the
+    evaluation data by the predictive entropy, `ood_<name>_entropy`, the mean predictive entropy in nats, and
+    `ood_<name>_brier`, the mean over inputs and classes of the squared probability (Deng et al. 2022, where every
+    class is wrong).
+
     Args:
         cycle_weights: "uniform" averages all samples by their own (importance) weights; "harmonic" weighs each cycle
             by the harmonic mean of its samples' likelihoods p(D|θ) over all training data, one more pass over them
             for each sample.
+        ood: out-of-distribution data: a datamodule, whose test data are taken, or a loader in a fixed order; or several
+            by name. One without a name is called after its class (`NotMNISTDataModule`: "notmnist").
 
     Raises:
-        ValueError: for another cycle_weights; at setup, if no schedule would draw a sample.
+        ValueError: for another cycle_weights; at setup, if no schedule would draw a sample, or out-of-distribution data
+            come with a likelihood that has no class probabilities.
 
     Source: Zhang et al. 2020 (cSG-MCMC), eq. (4).
     """
 
-    def __init__(self, cycle_weights: Literal["uniform", "harmonic"] = "uniform") -> None:
+    def __init__(
+        self,
+        cycle_weights: Literal["uniform", "harmonic"] = "uniform",
+        ood: OutOfDistributionSource | dict[str, OutOfDistributionSource] | None = None,
+    ) -> None:
         if cycle_weights not in ("uniform", "harmonic"):
             raise ValueError(f"cycle_weights must be 'uniform' or 'harmonic', got {cycle_weights!r}")
         self.cycle_weights = cycle_weights
-        self._averages: list[_LoaderAverage] = []
+        self.ood = OutOfDistributionData(ood)
+        self._averages: list[LoaderAverage] = []
 
     # -- during the fit -----------------------------------------------------------------------------------------------
 
@@ -94,6 +68,8 @@ class BayesianModelAverage(SamplerCallback):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             require_schedule(trainer, self)
+        if stage != "predict":
+            self.ood.setup(trainer, bayesian(pl_module, self))
 
     def reset(self) -> None:
         self._averages = []
@@ -113,7 +89,7 @@ class BayesianModelAverage(SamplerCallback):
                 "validation or test loader with shuffle=False"
             )
         if len(self._averages) != len(loaders):
-            self._averages = [_LoaderAverage(self.cycle_weights) for _ in loaders]
+            self._averages = [LoaderAverage(self.cycle_weights) for _ in loaders]
         self._publish(bayesian(pl_module, self), "val")
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
@@ -127,7 +103,7 @@ class BayesianModelAverage(SamplerCallback):
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # For checkpoint monitors, which want their key from the first epoch on; the loggers have had the numbers.
         if trainer.state.fn == "fit" and not trainer.sanity_checking and self._averages:
-            metrics = self._metrics("val") or _no_metrics(bayesian(pl_module, self), "val")
+            metrics = self._metrics("val") or self._no_metrics(bayesian(pl_module, self), "val")
             pl_module.log_dict(metrics, logger=False, sync_dist=True)
 
     # -- after the fit ------------------------------------------------------------------------------------------------
@@ -152,7 +128,7 @@ class BayesianModelAverage(SamplerCallback):
         source = trainer.test_dataloaders if stage == "test" else trainer.val_dataloaders
         limits = trainer.num_test_batches if stage == "test" else trainer.num_val_batches
         loaders = _loaders(source)
-        self._averages = [_LoaderAverage(self.cycle_weights) for _ in loaders]
+        self._averages = [LoaderAverage(self.cycle_weights) for _ in loaders]
         self._publish(module, stage)
         for sample in module.posterior:
             self._take(trainer, module, sample, loaders, limits)
@@ -175,20 +151,30 @@ class BayesianModelAverage(SamplerCallback):
         with torch.random.fork_rng(devices), evaluation_mode(module):
             state = {name: tensor.to(module.device) for name, tensor in sample.state.items()}
             log_likelihood = self._full_log_likelihood(trainer, module, state)
-            for average, loader, limit in zip(self._averages, loaders, limits, strict=True):
+            with precision.val_step_context():
+                ood_terms = self.ood.terms(trainer, module, state)
+            for index, (average, loader, limit) in enumerate(zip(self._averages, loaders, limits, strict=True)):
                 with precision.val_step_context():
                     scores = evaluate(module, state, _batches(trainer, module, loader, limit))
-                average.take(module, sample, scores, scale, log_likelihood)
+                average.take(module, sample, scores, scale, log_likelihood, ood_terms if index == 0 else {})
 
     def _full_log_likelihood(self, trainer: pl.Trainer, module: BayesianModule, state: Mapping[str, Tensor]) -> float:
         """Return log p(D|θ) of all training data, if the weights ask for it."""
         if self.cycle_weights == "uniform":
             return 0.0
         if trainer.train_dataloader is None:
-            trainer.fit_loop.setup_data()
+            try:
+                trainer.fit_loop.setup_data()
+            except MisconfigurationException as error:
+                raise ValueError(
+                    "cycle_weights='harmonic' needs the training data, and there are none here: hand the trainer the "
+                    "fit's datamodule"
+                ) from error
         total = torch.zeros((), dtype=torch.float64)
+        plain = getattr(getattr(trainer, "datamodule", None), "training_data", None)  # without augmentation
         for loader in _loaders(trainer.train_dataloader):
-            mine = Subset(loader.dataset, range(trainer.global_rank, len(loader.dataset), trainer.world_size))
+            dataset = plain() if plain is not None else loader.dataset
+            mine = Subset(dataset, range(trainer.global_rank, len(dataset), trainer.world_size))
             again = DataLoader(mine, batch_size=loader.batch_size or 1, collate_fn=loader.collate_fn)
             with trainer.strategy.precision_plugin.val_step_context():
                 _, log_density, _ = evaluate(module, state, _batches(trainer, module, again, len(again)))
@@ -207,94 +193,20 @@ class BayesianModelAverage(SamplerCallback):
                 metrics.update({f"{stage}/{kind}_{name}{suffix}": value for name, value in values.items()})
         return metrics
 
+    def _no_metrics(self, module: BayesianModule, stage: str) -> dict[str, float]:
+        names = module.likelihood.metric_names if module.likelihood is not None else ("nll",)
+        names = (*names, *self.ood.metric_names)
+        return {f"{stage}/{kind}_{name}": math.nan for kind in ("bma", "single") for name in names}
+
     def state_dict(self) -> dict[str, Any]:
         return {"averages": [average.state_dict() for average in self._averages]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._averages = []
         for saved in state_dict["averages"]:
-            average = _LoaderAverage(self.cycle_weights)
+            average = LoaderAverage(self.cycle_weights)
             average.load_state_dict(saved)
             self._averages.append(average)
-
-
-class _LoaderAverage:
-    """The running average over the data of one loader."""
-
-    def __init__(self, cycle_weights: str) -> None:
-        self.evaluation = Evaluation()
-        self._total: WeightedAverage | CycleAverage = (
-            WeightedAverage() if cycle_weights == "uniform" else CycleAverage()
-        )
-
-    def take(
-        self,
-        module: BayesianModule,
-        sample: PosteriorSample,
-        scores: tuple[dict[str, Tensor], Tensor, Tensor | None],
-        scale: float,
-        log_likelihood: float,
-    ) -> None:
-        terms, log_density, target = scores
-        log_density = _gather(log_density)
-        terms = {name: _gather(term) for name, term in terms.items()}
-        target = _gather(target) if target is not None else None
-        self._check_order(target)
-        if isinstance(self._total, CycleAverage):
-            self._total.add(
-                terms,
-                log_density,
-                sample.log_weight,
-                chain=sample.chain,
-                cycle=sample.cycle,
-                log_likelihood=log_likelihood,
-            )
-            average = self._total.combined()
-        else:
-            self._total.add(terms, log_density, sample.log_weight)
-            average = self._total
-        own = _figures(module, terms, log_density, target, scale)
-        place = {key: getattr(sample, key) for key in MEMBER_KEYS}
-        self.evaluation.members.append(place | own)
-        self.evaluation.running.append(_figures(module, average.terms, average.log_density, target, scale))
-        self.evaluation.average = average
-
-    def _check_order(self, target: Tensor | None) -> None:
-        known = self.evaluation.target
-        if known is not None and target is not None and not torch.equal(known.to(target.device), target):
-            raise ValueError(
-                "the evaluation data came in another order than for the sample before, so predictions cannot be "
-                "averaged: make the validation or test loader with shuffle=False"
-            )
-        self.evaluation.target = target
-
-    def state_dict(self) -> dict[str, Any]:
-        evaluation = self.evaluation
-        return {
-            "total": self._total.state_dict(),
-            "members": evaluation.members,
-            "running": evaluation.running,
-            "target": evaluation.target,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._total.load_state_dict(state["total"])
-        average = self._total.combined() if isinstance(self._total, CycleAverage) else self._total
-        self.evaluation = Evaluation(list(state["members"]), list(state["running"]), average, state["target"])
-
-
-def _figures(
-    module: BayesianModule, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor | None, scale: float
-) -> dict[str, float]:
-    if module.likelihood is None or target is None:
-        return {"nll": -log_density.mean().item()}
-    metrics = module.likelihood.metrics(terms, log_density, target, scale)
-    return {name: float(value) for name, value in metrics.items()}
-
-
-def _no_metrics(module: BayesianModule, stage: str) -> dict[str, float]:
-    names = module.likelihood.metric_names if module.likelihood is not None else ("nll",)
-    return {f"{stage}/{kind}_{name}": math.nan for kind in ("bma", "single") for name in names}
 
 
 def _loaders(source: Any) -> list[Any]:
@@ -319,10 +231,3 @@ def _batches(trainer: pl.Trainer, module: BayesianModule, loader: Any, limit: fl
     stop = int(limit) if math.isfinite(limit) else None
     for batch in itertools.islice(loader, stop):
         yield trainer.strategy.batch_to_device(batch, module.device)
-
-
-def _gather(tensor: Tensor) -> Tensor:
-    """Return the tensor of all ranks, joined along the first axis."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.cat(gather_all_tensors(tensor.contiguous()))
-    return tensor

@@ -11,7 +11,7 @@ import torch
 
 from lightning_sgmcmc import figures
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
-from lightning_sgmcmc.callbacks.bayesian_model_average import Evaluation
+from lightning_sgmcmc.callbacks.loader_average import Evaluation
 from lightning_sgmcmc.callbacks.run_folder import run_folder
 from lightning_sgmcmc.diagnostics import effective_sample_size
 from lightning_sgmcmc.metrics import reliability

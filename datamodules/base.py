@@ -87,6 +87,10 @@ class ArrayDataModule(pl.LightningDataModule):
         the device that the inputs are on, which the loader seeds before each batch."""
         return self.transform()
 
+    def training_data(self) -> TensorBatches:
+        """Return the training data without augmentation, for likelihoods of all of them."""
+        return TensorBatches(self.splits[0].inputs, self.splits[0].targets, transform=self.transform())
+
     def _loader(self, part: int, train: bool = False) -> Any:
         split = self.splits[part]
         if len(split.targets) == 0:

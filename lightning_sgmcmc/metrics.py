@@ -1,8 +1,10 @@
 """Figures of merit of a predictive distribution: pure functions of tensors."""
 
+import math
+
 import torch
 from torch import Tensor
-from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
+from torchmetrics.functional.classification import binary_auroc, multiclass_accuracy, multiclass_calibration_error
 
 CALIBRATION_BINS = 15
 
@@ -38,6 +40,28 @@ def classification_metrics(probabilities: Tensor, target: Tensor) -> dict[str, T
         "brier": brier_score(probabilities, target),
         "ece": multiclass_calibration_error(probabilities, target, num_classes, n_bins=CALIBRATION_BINS, norm="l1"),
         "entropy": predictive_entropy(probabilities).mean(),
+    }
+
+
+def out_of_distribution_metrics(known: Tensor, unknown: Tensor) -> dict[str, Tensor]:
+    """Return how well predictions tell inputs of another distribution, where every class is wrong.
+
+    `auroc`: of detecting them by the predictive entropy, the probability that an unknown input has the higher one (ties
+    count half). `entropy`: their mean predictive entropy in nats. `brier`: the mean over inputs and classes of the
+    squared probability, 1/n·Σ_i 1/K·Σ_k p_ik², between 1/K² (uniform) and 1/K (certain).
+
+    Args:
+        known: probabilities of the evaluation data, shape (n, K).
+        unknown: probabilities of the others, shape (m, K).
+
+    Source: Deng et al. 2022 (ICSGLD), section 5.3, by the authors' program (the Brier score).
+    """
+    entropies = torch.cat([predictive_entropy(known), predictive_entropy(unknown)]) / math.log(known.shape[-1])
+    labels = torch.cat([torch.zeros(len(known)), torch.ones(len(unknown))]).long().to(entropies.device)
+    return {
+        "auroc": binary_auroc(entropies.clamp(0, 1), labels),
+        "entropy": predictive_entropy(unknown).mean(),
+        "brier": unknown.square().mean(),
     }
 
 
