@@ -3,6 +3,7 @@
 from lightning_sgmcmc.callbacks.base import SamplerCallback
 from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage, Evaluation
 from lightning_sgmcmc.callbacks.cyclical_schedule import CyclicalSchedule
+from lightning_sgmcmc.callbacks.posterior_dashboard import PosteriorDashboard
 from lightning_sgmcmc.callbacks.prediction_writer import PredictionWriter
 from lightning_sgmcmc.callbacks.run_summary import RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
@@ -12,6 +13,7 @@ __all__ = [
     "BayesianModelAverage",
     "CyclicalSchedule",
     "Evaluation",
+    "PosteriorDashboard",
     "PredictionWriter",
     "RunSummary",
     "SampleCollector",

@@ -1,6 +1,6 @@
 """The pictures of a run: each function draws one figure from plain numbers and returns it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,9 +12,17 @@ if TYPE_CHECKING:
 SAMPLE_COLOUR = "tab:red"
 AVERAGE_COLOUR = "tab:blue"
 SINGLE_COLOUR = "tab:gray"
+METRIC_LABELS = {
+    "nll": "NLL (nats per datum)",
+    "ece": "ECE",
+    "brier": "Brier score",
+    "rmse": "RMSE",
+    "entropy": "predictive entropy (nats)",
+}
 
 
-def _canvas(rows: int = 1, width: float = 7.0, height: float = 4.0) -> "tuple[Figure, list[Axes]]":
+def canvas(rows: int = 1, width: float = 7.0, height: float = 4.0) -> "tuple[Figure, list[Axes]]":
+    """Return an empty figure without a window, and its axes from top to bottom, which share the x-axis."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -22,18 +30,38 @@ def _canvas(rows: int = 1, width: float = 7.0, height: float = 4.0) -> "tuple[Fi
     return figure, list(axes[:, 0])
 
 
+def legend_above(axes: "Axes", columns: int = 3) -> None:
+    """Put the legend, if there is anything to explain, above the axes, where it covers no data."""
+    handles, _ = axes.get_legend_handles_labels()
+    if handles:
+        axes.legend(
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            ncols=min(columns, len(handles)),
+            frameon=False,
+            borderaxespad=0.2,
+            fontsize="small",
+        )
+
+
+def _log_scale_if_wide(axes: "Axes", values: Sequence[float], factor: float = 20) -> None:
+    finite = np.asarray(values, dtype=float)
+    finite = finite[np.isfinite(finite)]
+    if finite.size and finite.min() > 0 and finite.max() > factor * finite.min():
+        axes.set_yscale("log")
+
+
 def schedule_figure(
-    steps: Sequence[int], lr: Sequence[float], temperature: Sequence[float], sample_steps: Sequence[int]
+    steps: Sequence[float], lr: Sequence[float], temperature: Sequence[float], sample_steps: Sequence[float]
 ) -> "Figure":
     """Draw step size and temperature against the step, with the samples marked."""
-    figure, (upper, lower) = _canvas(2, height=4.5)
+    figure, (upper, lower) = canvas(2, height=4.5)
     upper.plot(steps, lr, color="black", linewidth=1)
-    upper.plot(
-        sample_steps, np.interp(sample_steps, steps, lr), "o", color=SAMPLE_COLOUR, markersize=4, label="samples"
-    )
-    upper.set_ylabel("step size lr")
     if len(sample_steps):
-        upper.legend(loc="upper right")
+        heights = np.interp(sample_steps, steps, lr)
+        upper.plot(sample_steps, heights, "o", color=SAMPLE_COLOUR, markersize=4, label="samples")
+    upper.set_ylabel("step size lr")
+    legend_above(upper)
     lower.step(steps, temperature, where="post", color="black", linewidth=1)
     lower.set_ylabel("temperature τ")
     lower.set_xlabel("optimizer step")
@@ -41,19 +69,33 @@ def schedule_figure(
 
 
 def energy_figure(
-    steps: Sequence[int], energy: Sequence[float], sample_steps: Sequence[int], sample_energy: Sequence[float]
+    steps: Sequence[float], energy: Sequence[float], sample_steps: Sequence[float], sample_energy: Sequence[float]
 ) -> "Figure":
     """Draw the mini-batch energies against the step, with the samples marked, on a log axis where the range is wide."""
-    figure, (axes,) = _canvas()
-    axes.plot(steps, energy, color="black", linewidth=0.8)
-    axes.plot(sample_steps, sample_energy, "o", color=SAMPLE_COLOUR, markersize=4, label="samples")
-    finite = np.asarray(energy)[np.isfinite(energy)]
-    if finite.size and finite.min() > 0 and finite.max() > 20 * finite.min():
-        axes.set_yscale("log")
+    figure, (axes,) = canvas()
+    axes.plot(steps, energy, color="black", linewidth=0.8, label="mini-batch")
+    if len(sample_steps):
+        axes.plot(sample_steps, sample_energy, "o", color=SAMPLE_COLOUR, markersize=4, label="samples")
+    _log_scale_if_wide(axes, energy)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("potential energy Ũ (nats)")
-    if len(sample_steps):
-        axes.legend(loc="upper right")
+    legend_above(axes)
+    return figure
+
+
+def traces_figure(
+    steps: Sequence[float], traces: Mapping[str, Sequence[float]], sample_steps: Sequence[float]
+) -> "Figure":
+    """Draw the paths of a few quantities (energy, single weights) one below the other, with the samples marked."""
+    figure, rows = canvas(len(traces), height=0.8 + 1.25 * len(traces))
+    for axes, (name, values) in zip(rows, traces.items(), strict=True):
+        axes.plot(steps, values, color="black", linewidth=0.8)
+        if len(sample_steps):
+            heights = np.interp(sample_steps, steps, values)
+            axes.plot(sample_steps, heights, "o", color=SAMPLE_COLOUR, markersize=3, label="samples")
+        axes.set_title(name, fontsize="small", loc="right", pad=2)
+    legend_above(rows[0])
+    rows[-1].set_xlabel("optimizer step")
     return figure
 
 
@@ -61,7 +103,7 @@ def running_average_figure(metric: str, running: Sequence[float], single: Sequen
     """Draw a metric of the running model average against the number of samples, beside the single samples'."""
     from matplotlib.ticker import MaxNLocator
 
-    figure, (axes,) = _canvas()
+    figure, (axes,) = canvas()
     count = np.arange(1, len(running) + 1)
     axes.plot(count, single, "o", color=SINGLE_COLOUR, markersize=4, label="single sample")
     axes.axhline(
@@ -69,9 +111,10 @@ def running_average_figure(metric: str, running: Sequence[float], single: Sequen
     )
     axes.plot(count, running, "-o", color=AVERAGE_COLOUR, markersize=3, label="model average")
     axes.set_xlabel("number of samples")
-    axes.set_ylabel(metric)
+    axes.set_ylabel(METRIC_LABELS.get(metric, metric))
+    axes.set_xlim(0.5, len(running) + 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend()
+    legend_above(axes)
     return figure
 
 
@@ -79,7 +122,7 @@ def reliability_figure(
     confidence: Sequence[float], accuracy: Sequence[float], count: Sequence[float], ece: float
 ) -> "Figure":
     """Draw accuracy against confidence in each bin, with the share of the data in it."""
-    figure, (upper, lower) = _canvas(2, width=5, height=6)
+    figure, (upper, lower) = canvas(2, width=5, height=6)
     share = np.asarray(count, dtype=float)
     bins = len(share)
     filled = share > 0
@@ -95,8 +138,39 @@ def reliability_figure(
     upper.set_ylabel("accuracy")
     upper.set_xlim(0, 1)
     upper.set_ylim(0, 1)
-    upper.legend(loc="lower right")
+    legend_above(upper)
     lower.bar((np.arange(bins) + 0.5) / bins, share, width=0.9 / bins, color=SINGLE_COLOUR)
     lower.set_ylabel("share of data")
     lower.set_xlabel("confidence")
+    return figure
+
+
+def entropy_figure(entropies: Mapping[str, Sequence[float]], num_classes: int) -> "Figure":
+    """Draw the share of the data with at most so much predictive entropy, a curve for each data set.
+
+    Args:
+        entropies: predictive entropies in nats by data set; the first is the one that the model was made for.
+        num_classes: K; the largest entropy is log K.
+    """
+    figure, (axes,) = canvas()
+    largest = float(np.log(num_classes))
+    for index, (name, values) in enumerate(entropies.items()):
+        ordered = np.sort(np.asarray(values, dtype=float))
+        share = np.arange(len(ordered) + 1) / max(len(ordered), 1)
+        axes.step([0, *ordered, largest], [*share, 1], where="post", color=f"C{index}", label=name)
+    axes.axvline(largest, color="black", linestyle=":", linewidth=1, label=f"log {num_classes}")
+    axes.set_xlim(0, 1.03 * largest)
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("predictive entropy (nats)")
+    axes.set_ylabel("share of data with at most this")
+    legend_above(axes)
+    return figure
+
+
+def histogram_figure(values: Sequence[float], label: str) -> "Figure":
+    """Draw how often the values occur."""
+    figure, (axes,) = canvas(height=3.2)
+    axes.hist(values, bins=min(50, max(10, round(len(values) ** 0.5))), color=AVERAGE_COLOUR)
+    axes.set_xlabel(label)
+    axes.set_ylabel("count")
     return figure
