@@ -80,7 +80,7 @@ def log_histogram(
         if isinstance(logger, WandbLogger):
             import wandb
 
-            logger.log_metrics({name: wandb.Histogram(finite.tolist())}, step=step)  # type: ignore[dict-item]
+            logger.log_metrics({name: wandb.Histogram(np_histogram=figures.histogram(finite.tolist()))}, step=step)  # type: ignore[dict-item]
         elif isinstance(logger, TensorBoardLogger):
             logger.experiment.add_histogram(name, finite, step)
     if folder is not None:

@@ -1,13 +1,14 @@
 """The pictures of a run: each function draws one figure from plain numbers and returns it."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
 SAMPLE_COLOUR = "tab:red"
 AVERAGE_COLOUR = "tab:blue"
@@ -44,11 +45,20 @@ def legend_above(axes: "Axes", columns: int = 3) -> None:
         )
 
 
-def _log_scale_if_wide(axes: "Axes", values: Sequence[float], factor: float = 20) -> None:
-    finite = np.asarray(values, dtype=float)
-    finite = finite[np.isfinite(finite)]
-    if finite.size and finite.min() > 0 and finite.max() > factor * finite.min():
-        axes.set_yscale("log")
+def integer_ticks() -> "MaxNLocator":
+    """Return what places ticks at whole numbers only."""
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(integer=True, min_n_ticks=1)
+
+
+def _marker(steps: Sequence[float]) -> str:
+    return "." if len(steps) == 1 else ""  # a line of one point is invisible
+
+
+def _finite(values: Sequence[float]) -> Any:
+    array = np.asarray(values, dtype=float)
+    return array[np.isfinite(array)]
 
 
 def schedule_figure(
@@ -56,13 +66,13 @@ def schedule_figure(
 ) -> "Figure":
     """Draw step size and temperature against the step, with the samples marked."""
     figure, (upper, lower) = canvas(2, height=4.5)
-    upper.plot(steps, lr, color="black", linewidth=1)
+    upper.plot(steps, lr, color="black", linewidth=1, marker=_marker(steps))
     if len(sample_steps):
         heights = np.interp(sample_steps, steps, lr)
         upper.plot(sample_steps, heights, "o", color=SAMPLE_COLOUR, markersize=4, label="samples")
     upper.set_ylabel("step size lr")
     legend_above(upper)
-    lower.step(steps, temperature, where="post", color="black", linewidth=1)
+    lower.step(steps, temperature, where="post", color="black", linewidth=1, marker=_marker(steps))
     lower.set_ylabel("temperature τ")
     lower.set_xlabel("optimizer step")
     return figure
@@ -71,15 +81,28 @@ def schedule_figure(
 def energy_figure(
     steps: Sequence[float], energy: Sequence[float], sample_steps: Sequence[float], sample_energy: Sequence[float]
 ) -> "Figure":
-    """Draw the mini-batch energies against the step, with the samples marked, on a log axis where the range is wide."""
-    figure, (axes,) = canvas()
-    axes.plot(steps, energy, color="black", linewidth=0.8, label="mini-batch")
-    if len(sample_steps):
-        axes.plot(sample_steps, sample_energy, "o", color=SAMPLE_COLOUR, markersize=4, label="samples")
-    _log_scale_if_wide(axes, energy)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("potential energy Ũ (nats)")
-    legend_above(axes)
+    """Draw the mini-batch energies against the step, with the samples marked, on a log axis where the range is wide.
+
+    Where the start of the run dwarfs what comes later, a second row shows the range since the first sample.
+    """
+    since = np.asarray(steps) >= (sample_steps[0] if len(sample_steps) else np.inf)
+    later = _finite([*np.asarray(energy, dtype=float)[since], *sample_energy])
+    everything = _finite(energy)
+    closer = later.size > 1 and 0 < np.ptp(later) < np.ptp(everything) / 3
+    figure, rows = canvas(2 if closer else 1, height=6 if closer else 4)
+    for axes in rows:
+        axes.plot(steps, energy, color="black", linewidth=0.8, marker=_marker(steps), label="mini-batch")
+        if len(sample_steps):
+            axes.plot(sample_steps, sample_energy, "o", color=SAMPLE_COLOUR, markersize=4, label="samples")
+        axes.set_ylabel("potential energy Ũ (nats)")
+    if everything.size and everything.min() > 0 and everything.max() > 20 * everything.min():
+        rows[0].set_yscale("log")
+    if closer:
+        margin = 0.06 * np.ptp(later)
+        rows[1].set_ylim(later.min() - margin, later.max() + margin)
+        rows[1].set_title("the range since the first sample", fontsize="small", loc="right", pad=2)
+    rows[-1].set_xlabel("optimizer step")
+    legend_above(rows[0])
     return figure
 
 
@@ -89,7 +112,7 @@ def traces_figure(
     """Draw the paths of a few quantities (energy, single weights) one below the other, with the samples marked."""
     figure, rows = canvas(len(traces), height=0.8 + 1.25 * len(traces))
     for axes, (name, values) in zip(rows, traces.items(), strict=True):
-        axes.plot(steps, values, color="black", linewidth=0.8)
+        axes.plot(steps, values, color="black", linewidth=0.8, marker=_marker(steps))
         if len(sample_steps):
             heights = np.interp(sample_steps, steps, values)
             axes.plot(sample_steps, heights, "o", color=SAMPLE_COLOUR, markersize=3, label="samples")
@@ -101,8 +124,6 @@ def traces_figure(
 
 def running_average_figure(metric: str, running: Sequence[float], single: Sequence[float]) -> "Figure":
     """Draw a metric of the running model average against the number of samples, beside the single samples'."""
-    from matplotlib.ticker import MaxNLocator
-
     figure, (axes,) = canvas()
     count = np.arange(1, len(running) + 1)
     axes.plot(count, single, "o", color=SINGLE_COLOUR, markersize=4, label="single sample")
@@ -113,7 +134,7 @@ def running_average_figure(metric: str, running: Sequence[float], single: Sequen
     axes.set_xlabel("number of samples")
     axes.set_ylabel(METRIC_LABELS.get(metric, metric))
     axes.set_xlim(0.5, len(running) + 0.5)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(integer_ticks())
     legend_above(axes)
     return figure
 
@@ -136,8 +157,8 @@ def reliability_figure(
         label=f"model average, ECE {ece:.3f}",
     )
     upper.set_ylabel("accuracy")
-    upper.set_xlim(0, 1)
-    upper.set_ylim(0, 1)
+    upper.set_xlim(0, 1.02)
+    upper.set_ylim(0, 1.04)
     legend_above(upper)
     lower.bar((np.arange(bins) + 0.5) / bins, share, width=0.9 / bins, color=SINGLE_COLOUR)
     lower.set_ylabel("share of data")
@@ -167,10 +188,26 @@ def entropy_figure(entropies: Mapping[str, Sequence[float]], num_classes: int) -
     return figure
 
 
+def histogram(values: Sequence[float]) -> tuple[Any, Any]:
+    """Return counts and edges of a histogram of finite values, about √n bins, at least 10 and at most 50.
+
+    Values that are all the same, but for rounding, get bins around them of a tenth of their size.
+    """
+    array = np.asarray(values, dtype=float)
+    low, high = float(array.min()), float(array.max())
+    size = max(abs(low), abs(high))
+    if high - low <= 1e-9 * size:
+        low, high = low - 0.1 * (size or 1), high + 0.1 * (size or 1)
+    return np.histogram(array, bins=min(50, max(10, round(len(array) ** 0.5))), range=(low, high))
+
+
 def histogram_figure(values: Sequence[float], label: str) -> "Figure":
     """Draw how often the values occur."""
     figure, (axes,) = canvas(height=3.2)
-    axes.hist(values, bins=min(50, max(10, round(len(values) ** 0.5))), color=AVERAGE_COLOUR)
+    counts, edges = histogram(values)
+    axes.stairs(counts, edges, fill=True, color=AVERAGE_COLOUR)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(integer_ticks())
     axes.set_xlabel(label)
     axes.set_ylabel("count")
     return figure

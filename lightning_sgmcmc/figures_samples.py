@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_sgmcmc.figures import AVERAGE_COLOUR, SAMPLE_COLOUR, canvas, legend_above
+from lightning_sgmcmc.figures import AVERAGE_COLOUR, SAMPLE_COLOUR, canvas, integer_ticks, legend_above
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,8 +24,6 @@ def weights_figure(weights: Sequence[float], effective: Sequence[float]) -> "Fig
         weights: of all samples, summing to 1.
         effective: (Σw)²/Σw² of the first 1, 2, … samples.
     """
-    from matplotlib.ticker import MaxNLocator
-
     figure, (upper, lower) = canvas(2, height=5)
     count = np.arange(1, len(weights) + 1)
     upper.vlines(count, 0, weights, color=AVERAGE_COLOUR, linewidth=max(0.5, min(6.0, 200 / len(weights))))
@@ -39,7 +37,7 @@ def weights_figure(weights: Sequence[float], effective: Sequence[float]) -> "Fig
     lower.set_xlabel("number of samples")
     lower.set_ylim(bottom=0)
     lower.set_xlim(0.5, len(weights) + 0.5)
-    lower.xaxis.set_major_locator(MaxNLocator(integer=True))
+    lower.xaxis.set_major_locator(integer_ticks())
     legend_above(lower)
     return figure
 
@@ -80,13 +78,9 @@ def _coloured_points(figure: "Figure", axes: "Axes", points: Any, colours: Any, 
             axes.scatter(own[:, 0], own[:, 1], s=28, color=palette[index], label=f"{kind} {name}", zorder=2)
         legend_above(axes, columns=6 if len(names) > 4 else 4)
         return
-    if len(names) == 1:
-        axes.scatter(points[:, 0], points[:, 1], s=28, c=np.arange(len(points)), cmap="viridis", zorder=2)
-        shown, label = np.arange(len(points)), "sample"
-    else:
-        shown, label = colours, kind
+    label, shown = (kind, colours) if len(names) > 1 else ("sample", np.arange(len(points)))
     drawn = axes.scatter(points[:, 0], points[:, 1], s=28, c=shown, cmap="viridis", zorder=2)
-    figure.colorbar(drawn, ax=axes, label=label)
+    figure.colorbar(drawn, ax=axes, label=label, ticks=integer_ticks())
 
 
 def segments_figure(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class ThinnedSeries:
-    """Keeps evenly spaced rows of numbers: where there are too many, every second one goes, and twice as many are skipped.
+    """Keeps evenly spaced rows of numbers: where there are too many, every second one goes, and the spacing doubles.
 
     Args:
         limit: at most so many rows are kept, at least 2.
