@@ -9,9 +9,9 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 
 def stay_offline_without_login(loggers: Iterable[Logger]) -> None:
-    """Set `WANDB_MODE=offline` if one of the loggers is W&B's, nobody is logged in and no mode was chosen.
+    """Make W&B's loggers record offline if nobody is logged in and no mode was chosen.
 
-    It must be called before the logger's experiment starts, since W&B would ask for a login then.
+    It must be called before a logger's experiment starts, since W&B would ask for a login then.
     """
     undecided = [
         logger
@@ -22,7 +22,8 @@ def stay_offline_without_login(loggers: Iterable[Logger]) -> None:
         and logger._wandb_init.get("mode") is None
     ]
     if undecided and not os.environ.get("WANDB_MODE") and not _logged_in():
-        os.environ["WANDB_MODE"] = "offline"
+        for logger in undecided:
+            logger._wandb_init["mode"] = "offline"  # W&B has read WANDB_MODE already when it is asked for a login
         rank_zero_info(
             "Nobody is logged in to W&B, so this run is recorded offline: `wandb sync` uploads it later, and "
             "`wandb login` makes the next run go online."
