@@ -130,6 +130,7 @@ class PosteriorDashboard(SamplerCallback):
         self._last_step = 0
         self._cycle: int | None = None
         self._drawn_samples = 0
+        self._sample_step = 0
         self._due = False
         self._folder: Path | None = None
         self._warned: set[str] = set()
@@ -171,6 +172,7 @@ class PosteriorDashboard(SamplerCallback):
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         self.history.add_sample(sample, sample.parameters if trainer.is_global_zero else None)
+        self._sample_step = trainer.global_step
         count = self.history.samples.seen
         scalars = {"samples/count": count, "samples/ess": self.history.effective_sample_size}
         log_scalars(trainer, scalars, trainer.global_step)
@@ -187,11 +189,11 @@ class PosteriorDashboard(SamplerCallback):
             return
         ended = self.every == "cycle" and self._cycle is not None and self.history.samples.seen > self._drawn_samples
         if self._due or (ended and self._state.cycle != self._cycle):
-            self._draw(trainer, bayesian(pl_module, self), "val")
+            self._draw(trainer, bayesian(pl_module, self), "val", self._sample_step)
         self._cycle = self._state.cycle
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._draw(trainer, bayesian(pl_module, self), "val")
+        self._draw(trainer, bayesian(pl_module, self), "val", trainer.global_step)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if trainer.is_global_zero and len(self.history.scalars):
@@ -202,7 +204,7 @@ class PosteriorDashboard(SamplerCallback):
         self._folder = _folder(trainer)
         if not self.history.samples.seen and module.posterior is not None and trainer.is_global_zero:
             self._read_samples(module)
-        self._draw(trainer, module, "test")
+        self._draw(trainer, module, "test", trainer.global_step)
 
     def _read_samples(self, module: BayesianModule) -> None:
         """Take the samples of an earlier process's fit into the history."""
@@ -213,7 +215,7 @@ class PosteriorDashboard(SamplerCallback):
 
     # -- drawing ------------------------------------------------------------------------------------------------------
 
-    def _draw(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> None:
+    def _draw(self, trainer: pl.Trainer, module: BayesianModule, stage: str, step: int) -> None:
         self._due = False
         self._drawn_samples = self.history.samples.seen
         if not trainer.is_global_zero:
@@ -222,7 +224,6 @@ class PosteriorDashboard(SamplerCallback):
         if evaluation is not None and not evaluation.members:
             evaluation = None
         prefix = "posterior/test_" if stage == "test" else "posterior/"
-        step = trainer.global_step
         for part, make in self._makers(trainer, module, evaluation, stage):
             if part in self.figures:
 
@@ -232,9 +233,9 @@ class PosteriorDashboard(SamplerCallback):
 
                 self._attempt(part, draw)
         if "histograms" in self.figures:
-            self._attempt("histograms", lambda: self._log_histograms(trainer, evaluation, stage, prefix))
+            self._attempt("histograms", lambda: self._log_histograms(trainer, evaluation, stage, prefix, step))
         if "tables" in self.figures:
-            self._attempt("tables", lambda: self._log_tables(trainer, evaluation, prefix))
+            self._attempt("tables", lambda: self._log_tables(trainer, evaluation, prefix, step))
         if stage == "val":
             self._attempt("history.json", self._write_history)
 
@@ -260,20 +261,22 @@ class PosteriorDashboard(SamplerCallback):
         segments = self._segments.walk(trainer, module, stage)
         return {"segments": segments_figure(self._segments.positions, segments, STAGE_NAMES[stage])} if segments else {}
 
-    def _log_histograms(self, trainer: pl.Trainer, evaluation: Evaluation | None, stage: str, prefix: str) -> None:
+    def _log_histograms(
+        self, trainer: pl.Trainer, evaluation: Evaluation | None, stage: str, prefix: str, step: int
+    ) -> None:
         histograms = parts.chain_histograms(self.history) if stage == "val" else {}
         if evaluation is not None:
             histograms |= parts.entropy_histograms(evaluation, STAGE_NAMES[stage])
         for name, (values, label) in histograms.items():
-            log_histogram(trainer, prefix + name, values, label, trainer.global_step, self._folder)
+            log_histogram(trainer, prefix + name, values, label, step, self._folder)
 
-    def _log_tables(self, trainer: pl.Trainer, evaluation: Evaluation | None, prefix: str) -> None:
+    def _log_tables(self, trainer: pl.Trainer, evaluation: Evaluation | None, prefix: str, step: int) -> None:
         tables = {"sample_table": parts.sample_table(self.history, evaluation)}
         if evaluation is not None:
             tables["metric_table"] = parts.metric_table(evaluation)
         for name, (columns, rows) in tables.items():
             if rows:
-                log_table(trainer, prefix + name, columns, rows, trainer.global_step, self._folder)
+                log_table(trainer, prefix + name, columns, rows, step, self._folder)
 
     def _write_history(self) -> None:
         if self._folder is not None:
@@ -284,12 +287,10 @@ class PosteriorDashboard(SamplerCallback):
         try:
             function()
         except Exception as error:
-            if part not in self._warned:
-                self._warned.add(part)
-                rank_zero_warn(
-                    f"PosteriorDashboard could not make '{part}' ({type(error).__name__}: {error}); the run goes on "
-                    "without it."
-                )
+            reason = f"{type(error).__name__}: {error}"
+            if not {part, reason} & self._warned:
+                rank_zero_warn(f"PosteriorDashboard could not make '{part}' ({reason}); the run goes on without it.")
+            self._warned |= {part, reason}
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": self.history.state_dict()}
