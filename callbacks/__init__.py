@@ -5,6 +5,7 @@ from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAvera
 from lightning_sgmcmc.callbacks.chain_health import ChainHealth
 from lightning_sgmcmc.callbacks.cyclical_schedule import CyclicalSchedule
 from lightning_sgmcmc.callbacks.loader_average import Evaluation
+from lightning_sgmcmc.callbacks.posterior_dashboard import PosteriorDashboard
 from lightning_sgmcmc.callbacks.prediction_writer import PredictionWriter
 from lightning_sgmcmc.callbacks.run_summary import RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
@@ -15,6 +16,7 @@ __all__ = [
     "ChainHealth",
     "CyclicalSchedule",
     "Evaluation",
+    "PosteriorDashboard",
     "PredictionWriter",
     "RunSummary",
     "SampleCollector",

@@ -1,8 +1,7 @@
 """The running Bayesian model average, evaluated as the samples are drawn."""
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, Subset
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, require_schedule
-from lightning_sgmcmc.callbacks.loader_average import LoaderAverage
+from lightning_sgmcmc.callbacks.loader_average import LoaderAverage, batches_of, loaders_of
 from lightning_sgmcmc.callbacks.out_of_distribution import OutOfDistributionData, OutOfDistributionSource
 from lightning_sgmcmc.evaluation import evaluate, evaluation_mode
 from lightning_sgmcmc.module import BayesianModule
@@ -95,7 +94,7 @@ class BayesianModelAverage(SamplerCallback):
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         if not self._averages:
             return
-        self._take(trainer, pl_module, sample, _loaders(trainer.val_dataloaders), trainer.num_val_batches)
+        self._take(trainer, pl_module, sample, loaders_of(trainer.val_dataloaders), trainer.num_val_batches)
         metrics = self._metrics("val")
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
@@ -127,7 +126,7 @@ class BayesianModelAverage(SamplerCallback):
             )
         source = trainer.test_dataloaders if stage == "test" else trainer.val_dataloaders
         limits = trainer.num_test_batches if stage == "test" else trainer.num_val_batches
-        loaders = _loaders(source)
+        loaders = loaders_of(source)
         self._averages = [LoaderAverage(self.cycle_weights) for _ in loaders]
         self._publish(module, stage)
         for sample in module.posterior:
@@ -155,7 +154,7 @@ class BayesianModelAverage(SamplerCallback):
                 ood_terms = self.ood.terms(trainer, module, state)
             for index, (average, loader, limit) in enumerate(zip(self._averages, loaders, limits, strict=True)):
                 with precision.val_step_context():
-                    scores = evaluate(module, state, _batches(trainer, module, loader, limit))
+                    scores = evaluate(module, state, batches_of(trainer, module, loader, limit))
                 average.take(module, sample, scores, scale, log_likelihood, ood_terms if index == 0 else {})
 
     def _full_log_likelihood(self, trainer: pl.Trainer, module: BayesianModule, state: Mapping[str, Tensor]) -> float:
@@ -172,12 +171,12 @@ class BayesianModelAverage(SamplerCallback):
                 ) from error
         total = torch.zeros((), dtype=torch.float64)
         plain = getattr(getattr(trainer, "datamodule", None), "training_data", None)  # without augmentation
-        for loader in _loaders(trainer.train_dataloader):
+        for loader in loaders_of(trainer.train_dataloader):
             dataset = plain() if plain is not None else loader.dataset
             mine = Subset(dataset, range(trainer.global_rank, len(dataset), trainer.world_size))
             again = DataLoader(mine, batch_size=loader.batch_size or 1, collate_fn=loader.collate_fn)
             with trainer.strategy.precision_plugin.val_step_context():
-                _, log_density, _ = evaluate(module, state, _batches(trainer, module, again, len(again)))
+                _, log_density, _ = evaluate(module, state, batches_of(trainer, module, again, len(again)))
             total += log_density.double().sum().cpu()
         return float(trainer.strategy.reduce(total, reduce_op="sum"))
 
@@ -209,25 +208,10 @@ class BayesianModelAverage(SamplerCallback):
             self._averages.append(average)
 
 
-def _loaders(source: Any) -> list[Any]:
-    """Return the loaders of what the trainer calls its dataloaders: None, one, a list or a dictionary."""
-    if source is None:
-        return []
-    if isinstance(source, Mapping):
-        return list(source.values())
-    return list(source) if isinstance(source, list | tuple) else [source]
-
-
 def _validation_loaders(trainer: pl.Trainer) -> list[Any]:
     """Return the validation loaders, also where the first validation is some epochs away."""
     if trainer.val_dataloaders is None and trainer.enable_validation:
         trainer.validating = True
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
         trainer.training = True
-    return _loaders(trainer.val_dataloaders)
-
-
-def _batches(trainer: pl.Trainer, module: BayesianModule, loader: Any, limit: float) -> Iterator[Any]:
-    stop = int(limit) if math.isfinite(limit) else None
-    for batch in itertools.islice(loader, stop):
-        yield trainer.strategy.batch_to_device(batch, module.device)
+    return loaders_of(trainer.val_dataloaders)

@@ -1,10 +1,12 @@
 """What is known of the collected samples on one set of data, and how it grows with every sample."""
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -107,8 +109,8 @@ class LoaderAverage:
             return total.combined()
 
         average = add(self._total, terms, log_density)
-        own = _figures(module, terms, log_density, target, scale)
-        running = _figures(module, average.terms, average.log_density, target, scale)
+        own = metrics_of(module, terms, log_density, target, scale)
+        running = metrics_of(module, average.terms, average.log_density, target, scale)
         for name, unknown in ood_terms.items():
             ood = add(self._ood.setdefault(name, self._new()), unknown, log_density[:0])
             self.evaluation.ood[name] = ood
@@ -151,9 +153,10 @@ class LoaderAverage:
         self.evaluation = Evaluation(members, running, _combined(self._total), state["target"], ood)
 
 
-def _figures(
+def metrics_of(
     module: BayesianModule, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor | None, scale: float
 ) -> dict[str, float]:
+    """Return the likelihood's figures of merit of a predictive, or its NLL where the module has no likelihood."""
     if module.likelihood is None or target is None:
         return {"nll": -log_density.mean().item()}
     metrics = module.likelihood.metrics(terms, log_density, target, scale)
@@ -174,3 +177,19 @@ def gather(tensor: Tensor) -> Tensor:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.cat(gather_all_tensors(tensor.contiguous()))
     return tensor
+
+
+def loaders_of(source: Any) -> list[Any]:
+    """Return the loaders of what the trainer calls its dataloaders: None, one, a list or a dictionary."""
+    if source is None:
+        return []
+    if isinstance(source, Mapping):
+        return list(source.values())
+    return list(source) if isinstance(source, list | tuple) else [source]
+
+
+def batches_of(trainer: pl.Trainer, module: BayesianModule, loader: Any, limit: float) -> Iterator[Any]:
+    """Yield the batches of a loader up to a limit, on the module's device."""
+    stop = int(limit) if math.isfinite(limit) else None
+    for batch in itertools.islice(loader, stop):
+        yield trainer.strategy.batch_to_device(batch, module.device)

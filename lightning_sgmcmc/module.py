@@ -21,6 +21,7 @@ from lightning_sgmcmc.safeguards import Safeguards
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.store import PosteriorSample
 from lightning_sgmcmc.training_data import count_training_data
+from lightning_sgmcmc.wandb_mode import stay_offline_without_login
 
 if TYPE_CHECKING:
     from lightning_sgmcmc.posterior import Posterior
@@ -307,6 +308,7 @@ class BayesianModule(pl.LightningModule):
     def configure_callbacks(self) -> list[pl.Callback]:
         """Add what every run needs, behind the user's callbacks and before checkpoints are written: the callbacks that
         hand samples over and guard the run, that make a resume exact, and that fill the progress bar."""
+        stay_offline_without_login(self.trainer.loggers)  # no later hook comes before the loggers start
         if any(isinstance(callback, SampleHandover) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             return []
         handover = Safeguards()

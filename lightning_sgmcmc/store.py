@@ -204,6 +204,7 @@ class DiskStore(SampleStore):
         tensors = {f"parameter.{k}": v.contiguous() for k, v in sample.parameters.items()}
         tensors |= {f"buffer.{k}": v.contiguous() for k, v in sample.buffers.items()}
         metadata = {k: str(v) for k, v in asdict(_record(sample)).items() if k not in ("file", "checksum")}
+        metadata["names"] = json.dumps(list(tensors))  # safetensors does not keep their order
         content = save(tensors, metadata)
         record = _record(sample, name, _checksum(content))
         try:
@@ -239,7 +240,7 @@ class DiskStore(SampleStore):
             if self.verify and record.file not in self._verified:
                 _verify(path, content, record)
                 self._verified.add(record.file)
-            tensors = load(content)
+            tensors = _in_order(load(content), content)
         except (OSError, SafetensorError) as error:
             raise ValueError(f"the sample file {path} is missing or damaged: {error}; {LEAVE_OUT} it") from error
         parameters = {k.removeprefix("parameter."): v for k, v in tensors.items() if k.startswith("parameter.")}
@@ -325,6 +326,13 @@ def _verify(path: Path, content: bytes, record: SampleRecord) -> None:
             f"it is of step {said.get('step')}, chain {said.get('chain')}, and the manifest says step {record.step}, "
             f"chain {record.chain}"
         )
+
+
+def _in_order(tensors: dict[str, Tensor], content: bytes) -> dict[str, Tensor]:
+    """Return a file's tensors in the order in which the module has them."""
+    length = int.from_bytes(content[:8], "little")
+    said = json.loads(content[8 : 8 + length]).get("__metadata__", {})
+    return {name: tensors[name] for name in json.loads(said.get("names", "[]")) or sorted(tensors) if name in tensors}
 
 
 def _record(sample: PosteriorSample, file: str = "", checksum: str = "") -> SampleRecord:

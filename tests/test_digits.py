@@ -7,8 +7,7 @@ import pytorch_lightning as pl
 from torchvision.ops import MLP
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical
-from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector
-from lightning_sgmcmc.callbacks.bayesian_model_average import Evaluation
+from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, Evaluation, SampleCollector
 from lightning_sgmcmc.datamodules import DigitsDataModule
 from tests.conjugate import quiet_trainer
 

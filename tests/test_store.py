@@ -445,3 +445,17 @@ def test_state_joins_parameters_and_buffers() -> None:
     drawn = sample(2)
     assert set(drawn.state) == {"w", "b", "count"}
     assert isinstance(drawn.state["count"], Tensor)
+
+
+def test_tensors_come_back_in_the_order_of_the_module(tmp_path: Path) -> None:
+    """Safetensors sorts or shuffles them; who flattens several samples needs one order."""
+    names = [f"layer{index}" for index in (3, 1, 20, 2, 11, 0)]
+    store = DiskStore.create(tmp_path / "s")
+    for step in range(1, 6):
+        parameters = {name: torch.full((step,), float(index)) for index, name in enumerate(names)}
+        store.append(
+            PosteriorSample(step, 0, 0, 0.0, parameters=parameters, buffers={"b": torch.ones(1), "a": torch.ones(1)})
+        )
+    for sample in DiskStore(tmp_path / "s"):
+        assert list(sample.parameters) == names
+        assert list(sample.buffers) == ["b", "a"]

@@ -26,6 +26,7 @@ from lightning_sgmcmc import (
 from lightning_sgmcmc.callbacks import (
     BayesianModelAverage,
     CyclicalSchedule,
+    PosteriorDashboard,
     RunSummary,
     SampleCollector,
     SamplerCallback,
@@ -133,7 +134,8 @@ def test_short_accumulation_window_at_the_end_of_an_epoch() -> None:
 
 def test_evaluating_samples_does_not_touch_the_chain(tmp_path: Path) -> None:
     modules = []
-    for extra in ([], [SampleCollector(tmp_path / "samples"), BayesianModelAverage("harmonic"), RunSummary()]):
+    collector, dashboard = SampleCollector(tmp_path / "samples"), PosteriorDashboard("sample")
+    for extra in ([], [dashboard, collector, BayesianModelAverage("harmonic"), RunSummary()]):
         torch.manual_seed(3)
         module = classifier(dropout=0.3)
         trainer = quiet_trainer(max_epochs=12, callbacks=[CyclicalSchedule(2, 0.5, 3), *extra], num_sanity_val_steps=0)
@@ -410,7 +412,8 @@ def test_fast_dev_run_draws_a_sample_and_leaves_the_store_alone(tmp_path: Path) 
     for schedule in (CyclicalSchedule(), SamplingSchedule(burn_in_epochs=3, every_n_epochs=1)):
         (tmp_path / "s").mkdir(exist_ok=True)
         (tmp_path / "s" / "manifest.jsonl").write_text("real samples")
-        callbacks = [schedule, SampleCollector(tmp_path / "s"), BayesianModelAverage(), RunSummary()]
+        collector = SampleCollector(tmp_path / "s")
+        callbacks = [schedule, collector, BayesianModelAverage(), PosteriorDashboard("sample"), RunSummary()]
         module = classifier()
         pl.Trainer(accelerator="cpu", fast_dev_run=2, enable_progress_bar=False, callbacks=callbacks).fit(
             module, *loaders()
@@ -418,16 +421,18 @@ def test_fast_dev_run_draws_a_sample_and_leaves_the_store_alone(tmp_path: Path) 
         assert module.posterior is not None
         assert len(module.posterior) >= 1
         assert (tmp_path / "s" / "manifest.jsonl").read_text() == "real samples"
+        assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["manifest.jsonl"], "a trial run"
 
 
 def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
-    average, summary = BayesianModelAverage(), RunSummary()
-    callbacks = [CyclicalSchedule(1, 0.5, 2), SampleCollector(tmp_path / "s"), average, summary]
+    average, dashboard = BayesianModelAverage(), PosteriorDashboard(figures=["schedule"])
+    callbacks = [CyclicalSchedule(1, 0.5, 2), SampleCollector(tmp_path / "s"), average, dashboard]
     for epochs in (4, 6):
         module = classifier()
         quiet_trainer(max_epochs=epochs, callbacks=callbacks, log_every_n_steps=1).fit(module, *loaders())
         assert len(module.evaluations["val"].members) == 2
-        assert len(summary.state_dict()["steps"]) == 4 * epochs
+        assert len(dashboard.history.scalars) == 4 * epochs
+        assert dashboard.history.samples.seen == 2
 
 
 def test_a_compiled_network_trains_compiled_and_is_sampled_by_its_plain_names(tmp_path: Path) -> None:

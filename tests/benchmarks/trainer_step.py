@@ -16,7 +16,13 @@ import torch
 from torch import nn
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical
-from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, RunSummary, SampleCollector
+from lightning_sgmcmc.callbacks import (
+    BayesianModelAverage,
+    CyclicalSchedule,
+    PosteriorDashboard,
+    RunSummary,
+    SampleCollector,
+)
 from lightning_sgmcmc.data_order import ResumableLoader
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.datamodules.loading import evaluation_loader
@@ -101,7 +107,8 @@ def run(case: str, rounds: int) -> list[dict[str, float]]:
                 CyclicalSchedule(num_cycles=1, exploration=0.0, samples_per_cycle=1),
                 SampleCollector(folder + "/samples"),
                 BayesianModelAverage(),
-                RunSummary(pictures=False),
+                PosteriorDashboard(figures=()),
+                RunSummary(),
             ]
             ours = _fit(module, callbacks, data, batch, steps)
         buffer = torch.empty(sum(p.numel() for p in module.parameters()))

@@ -22,7 +22,7 @@ from lightning_sgmcmc import (
     pSGLD,
 )
 from lightning_sgmcmc.callbacks import ChainHealth, CyclicalSchedule, SamplerCallback, SamplingSchedule
-from lightning_sgmcmc.figures import temperature_figure
+from lightning_sgmcmc.figures_samples import temperatures_figure
 from tests.conjugate import ConjugateRegression, quiet_trainer
 from tests.test_training import classifier, loaders
 
@@ -79,7 +79,7 @@ def test_every_sampler_on_a_network(sampler: Any) -> None:
             assert low <= entry[kind] <= high
     assert all(0 <= share <= 1 for share in report["gradient_noise_share"].values())
     assert json.loads(Path("sgmcmc/health.json").read_text()) == report
-    temperature_figure(report).savefig("figure.png")
+    temperatures_figure(report["tensors"], report["temperature"]).savefig("figure.png")
 
 
 def test_only_hot_steps_of_the_sampling_stage_count() -> None:

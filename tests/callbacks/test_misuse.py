@@ -25,6 +25,7 @@ from lightning_sgmcmc import (
 from lightning_sgmcmc.callbacks import (
     BayesianModelAverage,
     CyclicalSchedule,
+    PosteriorDashboard,
     PredictionWriter,
     RunSummary,
     SampleCollector,
@@ -195,7 +196,16 @@ class Plain(pl.LightningModule):
 
 
 @pytest.mark.parametrize(
-    "make", [CyclicalSchedule, every_step, SampleCollector, BayesianModelAverage, RunSummary, SamplerCallback]
+    "make",
+    [
+        CyclicalSchedule,
+        every_step,
+        SampleCollector,
+        BayesianModelAverage,
+        PosteriorDashboard,
+        RunSummary,
+        SamplerCallback,
+    ],
 )
 def test_a_plain_lightning_module_is_refused(make: Any) -> None:
     callback = make()

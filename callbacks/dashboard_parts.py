@@ -1,0 +1,149 @@
+"""What a dashboard shows, made from a run's history and evaluations: figures, histograms and tables by name."""
+
+from typing import Any
+
+from lightning_sgmcmc import figures, figures_samples
+from lightning_sgmcmc.callbacks.loader_average import Evaluation
+from lightning_sgmcmc.geometry import classical_scaling, squared_distances
+from lightning_sgmcmc.history import RunHistory
+from lightning_sgmcmc.metrics import predictive_entropy, reliability
+
+Figures = dict[str, Any]
+"""matplotlib figures by name."""
+Histograms = dict[str, tuple[list[float], str]]
+"""Values and what they are, by name."""
+Table = tuple[list[str], list[list[Any]]]
+"""Columns and rows."""
+
+
+def schedule(history: RunHistory) -> Figures:
+    """Draw step size and temperature."""
+    if not len(history.scalars):
+        return {}
+    steps, marks = history.scalars.column(0), history.samples.column(0)
+    lr, temperature = history.scalar("sampler/lr"), history.scalar("sampler/temperature")
+    return {"schedule": figures.schedule_figure(steps, lr, temperature, marks)}
+
+
+def energy(history: RunHistory) -> Figures:
+    """Draw the mini-batch energies."""
+    if not len(history.scalars):
+        return {}
+    marks, heights = history.samples.column(0), history.samples.column(3)
+    drawn = figures.energy_figure(history.scalars.column(0), history.scalar("sampler/energy"), marks, heights)
+    return {"energy": drawn}
+
+
+def traces(history: RunHistory) -> Figures:
+    """Draw the paths of the energy and of the traced weights."""
+    if not len(history.scalars):
+        return {}
+    paths = {"potential energy Ũ (nats)": history.scalar("sampler/energy")}
+    paths |= {name: history.scalar(name) for name in history.trace_names}
+    return {"traces": figures.traces_figure(history.scalars.column(0), paths, history.samples.column(0))}
+
+
+def weights(history: RunHistory) -> Figures:
+    """Draw the samples' weights and their effective number."""
+    normalised = history.weights
+    if not normalised:
+        return {}
+    return {"weights": figures_samples.weights_figure(normalised, history.samples.column(5))}
+
+
+def geometry(history: RunHistory) -> Figures:
+    """Draw where the samples lie to each other."""
+    if len(history.sketches) < 2:
+        return {}
+    rows = history.sketches.tensor()
+    coordinates, share = classical_scaling(squared_distances(rows[:, 2:]))
+    cycles, chains = rows[:, 0].long().tolist(), rows[:, 1].long().tolist()
+    return {"geometry": figures_samples.geometry_figure(coordinates.tolist(), share.tolist(), cycles, chains)}
+
+
+def temperatures(health: Any) -> Figures:
+    """Draw each tensor's temperatures from a chain's health, where it has been checked."""
+    tensors = health.get("tensors") if isinstance(health, dict) else None
+    if not tensors:
+        return {}
+    return {
+        "temperatures": figures_samples.temperatures_figure(
+            tensors, health["temperature"], health.get("tolerance", 0.2)
+        )
+    }
+
+
+def running(evaluation: Evaluation) -> Figures:
+    """Draw every metric of the running average beside the single samples'."""
+    return {
+        f"running_{metric}": figures.running_average_figure(
+            metric, [m[metric] for m in evaluation.running], [m[metric] for m in evaluation.members]
+        )
+        for metric in evaluation.bma
+    }
+
+
+def reliability_diagram(evaluation: Evaluation) -> Figures:
+    """Draw accuracy against confidence, where there are classes."""
+    average, target = evaluation.average, evaluation.target
+    if average is None or target is None or "probabilities" not in average.terms:
+        return {}
+    binned = reliability(average.terms["probabilities"], target.long().reshape(-1))
+    confidence, accuracy, count = (part.tolist() for part in binned)
+    return {"reliability": figures.reliability_figure(confidence, accuracy, count, evaluation.bma["ece"])}
+
+
+def entropies(evaluation: Evaluation, data: str) -> dict[str, list[float]]:
+    """Return the averages' predictive entropies in nats, by data set; empty where there are no classes."""
+    averages = {data: evaluation.average, **evaluation.ood}
+    return {
+        name: predictive_entropy(average.terms["probabilities"]).tolist()
+        for name, average in averages.items()
+        if average is not None and "probabilities" in average.terms
+    }
+
+
+def entropy(evaluation: Evaluation, data: str) -> Figures:
+    """Draw the distribution of the predictive entropy on the evaluation's data and on out-of-distribution data."""
+    values = entropies(evaluation, data)
+    if not values or evaluation.average is None:
+        return {}
+    classes = evaluation.average.terms["probabilities"].shape[-1]
+    return {"entropy": figures.entropy_figure(values, classes)}
+
+
+def chain_histograms(history: RunHistory) -> Histograms:
+    """Return the samples' energies and weights."""
+    return {
+        "energy_histogram": (history.samples.column(3), "potential energy Ũ of the samples (nats)"),
+        "weight_histogram": (history.weights, "normalised weight of the samples"),
+    }
+
+
+def entropy_histograms(evaluation: Evaluation, data: str) -> Histograms:
+    """Return the predictive entropies, by data set."""
+    return {
+        "entropy_histogram" if name == data else f"entropy_histogram_{name}": (
+            values,
+            f"predictive entropy on {name} (nats)",
+        )
+        for name, values in entropies(evaluation, data).items()
+    }
+
+
+def sample_table(history: RunHistory, evaluation: Evaluation | None) -> Table:
+    """Return one row for each sample: where it comes from, its weight, and its own metrics where it was evaluated."""
+    known = {(m["step"], m["chain"]): m for m in evaluation.members} if evaluation is not None else {}
+    metrics = list(evaluation.bma) if evaluation is not None else []
+    rows: list[list[Any]] = []
+    for step, cycle, chain, own_energy, log_weight, _ in history.samples.rows:
+        own = known.get((step, chain), {})
+        rows.append([int(step), int(chain), int(cycle), own_energy, log_weight, *(own.get(name) for name in metrics)])
+    return ["step", "chain", "cycle", "energy", "log_weight", *metrics], rows
+
+
+def metric_table(evaluation: Evaluation) -> Table:
+    """Return one row for each metric: the single samples' mean and standard deviation, and the model average's."""
+    single, deviation = evaluation.single, evaluation.single_std
+    rows = [[metric, single[metric], deviation[metric], value] for metric, value in evaluation.bma.items()]
+    return ["metric", "mean single sample", "standard deviation", "model average"], rows

@@ -1,0 +1,323 @@
+"""The run as one sees it while it goes on: scalars, figures, histograms and tables."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_sgmcmc.callbacks import dashboard_parts as parts
+from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.loader_average import Evaluation
+from lightning_sgmcmc.callbacks.logger_output import log_figure, log_histogram, log_scalars, log_table, write_atomically
+from lightning_sgmcmc.callbacks.run_folder import run_folder
+from lightning_sgmcmc.callbacks.run_summary import STAGE_NAMES
+from lightning_sgmcmc.callbacks.segment_walk import SegmentWalk
+from lightning_sgmcmc.chain_state import ChainState
+from lightning_sgmcmc.figures_samples import segments_figure
+from lightning_sgmcmc.history import RunHistory
+from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.store import PosteriorSample
+
+PARTS = (
+    "schedule",
+    "energy",
+    "traces",
+    "weights",
+    "geometry",
+    "temperatures",
+    "running",
+    "reliability",
+    "entropy",
+    "segments",
+    "histograms",
+    "tables",
+)
+TRACED_WEIGHTS = 4
+
+
+class PosteriorDashboard(SamplerCallback):
+    """Shows a sampling run in W&B or TensorBoard while it goes on, and in files of the run's folder.
+
+    Scalars, every `trainer.log_every_n_steps`: `sampler/lr`, `sampler/temperature`, `sampler/energy` (Ũ of the
+    mini-batch, nats), `sampler/cycle`, and `sampler/gradient_multiplier` where one is set; with every sample
+    `samples/count` and `samples/ess`, the effective number (Σw)²/Σw² of the weighted samples.
+
+    Figures, at the end of each cycle (or as `every` says) and of the fit:
+
+    * `posterior/schedule`: step size and temperature, `posterior/energy`: the mini-batch energy, both with the samples
+      marked; `posterior/traces`: the energy and four single weights;
+    * `posterior/weights`: the samples' normalised weights and their effective number;
+    * `posterior/geometry`: classical multidimensional scaling of the samples' weights, coloured by cycle or chain
+      (networks of more than 1,024 weights by a random projection whose distances are off by some 4 %);
+    * `posterior/temperatures`: each tensor's temperatures beside the target's, if the module's `health` has them;
+    * `posterior/running_…` for each metric: the running average and the single samples; `posterior/reliability`;
+      `posterior/entropy`: the distribution of the predictive entropy, on out-of-distribution data too. These three need
+      a `BayesianModelAverage`, the last two classes;
+    * `posterior/segments`: error and NLL on the straight line between samples of one cycle, of two cycles and of two
+      chains (BatchNorm's running statistics are interpolated too). It needs a `SampleCollector` and validation data.
+
+    Histograms: `posterior/energy_histogram` and `posterior/weight_histogram` of the samples;
+    `posterior/entropy_histogram`, and `posterior/entropy_histogram_…` for each out-of-distribution set. Tables:
+    `posterior/sample_table`, a row for each sample, and `posterior/metric_table`, single against averaged metrics.
+
+    After `trainer.test`, what is about data comes once more, on the test data: `posterior/test_running_…`,
+    `posterior/test_reliability`, `posterior/test_entropy`, `posterior/test_segments`,
+    `posterior/test_entropy_histogram`, `posterior/test_sample_table`, `posterior/test_metric_table`; without a fit in
+    this process `posterior/test_weights` and `posterior/test_geometry` too.
+
+    All of them have the trainer's global step as x-axis. W&B gets them as its images, histograms and tables,
+    TensorBoard as images, histograms and text; the newest of each also lies in the run's folder (`energy.png`,
+    `sample_table.csv`, …), with `history.json`: the scalars of the logged steps and the samples. What cannot be drawn
+    is left out, and an error while drawing is a warning. The chain does not notice any of it.
+
+    Args:
+        every: when to draw: at each "sample", at the end of each "cycle" (a run without cycles: at its end), or at the
+            "end" of the fit only; at the end they are always drawn.
+        every_n_samples: with "sample", at every n-th sample.
+        figures: which to draw, of "schedule", "energy", "traces", "weights", "geometry", "temperatures", "running",
+            "reliability", "entropy", "segments", and "histograms" and "tables"; None is all of them.
+        geometry_samples: at most so many samples in the geometry; of more, evenly spaced ones.
+        segment_pairs: at most so many segments.
+        segment_points: points on each.
+        segment_batches: batches of evaluation data on which a point is evaluated, the first ones.
+
+    Raises:
+        ValueError: for an argument out of range or an unknown figure.
+    """
+
+    def __init__(
+        self,
+        every: Literal["sample", "cycle", "end"] = "cycle",
+        every_n_samples: int = 1,
+        figures: Sequence[str] | None = None,
+        geometry_samples: int = 200,
+        segment_pairs: int = 4,
+        segment_points: int = 11,
+        segment_batches: int = 8,
+    ) -> None:
+        if every not in ("sample", "cycle", "end"):
+            raise ValueError(f"every must be 'sample', 'cycle' or 'end', got {every!r}")
+        if isinstance(figures, str):
+            raise ValueError(f"figures should be a list of names, got {figures!r}: write [{figures!r}]")
+        for unknown in set(figures or ()) - set(PARTS):
+            raise ValueError(f"there is no figure {unknown!r}: the figures are {', '.join(PARTS)}")
+        for name, value, least in (
+            ("every_n_samples", every_n_samples, 1),
+            ("geometry_samples", geometry_samples, 2),
+            ("segment_pairs", segment_pairs, 1),
+            ("segment_points", segment_points, 2),
+            ("segment_batches", segment_batches, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        self.every = every
+        self.every_n_samples = every_n_samples
+        self.figures = tuple(PARTS if figures is None else figures)
+        self.geometry_samples = geometry_samples
+        self._segment_options = (segment_pairs, segment_points, segment_batches)
+        self.reset()
+
+    def reset(self) -> None:
+        self.history = RunHistory(max_sketches=self.geometry_samples if "geometry" in self.figures else 0)
+        self._segments = SegmentWalk(*self._segment_options)
+        self._last_step = 0
+        self._cycle: int | None = None
+        self._drawn_samples = 0
+        self._sample_step = 0
+        self._due = False
+        self._folder: Path | None = None
+        self._warned: set[str] = set()
+
+    # -- the scalars --------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        module = bayesian(pl_module, self)
+        self._sampler: Sampler = module.sampler
+        self._state: ChainState = module.chain_state
+        self._last_step = self._sampler.step_count
+        self._interval = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        self._folder = _folder(trainer)
+        self._traced = _traced_weights(module)
+        self.history.trace_names = list(self._traced)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = self._sampler.step_count
+        if step == self._last_step or (step != 1 and step % self._interval):
+            return
+        self._last_step = step
+        group = self._sampler.param_groups[0]
+        controls = [_mean(group[name]) for name in ("lr", "temperature", "gradient_multiplier")]
+        on_device = [self._state.energy.mean(), *(weight[index] for weight, index in self._traced.values())]
+        energy, *traces = torch.stack([value.detach().float() for value in on_device]).tolist()
+        lr, temperature, multiplier = controls
+        self.history.add_scalars(step, (lr, temperature, energy), traces)
+        scalars = {
+            "sampler/lr": lr,
+            "sampler/temperature": temperature,
+            "sampler/energy": energy,
+            "sampler/cycle": self._state.cycle,
+        }
+        if multiplier != 1:
+            scalars["sampler/gradient_multiplier"] = multiplier
+        log_scalars(trainer, scalars, trainer.global_step)
+
+    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
+        self.history.add_sample(sample, sample.parameters if trainer.is_global_zero else None)
+        self._sample_step = trainer.global_step
+        count = self.history.samples.seen
+        scalars = {"samples/count": count, "samples/ess": self.history.effective_sample_size}
+        log_scalars(trainer, scalars, trainer.global_step)
+        if self.every == "sample" and count % self.every_n_samples == 0:
+            self._due = True
+
+    # -- when to draw -------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # Before the next step, when the collector and the evaluator have had the sample, in whatever order they stand.
+        if not self._due and self._state.cycle == self._cycle:
+            return
+        ended = self.every == "cycle" and self._cycle is not None and self.history.samples.seen > self._drawn_samples
+        if self._due or (ended and self._state.cycle != self._cycle):
+            self._draw(trainer, bayesian(pl_module, self), "val", self._sample_step)
+        self._cycle = self._state.cycle
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._draw(trainer, bayesian(pl_module, self), "val", trainer.global_step)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if trainer.is_global_zero and len(self.history.scalars):
+            self._attempt("history.json", self._write_history)
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        module = bayesian(pl_module, self)
+        self._folder = _folder(trainer)
+        if not self.history.samples.seen and module.posterior is not None and trainer.is_global_zero:
+            self._read_samples(module)
+        self._draw(trainer, module, "test", trainer.global_step)
+
+    def _read_samples(self, module: BayesianModule) -> None:
+        """Take the samples of an earlier process's fit into the history."""
+        assert module.posterior is not None
+        for index, record in enumerate(module.posterior.records):
+            wanted = "geometry" in self.figures and self.history.sketches.takes_next
+            self.history.add_sample(record, module.posterior[index].parameters if wanted else {})
+
+    # -- drawing ------------------------------------------------------------------------------------------------------
+
+    def _draw(self, trainer: pl.Trainer, module: BayesianModule, stage: str, step: int) -> None:
+        self._due = False
+        self._drawn_samples = self.history.samples.seen
+        if not trainer.is_global_zero:
+            return
+        evaluation = module.evaluations.get(stage)
+        if evaluation is not None and not evaluation.members:
+            evaluation = None
+        prefix = "posterior/test_" if stage == "test" else "posterior/"
+        for part, make in self._makers(trainer, module, evaluation, stage):
+            if part in self.figures:
+
+                def draw(make: Callable[[], parts.Figures] = make) -> None:
+                    for name, figure in make().items():
+                        log_figure(trainer, prefix + name, figure, step, self._folder)
+
+                self._attempt(part, draw)
+        if "histograms" in self.figures:
+            self._attempt("histograms", lambda: self._log_histograms(trainer, evaluation, stage, prefix, step))
+        if "tables" in self.figures:
+            self._attempt("tables", lambda: self._log_tables(trainer, evaluation, prefix, step))
+        if stage == "val":
+            self._attempt("history.json", self._write_history)
+
+    def _makers(
+        self, trainer: pl.Trainer, module: BayesianModule, evaluation: Evaluation | None, stage: str
+    ) -> Iterator[tuple[str, Callable[[], parts.Figures]]]:
+        """Yield each part's name and what draws it: of the chain, and of the evaluation on a stage's data."""
+        history = self.history
+        if stage == "val" or not len(history.scalars):  # a test in the fit's process would draw the same again
+            yield "schedule", lambda: parts.schedule(history)
+            yield "energy", lambda: parts.energy(history)
+            yield "traces", lambda: parts.traces(history)
+            yield "weights", lambda: parts.weights(history)
+            yield "geometry", lambda: parts.geometry(history)
+            yield "temperatures", lambda: parts.temperatures(module.health)
+        if evaluation is not None:
+            yield "running", lambda: parts.running(evaluation)
+            yield "reliability", lambda: parts.reliability_diagram(evaluation)
+            yield "entropy", lambda: parts.entropy(evaluation, STAGE_NAMES[stage])
+        yield "segments", lambda: self._walk_segments(trainer, module, stage)
+
+    def _walk_segments(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> parts.Figures:
+        segments = self._segments.walk(trainer, module, stage)
+        return {"segments": segments_figure(self._segments.positions, segments, STAGE_NAMES[stage])} if segments else {}
+
+    def _log_histograms(
+        self, trainer: pl.Trainer, evaluation: Evaluation | None, stage: str, prefix: str, step: int
+    ) -> None:
+        histograms = parts.chain_histograms(self.history) if stage == "val" else {}
+        if evaluation is not None:
+            histograms |= parts.entropy_histograms(evaluation, STAGE_NAMES[stage])
+        for name, (values, label) in histograms.items():
+            log_histogram(trainer, prefix + name, values, label, step, self._folder)
+
+    def _log_tables(self, trainer: pl.Trainer, evaluation: Evaluation | None, prefix: str, step: int) -> None:
+        tables = {"sample_table": parts.sample_table(self.history, evaluation)}
+        if evaluation is not None:
+            tables["metric_table"] = parts.metric_table(evaluation)
+        for name, (columns, rows) in tables.items():
+            if rows:
+                log_table(trainer, prefix + name, columns, rows, step, self._folder)
+
+    def _write_history(self) -> None:
+        if self._folder is not None:
+            write_atomically(self._folder / "history.json", (json.dumps(self.history.as_json()) + "\n").encode())
+
+    def _attempt(self, part: str, function: Callable[[], None]) -> None:
+        """Do what may fail: hours of sampling are worth more than a picture."""
+        try:
+            function()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            if not {part, reason} & self._warned:
+                rank_zero_warn(f"PosteriorDashboard could not make '{part}' ({reason}); the run goes on without it.")
+            self._warned |= {part, reason}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self.history.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.history.load_state_dict(state_dict["history"])
+        self._drawn_samples = self.history.samples.seen
+
+
+def _folder(trainer: pl.Trainer) -> Path | None:
+    """Return the run's folder; a trial run leaves no files."""
+    folder = run_folder(trainer)
+    return None if trainer.fast_dev_run else folder  # type: ignore[attr-defined]
+
+
+def _traced_weights(module: BayesianModule) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+    """Return, by name, tensors and a place in each: of up to four, spread over the network, the same in every run."""
+    tensors = [(name, p) for name, p in module.named_parameters() if p.requires_grad and p.numel()]
+    count = min(TRACED_WEIGHTS, len(tensors))
+    traced = {}
+    for turn in range(count):
+        name, tensor = tensors[round(turn * (len(tensors) - 1) / max(count - 1, 1))]
+        place = derive_seed(0, "trace", name) % tensor.numel()
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), tensor.shape))
+        traced[f"{name}[{', '.join(map(str, index))}]"] = (tensor, index)
+    return traced
+
+
+def _mean(value: Any) -> float:
+    return value.mean().item() if isinstance(value, Tensor) else float(value)
