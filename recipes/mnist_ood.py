@@ -28,11 +28,12 @@ FRICTION = 0.1
 CYCLES = 4
 EXPLORATION = 0.8
 SAMPLES = 12
-EPOCHS = {"quick": 24, "full": 200}
+EPOCHS = {"quick": 16, "full": 200}
 REPEATS = {"quick": 2, "full": 10}
 LOW_ENTROPY = 0.5  # nats
 
 TEMPERATURES = {"T=1": 1.0, "T=1/N": 1 / NUM_DATA}
+FILES = {"T=1": "posterior", "T=1/N": "cold"}
 
 
 class Method(NamedTuple):
@@ -71,9 +72,9 @@ def run(options: Options) -> list[Row]:
         entropies[method.name] = [entropy for _, entropy in results]
         for metric in results[0][0]:
             rows.append(mean_row(method.name, metric, [metrics[metric] for metrics, _ in results]))
-    for text in TEMPERATURES:
-        names = [m.name for m in methods() if text in m.name or m.temperature == 0]
-        picture(entropies, names, text).savefig(options.out / f"entropy_{text.replace('/', '_over_')}.png", dpi=120)
+    for text, file in FILES.items():
+        names = [m.name for m in methods() if m.name.endswith(f" {text}") or m.temperature == 0]
+        picture(entropies, names, text).savefig(options.out / f"entropy_{file}.png", dpi=120)
     return rows
 
 
