@@ -25,6 +25,8 @@ CAPTIONS = {
     "segments": "The loss on the segments between samples.",
 }
 """By the beginning of a picture's name, in the order of the page; other pictures follow, by name."""
+TEST = "test_"
+"""How pictures of the test data begin; they come last."""
 
 
 def pictures(run: RunRecord) -> str:
@@ -32,23 +34,27 @@ def pictures(run: RunRecord) -> str:
     pictures = {**_drawn(run), **run.pictures}
     shown = []
     for name in sorted(pictures, key=_place):
-        words = name.replace("_", " ")
-        start = _start(name)
-        caption = CAPTIONS.get(start, f"{words[:1].upper()}{words[1:]}.")
-        if start.endswith("_"):
-            caption = f"{caption} {words[len(start) :]}."
-        shown.append(picture(pictures[name], caption, f"Picture of the run: {words}"))
+        shown.append(picture(pictures[name], _caption(name), f"Picture of the run: {name.replace('_', ' ')}"))
     return f'<div class="pictures">{"".join(shown)}</div>' if shown else ""
+
+
+def _caption(name: str) -> str:
+    words, start = name.replace("_", " "), _start(name)
+    caption = CAPTIONS.get(start, f"{words[:1].upper()}{words[1:]}.")
+    if start.endswith("_"):
+        caption = f"{caption} {words.removeprefix(TEST.replace('_', ' '))[len(start) :]}."
+    return f"{caption.removesuffix('.')}, on the test data." if start and name.startswith(TEST) else caption
 
 
 def _start(name: str) -> str:
     """Return the longest known beginning of a picture's name, or nothing."""
+    name = name.removeprefix(TEST)
     return max((start for start in CAPTIONS if name.startswith(start)), key=len, default="")
 
 
-def _place(name: str) -> tuple[int, str]:
+def _place(name: str) -> tuple[bool, int, str]:
     start = _start(name)
-    return list(CAPTIONS).index(start) if start else len(CAPTIONS), name
+    return name.startswith(TEST), list(CAPTIONS).index(start) if start else len(CAPTIONS), name
 
 
 def _drawn(run: RunRecord) -> dict[str, bytes]:
