@@ -1,5 +1,6 @@
 """Bayesian deep learning by stochastic-gradient MCMC as ordinary PyTorch Lightning training."""
 
+from lightning_sgmcmc.data_order import ResumableLoader
 from lightning_sgmcmc.energy_guard import NonFiniteEnergyError
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Prediction
 from lightning_sgmcmc.module import BayesianModule
@@ -27,6 +28,7 @@ __all__ = [
     "PosteriorSample",
     "Prediction",
     "Prior",
+    "ResumableLoader",
     "Sampler",
     "StudentTPrior",
     "UnderdampedLangevin",
