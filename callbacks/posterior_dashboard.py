@@ -310,7 +310,7 @@ def _traced_weights(module: BayesianModule) -> dict[str, tuple[Tensor, tuple[int
     """Return, by name, tensors and a place in each: of up to four, spread over the network, the same in every run."""
     tensors = [(name, p) for name, p in module.named_parameters() if p.requires_grad and p.numel()]
     count = min(TRACED_WEIGHTS, len(tensors))
-    traced = {}
+    traced: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
     for turn in range(count):
         name, tensor = tensors[round(turn * (len(tensors) - 1) / max(count - 1, 1))]
         place = derive_seed(0, "trace", name) % tensor.numel()

@@ -62,8 +62,9 @@ def geometry_figure(
     _coloured_points(figure, axes, points, colours, kind)
     axes.set_aspect("equal", adjustable="datalim")
     axes.margins(0.08)
-    for name, set_label, part in zip("12", (axes.set_xlabel, axes.set_ylabel), share, strict=True):
-        set_label(f"coordinate {name} ({part:.0%} of the variance)")
+    first, second = (f"coordinate {name} ({part:.0%} of the variance)" for name, part in zip("12", share, strict=True))
+    axes.set_xlabel(first)
+    axes.set_ylabel(second)
     return figure
 
 

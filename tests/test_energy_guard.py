@@ -236,7 +236,7 @@ def test_the_count_is_in_the_checkpoint_the_logger_and_the_last_word(tmp_path: P
         keep = pl.callbacks.ModelCheckpoint(tmp_path, filename="last", enable_version_counter=False)
         trainer = quiet_trainer(
             max_epochs=epochs,
-            callbacks=[keep, SamplingSchedule(every_n_steps=1), RunSummary(pictures=False)],
+            callbacks=[keep, SamplingSchedule(every_n_steps=1), RunSummary()],
             enable_checkpointing=True,
             logger=pl.loggers.CSVLogger(tmp_path, flush_logs_every_n_steps=1),
             log_every_n_steps=1,

@@ -388,7 +388,7 @@ class Tied(nn.Module):
 
 def test_tied_weights_count_once_and_come_back(tmp_path: Path) -> None:
     model = module(net=Tied(), prior=GaussianPrior(2.0), lr=0.2)
-    fit(model, SampleCollector(tmp_path / "s"), RunSummary(pictures=False), default_root_dir=tmp_path)
+    fit(model, SampleCollector(tmp_path / "s"), RunSummary(), default_root_dir=tmp_path)
     weights = torch.cat([model.net.first.weight.view(-1), model.net.first.bias, model.net.second.bias])  # type: ignore[union-attr]
     expected = torch.distributions.Normal(0.0, 2.0).log_prob(weights).sum()
     torch.testing.assert_close(model.log_prior(), expected)
