@@ -136,6 +136,7 @@ def test_the_recipe_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert (f"Heart {method}", "error of mean (posterior std)") in found
         assert (f"Heart {method}", "variance / reference's") in found
         assert (f"Heart {method}, 4·lr", "median ESS") in found
+    assert found["Heart SGLD, falling", "median ESS"]["value"] < found["Heart SGLD", "median ESS"]["value"]
     assert {path.stem for path in out.glob("*.png")} == set(logistic_ess.PICTURES)
     assert {tuple(chain.shape) for chain in chains} == {(160, 4)}, "an intercept and three columns"
     assert len({float(chain.sum()) for chain in chains}) == len(chains), "two repeats drew the same chain"
