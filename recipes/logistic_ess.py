@@ -11,9 +11,9 @@ hang on the step size. With a sample a step and exact gradients, SGLD's ESS is E
 too large (of a Gaussian; batches add more), so the paper's 2,199 of 5,000 means 44 % or more, unless its samples lie
 several steps apart; ours are held to some 10 %. At four times the step (`step_sizes.png`) the figures rise towards the
 paper's, and the variances are about double. At equal bias a falling step is no gain on one mode: most of a cycle's
-samples come from its small steps. The paper's order returns where the plain samplers' steps fall as k^-0.55, as in its
-mixture experiment, from the cyclical ones' first step ("falling" in the table): but then a hundredfold smaller step is
-compared, not a schedule.
+samples come from its small steps. The cyclical ones lead where the plain samplers' steps fall as k^-0.55, as in its
+mixture experiment, from the cyclical ones' own first step ("falling" in the table): but then a hundredfold smaller step
+is compared, not a schedule.
 
 The estimator is Geyer's initial monotone sequence in ArviZ (`method="mean"`, two halves of the chain), cut at the
 number of samples. It stops at the first negative lobe of the autocorrelation, so of SGHMC's swinging chains it says too
