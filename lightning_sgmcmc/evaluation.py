@@ -51,8 +51,10 @@ class WeightedAverage:
         new_total = _logaddexp(self.log_total, log_weight)
         log_share, log_rest = log_weight - new_total, self.log_total - new_total
         for name, term in terms.items():
+            self.terms[name] = self.terms[name].to(term.device)  # a checkpoint's state comes on the CPU
             self.terms[name].lerp_(term, math.exp(log_share))
-        self.log_density = torch.logaddexp(self.log_density + log_rest, log_density + log_share)
+        before = self.log_density.to(log_density.device)
+        self.log_density = torch.logaddexp(before + log_rest, log_density + log_share)
         self.log_total = new_total
 
     def copy(self) -> "WeightedAverage":
