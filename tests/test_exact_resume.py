@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, Posterior
-from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector, SamplingSchedule
+from lightning_sgmcmc.callbacks import (
+    BayesianModelAverage,
+    ChainHealth,
+    CyclicalSchedule,
+    PosteriorDashboard,
+    RunSummary,
+    SampleCollector,
+    SamplingSchedule,
+)
 from lightning_sgmcmc.data_order import BatchOrder, ResumableLoader
 from lightning_sgmcmc.datamodules import ArrayDataModule, DatasetDataModule, Split
 from tests.conjugate import quiet_trainer
@@ -193,6 +201,26 @@ def check_every_save_point(tmp_path: Path, setting: str, kind: str, stride: int 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_save_point(tmp_path: Path, setting: str) -> None:
     assert check_every_save_point(tmp_path, setting, "memory") >= 20
+
+
+def test_with_every_callback(tmp_path: Path) -> None:
+    """Those that only watch do not change the run, and the dashboard's record is whole after a resume."""
+
+    def watch() -> tuple[PosteriorDashboard, list[pl.Callback]]:
+        dashboard = PosteriorDashboard(every="end", figures=["tables"])
+        return dashboard, [dashboard, ChainHealth(every_n_steps=2, warn=False), RunSummary()]
+
+    plain = run(tmp_path / "plain", SETTINGS["everything"], "memory")
+    dashboard, watchers = watch()
+    whole = run(tmp_path / "whole", SETTINGS["everything"], "memory", *watchers, SaveEverywhere(tmp_path))
+    assert not differences(plain, whole)
+    for checkpoint in sorted(tmp_path.glob("*.ckpt"))[3::12]:
+        torch.load(checkpoint, weights_only=True)
+        folder = tmp_path / checkpoint.stem
+        shutil.copytree(tmp_path / "whole" / "samples", folder / "samples")
+        again, watchers = watch()
+        assert not differences(whole, run(folder, SETTINGS["everything"], "memory", *watchers, ckpt_path=checkpoint))
+        assert again.history.as_json() == dashboard.history.as_json()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
