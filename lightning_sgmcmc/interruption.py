@@ -21,26 +21,68 @@ class Interruption:
     """Ends a run on request, so that nothing is lost: the chain's state is written if the trainer keeps checkpoints.
 
     Ctrl-C lets the step in hand be finished, since half a step is not a state of the chain; a second one ends the run
-    at once. SIGTERM is dealt with alike; the process then ends with the code 143. With several ranks the
-    samples and checkpoints that were written are what is kept.
+    at once. SIGTERM is dealt with alike; the process then ends with the code 143. With several ranks, SIGTERM to the
+    first one ends all of them behind the same batch; after Ctrl-C the samples and checkpoints that were written are
+    what is kept there.
     """
 
     def __init__(self) -> None:
         self._trainer: pl.Trainer | None = None
         self._previous: Any = None
+        self._previous_term: Any = None
         self._behind_a_step = False
+        self._together = False
         self.requested = False
+        self.term_requested = False
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Listen for Ctrl-C, in the main thread of a single process and where nobody else does."""
-        self.requested = self._behind_a_step = False
+        self.requested = self.term_requested = self._behind_a_step = self._together = False
         self._trainer = trainer
-        alone = trainer.world_size == 1 and threading.current_thread() is threading.main_thread()
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if trainer.world_size > 1 and in_main_thread:
+            self._begin_together(trainer)
+        alone = trainer.world_size == 1 and in_main_thread
         if alone and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._previous = signal.signal(signal.SIGINT, self._on_signal)
 
+    def _begin_together(self, trainer: pl.Trainer) -> None:
+        """Let SIGTERM wait for the place before a batch where Lightning has the ranks agree on it.
+
+        Lightning's own handler makes the ranks exchange the signal where it strikes, in the middle of other exchanges,
+        and so they wait for each other for ever.
+        """
+        loop = trainer.fit_loop.epoch_loop
+        agree = getattr(loop, "_broadcast_sigterm_tensor", None)
+        if agree is None:
+            return
+
+        def wait_and_agree() -> None:
+            if self.term_requested:
+                trainer._signal_connector.received_sigterm = True
+            try:
+                agree()
+            except SIGTERMException:
+                self._together = True
+                raise
+
+        loop._broadcast_sigterm_tensor = wait_and_agree  # type: ignore[method-assign]
+        self._previous_term = signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, number: int, frame: Any) -> None:
+        launcher = self._trainer.strategy.launcher if self._trainer is not None else None
+        if not self.term_requested and launcher is not None:
+            launcher.kill(number)  # type: ignore[arg-type]
+        self.term_requested = True
+
     def end(self) -> None:
         """Listen no longer."""
+        if self._previous_term is not None:
+            if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+                signal.signal(signal.SIGTERM, self._previous_term)
+            self._previous_term = None
+        if self._trainer is not None:
+            self._trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
         if self._previous is not None:
             if signal.getsignal(signal.SIGINT) == self._on_signal:
                 signal.signal(signal.SIGINT, self._previous)
@@ -77,7 +119,8 @@ class Interruption:
         if trainer.state.fn != "fit" or trainer.global_step == 0 or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         whole = self._behind_a_step or isinstance(exception, SIGTERMException) or not in_a_step(trainer)
-        alone = trainer.world_size == 1  # ranks may stop at different places, and saving is a common act
+        # Saving is a common act of all ranks, and elsewhere they may have stopped at different places.
+        alone = trainer.world_size == 1 or self._together
         folder = next((d for c in trainer.checkpoint_callbacks if (d := getattr(c, "dirpath", None))), None)
         if folder is None or not whole or not alone:
             rank_zero_info(f"Interrupted at step {trainer.global_step}: {describe_checkpoint(trainer)}.")
