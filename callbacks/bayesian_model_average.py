@@ -103,7 +103,7 @@ class BayesianModelAverage(SamplerCallback):
         # For checkpoint monitors, which want their key from the first epoch on; the loggers have had the numbers.
         if trainer.state.fn == "fit" and not trainer.sanity_checking and self._averages:
             metrics = self._metrics("val") or self._no_metrics(bayesian(pl_module, self), "val")
-            pl_module.log_dict(metrics, logger=False, sync_dist=True)
+            pl_module.log_dict(metrics, logger=False, sync_dist=True, add_dataloader_idx=False)
 
     # -- after the fit ------------------------------------------------------------------------------------------------
 
@@ -111,12 +111,12 @@ class BayesianModelAverage(SamplerCallback):
         self._evaluate_posterior(trainer, bayesian(pl_module, self), "test")
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        pl_module.log_dict(self._metrics("test"), sync_dist=True)
+        pl_module.log_dict(self._metrics("test"), sync_dist=True, add_dataloader_idx=False)
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "validate":
             self._evaluate_posterior(trainer, bayesian(pl_module, self), "val")
-            pl_module.log_dict(self._metrics("val"), sync_dist=True)
+            pl_module.log_dict(self._metrics("val"), sync_dist=True, add_dataloader_idx=False)
 
     def _evaluate_posterior(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> None:
         if module.posterior is None or len(module.posterior) == 0:

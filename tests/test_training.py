@@ -473,3 +473,20 @@ def test_gradient_clipping_bounds_the_drift() -> None:
     trainer.fit(module, *loaders())
     moved = sum((p.detach() - before[name]).square().sum() for name, p in module.named_parameters())
     assert torch.as_tensor(moved).sqrt().item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_several_validation_loaders() -> None:
+    module = classifier()
+    train, val = loaders()
+    others = [val, DataLoader(blobs(30, seed=4), 10)]
+    callbacks = [CyclicalSchedule(1, 0.5, 2), SampleCollector(in_memory=True), BayesianModelAverage()]
+    trainer = quiet_trainer(max_epochs=6, callbacks=callbacks)
+    trainer.fit(module, train, others)
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    tested = {
+        name: float(value) for part in trainer.test(module, others, verbose=False) for name, value in part.items()
+    }
+    for index in (0, 1):
+        name = f"bma_accuracy/dataloader_idx_{index}"
+        assert logged[f"val/{name}"] == pytest.approx(tested[f"test/{name}"], abs=1e-6)
+    assert module.evaluations["val"].bma["accuracy"] == pytest.approx(logged["val/bma_accuracy/dataloader_idx_0"])
