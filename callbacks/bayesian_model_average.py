@@ -1,7 +1,8 @@
 """The running Bayesian model average, evaluated as the samples are drawn."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -87,9 +88,12 @@ class BayesianModelAverage(SamplerCallback):
                 "the validation loader shuffles, so predictions of several samples cannot be averaged: make the "
                 "validation or test loader with shuffle=False"
             )
+        module = bayesian(pl_module, self)
+        with self._unnoticed(trainer, module):
+            self.ood.check(trainer, module)
         if len(self._averages) != len(loaders):
             self._averages = [LoaderAverage(self.cycle_weights) for _ in loaders]
-        self._publish(bayesian(pl_module, self), "val")
+        self._publish(module, "val")
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         if not self._averages:
@@ -144,18 +148,25 @@ class BayesianModelAverage(SamplerCallback):
     ) -> None:
         """Evaluate a sample on every loader and take it into the averages."""
         scale = float(getattr(getattr(trainer, "datamodule", None), "target_std", None) or 1.0)
-        devices = [module.device] if module.device.type == "cuda" else []
-        precision = trainer.strategy.precision_plugin
-        # Going through a loader draws from the global generator, and the chain must not notice that it is evaluated.
-        with torch.random.fork_rng(devices), evaluation_mode(module):
+        with self._unnoticed(trainer, module):
             state = {name: tensor.to(module.device) for name, tensor in sample.state.items()}
             log_likelihood = self._full_log_likelihood(trainer, module, state)
-            with precision.val_step_context():
-                ood_terms = self.ood.terms(trainer, module, state)
+            ood_terms = self.ood.terms(trainer, module, state)
             for index, (average, loader, limit) in enumerate(zip(self._averages, loaders, limits, strict=True)):
-                with precision.val_step_context():
-                    scores = evaluate(module, state, batches_of(trainer, module, loader, limit))
+                scores = evaluate(module, state, batches_of(trainer, module, loader, limit))
                 average.take(module, sample, scores, scale, log_likelihood, ood_terms if index == 0 else {})
+
+    @staticmethod
+    @contextmanager
+    def _unnoticed(trainer: pl.Trainer, module: BayesianModule) -> Iterator[None]:
+        """Evaluate as Lightning does, and so that the chain does not notice.
+
+        Going through a loader draws from the global generator.
+        """
+        devices = [module.device] if module.device.type == "cuda" else []
+        precision = trainer.strategy.precision_plugin
+        with torch.random.fork_rng(devices), evaluation_mode(module), precision.val_step_context():
+            yield
 
     def _full_log_likelihood(self, trainer: pl.Trainer, module: BayesianModule, state: Mapping[str, Tensor]) -> float:
         """Return log p(D|θ) of all training data, if the weights ask for it."""
@@ -175,8 +186,7 @@ class BayesianModelAverage(SamplerCallback):
             dataset = plain() if plain is not None else loader.dataset
             mine = Subset(dataset, range(trainer.global_rank, len(dataset), trainer.world_size))
             again = DataLoader(mine, batch_size=loader.batch_size or 1, collate_fn=loader.collate_fn)
-            with trainer.strategy.precision_plugin.val_step_context():
-                _, log_density, _ = evaluate(module, state, batches_of(trainer, module, again, len(again)))
+            _, log_density, _ = evaluate(module, state, batches_of(trainer, module, again, len(again)))
             total += log_density.double().sum().cpu()
         return float(trainer.strategy.reduce(total, reduce_op="sum"))
 

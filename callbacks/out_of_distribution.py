@@ -77,20 +77,35 @@ class OutOfDistributionData:
     def _terms_on(
         self, trainer: pl.Trainer, module: BayesianModule, state: Mapping[str, Tensor], name: str
     ) -> dict[str, Tensor]:
-        loader = self._loaders[name]
-        count = 1 if trainer.fast_dev_run else len(loader)  # type: ignore[attr-defined]
+        count = 1 if trainer.fast_dev_run else len(self._loaders[name])  # type: ignore[attr-defined]
         shared = trainer.world_size > 1 and count >= trainer.world_size  # else every rank takes all of them
-        first, step = (trainer.global_rank, trainer.world_size) if shared else (0, 1)
+        mine = range(trainer.global_rank, count, trainer.world_size) if shared else range(count)
+        terms = self._evaluate(trainer, module, state, name, mine)
+        return {key: gather(term) for key, term in terms.items()} if shared else terms
+
+    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        """Let the network see a batch of each set, so that what it cannot take is said before hours of training.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: as the network does, naming the set.
+        """
+        state = {name: t.detach() for name, t in (*module.named_parameters(), *module.named_buffers())}
+        for name in self.sources:
+            self._evaluate(trainer, module, state, name, range(1))
+
+    def _evaluate(
+        self, trainer: pl.Trainer, module: BayesianModule, state: Mapping[str, Tensor], name: str, batches: range
+    ) -> dict[str, Tensor]:
+        """Return the terms on some of a set's batches."""
         caller = StatelessCall(module, _terms_of_batch)
+        chosen = itertools.islice(self._loaders[name], batches.start, batches.stop, batches.step)
         with torch.no_grad():
             try:
-                terms = concatenate(
-                    caller.call(state, trainer.strategy.batch_to_device(batch, module.device))
-                    for batch in itertools.islice(loader, first, count, step)
+                return concatenate(
+                    caller.call(state, trainer.strategy.batch_to_device(batch, module.device)) for batch in chosen
                 )
             except (RuntimeError, TypeError, ValueError) as error:
                 raise type(error)(f"the network cannot take the out-of-distribution data '{name}': {error}") from error
-        return {key: gather(term) for key, term in terms.items()} if shared else terms
 
 
 def _terms_of_batch(module: BayesianModule, batch: Any) -> dict[str, Tensor]:

@@ -140,6 +140,7 @@ def test_mistakes() -> None:
     trainer = quiet_trainer(max_epochs=2, callbacks=[CyclicalSchedule(1, 0.5, 1), BayesianModelAverage(ood=wide)])
     with pytest.raises(RuntimeError, match=r"cannot take the out-of-distribution data 'ood': .*mat1 and mat2"):
         trainer.fit(classifier(), *loaders())
+    assert trainer.global_step == 0, "it is said before the first step"
 
 
 def test_a_datamodule_from_the_command_line(tmp_path: Path) -> None:
