@@ -3,6 +3,7 @@
 from lightning_sgmcmc.callbacks.base import SamplerCallback
 from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage
 from lightning_sgmcmc.callbacks.chain_health import ChainHealth
+from lightning_sgmcmc.callbacks.contour_gradient import ContourGradient
 from lightning_sgmcmc.callbacks.cyclical_schedule import CyclicalSchedule
 from lightning_sgmcmc.callbacks.loader_average import Evaluation
 from lightning_sgmcmc.callbacks.posterior_dashboard import PosteriorDashboard
@@ -14,6 +15,7 @@ from lightning_sgmcmc.callbacks.sampling_schedule import SamplingSchedule
 __all__ = [
     "BayesianModelAverage",
     "ChainHealth",
+    "ContourGradient",
     "CyclicalSchedule",
     "Evaluation",
     "PosteriorDashboard",

@@ -1,21 +1,17 @@
 """The running Bayesian model average, evaluated as the samples are drawn."""
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import pytorch_lightning as pl
-import torch
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, Subset
+from torch.utils.data import RandomSampler
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, require_schedule
+from lightning_sgmcmc.callbacks.full_data import full_log_likelihood, unnoticed
 from lightning_sgmcmc.callbacks.loader_average import LoaderAverage, batches_of, loaders_of
 from lightning_sgmcmc.callbacks.out_of_distribution import OutOfDistributionData, OutOfDistributionSource
-from lightning_sgmcmc.evaluation import evaluate, evaluation_mode
+from lightning_sgmcmc.evaluation import evaluate
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.store import PosteriorSample
 
@@ -89,7 +85,7 @@ class BayesianModelAverage(SamplerCallback):
                 "validation or test loader with shuffle=False"
             )
         module = bayesian(pl_module, self)
-        with self._unnoticed(trainer, module):
+        with unnoticed(trainer, module):
             self.ood.check(trainer, module)
         if len(self._averages) != len(loaders):
             self._averages = [LoaderAverage(self.cycle_weights) for _ in loaders]
@@ -148,47 +144,15 @@ class BayesianModelAverage(SamplerCallback):
     ) -> None:
         """Evaluate a sample on every loader and take it into the averages."""
         scale = float(getattr(getattr(trainer, "datamodule", None), "target_std", None) or 1.0)
-        with self._unnoticed(trainer, module):
+        with unnoticed(trainer, module):
             state = {name: tensor.to(module.device) for name, tensor in sample.state.items()}
-            log_likelihood = self._full_log_likelihood(trainer, module, state)
+            log_likelihood = 0.0
+            if self.cycle_weights == "harmonic":
+                log_likelihood = full_log_likelihood(trainer, module, state, "cycle_weights='harmonic'")
             ood_terms = self.ood.terms(trainer, module, state)
             for index, (average, loader, limit) in enumerate(zip(self._averages, loaders, limits, strict=True)):
                 scores = evaluate(module, state, batches_of(trainer, module, loader, limit))
                 average.take(module, sample, scores, scale, log_likelihood, ood_terms if index == 0 else {})
-
-    @staticmethod
-    @contextmanager
-    def _unnoticed(trainer: pl.Trainer, module: BayesianModule) -> Iterator[None]:
-        """Evaluate as Lightning does, and so that the chain does not notice.
-
-        Going through a loader draws from the global generator.
-        """
-        devices = [module.device] if module.device.type == "cuda" else []
-        precision = trainer.strategy.precision_plugin
-        with torch.random.fork_rng(devices), evaluation_mode(module), precision.val_step_context():
-            yield
-
-    def _full_log_likelihood(self, trainer: pl.Trainer, module: BayesianModule, state: Mapping[str, Tensor]) -> float:
-        """Return log p(D|θ) of all training data, if the weights ask for it."""
-        if self.cycle_weights == "uniform":
-            return 0.0
-        if trainer.train_dataloader is None:
-            try:
-                trainer.fit_loop.setup_data()
-            except MisconfigurationException as error:
-                raise ValueError(
-                    "cycle_weights='harmonic' needs the training data, and there are none here: hand the trainer the "
-                    "fit's datamodule"
-                ) from error
-        total = torch.zeros((), dtype=torch.float64)
-        plain = getattr(getattr(trainer, "datamodule", None), "training_data", None)  # without augmentation
-        for loader in loaders_of(trainer.train_dataloader):
-            dataset = plain() if plain is not None else loader.dataset
-            mine = Subset(dataset, range(trainer.global_rank, len(dataset), trainer.world_size))
-            again = DataLoader(mine, batch_size=loader.batch_size or 1, collate_fn=loader.collate_fn)
-            _, log_density, _ = evaluate(module, state, batches_of(trainer, module, again, len(again)))
-            total += log_density.double().sum().cpu()
-        return float(trainer.strategy.reduce(total, reduce_op="sum"))
 
     def _publish(self, module: BayesianModule, stage: str) -> None:
         if self._averages:

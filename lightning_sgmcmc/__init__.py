@@ -1,5 +1,6 @@
 """Bayesian deep learning by stochastic-gradient MCMC as ordinary PyTorch Lightning training."""
 
+from lightning_sgmcmc.contour import Contour, DecayingStepSize, EnergyPartition, LearnedContour
 from lightning_sgmcmc.data_order import ResumableLoader
 from lightning_sgmcmc.energy_guard import NonFiniteEnergyError
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Prediction
@@ -18,9 +19,13 @@ __all__ = [
     "BayesianModule",
     "Bernoulli",
     "Categorical",
+    "Contour",
+    "DecayingStepSize",
+    "EnergyPartition",
     "Gaussian",
     "GaussianPrior",
     "LaplacePrior",
+    "LearnedContour",
     "Likelihood",
     "NonFiniteEnergyError",
     "PolynomialDecay",

@@ -1,6 +1,7 @@
 """The plain object through which callbacks and module meet."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +17,11 @@ class ChainState:
     Attributes:
         mean_potential: Ũ/N of the last step's mini-batch, the mean over its micro-batches, C numbers on the device.
         num_data: N.
+        log_prior: log p(θ) at that step, shape (), on the device.
         log_weight: log importance weight of the present states, shape (C,), on the device.
+        bin: energy bin of the present states, shape (C,), from 0; None without an energy partition.
+        sample_energy: energy that the present states' samples carry, shape (C,); None is `energy`.
+        before_sample: called when samples are drawn, before these fields are read, to bring them up to date.
         cycle: index of the cycle, from 0.
         num_cycles: how many cycles the run has; None without cycles.
         stage: "exploration" (temperature 0), "burn-in" or "sampling".
@@ -27,7 +32,11 @@ class ChainState:
 
     mean_potential: Tensor = field(default_factory=lambda: torch.full((1,), math.nan))
     num_data: int = 1
+    log_prior: Tensor = field(default_factory=lambda: torch.zeros(()))
     log_weight: Tensor = field(default_factory=lambda: torch.zeros(1))
+    bin: Tensor | None = None
+    sample_energy: Tensor | None = None
+    before_sample: Callable[[], None] | None = None
     cycle: int = 0
     num_cycles: int | None = None
     stage: str = "sampling"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.chain_state import ChainState
 from lightning_sgmcmc.checks import check_choice, check_count, check_number, check_part, check_sampler, name_of
+from lightning_sgmcmc.contour import LearnedContour
 from lightning_sgmcmc.description import record_arguments
 from lightning_sgmcmc.energy_guard import EnergyGuard, NonFiniteEnergy, bad_tensor
 from lightning_sgmcmc.exact_resume import ExactResume
@@ -114,6 +115,8 @@ class BayesianModule(pl.LightningModule):
         """By stage ("val", "test"), the `Evaluation` of the collected samples, if a callback makes one."""
         self.health: dict[str, Any] | None = None
         """The last report of a `ChainHealth` callback."""
+        self.contour: LearnedContour | None = None
+        """What a `ContourGradient` callback has learned."""
         self._given_num_data = num_data
         self._sampling_seed = seed
         self._trainable: dict[str, Tensor] | None = None
@@ -193,7 +196,9 @@ class BayesianModule(pl.LightningModule):
                 "log_likelihood(batch) must return one number per datum, shape (n,), got "
                 f"{tuple(log_likelihood.shape)}: the batch's size is read from it"
             )
-        return torch.add(log_likelihood.mean(), self.log_prior(), alpha=1 / self._known_num_data()).neg()
+        log_prior = self.log_prior()
+        self.__dict__["chain_state"].log_prior = log_prior.detach()
+        return torch.add(log_likelihood.mean(), log_prior, alpha=1 / self._known_num_data()).neg()
 
     def score(self, batch: Any) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """Return what an evaluation averages over samples.
@@ -342,7 +347,11 @@ class BayesianModule(pl.LightningModule):
                 f"'{frozen}' was frozen in the middle of the run, so this state is no sample of the posterior: freeze "
                 "parameters before the fit"
             )
-        energy = self.trainer.strategy.reduce(state.energy, reduce_op="mean")
+        if state.before_sample is not None:
+            state.before_sample()
+        energy = state.sample_energy
+        if energy is None:
+            energy = self.trainer.strategy.reduce(state.energy, reduce_op="mean")
         parameters = {name: p.detach().clone() for name, p in self.named_parameters()}
         buffers = {name: b.detach().clone() for name, b in self.named_buffers()}
         bad = bad_tensor(parameters, buffers)
@@ -355,6 +364,7 @@ class BayesianModule(pl.LightningModule):
                 chain=0,
                 energy=energy.reshape(-1)[0].item(),
                 log_weight=state.log_weight[0].item(),
+                bin=int(state.bin[0]) if state.bin is not None else None,
                 parameters=parameters,
                 buffers=buffers,
             )

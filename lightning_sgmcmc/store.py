@@ -6,7 +6,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,12 @@ class PosteriorSample:
         step: optimizer steps made when it was drawn.
         cycle: index of the cycle, from 0 (0 throughout without cycles).
         chain: global index of the chain.
-        energy: the step's mini-batch estimate Ũ of the potential energy (before the step's update), in nats.
+        energy: the step's mini-batch estimate Ũ of the potential energy (before the step's update), in nats; or U
+            of the sample itself over all data, where a callback computed that.
         log_weight: log of its importance weight, up to a constant; 0 where samples are equally weighted.
         parameters: all parameters of this chain's module by name, without a chain axis.
         buffers: all buffers likewise (BatchNorm's running statistics, ...).
+        bin: bin of the energy, from 0; None without an energy partition.
     """
 
     step: int
@@ -43,6 +45,7 @@ class PosteriorSample:
     log_weight: float = 0.0
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    bin: int | None = None
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -62,6 +65,7 @@ class SampleRecord:
     log_weight: float
     file: str = ""
     checksum: str = field(default="", compare=False)  # equal samples may lie in files of another order
+    bin: int | None = None
 
 
 class SampleStore(ABC):
@@ -245,9 +249,8 @@ class DiskStore(SampleStore):
             raise ValueError(f"the sample file {path} is missing or damaged: {error}; {LEAVE_OUT} it") from error
         parameters = {k.removeprefix("parameter."): v for k, v in tensors.items() if k.startswith("parameter.")}
         buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
-        return PosteriorSample(
-            record.step, record.cycle, record.chain, record.energy, record.log_weight, parameters, buffers
-        )
+        own = {name: getattr(record, name) for name in ("step", "cycle", "chain", "energy", "log_weight", "bin")}
+        return PosteriorSample(**own, parameters=parameters, buffers=buffers)
 
     def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
         with self._open(index) as file:
@@ -336,15 +339,14 @@ def _in_order(tensors: dict[str, Tensor], content: bytes) -> dict[str, Tensor]:
 
 
 def _record(sample: PosteriorSample, file: str = "", checksum: str = "") -> SampleRecord:
-    return SampleRecord(sample.step, sample.cycle, sample.chain, sample.energy, sample.log_weight, file, checksum)
+    place = (sample.step, sample.cycle, sample.chain, sample.energy, sample.log_weight)
+    return SampleRecord(*place, file=file, checksum=checksum, bin=sample.bin)
 
 
 def _on_cpu(sample: PosteriorSample) -> PosteriorSample:
     parameters = {k: v.detach().to("cpu", copy=True) for k, v in sample.parameters.items()}
     buffers = {k: v.detach().to("cpu", copy=True) for k, v in sample.buffers.items()}
-    return PosteriorSample(
-        sample.step, sample.cycle, sample.chain, sample.energy, sample.log_weight, parameters, buffers
-    )
+    return replace(sample, parameters=parameters, buffers=buffers)
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
