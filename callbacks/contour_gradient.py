@@ -197,9 +197,9 @@ class ContourGradient(SamplerCallback):
                 "sample_energy='full' takes energies in evaluation mode, and this network's differ from those of its "
                 "training mode (dropout or BatchNorm), by which π is learned: take sample_energy='step'."
             )
-        self._state.log_weight, self._state.bin = torch.zeros(module.num_chains), None
         self._state.before_sample = self._before_sample
-        module.contour = self._learned = None
+        self._learned = None
+        self._is_on = True  # a checkpoint's multiplier may be in force
         if self.first_edge is not None and self.width is not None:
             self._begin(EnergyPartition(self.first_edge, self.width, self.num_bins))
         elif self._warm_up:

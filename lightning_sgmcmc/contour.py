@@ -278,7 +278,8 @@ class Contour:
         if self.weighting == "bin":
             return Location(index, multiplier, log_here)
         # The edge at which Ψ is the bin's own π: the right one for backward differences, the left one for forward.
-        edge = self.partition.first_edge + (index if self.difference == "backward" else index - 1) * width
+        steps = index.double() if self.difference == "backward" else index.double() - 1
+        edge = self.partition.first_edge + steps * width
         return Location(index, multiplier, base + torch.where(rise == 0, 0.0, rise * (energy - edge) / width))
 
     def learn_(self, state: ContourState, index: Tensor, log_density: Tensor, step_size: float | Tensor) -> None:
@@ -320,7 +321,7 @@ class Contour:
         """Move shares c into the bins J, and ω²ρ from the bins at and above them; divide by the sum."""
         extra = self.correction * step_size * step_size
         bins = torch.arange(log_vector.shape[-1], device=log_vector.device)
-        shares = log_share.exp()[:, None] + extra * (bins >= index[:, None])
+        shares = log_share.exp()[:, None] + extra * (bins >= index[:, None]).double()
         shares = shares.clamp(max=LARGEST_SHARE)
         arrives = shares * (bins == index[:, None])
         if log_vector.dim() == 1:

@@ -292,7 +292,8 @@ class BayesianModule(pl.LightningModule):
             raise ValueError(f"{type(self).__name__} has no trainable parameters, so there is nothing to sample")
         self.prior.log_prob(self._trainable)  # speaks up now if a parameter has no prior
         self.num_data = self._resolve_num_data()
-        self.chain_state.num_data = self.num_data
+        self.chain_state = ChainState(num_data=self.num_data)  # nothing of an earlier fit
+        self.contour = None
         self._sampling_seed = self._resolve_seed()
         options: dict[str, Any] = {
             "num_data": self.num_data,

@@ -141,6 +141,7 @@ def test_the_manifest_names_every_sample(tmp_path: Path) -> None:
         "log_weight": 2.5,
         "file": "",
         "checksum": "",
+        "bin": None,
     }
     again = DiskStore(tmp_path / "deep" / "s")
     assert again.records == store.records
