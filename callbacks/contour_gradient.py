@@ -72,8 +72,8 @@ class ContourGradient(SamplerCallback):
         correction: ρ of the scheme "high-order".
 
     Raises:
-        ValueError: for an argument out of range or a contradiction; at the start of the fit, for a second
-            `ContourGradient`, a temperature of 0 throughout, or a warm-up that does not end.
+        ValueError: for an argument out of range or a contradiction; at the start of the fit, for a temperature of 0
+            throughout or a warm-up that does not end; at a sample that is due in the warm-up.
 
     Source: Deng et al. 2020 (CSGLD), Algorithm 1, eq. (6), (8), (10), (15), (57), appendix D.1.
 
@@ -167,8 +167,6 @@ class ContourGradient(SamplerCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        if sum(isinstance(c, ContourGradient) for c in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ValueError("a run has one ContourGradient, got several: they would undo each other, so remove one")
         if stage != "fit":
             return
         schedule = schedule_of(trainer)

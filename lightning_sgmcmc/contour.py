@@ -150,7 +150,7 @@ class Location(NamedTuple):
         log_density: log Ψ of the energy (log π of its bin with weighting "bin"), float64.
     """
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # a tuple has a method of this name
     multiplier: Tensor
     log_density: Tensor
 
