@@ -6,7 +6,7 @@ from lightning_sgmcmc.energy_guard import NonFiniteEnergyError
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Prediction
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior import Posterior
-from lightning_sgmcmc.priors import GaussianPrior, LaplacePrior, Prior, StudentTPrior
+from lightning_sgmcmc.priors import FlatPrior, GaussianPrior, LaplacePrior, Prior, StudentTPrior
 from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGLD
 from lightning_sgmcmc.schedules import Annealing, PolynomialDecay
 from lightning_sgmcmc.store import PosteriorSample
@@ -22,6 +22,7 @@ __all__ = [
     "Contour",
     "DecayingStepSize",
     "EnergyPartition",
+    "FlatPrior",
     "Gaussian",
     "GaussianPrior",
     "LaplacePrior",

@@ -310,10 +310,12 @@ class Contour:
             log_vector.add_(keep[:, None]).scatter_(1, index[:, None], grown[:, None])
         if self.floor > 0:
             log_vector.clamp_(min=math.log(self.floor))
+        # A step size of 0 is a step without learning, in a loop that cannot leave it out.
+        ones = (step_size > 0).long().expand_as(index) if isinstance(step_size, Tensor) else torch.ones_like(index)
         if visits.dim() == 1:
-            visits.scatter_add_(0, index, torch.ones_like(index))
+            visits.scatter_add_(0, index, ones)
         else:
-            visits.scatter_add_(1, index[:, None], torch.ones_like(index)[:, None])
+            visits.scatter_add_(1, index[:, None], ones[:, None])
 
     def _learn_high_order_(
         self, log_vector: Tensor, index: Tensor, log_share: Tensor, step_size: float | Tensor
