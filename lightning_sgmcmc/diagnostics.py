@@ -1,7 +1,11 @@
 """Diagnostics of weighted samples: pure functions of tensors."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+from lightning_sgmcmc.checks import check_choice, check_count
 
 
 def normalised_weights(log_weights: Tensor) -> Tensor:
@@ -30,3 +34,85 @@ def effective_sample_size(log_weights: Tensor) -> float:
         log_weights: shape (S,), any constant offset.
     """
     return 1 / float(normalised_weights(log_weights).square().sum())
+
+
+def resample(
+    log_weights: Tensor,
+    count: int | None = None,
+    method: Literal["systematic", "multinomial"] = "systematic",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return indices of samples drawn with repetition by their importance weights, rising, shape (count,).
+
+    Multinomial draws are independent. Systematic ones take the quantiles (u + i)/count of the weights' distribution
+    for one uniform u, so that a sample of weight w comes ⌊count·w⌋ or ⌈count·w⌉ times: the same mean, less variance.
+
+    Args:
+        log_weights: shape (S,), any constant offset; -inf is never drawn.
+        count: how many; None is S.
+        method: "systematic" or "multinomial".
+        generator: of the uniform numbers; None is torch's default.
+
+    Raises:
+        ValueError: for another method, a count below 1, or weights as in `normalised_weights`.
+
+    Source: Deng et al. 2020 (CSGLD), Algorithm 1.
+    """
+    check_choice("method", method, ("systematic", "multinomial"))
+    check_count("count", count)
+    weights = normalised_weights(log_weights.cpu())
+    count = len(weights) if count is None else count
+    if method == "multinomial":
+        return torch.multinomial(weights, count, replacement=True, generator=generator).sort().values
+    start = torch.rand((), generator=generator, dtype=torch.float64)
+    places = (start + torch.arange(count, dtype=torch.float64)) / count
+    cumulative = weights.cumsum(0)
+    # Rounding may leave the sum below the last place; the last sample with a weight takes it.
+    last = int(weights.nonzero()[-1])
+    return torch.searchsorted(cumulative, places, right=True).clamp(max=last)
+
+
+def mode_coverage(samples: Tensor, modes: Tensor, radius: float = 0.25, least: int = 100) -> int:
+    """Return how many modes have at least so many samples within a distance.
+
+    Args:
+        samples: shape (S, d).
+        modes: shape (M, d).
+        radius: the distance.
+        least: the number of samples.
+
+    Source: Zhang et al. 2020 (cSG-MCMC), appendix.
+    """
+    near = torch.zeros(len(modes), dtype=torch.int64)
+    for part in samples.double().split(100_000):
+        near += (torch.cdist(part, modes.double()) < radius).sum(0)
+    return int((near >= least).sum())
+
+
+def cell_masses(samples: Tensor, weights: Tensor, bounds: tuple[float, float], count: int) -> Tensor:
+    """Return the weighted share of samples in each cell of a square grid, shape (count²,); those outside are left out.
+
+    Args:
+        samples: shape (S, 2).
+        weights: shape (S,), not negative.
+        bounds: lower and upper end of both axes.
+        count: cells along each axis.
+    """
+    low, high = bounds
+    index = ((samples.double() - low) / (high - low) * count).floor().long()
+    inside = ((index >= 0) & (index < count)).all(1)
+    flat = index[inside, 0] * count + index[inside, 1]
+    masses = torch.zeros(count * count, dtype=torch.float64).index_add_(0, flat, weights[inside].double())
+    return masses / weights.double().sum()
+
+
+def divergence(truth: Tensor, estimate: Tensor, smoothing: float = 0.01) -> float:
+    """Return the Kullback-Leibler divergence Σ p·log(p/q) of masses on the same cells, in nats.
+
+    Args:
+        truth: p, shape (cells,), summing to 1.
+        estimate: q, shape (cells,), summing to 1 at most.
+        smoothing: share of the uniform distribution that is mixed into q, so that an empty cell costs a finite amount.
+    """
+    mixed = (1 - smoothing) * estimate + smoothing / len(estimate)
+    return float(torch.special.entr(truth).sum().neg() - (truth * mixed.log()).sum())

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+RARE = 1e-4
+
+
 def _shown(visits: Any) -> slice:
     """Return the bins from the first to the last that was visited, and one more on each side."""
     places = np.flatnonzero(visits > 0)
@@ -53,13 +56,13 @@ def multiplier_figure(centres: Sequence[float], multipliers: Sequence[float], vi
     Args:
         centres: middle of each bin, in nats.
         multipliers: κ in each bin.
-        visits: how often each was visited; the others are left out.
+        visits: how often each was visited; bins with less than one step in 10,000, which know little, are left out.
     """
     visited = np.asarray(visits, dtype=float)
     shown = _shown(visited)
     x, kappa = (np.asarray(values, dtype=float)[shown] for values in (centres, multipliers))
     width = float(np.diff(x).mean()) if len(x) > 1 else 1.0
-    known = visited[shown] > 0
+    known = visited[shown] > RARE * visited.sum()
     figure, (upper, lower) = canvas(2, height=5)
     label: str | None = "bouncy zone, κ < 0"
     for start, stop in _runs((kappa < 0) & known):

@@ -57,6 +57,8 @@ def path_figure(steps: Sequence[float], places: Sequence[float], multipliers: Se
     if bool((kappa < 0).any()):
         lower.axhspan(float(kappa.min()), 0, color=SAMPLE_COLOUR, alpha=0.12, linewidth=0, label="bouncy, κ < 0")
     lower.axhline(1, color="black", linestyle=":", linewidth=1)
+    low, high = np.percentile(kappa, [0.1, 99.9])  # single outliers would hide the rest
+    lower.set_ylim(low - 0.1 * (high - low) - 0.05, high + 0.1 * (high - low) + 0.05)
     lower.set_ylabel("multiplier κ")
     lower.set_xlabel("step")
     legend_above(lower)

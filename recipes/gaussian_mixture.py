@@ -5,12 +5,15 @@ scheme of eq. (10), gradient noise of variance 0.01, ten chains; the first edge,
 `full` makes the paper's 10⁷ steps, `quick` 10⁶. KSGLD keeps π at the truth. "bin" weighs by π(J)^ζ as the paper does,
 "interpolated" by Ψ(U)^ζ, for which the fixed point is exact. The paper gives pictures and no numbers.
 
-Measured, quick: see the table; with interpolated weights the total-variation error of π falls with ε, with bin weights
-it stays, and SGLD's mean is as wrong as its start: it hardly crosses the barrier of 12 nats.
+Measured (quick, 10 chains from both modes): the mean absolute error of E[x] at 10⁶ steps is 4.5 ± 0.5 by SGLD, which
+hardly crosses the barrier of 12 nats, and 0.18 ± 0.04 by CSGLD, 0.11 ± 0.04 by KSGLD: CSGLD has caught up with it, as
+in the paper's figure. The total-variation error of a π that 400 chains share is 0.015 at ε=0.1 and 0.003 at ε=0.02 with
+interpolated weights, 0.11 and 0.13 with bin weights. That of a single chain's π at 10⁶ steps is 0.03 ± 0.01: noise.
 """
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,8 @@ REPEATS = 10
 STEPS = {"quick": 1_000_000, "full": 10_000_000}
 LR = 0.1
 SMALL_LR = 0.02
+SHARING = 400
+SHARED_STEPS = 100_000
 ZETA = 0.75
 GRADIENT_NOISE = 0.1
 PARTITION = EnergyPartition(first_edge=2.0, width=1.0, num_bins=50)
@@ -72,6 +77,25 @@ def variation(run: Simulation, contour: ContourRun, target: GaussianMixture) -> 
     return (0.5 * (masses - true_masses(target)).abs().sum(1)).tolist()
 
 
+def shared_variation(target: GaussianMixture, contour: ContourRun, lr: float, options: Options) -> float:
+    """Return the total-variation error of one π that many chains learn together, so that ε is what is left."""
+    start = torch.tensor([[-6.0], [4.0]]).repeat(SHARING // 2, 1)
+    many = replace(contour, shared=True)
+    run = simulate(
+        target,
+        lr=lr,
+        num_steps=SHARED_STEPS,
+        num_chains=SHARING,
+        contour=many,
+        gradient_noise=GRADIENT_NOISE,
+        initial=start,
+        seed=options.seed,
+        compile=None if SHARED_STEPS < 50_000 else True,
+    )
+    assert run.contour is not None
+    return float(0.5 * (contour.rules.log_masses(run.contour).exp() - true_masses(target)).abs().sum())
+
+
 def run(options: Options) -> list[Row]:
     """Run all methods on both mixtures, draw the pictures, return the table."""
     torch.set_num_threads(1)
@@ -91,9 +115,12 @@ def run(options: Options) -> list[Row]:
             errors[method] = error.mean(1).tolist()
             rows.append(mean_row(method + suffix, f"|error of E[x]| at {steps:.0e} steps", error[-1].tolist()))
             if contour is not None and contour.learn:
-                rows.append(mean_row(method + suffix, "TV error of π, ε=0.1", variation(done, contour, target)))
-                fine = chains(target, contour, SMALL_LR, steps, options.seed)
-                rows.append(mean_row(method + suffix, "TV error of π, ε=0.02", variation(fine, contour, target)))
+                rows.append(
+                    mean_row(method + suffix, "TV error of one chain's π, ε=0.1", variation(done, contour, target))
+                )
+                for lr in (LR, SMALL_LR):
+                    error = shared_variation(target, contour, lr, options)
+                    rows.append(Row(method + suffix, f"TV error of π of {SHARING} chains, ε={lr}", error))
         marks = runs["CSGLD"].checkpoints.tolist()
         name = suffix.strip().replace("asymmetric", "_asymmetric")
         errors_figure(marks, errors, "mean absolute error of E[x]").savefig(options.out / f"error{name}.png", dpi=120)

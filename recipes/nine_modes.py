@@ -1,0 +1,92 @@
+"""A2: nine modes in the plane by SGLD, cyclical SGLD and contour SGLD (CSGLD, Figure 3).
+
+U(x) = Σ(x_i² - 10·cos(1.2πx_i))/3 with a regulariser beyond ‖x‖² = 7, noise of variance 0.1 on energies and gradients,
+200,000 steps from (2, 2) as in the authors' program, a draw every 20 steps after 5,000. SGLD and CSGLD: lr 0.001;
+cyclical: from 0.005 with 20 cycles, noise throughout, draws in the second half of a cycle, as in the program. CSGLD:
+m = 100, Δu = 0.25, ζ = 0.75, ω = min(0.003, 10/(k^0.8 + 100)), the scheme of eq. (10), its draws resampled by their
+weights. The first edge is -6.4, above the lowest energy of -6.67 (the program's grid begins below it). A mode counts as
+found with ten (resampled) draws within 0.5. KL(truth ‖ draws) on a grid of 40 x 40 cells, with 1 % of uniform mixed in.
+The program rejects moves out of a box; here there is none, for any method. Replica exchange needs chains that speak to
+each other and is not in this table yet.
+
+Measured (10 runs): CSGLD finds all nine modes in every run, cyclical SGLD 7.1 ± 0.4, SGLD 4.5 ± 0.3 (the paper's picture
+shows 3); KL 0.16 ± 0.02, 1.3 ± 0.2, 2.8 ± 0.1 nats: the paper's order.
+"""
+
+from typing import Any
+
+import torch
+
+from lightning_sgmcmc.contour import Contour, DecayingStepSize, EnergyPartition
+from lightning_sgmcmc.diagnostics import cell_masses, divergence, mode_coverage, resample
+from lightning_sgmcmc.figures_targets import plane_figure, trajectories_figure
+from lightning_sgmcmc.schedules import CyclicalPlan
+from lightning_sgmcmc.simulate import ContourRun, Simulation, simulate
+from lightning_sgmcmc.targets import CosineTarget
+from recipes.results import Options, Row, mean_row
+
+REPEATS = 10
+STEPS = 200_000
+BURN_IN, EVERY = 5_000, 20
+LR, CYCLICAL_LR, CYCLES = 0.001, 0.005, 20
+NOISE = 0.1**0.5
+START = (2.0, 2.0)
+CELLS = 40
+RADIUS, LEAST = 0.5, 10
+PAPER_MODES = {"SGLD": 3.0, "CSGLD": 9.0}
+LEARNER = ContourRun(
+    Contour(EnergyPartition(-6.4, 0.25, 100), 0.75, "original"), DecayingStepSize(10, 0.8, 100, maximum=0.003)
+)
+
+
+def simulated(method: str, steps: int, seed: int) -> Simulation:
+    """Run all repeats of a method."""
+    plan = CyclicalPlan(steps, CYCLES, 0.5, 1)
+    cyclical: Any = lambda k: CYCLICAL_LR * plan.lr_factor(k)  # noqa: E731
+    return simulate(
+        CosineTarget.nine_modes(),
+        lr=cyclical if method == "cyclical SGLD" else LR,
+        num_steps=steps,
+        num_chains=REPEATS,
+        contour=LEARNER if method == "CSGLD" else None,
+        energy_noise=NOISE if method == "CSGLD" else 0.0,
+        gradient_noise=NOISE,
+        initial=torch.tensor(START),
+        keep_every=EVERY,
+        burn_in=BURN_IN,
+        seed=seed,
+    )
+
+
+def run(options: Options) -> list[Row]:
+    """Run the methods, draw densities and trajectories, return the table; `full` has 10 times the steps."""
+    torch.set_num_threads(1)
+    target = CosineTarget.nine_modes()
+    steps = STEPS * (10 if options.full else 1)
+    truth, modes = target.cell_masses(CELLS), target.modes
+    generator = torch.Generator().manual_seed(options.seed)
+    rows, densities, paths = [], {}, {}
+    for method in ("SGLD", "cyclical SGLD", "CSGLD"):
+        done = simulated(method, steps, options.seed)
+        drawn = torch.ones(len(done.steps), dtype=torch.bool)
+        if method == "cyclical SGLD":
+            plan = CyclicalPlan(steps, CYCLES, 0.5, 1)
+            drawn = torch.tensor([not plan.is_exploration(k) for k in done.steps.tolist()])
+        found, distances = [], []
+        for chain in range(REPEATS):
+            places, log_weights = done.positions[drawn, chain], done.log_weights[drawn, chain]
+            chosen = places[resample(log_weights, generator=generator)]
+            found.append(float(mode_coverage(chosen, modes, RADIUS, LEAST)))
+            masses = cell_masses(places, log_weights.softmax(0), target.bounds, CELLS)
+            distances.append(divergence(truth, masses))
+            if chain == 0:
+                densities[method], paths[method] = masses.reshape(CELLS, CELLS), places[:4000].tolist()
+        rows.append(mean_row(method, "modes found", found, PAPER_MODES.get(method)))
+        rows.append(Row(method, "least modes found in a run", min(found)))
+        rows.append(mean_row(method, "KL to the truth (nats)", distances))
+    plane_figure(truth.reshape(CELLS, CELLS), densities, target.bounds, modes.tolist()).savefig(
+        options.out / "densities.png", dpi=120
+    )
+    energies = target.energy(target.cells(200)).reshape(200, 200)
+    trajectories_figure(energies, target.bounds, paths).savefig(options.out / "trajectories.png", dpi=120)
+    return rows
