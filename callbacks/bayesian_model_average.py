@@ -11,6 +11,7 @@ from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, require_s
 from lightning_sgmcmc.callbacks.full_data import full_log_likelihood, unnoticed
 from lightning_sgmcmc.callbacks.loader_average import LoaderAverage, batches_of, loaders_of
 from lightning_sgmcmc.callbacks.out_of_distribution import OutOfDistributionData, OutOfDistributionSource
+from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.evaluation import evaluate
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.store import PosteriorSample
@@ -37,12 +38,15 @@ class BayesianModelAverage(SamplerCallback):
         cycle_weights: "uniform" averages all samples by their own (importance) weights; "harmonic" weighs each cycle
             by the harmonic mean of its samples' likelihoods p(D|θ) over all training data, one more pass over them
             for each sample.
+        importance_weights: "sample" takes each sample's weight at the time when it was drawn; "final" lets
+            `trainer.test` and `trainer.validate` take weights by the final π of a `ContourGradient`. During the fit
+            only the former are known.
         ood: out-of-distribution data: a datamodule, whose test data are taken, or a loader in a fixed order; or several
             by name. One without a name is called after its class (`NotMNISTDataModule`: "notmnist").
 
     Raises:
-        ValueError: for another cycle_weights; at setup, if no schedule would draw a sample, or out-of-distribution data
-            come with a likelihood that has no class probabilities.
+        ValueError: for another cycle_weights or importance_weights; at setup, if no schedule would draw a sample, or
+            out-of-distribution data come with a likelihood that has no class probabilities.
 
     Source: Zhang et al. 2020 (cSG-MCMC), eq. (4).
     """
@@ -51,10 +55,13 @@ class BayesianModelAverage(SamplerCallback):
         self,
         cycle_weights: Literal["uniform", "harmonic"] = "uniform",
         ood: OutOfDistributionSource | dict[str, OutOfDistributionSource] | None = None,
+        importance_weights: Literal["sample", "final"] = "sample",
     ) -> None:
+        check_choice("importance_weights", importance_weights, ("sample", "final"))
         if cycle_weights not in ("uniform", "harmonic"):
             raise ValueError(f"cycle_weights must be 'uniform' or 'harmonic', got {cycle_weights!r}")
         self.cycle_weights = cycle_weights
+        self.importance_weights = importance_weights
         self.ood = OutOfDistributionData(ood)
         self._averages: list[LoaderAverage] = []
 
@@ -129,7 +136,7 @@ class BayesianModelAverage(SamplerCallback):
         loaders = loaders_of(source)
         self._averages = [LoaderAverage(self.cycle_weights) for _ in loaders]
         self._publish(module, stage)
-        for sample in module.posterior:
+        for sample in module.posterior.reweighted(self.importance_weights):
             self._take(trainer, module, sample, loaders, limits)
 
     # -- both ---------------------------------------------------------------------------------------------------------

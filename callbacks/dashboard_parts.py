@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from lightning_sgmcmc import figures, figures_samples
+from lightning_sgmcmc import figures, figures_contour, figures_samples
 from lightning_sgmcmc.callbacks.loader_average import Evaluation
+from lightning_sgmcmc.contour import ContourState, LearnedContour
 from lightning_sgmcmc.geometry import classical_scaling, squared_distances
 from lightning_sgmcmc.history import RunHistory
 from lightning_sgmcmc.metrics import predictive_entropy, reliability
@@ -70,6 +71,23 @@ def temperatures(health: Any) -> Figures:
         "temperatures": figures_samples.temperatures_figure(
             tensors, health["temperature"], health.get("tolerance", 0.2)
         )
+    }
+
+
+def contour(learned: LearnedContour | None, temperature: float) -> Figures:
+    """Draw which energies a contour run visited beside the target's, and its multipliers, of the first chain's π."""
+    if learned is None or not bool((learned.state.visits > 0).any()):
+        return {}
+    rules, state = learned.rules, learned.state
+    first = ContourState(*(part[0] for part in state)) if state.log_vector.dim() == 2 else state
+    partition = rules.partition
+    centres = [partition.first_edge + (i - 0.5) * partition.width for i in range(partition.num_bins)]
+    visits, masses = first.visits.tolist(), rules.log_masses(first).exp().tolist()
+    return {
+        "contour": figures_contour.energy_histogram_figure(centres, visits, masses),
+        "multiplier": figures_contour.multiplier_figure(
+            centres, rules.multipliers(first, temperature).tolist(), visits
+        ),
     }
 
 

@@ -32,6 +32,7 @@ PARTS = (
     "weights",
     "geometry",
     "temperatures",
+    "contour",
     "running",
     "reliability",
     "entropy",
@@ -57,6 +58,8 @@ class PosteriorDashboard(SamplerCallback):
     * `posterior/geometry`: classical multidimensional scaling of the samples' weights, coloured by cycle or chain
       (networks of more than 1,024 weights by a random projection whose distances are off by some 4 %);
     * `posterior/temperatures`: each tensor's temperatures beside the target's, if the module's `health` has them;
+    * `posterior/contour`: which energies a run with a `ContourGradient` visited, beside the target's by the learned π;
+      `posterior/multiplier`: κ against the energy, with the bouncy zone (κ < 0) marked;
     * `posterior/running_…` for each metric: the running average and the single samples; `posterior/reliability`;
       `posterior/entropy`: the distribution of the predictive entropy, on out-of-distribution data too. These three need
       a `BayesianModelAverage`, the last two classes;
@@ -81,8 +84,8 @@ class PosteriorDashboard(SamplerCallback):
         every: when to draw: at each "sample", at the end of each "cycle" (a run without cycles: at its end), or at the
             "end" of the fit only; at the end they are always drawn.
         every_n_samples: with "sample", at every n-th sample.
-        figures: which to draw, of "schedule", "energy", "traces", "weights", "geometry", "temperatures", "running",
-            "reliability", "entropy", "segments", and "histograms" and "tables"; None is all of them.
+        figures: which to draw, of "schedule", "energy", "traces", "weights", "geometry", "temperatures", "contour",
+            "running", "reliability", "entropy", "segments", and "histograms" and "tables"; None is all of them.
         geometry_samples: at most so many samples in the geometry; of more, evenly spaced ones.
         segment_pairs: at most so many segments.
         segment_points: points on each.
@@ -251,11 +254,17 @@ class PosteriorDashboard(SamplerCallback):
             yield "weights", lambda: parts.weights(history)
             yield "geometry", lambda: parts.geometry(history)
             yield "temperatures", lambda: parts.temperatures(module.health)
+            yield "contour", lambda: parts.contour(module.contour, self._temperature(module))
         if evaluation is not None:
             yield "running", lambda: parts.running(evaluation)
             yield "reliability", lambda: parts.reliability_diagram(evaluation)
             yield "entropy", lambda: parts.entropy(evaluation, STAGE_NAMES[stage])
         yield "segments", lambda: self._walk_segments(trainer, module, stage)
+
+    def _temperature(self, module: BayesianModule) -> float:
+        """Return the last temperature above 0 that was seen, for the multipliers; the module's before the first step."""
+        seen = [value for value in self.history.scalar("sampler/temperature") if value > 0]
+        return seen[-1] if seen else module.temperature
 
     def _walk_segments(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> parts.Figures:
         segments = self._segments.walk(trainer, module, stage)

@@ -141,6 +141,8 @@ class SampleCollector(SamplerCallback):
         if isinstance(store, DiskStore) and not trainer.is_global_zero:
             return
         store.append(sample)
+        if pl_module.contour is not None:
+            store.contour = pl_module.contour
         if self.max_samples is not None and len(store) > self.max_samples:
             self._push_out(store, self.max_samples)
 
@@ -162,6 +164,9 @@ class SampleCollector(SamplerCallback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.strategy.barrier("all samples are written")
+        module = bayesian(pl_module, self)
+        if self._store is not None and module.contour is not None and trainer.is_global_zero:
+            self._store.contour = module.contour
         if isinstance(self._store, DiskStore):
             self._store.reload()
             if trainer.is_global_zero:

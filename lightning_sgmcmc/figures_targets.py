@@ -79,7 +79,7 @@ def plane_figure(
     from matplotlib.figure import Figure
 
     pictures = {"truth": truth, **estimates}
-    figure = Figure(figsize=(3.1 * len(pictures), 3.4), layout="constrained")
+    figure = Figure(figsize=(3.1 * len(pictures), 3.9), layout="constrained")
     row = figure.subplots(1, len(pictures), sharex=True, sharey=True, squeeze=False)[0]
     highest = float(np.asarray(truth).max())
     for axes, (name, masses) in zip(row, pictures.items(), strict=True):
@@ -106,7 +106,7 @@ def trajectories_figure(
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.3 * len(paths), 3.6), layout="constrained")
+    figure = Figure(figsize=(3.3 * len(paths), 4.0), layout="constrained")
     row = figure.subplots(1, len(paths), sharex=True, sharey=True, squeeze=False)[0]
     grid = np.asarray(energies, dtype=float)
     axis = np.linspace(*bounds, len(grid))

@@ -3,20 +3,30 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 
+from lightning_sgmcmc.checks import check_choice, check_number
+from lightning_sgmcmc.contour import LearnedContour
 from lightning_sgmcmc.description import NotDescribableError, build
-from lightning_sgmcmc.diagnostics import effective_sample_size, normalised_weights
+from lightning_sgmcmc.diagnostics import effective_sample_size, normalised_weights, resample
 from lightning_sgmcmc.energy_guard import bad_tensor
 from lightning_sgmcmc.evaluation import StatelessCall, WeightedAverage, concatenate, evaluation_mode
 from lightning_sgmcmc.inference_data import SMALL, to_inference_data
 from lightning_sgmcmc.likelihoods import Prediction
-from lightning_sgmcmc.store import LEAVE_OUT, DiskStore, MemoryStore, PosteriorSample, SampleRecord, SampleStore
+from lightning_sgmcmc.store import (
+    LEAVE_OUT,
+    DiskStore,
+    MemoryStore,
+    PosteriorSample,
+    SampleRecord,
+    SampleStore,
+    StoreView,
+)
 
 if TYPE_CHECKING:
     from lightning_sgmcmc.module import BayesianModule
@@ -154,6 +164,69 @@ class Posterior:
         """(Σw)²/Σw² of the weights: how many equally weighted samples they are worth, autocorrelation apart."""
         return effective_sample_size(self.log_weights)
 
+    @property
+    def contour(self) -> LearnedContour | None:
+        """What a contour sampler has learned in the end, None without one.
+
+        Raises:
+            ValueError: if its file is damaged.
+        """
+        return self.store.contour
+
+    def reweighted(self, by: Literal["sample", "final"] = "final", exponent: float = 1.0) -> "Posterior":
+        """Return this posterior with other importance weights; nothing is copied.
+
+        Args:
+            by: "sample" takes the weights at the time of each sample, "final" those by the π of the run's end and the
+                samples' energies.
+            exponent: α of tempered weights w^α; 1 leaves them, 0 makes all equal.
+
+        Raises:
+            ValueError: for another `by`, a negative exponent, or "final" without a learned contour.
+        """
+        check_choice("by", by, ("sample", "final"))
+        check_number("exponent", exponent)
+        log_weights = self.log_weights
+        if by == "final":
+            contour = self.contour
+            if contour is None:
+                raise ValueError(
+                    "by='final' needs what a contour sampler has learned, and there is none: the samples are of a run "
+                    "without ContourGradient"
+                )
+            energies = torch.tensor([record.energy for record in self.records], dtype=torch.float64)
+            chains = torch.tensor([record.chain for record in self.records])
+            device = contour.state.log_vector.device
+            log_weights = contour.log_weights(energies.to(device), chains.to(device)).cpu()
+        return self._selected(range(len(self)), (exponent * log_weights).tolist())
+
+    def resample(
+        self,
+        count: int | None = None,
+        method: Literal["systematic", "multinomial"] = "systematic",
+        seed: int = 0,
+    ) -> "Posterior":
+        """Return equally weighted samples, drawn with repetition by the weights; nothing is copied.
+
+        Args:
+            count: how many; None is as many as there are.
+            method: "systematic" or "multinomial", see `lightning_sgmcmc.diagnostics.resample`.
+            seed: of the draw.
+
+        Raises:
+            ValueError: for an argument out of range, or weights that are NaN or all 0.
+
+        Source: Deng et al. 2020 (CSGLD), Algorithm 1.
+        """
+        indices = resample(self.log_weights, count, method, torch.Generator().manual_seed(seed)).tolist()
+        return self._selected(indices, [0.0] * len(indices))
+
+    def _selected(self, indices: Sequence[int], log_weights: Sequence[float]) -> "Posterior":
+        view = StoreView(self.store, indices, log_weights)
+        chosen = Posterior(view, self.model)
+        chosen._why_no_model = self._why_no_model
+        return chosen
+
     def in_memory(self) -> "Posterior":
         """Return this posterior with all samples read into memory, for many small predictions."""
         if isinstance(self.store, MemoryStore):
@@ -161,6 +234,7 @@ class Posterior:
         store = MemoryStore()
         for sample in self:
             store.append(sample)
+        store.contour = self.store.contour
         return Posterior(store, self.model)
 
     def predict(self, x: Any, return_samples: bool = False) -> Prediction:

@@ -4,7 +4,7 @@ import json
 import os
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,8 +15,10 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from lightning_sgmcmc.checkpoint_io import free_space, megabytes
+from lightning_sgmcmc.contour import LearnedContour
 
 MANIFEST = "manifest.jsonl"
+CONTOUR = "contour.safetensors"
 FORMAT = "lightning-sgmcmc samples"
 VERSION = 1
 LEAVE_OUT = "Posterior.load(…, skip_damaged=True) leaves out"
@@ -73,6 +75,9 @@ class SampleStore(ABC):
 
     records: list[SampleRecord]
 
+    contour: LearnedContour | None = None
+    """What a contour sampler has learned in the end, for weights by the final π."""
+
     @abstractmethod
     def append(self, sample: PosteriorSample) -> None:
         """Add a sample at the end."""
@@ -120,12 +125,53 @@ class MemoryStore(SampleStore):
         self.records = [r for r in self.records if repr(r) in wanted]
 
 
+class StoreView(SampleStore):
+    """Chosen samples of another store, in any order and with repetition, with weights of their own; it cannot grow.
+
+    Args:
+        store: the other store.
+        indices: which of its samples.
+        log_weights: their log importance weights here.
+    """
+
+    def __init__(self, store: SampleStore, indices: Sequence[int], log_weights: Sequence[float]) -> None:
+        self._store = store
+        self._indices = list(indices)
+        self.records = [
+            replace(store.records[index], log_weight=log_weight)
+            for index, log_weight in zip(indices, log_weights, strict=True)
+        ]
+
+    @property
+    def contour(self) -> LearnedContour | None:  # type: ignore[override]
+        """The other store's."""
+        return self._store.contour
+
+    def append(self, sample: PosteriorSample) -> None:
+        raise TypeError("these are samples chosen from a store, to which none can be added: use in_memory() first")
+
+    def __getitem__(self, index: int) -> PosteriorSample:
+        return replace(self._store[self._indices[index]], log_weight=self.records[index].log_weight)
+
+    def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
+        return self._store.shapes(self._indices[index])
+
+    def parameters(self, index: int, names: Iterable[str]) -> dict[str, Tensor]:
+        return self._store.parameters(self._indices[index], names)
+
+    def keep(self, records: list[SampleRecord]) -> None:
+        wanted = {repr(r) for r in records}
+        kept = [(i, r) for i, r in zip(self._indices, self.records, strict=True) if repr(r) in wanted]
+        self._indices, self.records = [i for i, _ in kept], [r for _, r in kept]
+
+
 class DiskStore(SampleStore):
     """Samples in a folder: `sample-….safetensors` files and `manifest.jsonl`.
 
     A sample is written under a temporary name, flushed to the disk and renamed, and only then named by a line of the
     manifest; so what the manifest names is complete, whenever the process is killed. A last line cut short is ignored.
-    Checksums in the manifest tell a file that was damaged later.
+    Checksums in the manifest tell a file that was damaged later. `contour.safetensors` holds what a contour sampler has
+    learned.
 
     Args:
         path: an existing store's folder (see `create`).
@@ -172,6 +218,30 @@ class DiskStore(SampleStore):
             )
             raise OSError(error.errno, f"{message} give another dirpath") from error
         return cls(path)
+
+    @property
+    def contour(self) -> LearnedContour | None:  # type: ignore[override]
+        """What a contour sampler had learned when it last drew a sample, None without one.
+
+        Raises:
+            ValueError: if the file is damaged.
+        """
+        path = self.path / CONTOUR
+        if not path.is_file():
+            return None
+        try:
+            return LearnedContour.from_bytes(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(
+                f"{path} cannot be read: {error}; weights at the time of each sample need no such file"
+            ) from error
+
+    @contour.setter
+    def contour(self, contour: LearnedContour | None) -> None:
+        if contour is None:
+            (self.path / CONTOUR).unlink(missing_ok=True)
+        else:
+            _write_atomically(self.path / CONTOUR, contour.to_bytes())
 
     def reload(self) -> None:
         """Read the manifest anew."""

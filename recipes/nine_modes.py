@@ -9,8 +9,8 @@ found with ten (resampled) draws within 0.5. KL(truth ‖ draws) on a grid of 40
 The program rejects moves out of a box; here there is none, for any method. Replica exchange needs chains that speak to
 each other and is not in this table yet.
 
-Measured (10 runs): CSGLD finds all nine modes in every run, cyclical SGLD 7.1 ± 0.4, SGLD 4.5 ± 0.3 (the paper's picture
-shows 3); KL 0.16 ± 0.02, 1.3 ± 0.2, 2.8 ± 0.1 nats: the paper's order.
+Measured (10 runs): CSGLD finds all nine modes in every run, cyclical SGLD 7.1 ± 0.4, SGLD 4.5 ± 0.3 (the paper's
+picture shows 3); KL 0.16 ± 0.02, 1.3 ± 0.2, 2.8 ± 0.1 nats: the paper's order.
 """
 
 from typing import Any

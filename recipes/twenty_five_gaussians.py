@@ -5,8 +5,8 @@ program. SGLD: 0.05·k^-0.55. cSGLD: from 0.09 with 30 cycles and β = 1/4: no n
 draws after it. A mode is covered by 100 draws within 0.25. The means are over ten groups of four chains.
 
 The paper's table says that four chains of SGLD cover 18 modes, its Figure 2 shows 4. Measured: 3.9 ± 0.1 for SGLD and
-24.8 ± 0.1 for cSGLD with four chains, 1.0 and 17.4 ± 0.2 with one: SGLD is as in the figure, and one chain of cSGLD covers
-far more than the table's 6.7.
+24.8 ± 0.1 for cSGLD with four chains, 1.0 and 17.4 ± 0.2 with one: SGLD is as in the figure, and one chain of cSGLD
+covers far more than the table's 6.7.
 """
 
 import itertools

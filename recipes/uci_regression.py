@@ -12,9 +12,9 @@ temperature and ζ of the paper. What the paper leaves open, and how it is settl
 * m = 200 bins of 100 nats, the first edge by a warm-up, ω = 1/(k^0.6 + 100), "scalable", interpolated weights.
 * 50 models: evenly spaced over the second half of the run.
 
-`full` is the paper's 5,000 epochs on 10 splits (`python -m recipes uci_regression --full --data-root DIR`, several hours),
-`quick` 300 epochs on 4. The paper's ± is a standard deviation over 10 runs, and so is `paper_error`; ours is the standard
-error over splits. Rows "… - …" are paired differences over splits.
+`full` is the paper's 5,000 epochs on 10 splits (`python -m recipes uci_regression --full --data-root DIR`, several
+hours), `quick` 300 epochs on 4. The paper's ± is a standard deviation over 10 runs; ours is the standard error over
+splits. Rows "… - …" are paired differences over splits.
 """
 
 import functools
