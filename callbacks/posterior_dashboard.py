@@ -262,7 +262,7 @@ class PosteriorDashboard(SamplerCallback):
         yield "segments", lambda: self._walk_segments(trainer, module, stage)
 
     def _temperature(self, module: BayesianModule) -> float:
-        """Return the last temperature above 0 that was seen, for the multipliers; the module's before the first step."""
+        """Return the last temperature above 0 that was seen, for the multipliers; the module's without one."""
         seen = [value for value in self.history.scalar("sampler/temperature") if value > 0]
         return seen[-1] if seen else module.temperature
 

@@ -45,9 +45,9 @@ class Table(NamedTuple):
 
 
 TABLES = {
-    "Energy": Table("energy", 1.0, 1.0, (0.0005, 0.00005)),
-    "Concrete": Table("concrete", 5.0, 1.0, (0.0003, 0.00003)),
-    "Yacht": Table("yacht", 1.0, 2.5, (0.0003, 0.00003)),
+    "Energy": Table("energy", 1.0, 1.0, (0.001, 0.00015)),
+    "Concrete": Table("concrete", 5.0, 1.0, (0.0006, 0.00009)),
+    "Yacht": Table("yacht", 1.0, 2.5, (0.0006, 0.00009)),
     "Wine": Table("wine-quality-red", 5.0, 10.0, (0.05, 0.005)),
 }
 PAPER = {

@@ -11,7 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_sgmcmc import BayesianModule
+from lightning_sgmcmc import BayesianModule, Contour, EnergyPartition, LearnedContour
 from lightning_sgmcmc.callbacks import (
     BayesianModelAverage,
     CyclicalSchedule,
@@ -37,7 +37,7 @@ SCALARS = {
 METRICS = ("accuracy", "nll", "brier", "ece", "entropy")
 FIT_FIGURES = {
     *(f"posterior/{name}" for name in ("schedule", "energy", "traces", "weights", "geometry", "temperatures")),
-    *(f"posterior/{name}" for name in ("reliability", "entropy", "segments")),
+    *(f"posterior/{name}" for name in ("reliability", "entropy", "segments", "contour", "multiplier")),
     *(f"posterior/running_{metric}" for metric in METRICS),
 }
 TEST_FIGURES = {
@@ -54,11 +54,16 @@ TABLES = {f"posterior/{prefix}{name}_table" for prefix in ("", "test_") for name
 
 
 class Extras(SamplerCallback):
-    """What other callbacks add: a gradient multiplier, the chain's health, and an out-of-distribution set."""
+    """What other callbacks add: a gradient multiplier, a learned contour, the chain's health, and data out of the
+    distribution."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         pl_module.sampler.set_control("gradient_multiplier", 0.5)
         tensors = {"net.0.weight": {"configurational": 1.1, "configurational_interval": [0.9, 1.3]}}
+        rules = Contour(EnergyPartition(0.0, 10.0, 20))
+        state = rules.initial_state()
+        state.visits[3:6] = 7
+        pl_module.contour = LearnedContour(rules, state)
         pl_module.health = {"tensors": tensors, "temperature": 1.0}
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
