@@ -11,7 +11,7 @@ from pathlib import Path
 from recipes.results import Options, markdown, write_results
 
 FOLDER = Path(__file__).parent
-MACHINERY = ("__init__", "__main__", "results")
+MACHINERY = ("__init__", "__main__", "resnet", "results")
 
 
 def descriptions() -> dict[str, str]:
