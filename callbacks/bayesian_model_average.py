@@ -27,7 +27,8 @@ class BayesianModelAverage(SamplerCallback):
     `trainer.validate` evaluate the samples that a `SampleCollector` kept. Metrics are logged as `val/bma_…`,
     `test/bma_…`, with the mean of the single samples' as `val/single_…` beside them: accuracy, nll, brier, ece and
     entropy for classes; rmse, nll and the coverage of central 50 % and 90 % intervals in regression, in original
-    units where the datamodule has a `target_std`.
+    units where the datamodule has a `target_std`. Where the samples' importance weights differ, `val/bma_ess` is their
+    effective number (Σw)²/Σw².
 
     On out-of-distribution data (classes only) it adds, for each set, `ood_<name>_auroc` of telling its inputs from the
     evaluation data by the predictive entropy, `ood_<name>_entropy`, the mean predictive entropy in nats, and
@@ -171,6 +172,9 @@ class BayesianModelAverage(SamplerCallback):
             suffix = f"/dataloader_idx_{index}" if len(self._averages) > 1 else ""
             for kind, values in (("bma", average.evaluation.bma), ("single", average.evaluation.single)):
                 metrics.update({f"{stage}/{kind}_{name}{suffix}": value for name, value in values.items()})
+            worth = average.evaluation.effective_sample_size
+            if worth is not None:
+                metrics[f"{stage}/bma_ess{suffix}"] = worth
         return metrics
 
     def _no_metrics(self, module: BayesianModule, stage: str) -> dict[str, float]:

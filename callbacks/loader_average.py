@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_sgmcmc.diagnostics import effective_sample_size
 from lightning_sgmcmc.evaluation import CycleAverage, WeightedAverage
 from lightning_sgmcmc.metrics import out_of_distribution_metrics
 from lightning_sgmcmc.module import BayesianModule
@@ -29,6 +30,7 @@ class Evaluation:
         average: the average's tensors (see `WeightedAverage`), for figures.
         target: the targets, shape (n, …), None where the module has no likelihood.
         ood: for each set of out-of-distribution data, the average's tensors there.
+        log_weights: for each sample its log importance weight.
     """
 
     members: list[dict[str, float]] = field(default_factory=list)
@@ -36,6 +38,15 @@ class Evaluation:
     average: WeightedAverage | None = None
     target: Tensor | None = None
     ood: dict[str, WeightedAverage] = field(default_factory=dict)
+    log_weights: list[float] = field(default_factory=list)
+
+    @property
+    def effective_sample_size(self) -> float | None:
+        """(Σw)²/Σw² of the importance weights, None where all weigh the same or none has a weight."""
+        weights = torch.tensor(self.log_weights, dtype=torch.float64)
+        if len(weights) < 2 or bool((weights == weights[0]).all()) or not bool((weights > -torch.inf).any()):
+            return None
+        return effective_sample_size(weights)
 
     @property
     def bma(self) -> dict[str, float]:
@@ -118,6 +129,7 @@ class LoaderAverage:
             running |= _ood_figures(name, average.terms, ood.terms)
         place = {key: getattr(sample, key) for key in MEMBER_KEYS}
         self.evaluation.members.append(place | own)
+        self.evaluation.log_weights.append(sample.log_weight)
         self.evaluation.running.append(running)
         self.evaluation.average = average
 
@@ -139,6 +151,7 @@ class LoaderAverage:
             "running": evaluation.running,
             "target": evaluation.target,
             "ood": {name: total.state_dict() for name, total in self._ood.items()},
+            "log_weights": evaluation.log_weights,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -150,7 +163,8 @@ class LoaderAverage:
             self._ood[name].load_state_dict(saved)
         ood = {name: _combined(total) for name, total in self._ood.items()}
         members, running = list(state["members"]), list(state["running"])
-        self.evaluation = Evaluation(members, running, _combined(self._total), state["target"], ood)
+        average, log_weights = _combined(self._total), list(state["log_weights"])
+        self.evaluation = Evaluation(members, running, average, state["target"], ood, log_weights)
 
 
 def metrics_of(

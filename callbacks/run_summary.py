@@ -49,7 +49,11 @@ class RunSummary(SamplerCallback):
         rows = _rows(evaluation)
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._write_files(folder, module, stage, rows)
-        _print_table(evaluation, f"{len(evaluation.members)} posterior samples on the {STAGE_NAMES[stage]}", folder)
+        worth = evaluation.effective_sample_size
+        counted = f"{len(evaluation.members)} posterior samples" + (
+            f", worth {worth:.1f}," if worth is not None else ""
+        )
+        _print_table(evaluation, f"{counted} on the {STAGE_NAMES[stage]}", folder)
 
     def _write_files(self, folder: Path, module: BayesianModule, stage: str, rows: list[dict[str, Any]]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +71,7 @@ class RunSummary(SamplerCallback):
 
 def _rows(evaluation: Evaluation) -> list[dict[str, Any]]:
     """Return the rows of `results.json`; the error beside a mean of single samples is their standard deviation."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     deviations = evaluation.single_std
     for method, values in (("single", evaluation.single), ("bma", evaluation.bma)):
         for metric, value in values.items():
@@ -75,6 +79,10 @@ def _rows(evaluation: Evaluation) -> list[dict[str, Any]]:
             rows.append(
                 {"method": method, "metric": metric, "value": value, "error": error, "paper": None, "paper_error": None}
             )
+    worth = evaluation.effective_sample_size
+    if worth is not None:
+        own = {"method": "bma", "metric": "ess", "value": worth, "error": None, "paper": None, "paper_error": None}
+        rows.append(own)
     return rows
 
 

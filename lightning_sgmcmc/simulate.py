@@ -21,8 +21,9 @@ from lightning_sgmcmc.seeding import derive_seed
 
 CHUNK = 1024
 """Steps whose noise is drawn at once; part of what a seed means, since normal_ of another length draws otherwise."""
-BLOCK = 16
-"""Steps that are unrolled into one compiled function."""
+BLOCK = 32
+CONTOUR_BLOCK = 16
+"""Steps that are unrolled into one compiled function: more save calls, and take longer to compile."""
 WORTH_COMPILING = 200_000
 """Steps below which compiling (some 20 to 40 s, less when cached) costs more than it saves."""
 
@@ -146,13 +147,14 @@ def simulate(
         compile = num_steps >= WORTH_COMPILING and (device.type != "cpu" or _has_compiler())
     block = walk.compiled() if compile else walk.steps
     record = _Record(keep_every, burn_in, observe, checkpoints, contour)
+    length = BLOCK if contour is None else CONTOUR_BLOCK
     with torch.no_grad():
         for first in range(1, num_steps + 1, CHUNK):
             count = min(CHUNK, num_steps + 1 - first)
             inputs = [*_controls(lr, temperature, contour, first, count, place), *noise.draw()]
-            pieces = zip(*(part[:count].split(BLOCK) for part in inputs), strict=True)
+            pieces = zip(*(part[:count].split(length) for part in inputs), strict=True)
             # The remainder of a run is no block that was compiled.
-            done = [(block if len(piece[0]) == BLOCK else walk.steps)(*piece) for piece in pieces]
+            done = [(block if len(piece[0]) == length else walk.steps)(*piece) for piece in pieces]
             record.take(first, *(torch.cat(part) for part in zip(*done, strict=True)))
     if not bool(place.isfinite().all()):
         raise ValueError(f"a chain left for infinity within {num_steps} steps: take a smaller lr")

@@ -4,7 +4,7 @@
 τ = 0.01 throughout, or (sa…) ε = 2e-6, divided by 1.01 an epoch after 400, and τ divided by 1.01 an epoch from the
 start, as the paper's text has it; momentum 0.9; the weight decay 25 of the full energy, which is a Gaussian prior of
 standard deviation 1/5; m = 200, Δu = 1000 (CIFAR-10) or 5000 (CIFAR-100), ω = 10/(k^0.75 + 1000), the high-order scheme
-with ρ = 1, ζ = 10⁶ or 3·10⁶. `quick` (4 minutes on two cores) runs the same parts on synthetic images of the same shape,
+with ρ = 1, ζ = 10⁶ or 3·10⁶. `quick` (4 minutes on two cores) runs the same parts on synthetic images of that shape,
 with a small residual network, Δu, ζ and annealing scaled to them.
 
 What the paper leaves open: the first edge (here Δu, as in the later programs), the energy (the data's alone, as in all

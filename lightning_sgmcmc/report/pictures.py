@@ -17,6 +17,8 @@ CAPTIONS = {
     "schedule": "Step size and temperature along the run; the samples are marked.",
     "traces": "Traces of a few quantities along the run; the samples are marked.",
     "temperatures": "Measured temperatures of each tensor, and the target.",
+    "contour": "Energies that the contour run visited, and the target's by the learned π.",
+    "multiplier": "The gradient multiplier κ against the energy; the bouncy zone is where it is negative.",
     "running_": "The running model average against the number of samples, beside the single samples:",
     "reliability": "Accuracy of the model average against its confidence, and the share of the data.",
     "entropy": "Entropy of the predictive distribution.",

@@ -1,6 +1,7 @@
 """The samples, and what their weights are worth."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -23,11 +24,14 @@ def samples(run: RunRecord) -> str:
         shares: list[float | None] = list(normalised_weights(log_weights(records)).tolist())
     except ValueError:
         shares = [None] * len(records)
-    rows = [
+    rows: list[list[Any]] = [
         [i + 1, r.step, r.cycle + 1, r.chain, r.energy, r.log_weight, share]
         for i, (r, share) in enumerate(zip(records, shares, strict=True))
     ]
     header = ["sample", "step", "cycle", "chain", "energy (nats)", "log weight", "weight"]
+    if any(record.bin is not None for record in records):
+        header.append("energy bin")
+        rows = [[*row, record.bin] for row, record in zip(rows, records, strict=True)]
     content = table(header, rows, "Samples in the order of drawing; energies are mini-batch estimates")
     return content if len(rows) <= SHORT_TABLE else folded(f"All {len(rows)} samples", content)
 
