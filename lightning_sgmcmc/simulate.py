@@ -326,12 +326,14 @@ class _Record:
     def result(self, last: Tensor, state: ContourState | None) -> Simulation:
         """Return everything."""
         chains, dimension = last.shape
-        empty = torch.zeros(0, chains, device=last.device)
-        nothing = (torch.zeros(0, dtype=torch.int64), torch.zeros(0, chains, dimension).to(last), empty, empty, empty)
-        kept = [torch.cat(part) for part in zip(*self._kept, strict=True)] if self._kept else nothing
+        if self._kept:
+            steps, places, energies, log_weights, multipliers = (torch.cat(p) for p in zip(*self._kept, strict=True))
+        else:
+            steps, places = torch.zeros(0, dtype=torch.int64), torch.zeros(0, chains, dimension).to(last)
+            energies = log_weights = multipliers = torch.zeros(0, chains, device=last.device)
         noted = torch.stack(self._noted) if self._noted else torch.zeros(0, chains, 0)
         checkpoints = torch.tensor(self._checkpoints[: len(self._noted)], dtype=torch.int64)
-        return Simulation(*kept, averages=noted, checkpoints=checkpoints, last=last, contour=state)
+        return Simulation(steps, places, energies, log_weights, multipliers, noted, checkpoints, last, state)
 
 
 def _at(schedule: Schedule, step: int) -> float:

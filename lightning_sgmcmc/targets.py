@@ -153,7 +153,8 @@ class GaussianMixture(Target):
         return -self._log_parts(x).logsumexp(-1)
 
     def gradient(self, x: Tensor) -> Tensor:
-        share = self._log_parts(x).softmax(-1)
+        parts = self._log_parts(x)
+        share = (parts - parts.logsumexp(-1, keepdim=True)).exp()  # softmax wakes all threads, whatever the size
         centre = [
             sum((share[..., j] * mean[i] for j, (_, mean) in enumerate(self._terms)), start=torch.zeros_like(x[..., 0]))
             for i in range(self.dimension)
