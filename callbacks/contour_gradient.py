@@ -152,7 +152,7 @@ class ContourGradient(SamplerCallback):
         return Contour(partition, **self._rule_options)
 
     def reset(self) -> None:
-        self._updates = 0
+        self._updates = self._begun = 0
         self._record: EnergyRecord | None = None
         self._learned: LearnedContour | None = None
         self._restored: dict[str, Any] | None = None
@@ -184,10 +184,13 @@ class ContourGradient(SamplerCallback):
         self._state = module.chain_state
         self._interval = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
         self._on_host = module.device.type == "cpu" and module.num_chains == 1
-        self._warm_up = 0 if trainer.fast_dev_run else self.warm_up_steps  # type: ignore[attr-defined]
+        warm_up = 0 if trainer.fast_dev_run else self.warm_up_steps  # type: ignore[attr-defined]
+        # A checkpoint of a run without this callback may be the start.
+        self._begun = self._sampler.step_count if self._restored is None else int(self._restored["begun"])
+        self._warm_up = self._begun + warm_up
         if run_length(trainer) <= self._warm_up:
             raise ValueError(
-                f"the run has {run_length(trainer):.0f} steps, and the contour's warm-up takes {self._warm_up} of "
+                f"the run has {run_length(trainer):.0f} steps, and the contour is warming up for {self._warm_up} of "
                 "them: shorten warm_up_steps or lengthen the run"
             )
         if self.sample_energy == "full" and _differs_in_training(module):
@@ -200,8 +203,8 @@ class ContourGradient(SamplerCallback):
         self._is_on = True  # a checkpoint's multiplier may be in force
         if self.first_edge is not None and self.width is not None:
             self._begin(EnergyPartition(self.first_edge, self.width, self.num_bins))
-        elif self._warm_up:
-            self._record = EnergyRecord(self._warm_up, module.num_chains, module.device)
+        elif warm_up:
+            self._record = EnergyRecord(warm_up, module.num_chains, module.device)
         if self._restored is not None:
             self._resume(self._restored)
         if self._learned is not None:
@@ -239,7 +242,7 @@ class ContourGradient(SamplerCallback):
             return
         if step < self._warm_up:
             if self._record is not None:
-                self._record.take(step + 1, self._energy())
+                self._record.take(step + 1 - self._begun, self._energy())
             return
         if self._learned is None and not self._learn_range():
             return
@@ -372,6 +375,7 @@ class ContourGradient(SamplerCallback):
         learned = self._learned
         return {
             "updates": self._updates,
+            "begun": self._begun,
             "rules": None if learned is None else asdict(learned.rules),
             "state": None if learned is None else {k: v.cpu() for k, v in learned.state._asdict().items()},
             "record": None if self._record is None else self._record.state_dict(),

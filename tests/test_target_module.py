@@ -9,11 +9,12 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_sgmcmc import SGLD
+from lightning_sgmcmc import SGHMC, SGLD
 from lightning_sgmcmc.callbacks import ContourGradient, SampleCollector, SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.target_module import TargetDataModule, TargetModule
 from lightning_sgmcmc.targets import GaussianMixture
 from tests.conjugate import quiet_trainer
+from tests.test_targets import TARGETS
 
 
 class Draws(SamplerCallback):
@@ -62,6 +63,18 @@ def test_samples_have_the_targets_energy() -> None:
     assert module.posterior is not None
     for sample in module.posterior:
         assert sample.energy == pytest.approx(target.energy(sample.parameters["x"].double()).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS.keys())
+def test_every_target_runs_under_a_trainer(target: Any) -> None:
+    module = TargetModule(target, sampler=SGHMC, lr=0.002, seed=3)
+    learner = ContourGradient(0.75, 50, first_edge=0.0, width=0.5)
+    callbacks = [learner, SamplingSchedule(every_n_steps=5), SampleCollector(in_memory=True)]
+    quiet_trainer(max_steps=50, callbacks=callbacks).fit(module, datamodule=TargetDataModule(20))
+    assert module.posterior is not None
+    assert len(module.posterior) == 10
+    assert module.x.shape == (target.dimension,)
+    assert module.x.isfinite().all()
 
 
 def test_bad_targets_are_refused() -> None:

@@ -310,6 +310,18 @@ def test_a_resumed_run_learns_on_bit_for_bit(tmp_path: Path, learns_range: bool)
             assert torch.equal(again.state_dict()[name], tensor)
 
 
+def test_a_contour_can_begin_at_a_checkpoint_without_one(tmp_path: Path) -> None:
+    fit(None, SaveAt(tmp_path, {250}), enable_checkpointing=True)
+    schedule = SamplingSchedule(burn_in_steps=400, every_n_steps=10)
+    later = ContourGradient(0.9, num_bins=30, warm_up_steps=100)
+    module, spy = fit(
+        later, schedule=schedule, enable_checkpointing=True, ckpt_path=tmp_path / "250.ckpt", max_steps=500
+    )
+    assert module.contour is not None
+    assert int(module.contour.state.visits.sum()) == 150
+    assert len(spy.samples) == 10
+
+
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     fit(contour(), SaveAt(tmp_path, {250}), enable_checkpointing=True)
     for change in ({"zeta": 0.5}, {"num_bins": 31}, {"width": 7.0}, {"scheme": "original"}, {"floor": 1e-6}):
