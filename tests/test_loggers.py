@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,21 @@ def wandb_records(path: Path) -> list[Any]:
     return records
 
 
+def finished_records(path: Path) -> list[Any]:
+    """Read a `.wandb` file once W&B's own process has written its end, which may be after `wandb.finish` returns."""
+    from google.protobuf.message import DecodeError
+
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            records = wandb_records(path)
+        except DecodeError:  # cut short
+            records = []
+        if any(record.HasField("exit") for record in records) or time.monotonic() > deadline:
+            return records
+        time.sleep(0.2)
+
+
 def wandb_row(record: Any) -> dict[str, Any]:
     """Return what one call logged: numbers by name, and dictionaries for W&B's own types."""
     row: dict[str, Any] = {}
@@ -229,7 +245,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit_with([pl.loggers.WandbLogger(save_dir=str(tmp_path), offline=True, name="test"), csv_logger])
     wandb.finish()
     (path,) = tmp_path.glob("**/*.wandb")
-    records = wandb_records(path)
+    records = finished_records(path)
     history = [wandb_row(record) for record in records if record.HasField("history")]
     check(history)
     typed: dict[str, list[dict[str, Any]]] = {}
