@@ -4,10 +4,10 @@ A target is `p(x) ∝ exp(-U(x)/τ)` of x in d dimensions (one or two). Energies
 coordinates, along any leading axes, so that thousands of chains are computed at once.
 """
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class Target(ABC):
             return axis[:, None]
         return torch.stack(torch.meshgrid(axis, axis, indexing="ij"), -1).reshape(-1, 2)
 
-    @cached_property
+    @functools.cached_property
     def _quadrature(self) -> tuple[Tensor, Tensor]:
         """The cells' centres and energies."""
         cells = self.cells()
@@ -142,24 +142,31 @@ class GaussianMixture(Target):
         axis = (-4.0, -2.0, 0.0, 2.0, 4.0)
         return cls([1.0] * 25, [[a, b] for a in axis for b in axis], 0.03)
 
-    def _log_parts(self, x: Tensor) -> Tensor:
-        parts = []
+    def _relative_parts(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the largest log part max_j log(w_j·N(x; μ_j, σ²I)), and all parts over it; pointwise, so that compiled
+        steps become one loop."""
+        logs = []
         for log_weight, mean in self._terms:
-            square = sum(((x[..., i] - m) ** 2 for i, m in enumerate(mean)), start=torch.zeros_like(x[..., 0]))
-            parts.append(log_weight - square / (2 * self.variance))
-        return torch.stack(parts, -1)
+            square = (x[..., 0] - mean[0]) ** 2
+            for i in range(1, self.dimension):
+                square = square + (x[..., i] - mean[i]) ** 2
+            logs.append(log_weight - square / (2 * self.variance))
+        largest = functools.reduce(torch.maximum, logs)
+        return largest, [(part - largest).exp() for part in logs]
 
     def energy(self, x: Tensor) -> Tensor:
-        return -self._log_parts(x).logsumexp(-1)
+        largest, parts = self._relative_parts(x)
+        return -largest - functools.reduce(torch.add, parts).log()
 
     def gradient(self, x: Tensor) -> Tensor:
-        parts = self._log_parts(x)
-        share = (parts - parts.logsumexp(-1, keepdim=True)).exp()  # softmax wakes all threads, whatever the size
-        centre = [
-            sum((share[..., j] * mean[i] for j, (_, mean) in enumerate(self._terms)), start=torch.zeros_like(x[..., 0]))
+        _, parts = self._relative_parts(x)
+        total = functools.reduce(torch.add, parts)
+        means = [mean for _, mean in self._terms]
+        centres = [
+            functools.reduce(torch.add, (part * mean[i] for part, mean in zip(parts, means, strict=True))) / total
             for i in range(self.dimension)
         ]
-        return (x - torch.stack(centre, -1)) / self.variance
+        return (x - torch.stack(centres, -1)) / self.variance
 
     @property
     def mean(self) -> Tensor:
