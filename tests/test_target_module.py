@@ -3,6 +3,7 @@
 import math
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +76,45 @@ def test_every_target_runs_under_a_trainer(target: Any) -> None:
     assert len(module.posterior) == 10
     assert module.x.shape == (target.dimension,)
     assert module.x.isfinite().all()
+
+
+def test_a_run_under_a_trainer_is_the_loop_written_out() -> None:
+    """Without noise but the sampler's own, `Trainer.fit` is the sampler on the target's gradient, bit for bit."""
+    target = TARGETS["nine modes"]
+    module = TargetModule(target, initial=torch.tensor([0.5, -0.2]), sampler=SGLD, lr=0.01, seed=4)
+    schedule = SamplingSchedule(every_n_steps=1)
+    quiet_trainer(max_steps=60, callbacks=[schedule]).fit(module, datamodule=TargetDataModule(25))
+    x = torch.nn.Parameter(torch.tensor([0.5, -0.2]))
+    sampler = SGLD([x], lr=0.01, num_data=1, seed=4)
+    for _ in range(60):
+        x.grad = None
+        target.energy(x).backward()
+        sampler.step()
+    assert torch.equal(module.x, x)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    def run(ckpt_path: Path | None = None) -> TargetModule:
+        module = TargetModule(
+            TARGETS["two modes"], sampler=SGHMC, lr=0.05, seed=5, energy_noise=0.3, gradient_noise=0.2
+        )
+        callbacks: list[pl.Callback] = [
+            ContourGradient(0.75, 50, first_edge=2.0, width=1.0),
+            SamplingSchedule(every_n_steps=5),
+        ]
+        if ckpt_path is None:
+            callbacks.append(
+                pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=33, save_top_k=-1)
+            )
+        trainer = quiet_trainer(max_steps=80, callbacks=callbacks, enable_checkpointing=True)
+        trainer.fit(module, datamodule=TargetDataModule(25), ckpt_path=ckpt_path)
+        return module
+
+    whole, again = run(), run(tmp_path / "step=33.ckpt")
+    assert torch.equal(whole.x, again.x)
+    assert whole.contour is not None
+    assert again.contour is not None
+    assert torch.equal(whole.contour.state.log_vector, again.contour.state.log_vector)
 
 
 def test_bad_targets_are_refused() -> None:
