@@ -1,7 +1,8 @@
 """The plain object through which callbacks and module meet."""
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 import torch
@@ -17,15 +18,17 @@ class ChainState:
     Attributes:
         mean_potential: Ũ/N of the last step's mini-batch, the mean over its micro-batches, C numbers on the device.
         num_data: N.
-        log_prior: log p(θ) at that step, shape (), on the device.
+        log_prior: log p(θ) at that step, of the shape of mean_potential, on the device.
         log_weight: log importance weight of the present states, shape (C,), on the device.
         bin: energy bin of the present states, shape (C,), from 0; None without an energy partition.
         sample_energy: energy that the present states' samples carry, shape (C,); None is `energy`.
+        begin_chain: called with a chain's index in this process before its turn in a step: seeds its random numbers.
         before_sample: called when samples are drawn, before these fields are read, to bring them up to date.
         cycle: index of the cycle, from 0.
         num_cycles: how many cycles the run has; None without cycles.
         stage: "exploration" (temperature 0), "burn-in" or "sampling".
         accumulating: between the micro-batches of a step, so the gradients are not complete.
+        sampled: indices in this process of the chains whose states are samples when one is due.
         sample_due: set by a schedule in `on_train_batch_end`: the present states are samples.
         skipped_steps: steps that were left out because their energy or gradient was not finite.
     """
@@ -36,11 +39,13 @@ class ChainState:
     log_weight: Tensor = field(default_factory=lambda: torch.zeros(1))
     bin: Tensor | None = None
     sample_energy: Tensor | None = None
+    begin_chain: Callable[[int], None] | None = None
     before_sample: Callable[[], None] | None = None
     cycle: int = 0
     num_cycles: int | None = None
     stage: str = "sampling"
     accumulating: bool = False
+    sampled: Container[int] = range(sys.maxsize)
     sample_due: bool = False
     skipped_steps: int = 0
 

@@ -3,6 +3,7 @@
 import functools
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_sgmcmc.samplers import Sampler
@@ -45,6 +46,17 @@ def check_number(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     if not (float(value) >= 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be a finite number and not negative, got {value}")
+
+
+def check_control(name: str, value: Any) -> None:
+    """Refuse what is neither a finite number ≥ 0 nor a sequence of such, one for each chain; None passes."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        check_number(name, value)
+        return
+    if len(value) == 0:
+        raise ValueError(f"{name} has no values: give one for each chain")
+    for one in value:
+        check_number(name, one)
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:

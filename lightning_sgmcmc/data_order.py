@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from lightning_sgmcmc.chain_batches import ChainBatches
 from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything
 
 
@@ -88,7 +90,7 @@ class ResumableLoader:
         drop_last: leave out the last batch of an epoch where it is short.
         num_workers: processes that load; 0 loads in this one.
         collate: makes a batch of a list of items; None is torch's default. Whole batches are not collated.
-        chain: global index of the chain.
+        chain: global index of the chain; a run with several chains hands in their indices.
         num_replicas: data-parallel ranks that share the data; None asks torch.distributed.
         rank: index of this replica; None asks torch.distributed.
         pin_memory: copy batches of workers into pinned memory.
@@ -125,7 +127,8 @@ class ResumableLoader:
         self.drop_last = drop_last
         self.num_workers = num_workers
         self.collate_fn = collate if collate is not None else _default_collate_of(dataset)
-        self.chain = chain
+        self.chains: tuple[int, ...] = (chain,)
+        """The chains that get a batch of their own each; one gets plain batches, several get `ChainBatches`."""
         self.num_replicas = num_replicas or (torch.distributed.get_world_size() if distributed else 1)
         self.rank = rank if rank is not None else (torch.distributed.get_rank() if distributed else 0)
         self.pin_memory = pin_memory
@@ -150,6 +153,11 @@ class ResumableLoader:
         if self._seed is None:
             self._seed, self._fetch = seed, None
 
+    def adopt_chains(self, chains: Sequence[int]) -> None:
+        """Hand out batches of these chains, by their global indices."""
+        if tuple(chains) != self.chains:
+            self.chains, self._fetch = tuple(chains), None
+
     def __iter__(self) -> Iterator[Any]:
         for _ in range(self._length):
             if self._fetch is None:
@@ -160,24 +168,30 @@ class ResumableLoader:
 
     def _begin(self) -> Callable[[int], Any]:
         """Return what loads the batches from the present position on."""
-        order = BatchOrder(
-            len(self.dataset),  # type: ignore[arg-type]
-            self.batch_size,
-            self.seed,
-            self.chain,
-            self.drop_last,
-            self.num_replicas,
-            self.rank,
-        )
-        stream = _Stream(order, self._batches)
-        items = _SeededItems(self.dataset, self.collate_fn, self.seed, f"{self.chain}/{self.rank}")
+        orders = [
+            BatchOrder(
+                len(self.dataset),  # type: ignore[arg-type]
+                self.batch_size,
+                self.seed,
+                chain,
+                self.drop_last,
+                self.num_replicas,
+                self.rank,
+            )
+            for chain in self.chains
+        ]
+        streams = [f"{chain}/{self.rank}" for chain in self.chains]
+        items = _SeededItems(self.dataset, self.collate_fn, self.seed, streams)
         if self.num_workers == 0:
-            return lambda batch: items.load(batch, order.indices(batch))
+            return lambda batch: items.load_all(batch, [order.indices(batch) for order in orders])
+        stream = _Stream(orders, self._batches)
         loader = DataLoader(
             items, batch_sampler=stream, num_workers=self.num_workers, collate_fn=_as_is, pin_memory=self.pin_memory
         )
         batches = iter(loader)
-        return lambda batch: next(batches)
+        if len(orders) == 1:
+            return lambda batch: next(batches)
+        return lambda batch: ChainBatches(next(batches) for _ in orders)
 
     def close(self) -> None:
         """Stop the workers; the next pass starts new ones."""
@@ -205,16 +219,18 @@ class ResumableLoader:
 
 
 class _Stream:
-    """The batch sampler of a loader with workers: for each batch its number and its indices, without an end."""
+    """The batch sampler of a loader with workers: for each batch and chain the batch's number, the chain's place and
+    the indices, without an end."""
 
-    def __init__(self, order: BatchOrder, first: int) -> None:
-        self._order = order
+    def __init__(self, orders: Sequence[BatchOrder], first: int) -> None:
+        self._orders = orders
         self._first = first
 
     def __iter__(self) -> Iterator[list[int]]:
         batch = self._first
         while True:
-            yield [batch, *self._order.indices(batch).tolist()]
+            for place, order in enumerate(self._orders):
+                yield [batch, place, *order.indices(batch).tolist()]
             batch += 1
 
 
@@ -225,23 +241,37 @@ class _SeededItems(Dataset[Any]):
         dataset: the data.
         collate: makes a batch of a list of items.
         seed: the run's seed.
-        stream: which chain and rank.
+        streams: which chain and rank, for each chain.
     """
 
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int, stream: str) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int, streams: Sequence[str]
+    ) -> None:
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
-        self._stream = stream
+        self._streams = streams
         self._device = getattr(dataset, "device", None)
 
     def __getitems__(self, numbered: Sequence[int]) -> Any:
-        batch, *indices = numbered
-        return self.load(batch, indices)
+        batch, place, *indices = numbered
+        return self.load(batch, place, indices)
 
-    def load(self, batch: int, indices: Sequence[int] | Tensor) -> Any:
-        """Return a batch of the stream."""
-        seed = derive_seed(self._seed, "augmentation", self._stream, batch)
+    def load_all(self, batch: int, indices: Sequence[Tensor]) -> Any:
+        """Return a batch of the stream: of the one chain, or of each."""
+        if len(indices) == 1:
+            return self.load(batch, 0, indices[0])
+        if hasattr(self._dataset, "whole_batch") and self._device is not None and self._device.type != "cpu":
+            # On an accelerator calls are dear, so one makes the batches of all chains.
+            reseed(derive_seed(self._seed, "augmentation", *self._streams, batch), self._device)
+            together = self._dataset.whole_batch(torch.cat(list(indices)))
+            chains = len(indices)
+            return ChainBatches.of_stack(tree_map(lambda t: t.unflatten(0, (chains, -1)), together), chains)
+        return ChainBatches(self.load(batch, place, own) for place, own in enumerate(indices))
+
+    def load(self, batch: int, place: int, indices: Sequence[int] | Tensor) -> Any:
+        """Return a batch of one chain's stream."""
+        seed = derive_seed(self._seed, "augmentation", self._streams[place], batch)
         if hasattr(self._dataset, "whole_batch"):
             reseed(seed, self._device)
             return self._dataset.whole_batch(indices)

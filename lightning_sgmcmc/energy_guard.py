@@ -113,7 +113,7 @@ class EnergyGuard:
         self._state.skipped_steps = skipped
         self._last_potential = module.chain_state.mean_potential
         self._batch: Any = None
-        self.shares_gradients = trainer.world_size > 1
+        self.shares_gradients = module.layout.ranks_per_chain > 1
         self.has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
         self._parameters = [p for group in module.sampler.param_groups for p in group["params"]]
         on_cuda = module.device.type == "cuda"
@@ -192,15 +192,19 @@ class EnergyGuard:
         if name is not None:
             raise self.state_error(name, what)
 
-    def state_error(self, name: str, what: str) -> NonFiniteEnergyError:
-        """Return the error for a state whose tensor `name` is not finite."""
+    def state_error(self, name: str, what: str, chain: int | None = None) -> NonFiniteEnergyError:
+        """Return the error for a state whose tensor `name` is not finite, of a chain or of the first that has it so."""
+        if chain is None:
+            chain = self._module.chain_with(name)
         step = self._module.sampler.step_count
         checkpoint = last_good_checkpoint(self._trainer)
         message = (
-            f"'{name}' holds NaN or infinite numbers after step {step} ({self._controls()}), so {what}; "
+            f"'{name}' of chain {chain} holds NaN or infinite numbers after step {step} ({self._controls()}), so "
+            f"{what}; "
             f"{describe_checkpoint(self._trainer)}; {SMALLER_STEP}"
         )
-        return NonFiniteEnergyError(message, step, 0, _first(self._state.energy), checkpoint)
+        energy = self._state.energy[self._module.layout.chains.index(chain) if self._state.energy.numel() > 1 else 0]
+        return NonFiniteEnergyError(message, step, chain, energy.item(), checkpoint)
 
     def finish(self) -> None:
         """Look at what has not been looked at yet, and say how many steps were left out."""
@@ -266,7 +270,8 @@ class EnergyGuard:
 
     def _error(self, potential: Tensor, cause: str, advice: str = "keep the weights in range") -> NonFiniteEnergyError:
         step = self._module.sampler.step_count + 1
-        chain, value = _first_bad(potential)
+        index, value = _first_bad(potential)
+        chain = self._module.layout.chains[index]
         energy = value * self._state.num_data
         message = (
             f"step {step} of chain {chain} is not made and the run stops, since {cause} (energy {energy:.6g}, "
@@ -275,7 +280,7 @@ class EnergyGuard:
         return NonFiniteEnergyError(message, step, chain, energy, last_good_checkpoint(self._trainer))
 
     def _stop_late(self, step: int, chain: int, mean_potential: float) -> None:
-        energy = mean_potential * self._state.num_data
+        energy, chain = mean_potential * self._state.num_data, self._module.layout.chains[chain]
         message = (
             f"the energy of chain {chain} was {energy} at step {step} ({self._controls()}), so the run stops; the "
             f"parameters in memory are lost, samples and checkpoints are not: {describe_checkpoint(self._trainer)}; "

@@ -1,7 +1,7 @@
 """What a run needs, beside the states of sampler, schedule and callbacks, to go on bit for bit from a checkpoint."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import pytorch_lightning as pl
@@ -36,7 +36,8 @@ class ExactResume(pl.Callback):
         self._epoch_length: int | None = None
         """Batches of an epoch, where they are known."""
         self._seed = 0
-        self._stream = 0
+        self._streams: list[str] = []
+        """Names of the chains' own random numbers in this process."""
         self._device = torch.device("cpu")
         self._accumulated: dict[str, Tensor] = {}
         """What a checkpoint between micro-batches kept: gradients by parameter, and the mean potential."""
@@ -52,13 +53,15 @@ class ExactResume(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = cast("BayesianModule", pl_module)
         self._seed = module.sampler.seed  # a checkpoint's, if there is one
-        self._stream = trainer.global_rank
+        layout = module.layout
+        self._streams = [layout.stream(chain) for chain in layout.chains]
         self._device = module.device
         length = trainer.num_training_batches
         self._epoch_length = int(length) if math.isfinite(length) else None
-        self._prepare_loaders(trainer)
+        self._prepare_loaders(trainer, layout.chains if not module.shared_batch else range(1))
         self._end_by_steps(trainer)
         self._restore_accumulated(module)
+        module.chain_state.begin_chain = self.begin_chain
         self._reseed("epoch")
 
     def _restore_accumulated(self, module: "BayesianModule") -> None:
@@ -68,9 +71,15 @@ class ExactResume(pl.Callback):
                 module.chain_state.mean_potential = tensor.to(module.device)
             else:
                 parameters[name].grad = tensor.to(parameters[name].device)
+        if self._accumulated and module.chains is not None:
+            module.chains.spread_gradients()
         self._accumulated = {}
 
-    def _prepare_loaders(self, trainer: pl.Trainer) -> None:
+    def begin_chain(self, index: int) -> None:
+        """Seed the default generators for a chain's turn in a step, by its index in this process."""
+        reseed(derive_seed(self._seed, "batch", self._streams[index], self._batches), self._device)
+
+    def _prepare_loaders(self, trainer: pl.Trainer, chains: Sequence[int]) -> None:
         loaders = _flat(trainer.train_dataloader)
         self._loaders = [loader for loader in loaders if isinstance(loader, ResumableLoader)]
         # Lightning leaves out to load their states at an epoch's end, and where they were asked for early.
@@ -79,9 +88,16 @@ class ExactResume(pl.Callback):
         for loader in loaders:
             if isinstance(loader, ResumableLoader):
                 loader.adopt_seed(self._seed)
+                loader.adopt_chains(chains)
             elif isinstance(loader, torch.utils.data.DataLoader) and loader.generator is None:
                 # Each epoch begins with a draw of the workers' seed; what is drawn after it should not depend on it.
                 loader.generator = torch.Generator().manual_seed(derive_seed(self._seed, "workers"))
+        if len(self._loaders) < len(loaders) and len(chains) > 1:
+            rank_zero_warn(
+                "The training data come by a loader that knows of no chains, so all chains of a process see the same "
+                "batches: hand the data over in a datamodule (DatasetDataModule takes any data set) or by a "
+                "ResumableLoader for batches of their own, or pass shared_batch=True."
+            )
         if len(self._loaders) < len(loaders) and trainer.checkpoint_callbacks:
             rank_zero_warn(
                 "The training data come by a loader without a state, so a run can go on exactly only from checkpoints "
@@ -110,7 +126,7 @@ class ExactResume(pl.Callback):
         self._batches += 1
 
     def _reseed(self, purpose: str) -> None:
-        reseed(derive_seed(self._seed, purpose, self._stream, self._batches), self._device)
+        reseed(derive_seed(self._seed, purpose, *self._streams, self._batches), self._device)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -133,9 +149,12 @@ class ExactResume(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        state = cast("BayesianModule", pl_module).chain_state
+        module = cast("BayesianModule", pl_module)
+        state = module.chain_state
         if not state.accumulating:
             return
+        if module.chains is not None:
+            module.chains.collect_gradients()
         kept = {name: p.grad.detach() for name, p in pl_module.named_parameters() if p.grad is not None}
         kept[MEAN_POTENTIAL] = state.mean_potential
         if trainer.world_size > 1:  # the ranks have not exchanged them yet

@@ -1,15 +1,27 @@
 """BayesianModule: a LightningModule whose training step is a step of a Markov chain."""
 
 import os
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_sgmcmc.chain_energies import ChainEnergies, ChainExecution, check_shape
+from lightning_sgmcmc.chain_layout import ChainLayout, layout_of
 from lightning_sgmcmc.chain_state import ChainState
-from lightning_sgmcmc.checks import check_choice, check_count, check_number, check_part, check_sampler, name_of
+from lightning_sgmcmc.chains import StackedChains, clip_each_chain, draw_start
+from lightning_sgmcmc.checks import (
+    check_choice,
+    check_control,
+    check_count,
+    check_part,
+    check_sampler,
+    name_of,
+)
 from lightning_sgmcmc.contour import LearnedContour
 from lightning_sgmcmc.description import record_arguments
 from lightning_sgmcmc.energy_guard import EnergyGuard, NonFiniteEnergy, bad_tensor
@@ -20,6 +32,7 @@ from lightning_sgmcmc.priors import GaussianPrior, Prior
 from lightning_sgmcmc.progress import SamplingProgress
 from lightning_sgmcmc.safeguards import Safeguards
 from lightning_sgmcmc.samplers import SGLD, Sampler
+from lightning_sgmcmc.seeding import derive_seed, reseed
 from lightning_sgmcmc.store import PosteriorSample
 from lightning_sgmcmc.training_data import count_training_data
 from lightning_sgmcmc.wandb_mode import stay_offline_without_login
@@ -36,17 +49,31 @@ class BayesianModule(pl.LightningModule):
     The training loss is Ũ/N, a mean loss like any other (with C chains, their sum). Subclass it and define `forward`,
     or pass `net`. Batches are pairs (x, y) unless `output_and_target` or `log_likelihood` is overridden.
 
+    With `num_chains=C` the module holds C copies of its network: when a fit begins, every parameter and buffer gets a
+    leading chain axis. `forward` and all else that is written for one network stays so; `with module.at_chain(c):` puts
+    chain c in place. Samples come out as ordinary single networks.
+
     Args:
         net: the network; leave it out in a subclass that defines `forward`.
         likelihood: p(y | output); leave it out in a subclass that defines `log_likelihood`.
         prior: log p(θ) over all trainable parameters, a learned noise scale included.
         sampler: a sampler class, or anything that makes a sampler from parameters and the keyword arguments `lr`,
-            `temperature`, `num_data`, `num_chains` and `seed` (`functools.partial(SGHMC, friction=0.05)`).
-        lr: step size in units of the mean potential, `lr = ε·N` for a paper's ε; None takes the sampler's own.
-        temperature: τ of the target exp(-U/τ); schedules go to it in their sampling stages.
+            `temperature`, `num_data`, `num_chains`, `seed` and, in a process that does not hold the run's first
+            chain, `first_chain` (`functools.partial(SGHMC, friction=0.05)`).
+        lr: step size in units of the mean potential, `lr = ε·N` for a paper's ε; None takes the sampler's own. A
+            sequence gives each chain of the run its own.
+        temperature: τ of the target exp(-U/τ); schedules go to it in their sampling stages. A sequence gives each
+            chain of the run its own.
         num_data: N, the number of training data; None takes the datamodule's `num_data`, or the length of the
             training data set.
         num_chains: number of chains C in this process.
+        chain_start: "own" draws a start for each chain but the first, which has the network's values (see
+            `initialise_chain`); "same" starts all chains there.
+        shared_batch: all chains see the same mini-batches; else each has a data order of its own, where the loader can
+            give one (`ResumableLoader`, and so the library's datamodules).
+        chain_execution: "loop" computes one chain after the other, bit for bit as each alone; "vmap" all at once;
+            "auto" loops on a CPU, where that is faster, and takes vmap elsewhere.
+        compile: send the network's forward and backward pass through `torch.compile`.
         seed: seed of the injected noise; None takes `seed_everything`'s, or a random one that all ranks share.
         nonfinite_energy: what to do about a NaN or infinite energy or gradient. "stop" ends the run with a
             `NonFiniteEnergyError` before any sample or checkpoint is made of it; "skip" leaves the step out and counts
@@ -56,7 +83,6 @@ class BayesianModule(pl.LightningModule):
     Raises:
         ValueError: for a negative or infinite temperature or lr, a num_data or num_chains below 1, or a weight decay.
         TypeError: if a part is a class in place of an object, or of the wrong kind, or a number is none.
-        NotImplementedError: for more than one chain, which a later version brings.
     """
 
     def __init__(
@@ -65,10 +91,14 @@ class BayesianModule(pl.LightningModule):
         likelihood: Likelihood | None = None,
         prior: Prior | None = None,
         sampler: Callable[[Iterable[nn.Parameter]], Sampler] = SGLD,
-        lr: float | None = None,
-        temperature: float = 1.0,
+        lr: float | Sequence[float] | None = None,
+        temperature: float | Sequence[float] = 1.0,
         num_data: int | None = None,
         num_chains: int = 1,
+        chain_start: Literal["own", "same"] = "own",
+        shared_batch: bool = False,
+        chain_execution: ChainExecution = "auto",
+        compile: bool = False,
         seed: int | None = None,
         nonfinite_energy: NonFiniteEnergy = "stop",
         max_skipped_in_a_row: int = 100,
@@ -79,7 +109,7 @@ class BayesianModule(pl.LightningModule):
         check_part("prior", prior, Prior)
         check_sampler(sampler)
         for name, value in (("temperature", temperature), ("lr", lr)):
-            check_number(name, value)
+            check_control(name, value)
         for name, count in (
             ("num_data", num_data),
             ("num_chains", num_chains),
@@ -87,12 +117,15 @@ class BayesianModule(pl.LightningModule):
         ):
             check_count(name, count)
         check_count("seed", seed, least=0)
-        if num_chains > 1:
-            raise NotImplementedError(
-                f"num_chains={num_chains}: several chains in one process are not there yet; run one chain per process"
-            )
         check_choice("nonfinite_energy", nonfinite_energy, ("stop", "skip"))
+        check_choice("chain_start", chain_start, ("own", "same"))
+        check_choice("chain_execution", chain_execution, ("auto", "loop", "vmap"))
         if net is not None:
+            if hasattr(net, "_orig_mod") and (num_chains > 1 or compile):
+                raise ValueError(
+                    "a network that torch.compile has wrapped can be run neither for several chains nor compiled "
+                    "again: pass the plain network, and compile=True"
+                )
             # A compiled network trains compiled and is evaluated as it was; so samples have the plain names.
             self.net = getattr(net, "_orig_mod", net)
             if self.net is not net:
@@ -101,9 +134,13 @@ class BayesianModule(pl.LightningModule):
         self.prior = prior if prior is not None else GaussianPrior()
         self.sampler_factory = sampler
         self.lr = lr
-        self.temperature = float(temperature)
+        self.temperature = float(temperature) if isinstance(temperature, int | float) else tuple(temperature)
         self.num_data = num_data
         self.num_chains = num_chains
+        self.chain_start = chain_start
+        self.shared_batch = shared_batch
+        self.chain_execution = chain_execution
+        self.compile_network = bool(compile)
         self.seed = seed
         self.nonfinite_energy = nonfinite_energy
         self.max_skipped_in_a_row = max_skipped_in_a_row
@@ -120,6 +157,11 @@ class BayesianModule(pl.LightningModule):
         self._given_num_data = num_data
         self._sampling_seed = seed
         self._trainable: dict[str, Tensor] | None = None
+        self._trainable_home: tuple[dict[str, Any], str] | None = None
+        self._started = False
+        self._chains: StackedChains | None = None
+        self._layout = ChainLayout()
+        self._energies: ChainEnergies | None = None
         self.save_hyperparameters(
             {
                 "likelihood": repr(likelihood),
@@ -145,7 +187,8 @@ class BayesianModule(pl.LightningModule):
 
     def recorded_arguments(self) -> dict[str, Any]:
         """Return the constructor's arguments that rebuild the network: all but what only training needs."""
-        skipped = {"prior", "sampler", "seed", "nonfinite_energy", "max_skipped_in_a_row"}
+        skipped = {"prior", "sampler", "lr", "temperature", "num_chains", "seed", "nonfinite_energy"}
+        skipped |= {"chain_start", "shared_batch", "chain_execution", "compile", "max_skipped_in_a_row"}
         return {name: value for name, value in self.__dict__["_arguments"].items() if name not in skipped}
 
     # -- the model ----------------------------------------------------------------------------------------------------
@@ -181,21 +224,31 @@ class BayesianModule(pl.LightningModule):
 
     def log_prior(self) -> Tensor:
         """Return log p(θ) of the trainable parameters, shape (), for one chain."""
-        parameters = self._trainable if self._trainable is not None else self._named_trainable()
+        parameters = self.__dict__["_trainable"]
+        home = self.__dict__["_trainable_home"] if parameters else None
+        # The names are kept, since to collect them takes longer than the sum; unless other tensors are in their places.
+        if home is None or home[0][home[1]] is not next(iter(parameters.values())):
+            parameters = self._named_trainable()
         return self.prior.log_prob(parameters)
 
     def potential_energy(self, batch: Any) -> Tensor:
-        """Return Ũ of a batch for each chain, shape (C,), in nats."""
-        return self._mean_potential(batch).reshape(1) * self._known_num_data()
+        """Return Ũ of a batch for each chain, shape (C,), in nats.
+
+        Args:
+            batch: one batch for all chains, or a `ChainBatches` with one for each.
+        """
+        if self._chains is None:
+            return self._mean_potential(batch).reshape(1) * self._known_num_data()
+        energies = self._energies or ChainEnergies(self, self._chains, "loop", False)
+        return energies(batch, through_stack=True) * self._known_num_data()
 
     def _mean_potential(self, batch: Any) -> Tensor:
-        """Return Ũ/N of the one chain, shape ()."""
+        """Return Ũ/N, shape () for the one chain and (C,) for several."""
+        energies: ChainEnergies | None = self.__dict__["_energies"]
+        if energies is not None:
+            return energies(batch)
         log_likelihood = self.log_likelihood(batch)
-        if log_likelihood.dim() != 1:
-            raise ValueError(
-                "log_likelihood(batch) must return one number per datum, shape (n,), got "
-                f"{tuple(log_likelihood.shape)}: the batch's size is read from it"
-            )
+        check_shape(log_likelihood)
         log_prior = self.log_prior()
         self.__dict__["chain_state"].log_prior = log_prior.detach()
         return torch.add(log_likelihood.mean(), log_prior, alpha=1 / self._known_num_data()).neg()
@@ -230,14 +283,41 @@ class BayesianModule(pl.LightningModule):
             potential = guard.visible_in_gradient(potential)
         if accumulated == 1:
             state.mean_potential = potential.detach()
-            return potential
+            return potential.sum() if potential.dim() else potential
         position = batch_idx % accumulated
         window = min(accumulated, trainer.num_training_batches - (batch_idx - position))
         state.accumulating = position + 1 < window
         change = potential.detach() - (state.mean_potential if position > 0 else 0)
         state.mean_potential = change / (position + 1) + (state.mean_potential if position > 0 else 0)
         # Lightning divides by the whole window, also where the epoch's last one is shorter.
-        return potential * (accumulated / window)
+        potential = potential * (accumulated / window)
+        return potential.sum() if potential.dim() else potential
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Make the backward pass, and gather the chains' gradients once a step's are complete."""
+        loss.backward(*args, **kwargs)
+        energies: ChainEnergies | None = self.__dict__["_energies"]
+        if energies is not None and energies.collects and not self.__dict__["chain_state"].accumulating:
+            self.__dict__["_chains"].collect_gradients()
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        """Forget the gradients, the chains' own too."""
+        optimizer.zero_grad()
+        chains: StackedChains | None = self.__dict__["_chains"]
+        if chains is not None:
+            chains.clear_gradients()
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradient of each chain by its own norm."""
+        if self._chains is None or not gradient_clip_val or gradient_clip_algorithm == "value":
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        clip_each_chain([p.grad for p in self.parameters() if p.grad is not None], float(gradient_clip_val))
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -263,8 +343,11 @@ class BayesianModule(pl.LightningModule):
     def _log_nll(self, batch: Any, stage: str) -> None:
         if self.trainer.state.fn != "fit" and self.posterior is not None and len(self.posterior) > 0:
             return  # after a fit the samples speak, not the state that the chain happens to be in
-        log_likelihood = self.log_likelihood(batch)
-        self.log(f"{stage}/nll", -log_likelihood.mean(), batch_size=len(log_likelihood), sync_dist=True)
+        each = []
+        for chain in range(self.num_chains if self._chains is not None else 1):
+            with self.at_chain(chain) if self._chains is not None else nullcontext():
+                each.append(self.log_likelihood(batch))
+        self.log(f"{stage}/nll", -torch.stack(each).mean(), batch_size=len(each[0]), sync_dist=True)
 
     def on_predict_start(self) -> None:
         """Read the samples into memory, once for all batches.
@@ -284,25 +367,101 @@ class BayesianModule(pl.LightningModule):
         assert self.posterior is not None
         return self.posterior.predict(batch[0] if isinstance(batch, list | tuple) else batch)
 
+    def configure_model(self) -> None:
+        """Stack the chains, once; a subclass that defines its layers here calls this one at its end."""
+        trainer = self._trainer
+        self._layout = layout_of(trainer, self.num_chains)
+        own_start = any(chain > 0 for chain in self._layout.chains) and self.chain_start == "own"
+        if self.__dict__["_started"] or not (self.num_chains > 1 or own_start):
+            return
+        self._check_layers()
+        self._sampling_seed = self._resolve_seed()
+        self._started = True
+        if self.num_chains > 1:
+            self._chains = StackedChains(self, self.num_chains, self._initialise)
+        else:
+            with torch.no_grad():
+                self._initialise(0)
+
+    def _initialise(self, index: int) -> None:
+        """Put the start of the chain with this index in this process in place."""
+        chain = self._layout.chains[index]
+        if chain == 0 or self.chain_start == "same":
+            return
+        with torch.random.fork_rng([]):
+            reseed(derive_seed(self._sampling_seed or 0, "start", chain))
+            self.initialise_chain(chain)
+
+    def initialise_chain(self, chain: int) -> None:
+        """Draw the start of a chain into the module's own tensors; override it for starts of another kind.
+
+        A subclass's constructor is called again with the same arguments; what it does not make anew, a network that was
+        handed over, is started by its layers' `reset_parameters`. Frozen parameters stay.
+
+        Args:
+            chain: global index of the chain, from 1; torch's default generator is seeded by it.
+        """
+        cls, arguments = type(self), self.__dict__["_arguments"]
+        rebuild = (lambda: cls(**arguments)) if cls is not BayesianModule else None
+        kept = draw_start(self, rebuild)
+        if kept and chain == 1:
+            rank_zero_warn(
+                f"All chains start with the same {', '.join(map(repr, kept))}: the layer has no reset_parameters. "
+                f"Define initialise_chain(chain) of {cls.__name__}, or pass chain_start='same'."
+            )
+
+    @contextmanager
+    def at_chain(self, chain: int) -> Iterator[None]:
+        """Put the network of one chain in place: inside, the module is that chain's ordinary network.
+
+        Args:
+            chain: its index in this process, from 0.
+
+        Raises:
+            IndexError: if there is no such chain.
+        """
+        if not 0 <= chain < self.num_chains:
+            raise IndexError(f"chain must be between 0 and {self.num_chains - 1}, got {chain}")
+        if self._chains is None:
+            yield
+            return
+        with self._chains.at(chain):
+            yield
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        chains = self.__dict__["_chains"]
+        # A data-parallel wrapper calls the training step by way of a `forward` of its own.
+        if chains is not None and chains.is_at_rest and "forward" not in self.__dict__:
+            raise RuntimeError(
+                f"{type(self).__name__} holds {self.num_chains} chains, and an output is of one: call it in `with "
+                "module.at_chain(c):`, or average over samples by module.posterior.predict(x)"
+            )
+        return super().__call__(*args, **kwargs)
+
     def configure_optimizers(self) -> Any:
         """Make the sampler, with N, the seed and the number of chains filled in."""
         self._check_model()
         self._trainable = self._named_trainable()
         if not self._trainable:
             raise ValueError(f"{type(self).__name__} has no trainable parameters, so there is nothing to sample")
-        self.prior.log_prob(self._trainable)  # speaks up now if a parameter has no prior
+        self._trainable_home = self._home_of(next(iter(self._trainable.values())))
+        with self.at_chain(0):
+            self.prior.log_prob(self._named_trainable())  # speaks up now if a parameter has no prior
         self.num_data = self._resolve_num_data()
-        self.chain_state = ChainState(num_data=self.num_data)  # nothing of an earlier fit
+        chains = self.num_chains
+        self.chain_state = ChainState(num_data=self.num_data, log_weight=torch.zeros(chains))  # nothing of another fit
         self.contour = None
         self._sampling_seed = self._resolve_seed()
         options: dict[str, Any] = {
             "num_data": self.num_data,
-            "temperature": self.temperature,
-            "num_chains": self.num_chains,
+            "temperature": self._of_chains("temperature", self.temperature),
+            "num_chains": chains,
             "seed": self._sampling_seed,
         }
+        if self._layout.first_chain:
+            options["first_chain"] = self._layout.first_chain
         if self.lr is not None:
-            options["lr"] = self.lr
+            options["lr"] = self._of_chains("lr", self.lr)
         sampler = self.sampler_factory(self._trainable.values(), **options)  # type: ignore[arg-type]
         if not isinstance(sampler, Sampler):
             raise TypeError(
@@ -326,6 +485,23 @@ class BayesianModule(pl.LightningModule):
     def on_posterior_sample(self, sample: PosteriorSample) -> None:
         """Called with each sample when it is drawn, after the callbacks' hooks of this name; override at will."""
 
+    def begin_energies(self, trainer: pl.Trainer) -> None:
+        """Choose how the chains' energies are computed, when a fit begins."""
+        self._energies = None
+        if self._chains is None and not self.compile_network:
+            return
+        execution = self.chain_execution
+        if execution == "auto":
+            execution = "loop" if self.device.type == "cpu" else "vmap"
+        self._energies = ChainEnergies(self, self._chains, execution, self.compile_network)
+        # A data-parallel wrapper looks after the stacked parameters alone.
+        self._energies.through_stack = isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
+
+    def end_energies(self) -> None:
+        """Let go of what only a fit needs, so that the module can be copied and pickled."""
+        self._energies = None
+        self.chain_state.begin_chain = None
+
     # -- sampling -----------------------------------------------------------------------------------------------------
 
     @property
@@ -339,8 +515,8 @@ class BayesianModule(pl.LightningModule):
             )
         return optimizer
 
-    def posterior_samples(self) -> list[PosteriorSample]:
-        """Return the chains' present states as samples, one for each chain, with tensors of their own."""
+    def posterior_samples(self) -> Iterator[PosteriorSample]:
+        """Yield the chains' present states as samples, one for each chain of the run, with tensors of their own."""
         state = self.chain_state
         frozen = next((name for name, p in (self._trainable or {}).items() if not p.requires_grad), None)
         if frozen is not None:
@@ -352,24 +528,44 @@ class BayesianModule(pl.LightningModule):
             state.before_sample()
         energy = state.sample_energy
         if energy is None:
-            energy = self.trainer.strategy.reduce(state.energy, reduce_op="mean")
-        parameters = {name: p.detach().clone() for name, p in self.named_parameters()}
-        buffers = {name: b.detach().clone() for name, b in self.named_buffers()}
-        bad = bad_tensor(parameters, buffers)
-        if bad is not None and self._guard is not None:
-            raise self._guard.state_error(bad, "it is no sample")
-        return [
-            PosteriorSample(
+            energy = self._layout.mean_over_data(state.energy)
+        numbers = {"energy": energy.reshape(-1).tolist(), "log_weight": state.log_weight.reshape(-1).tolist()}
+        bins = state.bin.reshape(-1).tolist() if state.bin is not None else [None] * self.num_chains
+        for index, chain in enumerate(self._layout.chains):
+            if index not in state.sampled:
+                continue
+            with self.at_chain(index):
+                parameters = {name: p.detach().clone() for name, p in self.named_parameters()}
+                buffers = {name: b.detach().clone() for name, b in self.named_buffers()}
+            bad = bad_tensor(parameters, buffers)
+            if bad is not None and self._guard is not None:
+                raise self._guard.state_error(bad, "it is no sample", chain)
+            yield PosteriorSample(
                 step=self.sampler.step_count,
                 cycle=state.cycle,
-                chain=0,
-                energy=energy.reshape(-1)[0].item(),
-                log_weight=state.log_weight[0].item(),
-                bin=int(state.bin[0]) if state.bin is not None else None,
+                chain=chain,
+                energy=numbers["energy"][index],
+                log_weight=numbers["log_weight"][index],
+                bin=bins[index],
                 parameters=parameters,
                 buffers=buffers,
             )
-        ]
+
+    @property
+    def layout(self) -> ChainLayout:
+        """Which chains this process holds."""
+        return self._layout
+
+    @property
+    def chains(self) -> StackedChains | None:
+        """The stacked chains, None where this process holds one plain chain."""
+        return self._chains
+
+    def chain_with(self, name: str) -> int:
+        """Return the global index of the first chain whose tensor `name` is not finite."""
+        tensor = dict(self.named_parameters()) | dict(self.named_buffers())
+        rows = tensor[name].reshape(self.num_chains, -1)
+        return self._layout.chains[int((~rows.isfinite()).any(1).byte().argmax())]
 
     @property
     def skipped_steps(self) -> int:
@@ -386,6 +582,24 @@ class BayesianModule(pl.LightningModule):
     def _named_trainable(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
+    def _home_of(self, parameter: Tensor) -> tuple[dict[str, Any], str]:
+        """Return the dictionary and the key by which a module holds a parameter."""
+        for part in self.modules():
+            for key, held in part._parameters.items():
+                if held is parameter:
+                    return part._parameters, key  # type: ignore[return-value]
+        raise KeyError("no parameter of this module")
+
+    def _of_chains(self, name: str, value: float | Sequence[float]) -> "float | Tensor":
+        """Return a control: a number for all chains, or this process's chains' own as a tensor."""
+        if isinstance(value, int | float):
+            return value
+        total = self._layout.total_chains
+        if len(value) != total:
+            raise ValueError(f"{name} has {len(value)} values, and the run has {total} chains: give one for each")
+        own = torch.tensor([value[chain] for chain in self._layout.chains], device=self.device)
+        return own if len(own) > 1 else own.item()
+
     def _known_num_data(self) -> int:
         if self.num_data is None:
             raise RuntimeError(
@@ -396,11 +610,7 @@ class BayesianModule(pl.LightningModule):
     def _check_model(self) -> None:
         cls = type(self)
         self.__dict__["_looks_at_targets"] = True
-        for name, parameter in self.named_parameters():
-            if isinstance(parameter, nn.UninitializedParameter):
-                raise ValueError(
-                    f"'{name}' has no shape yet, since its layer is lazy: pass one batch through {cls.__name__} first"
-                )
+        self._check_layers()
         if not self.automatic_optimization:
             raise ValueError(
                 f"{cls.__name__} samples by automatic optimization: leave automatic_optimization at True, and take "
@@ -413,6 +623,14 @@ class BayesianModule(pl.LightningModule):
         own_output = cls.output_and_target is not BayesianModule.output_and_target
         if "net" not in self._modules and not (own_forward or own_likelihood or own_output):
             raise ValueError(f"{cls.__name__} needs a network: pass net=… or define forward")
+
+    def _check_layers(self) -> None:
+        for name, parameter in self.named_parameters():
+            if isinstance(parameter, nn.UninitializedParameter):
+                raise ValueError(
+                    f"'{name}' has no shape yet, since its layer is lazy: pass one batch through "
+                    f"{type(self).__name__} first"
+                )
 
     def _resolve_num_data(self) -> int:
         """Return N: the explicit one, else the datamodule's or the data set's length; they must not contradict."""
@@ -432,8 +650,10 @@ class BayesianModule(pl.LightningModule):
     def _resolve_seed(self) -> int:
         if self.seed is not None:
             return self.seed
+        if self._sampling_seed is not None and self._chains is not None:
+            return self._sampling_seed  # the chains' starts are of it
         seed = os.environ.get("PL_GLOBAL_SEED") or int.from_bytes(os.urandom(4), "little")
-        return int(self.trainer.strategy.broadcast(int(seed)))
+        return int(self.trainer.strategy.broadcast(int(seed))) if self._trainer is not None else int(seed)
 
 
 record_arguments(BayesianModule)

@@ -23,6 +23,15 @@ class Prior(ABC):
             parameters: the trainable parameters of one chain by name.
         """
 
+    def log_prob_of_chains(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Return log p(θ) of several chains at once, a tensor of shape (C,).
+
+        Args:
+            parameters: the trainable parameters by name, each with a leading axis of size C.
+        """
+        result: Tensor = torch.vmap(self.log_prob)(dict(parameters))
+        return result
+
 
 class ScalePrior(Prior):
     """Base of the independent priors with one scale for all parameters or one for each group.
@@ -97,6 +106,14 @@ class GaussianPrior(ScalePrior):
             self._precisions = self._precisions.to(tensors[0].device)
         result: Tensor = _GaussianLogDensity.apply(self._constant, self._known_scales, self._precisions, *tensors)
         return result
+
+    def log_prob_of_chains(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        terms = []
+        for name, tensor in parameters.items():
+            std = self.scale_of(name)
+            constant = tensor[0].numel() * math.log(std * math.sqrt(2 * math.pi))
+            terms.append(tensor.flatten(1).square().sum(1).mul(-0.5 / std**2).sub(constant))
+        return torch.stack(terms).sum(0)
 
 
 class LaplacePrior(ScalePrior):

@@ -36,6 +36,7 @@ class Safeguards(SampleHandover):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = cast("BayesianModule", pl_module)
         check_data(trainer)
+        module.begin_energies(trainer)
         self._guard = EnergyGuard(module, trainer, self._skipped)
         module.__dict__["_guard"] = module.sampler.guard = self._guard
         self._interruption.begin(trainer)
@@ -56,6 +57,7 @@ class Safeguards(SampleHandover):
         """Let go of the trainer, so that the module can be copied and pickled."""
         module = cast("BayesianModule", pl_module)
         self._skipped, self._guard = module.skipped_steps, None
+        module.end_energies()
         module.__dict__["_guard"] = None
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

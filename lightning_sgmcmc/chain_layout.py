@@ -1,0 +1,92 @@
+"""Which chains a process holds, and with whom it shares their data."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_sgmcmc.distributed import ChainStrategy
+
+
+@dataclass(frozen=True)
+class ChainLayout:
+    """The chains of a run and their places.
+
+    Attributes:
+        first_chain: global index of this process's first chain.
+        num_chains: C, chains of this process.
+        total_chains: chains of the run.
+        ranks_per_chain: data-parallel ranks that share each chain.
+        rank_in_chain: index of this process among them.
+        strategy: the trainer's, None without one.
+    """
+
+    first_chain: int = 0
+    num_chains: int = 1
+    total_chains: int = 1
+    ranks_per_chain: int = 1
+    rank_in_chain: int = 0
+    strategy: Any = None
+
+    @property
+    def chains(self) -> range:
+        """Global indices of this process's chains."""
+        return range(self.first_chain, self.first_chain + self.num_chains)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether other processes hold other chains."""
+        return self.total_chains > self.num_chains
+
+    def stream(self, chain: int) -> str:
+        """Return the name of a chain's random numbers that each of its ranks draws on its own (dropout, augmentation):
+        the same wherever the chain runs."""
+        return f"{chain}/{self.rank_in_chain}" if self.rank_in_chain else f"{chain}"
+
+    def mean_over_data(self, tensor: Tensor) -> Tensor:
+        """Return the mean over the ranks that share a chain's data."""
+        if self.ranks_per_chain == 1:
+            return tensor
+        if self.is_spread:
+            return _chain_strategy(self.strategy).mean_in_group(tensor)
+        reduced: Tensor = self.strategy.reduce(tensor, reduce_op="mean")
+        return reduced
+
+    def gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """Return the values of all chains of the run, in their order.
+
+        Args:
+            tensor: this process's values, its chains along `dim`.
+            dim: the chain axis.
+        """
+        if not self.is_spread:
+            return tensor
+        return torch.cat(_chain_strategy(self.strategy).gather_groups(tensor), dim)
+
+    def own(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """Return this process's part of what `gather` returned."""
+        return tensor.narrow(dim, self.first_chain, self.num_chains) if self.is_spread else tensor
+
+
+def layout_of(trainer: pl.Trainer | None, num_chains: int) -> ChainLayout:
+    """Return how a trainer's strategy lays the chains out.
+
+    Args:
+        trainer: the run's; None is one process.
+        num_chains: C, chains in each process.
+    """
+    if trainer is None:
+        return ChainLayout(num_chains=num_chains, total_chains=num_chains)
+    strategy = trainer.strategy
+    laid_out = getattr(strategy, "chain_layout", None)
+    if laid_out is not None:
+        layout: ChainLayout = laid_out(num_chains)
+        return layout
+    return ChainLayout(0, num_chains, num_chains, trainer.world_size, trainer.global_rank, strategy)
+
+
+def _chain_strategy(strategy: Any) -> "ChainStrategy":
+    return strategy  # type: ignore[no-any-return]
