@@ -8,8 +8,9 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import RandomSampler
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, require_schedule
+from lightning_sgmcmc.callbacks.evaluation_share import share_of
 from lightning_sgmcmc.callbacks.full_data import full_log_likelihood, unnoticed
-from lightning_sgmcmc.callbacks.loader_average import LoaderAverage, batches_of, loaders_of
+from lightning_sgmcmc.callbacks.loader_average import LoaderAverage, loaders_of
 from lightning_sgmcmc.callbacks.out_of_distribution import OutOfDistributionData, OutOfDistributionSource
 from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.evaluation import evaluate
@@ -159,8 +160,9 @@ class BayesianModelAverage(SamplerCallback):
                 log_likelihood = full_log_likelihood(trainer, module, state, "cycle_weights='harmonic'")
             ood_terms = self.ood.terms(trainer, module, state)
             for index, (average, loader, limit) in enumerate(zip(self._averages, loaders, limits, strict=True)):
-                scores = evaluate(module, state, batches_of(trainer, module, loader, limit))
-                average.take(module, sample, scores, scale, log_likelihood, ood_terms if index == 0 else {})
+                share = share_of(trainer, loader, limit)
+                scores = evaluate(module, state, share.batches(trainer, module))
+                average.take(module, sample, scores, share, scale, log_likelihood, ood_terms if index == 0 else {})
 
     def _publish(self, module: BayesianModule, stage: str) -> None:
         if self._averages:

@@ -261,9 +261,7 @@ class ContourGradient(SamplerCallback):
         energy = state.mean_potential.double().reshape(-1) * state.num_data
         if not self.include_prior:
             energy = energy + state.log_prior
-        if self._trainer.world_size > 1:
-            energy = self._trainer.strategy.reduce(energy, reduce_op="mean")  # type: ignore[assignment]
-        return energy
+        return self._module.layout.mean_over_data(energy)
 
     def _rest(self) -> None:
         if self._is_on:

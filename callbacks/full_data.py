@@ -1,5 +1,6 @@
 """Evaluation in the middle of a run, also on all training data."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -9,7 +10,8 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from lightning_sgmcmc.callbacks.loader_average import batches_of, loaders_of
+from lightning_sgmcmc.callbacks.evaluation_share import EvaluationShare
+from lightning_sgmcmc.callbacks.loader_average import loaders_of
 from lightning_sgmcmc.evaluation import evaluate, evaluation_mode
 from lightning_sgmcmc.module import BayesianModule
 
@@ -51,6 +53,6 @@ def full_log_likelihood(trainer: pl.Trainer, module: BayesianModule, state: Mapp
         dataset = plain() if plain is not None else loader.dataset
         mine = Subset(dataset, range(trainer.global_rank, len(dataset), trainer.world_size))
         again = DataLoader(mine, batch_size=loader.batch_size or 1, collate_fn=loader.collate_fn)
-        _, log_density, _ = evaluate(module, state, batches_of(trainer, module, again, len(again)))
+        _, log_density, _ = evaluate(module, state, EvaluationShare(again, math.inf).batches(trainer, module))
         total += log_density.double().sum().cpu()
     return float(trainer.strategy.reduce(total, reduce_op="sum"))

@@ -1,16 +1,14 @@
 """What is known of the collected samples on one set of data, and how it grows with every sample."""
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
-from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_sgmcmc.callbacks.evaluation_share import EvaluationShare
 from lightning_sgmcmc.diagnostics import effective_sample_size
 from lightning_sgmcmc.evaluation import CycleAverage, WeightedAverage
 from lightning_sgmcmc.metrics import out_of_distribution_metrics
@@ -91,6 +89,7 @@ class LoaderAverage:
         module: BayesianModule,
         sample: PosteriorSample,
         scores: tuple[dict[str, Tensor], Tensor, Tensor | None],
+        share: EvaluationShare,
         scale: float,
         log_likelihood: float,
         ood_terms: Mapping[str, dict[str, Tensor]],
@@ -100,15 +99,16 @@ class LoaderAverage:
         Args:
             module: the module whose sample it is.
             sample: the sample.
-            scores: what `lightning_sgmcmc.evaluation.evaluate` said of this rank's data.
+            scores: what `lightning_sgmcmc.evaluation.evaluate` said of this process's data.
+            share: which those are.
             scale: what targets were divided by.
             log_likelihood: log p(D|θ) of all training data, where the weights ask for it.
             ood_terms: the likelihood's terms on each set of out-of-distribution data, of all ranks.
         """
         terms, log_density, target = scores
-        log_density = gather(log_density)
-        terms = {name: gather(term) for name, term in terms.items()}
-        target = gather(target) if target is not None else None
+        log_density = share.whole(log_density)
+        terms = {name: share.whole(term) for name, term in terms.items()}
+        target = share.whole(target) if target is not None else None
         self._check_order(target)
 
         def add(total: WeightedAverage | CycleAverage, terms: dict[str, Tensor], density: Tensor) -> WeightedAverage:
@@ -186,13 +186,6 @@ def _combined(total: WeightedAverage | CycleAverage) -> WeightedAverage:
     return total.combined() if isinstance(total, CycleAverage) else total
 
 
-def gather(tensor: Tensor) -> Tensor:
-    """Return the tensor of all ranks, joined along the first axis."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.cat(gather_all_tensors(tensor.contiguous()))
-    return tensor
-
-
 def loaders_of(source: Any) -> list[Any]:
     """Return the loaders of what the trainer calls its dataloaders: None, one, a list or a dictionary."""
     if source is None:
@@ -200,10 +193,3 @@ def loaders_of(source: Any) -> list[Any]:
     if isinstance(source, Mapping):
         return list(source.values())
     return list(source) if isinstance(source, list | tuple) else [source]
-
-
-def batches_of(trainer: pl.Trainer, module: BayesianModule, loader: Any, limit: float) -> Iterator[Any]:
-    """Yield the batches of a loader up to a limit, on the module's device."""
-    stop = int(limit) if math.isfinite(limit) else None
-    for batch in itertools.islice(loader, stop):
-        yield trainer.strategy.batch_to_device(batch, module.device)

@@ -1,7 +1,7 @@
 """Data of another distribution, on which predictions should be uncertain."""
 
-import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import pytorch_lightning as pl
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_sgmcmc.callbacks.loader_average import gather
+from lightning_sgmcmc.callbacks.evaluation_share import EvaluationShare, share_of_plain
 from lightning_sgmcmc.evaluation import StatelessCall, concatenate
 from lightning_sgmcmc.module import BayesianModule
 
@@ -77,11 +77,10 @@ class OutOfDistributionData:
     def _terms_on(
         self, trainer: pl.Trainer, module: BayesianModule, state: Mapping[str, Tensor], name: str
     ) -> dict[str, Tensor]:
-        count = 1 if trainer.fast_dev_run else len(self._loaders[name])  # type: ignore[attr-defined]
-        shared = trainer.world_size > 1 and count >= trainer.world_size  # else every rank takes all of them
-        mine = range(trainer.global_rank, count, trainer.world_size) if shared else range(count)
-        terms = self._evaluate(trainer, module, state, name, mine)
-        return {key: gather(term) for key, term in terms.items()} if shared else terms
+        limit = 1 if trainer.fast_dev_run else math.inf  # type: ignore[attr-defined]
+        share = share_of_plain(trainer, self._loaders[name], limit)
+        terms = self._evaluate(share.batches(trainer, module), module, state, name)
+        return {key: share.whole(term) for key, term in terms.items()}
 
     def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
         """Let the network see a batch of each set, so that what it cannot take is said before hours of training.
@@ -89,21 +88,20 @@ class OutOfDistributionData:
         Raises:
             RuntimeError, TypeError, ValueError: as the network does, naming the set.
         """
-        state = {name: t.detach() for name, t in (*module.named_parameters(), *module.named_buffers())}
+        with module.at_chain(0):
+            state = {name: t.detach() for name, t in (*module.named_parameters(), *module.named_buffers())}
         for name in self.sources:
-            self._evaluate(trainer, module, state, name, range(1))
+            batches = EvaluationShare(self._loaders[name], 1).batches(trainer, module)
+            self._evaluate(batches, module, state, name)
 
     def _evaluate(
-        self, trainer: pl.Trainer, module: BayesianModule, state: Mapping[str, Tensor], name: str, batches: range
+        self, batches: Iterable[Any], module: BayesianModule, state: Mapping[str, Tensor], name: str
     ) -> dict[str, Tensor]:
         """Return the terms on some of a set's batches."""
         caller = StatelessCall(module, _terms_of_batch)
-        chosen = itertools.islice(self._loaders[name], batches.start, batches.stop, batches.step)
         with torch.no_grad():
             try:
-                return concatenate(
-                    caller.call(state, trainer.strategy.batch_to_device(batch, module.device)) for batch in chosen
-                )
+                return concatenate(caller.call(state, batch) for batch in batches)
             except (RuntimeError, TypeError, ValueError) as error:
                 raise type(error)(f"the network cannot take the out-of-distribution data '{name}': {error}") from error
 

@@ -6,7 +6,8 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.loader_average import batches_of, loaders_of, metrics_of
+from lightning_sgmcmc.callbacks.evaluation_share import EvaluationShare
+from lightning_sgmcmc.callbacks.loader_average import loaders_of, metrics_of
 from lightning_sgmcmc.evaluation import evaluate, evaluation_mode
 from lightning_sgmcmc.geometry import interpolate, segment_pairs
 from lightning_sgmcmc.module import BayesianModule
@@ -62,7 +63,7 @@ class SegmentWalk:
         limits = trainer.num_test_batches if stage == "test" else trainer.num_val_batches
         if not loaders or not limits:
             return []
-        return list(batches_of(trainer, module, loaders[0], min(self.batches, limits[0])))
+        return list(EvaluationShare(loaders[0], min(self.batches, limits[0])).batches(trainer, module))
 
     def _walk_one(
         self, trainer: pl.Trainer, module: BayesianModule, posterior: Posterior, ends: tuple[int, int], data: list[Any]

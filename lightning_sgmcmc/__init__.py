@@ -2,6 +2,7 @@
 
 from lightning_sgmcmc.contour import Contour, DecayingStepSize, EnergyPartition, LearnedContour
 from lightning_sgmcmc.data_order import ResumableLoader
+from lightning_sgmcmc.distributed import ChainStrategy
 from lightning_sgmcmc.energy_guard import NonFiniteEnergyError
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Prediction
 from lightning_sgmcmc.module import BayesianModule
@@ -19,6 +20,7 @@ __all__ = [
     "BayesianModule",
     "Bernoulli",
     "Categorical",
+    "ChainStrategy",
     "Contour",
     "DecayingStepSize",
     "EnergyPartition",

@@ -28,7 +28,7 @@ class ChainState:
         num_cycles: how many cycles the run has; None without cycles.
         stage: "exploration" (temperature 0), "burn-in" or "sampling".
         accumulating: between the micro-batches of a step, so the gradients are not complete.
-        sampled: indices in this process of the chains whose states are samples when one is due.
+        sampled: global indices of the chains whose states are samples when one is due.
         sample_due: set by a schedule in `on_train_batch_end`: the present states are samples.
         skipped_steps: steps that were left out because their energy or gradient was not finite.
     """

@@ -114,6 +114,8 @@ class EnergyGuard:
         self._last_potential = module.chain_state.mean_potential
         self._batch: Any = None
         self.shares_gradients = module.layout.ranks_per_chain > 1
+        # Chains of other processes must not make more steps than these.
+        self._decides_together = module.layout.is_spread and not self._stops
         self.has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
         self._parameters = [p for group in module.sampler.param_groups for p in group["params"]]
         on_cuda = module.device.type == "cuda"
@@ -157,6 +159,8 @@ class EnergyGuard:
                 finite = finite and _is_finite(potential)
         else:
             finite = _is_finite(potential)
+        if self._decides_together:
+            finite = self._trainer.strategy.reduce_boolean_decision(finite)
         if finite:
             self._last_potential = potential
             self._in_a_row = self._in_a_row_by_scaler = 0

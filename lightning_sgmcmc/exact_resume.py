@@ -157,7 +157,12 @@ class ExactResume(pl.Callback):
             module.chains.collect_gradients()
         kept = {name: p.grad.detach() for name, p in pl_module.named_parameters() if p.grad is not None}
         kept[MEAN_POTENTIAL] = state.mean_potential
-        if trainer.world_size > 1:  # the ranks have not exchanged them yet
+        layout = module.layout
+        if layout.is_spread:  # in the form of all chains; a group's ranks have not exchanged them yet
+            several = layout.num_chains > 1
+            kept = {name: layout.mean_over_data(t) for name, t in kept.items()}
+            kept = {name: layout.gather(t if several else t[None])[None] for name, t in kept.items()}
+        elif trainer.world_size > 1:
             kept = {name: trainer.strategy.all_gather(tensor) for name, tensor in kept.items()}
         else:
             kept = {name: tensor[None] for name, tensor in kept.items()}
@@ -167,8 +172,13 @@ class ExactResume(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         saved: Mapping[str, Tensor] = checkpoint.get(ACCUMULATED, {})
-        same_ranks = all(len(tensor) == trainer.world_size for tensor in saved.values())
-        self._accumulated = {name: t[trainer.global_rank] if same_ranks else t.mean(0) for name, t in saved.items()}
+        layout = cast("BayesianModule", pl_module).layout
+        if layout.is_spread:
+            own = {name: layout.own(tensor.mean(0)) for name, tensor in saved.items()}
+            self._accumulated = own if layout.num_chains > 1 else {name: tensor[0] for name, tensor in own.items()}
+        else:
+            same = all(len(tensor) == trainer.world_size for tensor in saved.values())
+            self._accumulated = {name: t[trainer.global_rank] if same else t.mean(0) for name, t in saved.items()}
         own = checkpoint["callbacks"].get(self.state_key, {})
         if own.get("epoch_length") and own["batches"] > 0:
             put_right(checkpoint["loops"]["fit_loop"], own["batches"], own["epoch_length"], accumulating=bool(saved))

@@ -1,7 +1,7 @@
 """BayesianModule: a LightningModule whose training step is a step of a Markov chain."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -410,6 +410,14 @@ class BayesianModule(pl.LightningModule):
                 f"Define initialise_chain(chain) of {cls.__name__}, or pass chain_start='same'."
             )
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what `state_dict` returned, of one network or of stacked chains; the latter stacks them here too."""
+        if self.num_chains > 1 and self._chains is None:
+            own = {name: parameter.dim() for name, parameter in self.named_parameters()}
+            if any(state_dict[name].dim() == dim + 1 for name, dim in own.items() if name in state_dict):
+                self.configure_model()
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
     @contextmanager
     def at_chain(self, chain: int) -> Iterator[None]:
         """Put the network of one chain in place: inside, the module is that chain's ordinary network.
@@ -516,7 +524,8 @@ class BayesianModule(pl.LightningModule):
         return optimizer
 
     def posterior_samples(self) -> Iterator[PosteriorSample]:
-        """Yield the chains' present states as samples, one for each chain of the run, with tensors of their own."""
+        """Return the chains' present states as samples, one for each chain of the run in their order, made one after
+        the other with tensors of their own; all processes go through them together."""
         state = self.chain_state
         frozen = next((name for name, p in (self._trainable or {}).items() if not p.requires_grad), None)
         if frozen is not None:
@@ -529,11 +538,21 @@ class BayesianModule(pl.LightningModule):
         energy = state.sample_energy
         if energy is None:
             energy = self._layout.mean_over_data(state.energy)
-        numbers = {"energy": energy.reshape(-1).tolist(), "log_weight": state.log_weight.reshape(-1).tolist()}
+        layout = self._layout
+        samples = self._own_samples(energy)
+        everyone = layout.strategy.share_samples(samples, self.num_chains) if layout.is_spread else samples
+        return (sample for sample in everyone if sample.chain in state.sampled)
+
+    def _own_samples(self, energy: Tensor) -> Iterator[PosteriorSample]:
+        """Yield the samples of this process's chains.
+
+        Args:
+            energy: their energies, shape (C,).
+        """
+        state, layout = self.chain_state, self._layout
+        energies, log_weights = energy.reshape(-1).tolist(), state.log_weight.reshape(-1).tolist()
         bins = state.bin.reshape(-1).tolist() if state.bin is not None else [None] * self.num_chains
-        for index, chain in enumerate(self._layout.chains):
-            if index not in state.sampled:
-                continue
+        for index, chain in enumerate(layout.chains):
             with self.at_chain(index):
                 parameters = {name: p.detach().clone() for name, p in self.named_parameters()}
                 buffers = {name: b.detach().clone() for name, b in self.named_buffers()}
@@ -544,8 +563,8 @@ class BayesianModule(pl.LightningModule):
                 step=self.sampler.step_count,
                 cycle=state.cycle,
                 chain=chain,
-                energy=numbers["energy"][index],
-                log_weight=numbers["log_weight"][index],
+                energy=energies[index],
+                log_weight=log_weights[index],
                 bin=bins[index],
                 parameters=parameters,
                 buffers=buffers,

@@ -1,5 +1,6 @@
 """What a trainer is refused for, or warned of, before the first step."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
@@ -7,6 +8,7 @@ from pytorch_lightning import callbacks as lightning_callbacks
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import SequentialSampler
 
+from lightning_sgmcmc.chain_layout import layout_of
 from lightning_sgmcmc.checks import is_of_other_namespace
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ def check_run(trainer: pl.Trainer, module: "BayesianModule") -> None:
     _check_namespace(trainer)
     _check_strategy(trainer.strategy)
     _check_callbacks(trainer)
+    _check_chains(trainer, module)
     if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
         raise ValueError(
             f"overfit_batches={trainer.overfit_batches} repeats a few batches, while N counts all training data: give "  # type: ignore[attr-defined]
@@ -63,6 +66,24 @@ def _check_strategy(strategy: Any) -> None:
             f"{type(strategy).__name__} shards the parameters, and the noise and the prior are of whole parameters: "
             "use strategy='ddp' or one device"
         )
+
+
+def _check_chains(trainer: pl.Trainer, module: "BayesianModule") -> None:
+    layout = layout_of(trainer, module.num_chains)
+    if layout.is_spread and getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ValueError(
+            "a loss scaler leaves out steps of one process's chains, and then the chains' schedules part: use "
+            "precision='bf16-mixed' for chains on several processes"
+        )
+    if len(_values(module.lr)) > 1 and any(
+        isinstance(c, lightning_callbacks.LearningRateMonitor)
+        for c in trainer.callbacks  # type: ignore[attr-defined]
+    ):
+        raise ValueError("LearningRateMonitor logs one number, and lr has one for each chain: remove it")
+
+
+def _values(control: Any) -> tuple[Any, ...]:
+    return tuple(control) if isinstance(control, Sequence) else (control,)
 
 
 def _check_callbacks(trainer: pl.Trainer) -> None:

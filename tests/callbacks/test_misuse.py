@@ -87,7 +87,6 @@ def test_the_run_that_the_others_are_mistakes_of(tmp_path: Path) -> None:
         ({"num_data": 0}, ValueError, "num_data must be at least 1, got 0"),
         ({"num_data": -3}, ValueError, "num_data must be at least 1, got -3"),
         ({"num_chains": 0}, ValueError, "num_chains must be at least 1, got 0"),
-        ({"num_chains": 2}, NotImplementedError, "num_chains=2: several chains in one process are not there yet"),
         ({"net": nn.Linear}, TypeError, r"net=Linear is a class: pass an object of it, net=Linear\(…\)"),
         ({"net": lambda x: x}, TypeError, "net should be a Module, got a function"),
         ({"likelihood": Categorical}, TypeError, r"likelihood=Categorical is a class: pass an object of it"),

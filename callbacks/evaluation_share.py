@@ -1,0 +1,92 @@
+"""Evaluation data shared out over all processes, and put together again in their own order."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_sgmcmc.module import BayesianModule
+
+
+@dataclass(frozen=True)
+class EvaluationShare:
+    """This process's share of a loader's data.
+
+    Attributes:
+        loader: goes through the share.
+        limit: batches of it to go through, may be infinite.
+        replicas: W, where rank r of W has the data r, r + W, …; 0 where each process has data of its own.
+        num_data: how many data there are in all shares, but for repetitions that make these equally long.
+    """
+
+    loader: Any
+    limit: float
+    replicas: int = 0
+    num_data: int = 0
+
+    def batches(self, trainer: pl.Trainer, module: BayesianModule) -> Iterator[Any]:
+        """Yield the share's batches, on the module's device."""
+        stop = int(self.limit) if math.isfinite(self.limit) else None
+        for batch in itertools.islice(self.loader, stop):
+            yield trainer.strategy.batch_to_device(batch, module.device)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return the values of all data, in their order.
+
+        Args:
+            tensor: those of this share, along the first axis.
+        """
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return tensor
+        if self.replicas == 1:
+            return tensor
+        parts = gather_all_tensors(tensor.contiguous())
+        if self.replicas == 0:
+            return torch.cat(parts)
+        return torch.stack(parts, 1).flatten(0, 1)[: self.num_data]
+
+
+def share_of(trainer: pl.Trainer, loader: Any, limit: float) -> EvaluationShare:
+    """Return this process's share of the data of a loader that the trainer has prepared.
+
+    Args:
+        trainer: the run's.
+        loader: a loader of evaluation data.
+        limit: batches of it to go through.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
+        return EvaluationShare(loader, limit)
+    if sampler.num_replicas == trainer.world_size:
+        return EvaluationShare(loader, limit, sampler.num_replicas, len(loader.dataset))
+    # The ranks of each chain share the data among them, and here all processes can.
+    shorter = math.ceil(limit * sampler.num_replicas / trainer.world_size) if limit < len(loader) else math.inf
+    return _shared_by_all(trainer, loader, shorter)
+
+
+def share_of_plain(trainer: pl.Trainer, loader: Any, limit: float) -> EvaluationShare:
+    """Return this process's share of the data of a loader that holds the same data in every process."""
+    in_order = isinstance(getattr(loader, "sampler", None), SequentialSampler)
+    if trainer.world_size > 1 and type(loader) is DataLoader and in_order and not math.isfinite(limit):
+        return _shared_by_all(trainer, loader, limit)
+    return EvaluationShare(loader, limit, 1)
+
+
+def _shared_by_all(trainer: pl.Trainer, loader: DataLoader[Any], limit: float) -> EvaluationShare:
+    mine = DistributedSampler(loader.dataset, trainer.world_size, trainer.global_rank, shuffle=False)
+    again: DataLoader[Any] = DataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size or 1,
+        sampler=mine,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+    )
+    return EvaluationShare(again, limit, trainer.world_size, len(loader.dataset))  # type: ignore[arg-type]
