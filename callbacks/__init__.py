@@ -8,9 +8,11 @@ from lightning_sgmcmc.callbacks.cyclical_schedule import CyclicalSchedule
 from lightning_sgmcmc.callbacks.loader_average import Evaluation
 from lightning_sgmcmc.callbacks.posterior_dashboard import PosteriorDashboard
 from lightning_sgmcmc.callbacks.prediction_writer import PredictionWriter
+from lightning_sgmcmc.callbacks.replica_exchange import ReplicaExchange
 from lightning_sgmcmc.callbacks.run_summary import RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
 from lightning_sgmcmc.callbacks.sampling_schedule import SamplingSchedule
+from lightning_sgmcmc.callbacks.variance_reduced_energy import VarianceReducedEnergy
 
 __all__ = [
     "BayesianModelAverage",
@@ -20,8 +22,10 @@ __all__ = [
     "Evaluation",
     "PosteriorDashboard",
     "PredictionWriter",
+    "ReplicaExchange",
     "RunSummary",
     "SampleCollector",
     "SamplerCallback",
     "SamplingSchedule",
+    "VarianceReducedEnergy",
 ]

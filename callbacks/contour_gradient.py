@@ -39,7 +39,10 @@ class ContourGradient(SamplerCallback):
     multiplies the fresh gradient of each step, with J the bin of the mini-batch's energy Ũ; π, a probability for each
     energy bin, is learned after the step; a sample's importance weight is Ψ(Ũ)^ζ (see `lightning_sgmcmc.contour`).
     With `SGLD` it is CSGLD, with `SGHMC` CSGHMC, with `pSGLD` pCSGLD; with a schedule that anneals step size and
-    temperature saCSGHMC. While the temperature is 0 (a cyclical schedule's exploration) it rests.
+    temperature saCSGHMC. Of several chains each learns a π of its own; with `interacting=True` all chains of the run
+    learn one together, by the mean of their steps (ICSGLD, ICSGHMC, pICSGLD), and all that they tell each other is a
+    whole number each: the energy's bin and its place in it. While the temperature is 0 (a cyclical schedule's
+    exploration) it rests.
 
     The energy is that of the batch whose gradient is taken, over all micro-batches and ranks. `module.contour` holds
     the learned π, and with it weights by the final π instead of the one at the time of the sample.
@@ -70,12 +73,15 @@ class ContourGradient(SamplerCallback):
         weight_exponent: α of tempered weights Ψ^{αζ}, in [0, 1]; 1 is exact.
         floor: lower limit of π(i); 0 is none.
         correction: ρ of the scheme "high-order".
+        interacting: one π for all chains of the run, learned by all.
+        exchange_every: interacting chains exchange their numbers every so many steps, and learn from all of them then.
 
     Raises:
         ValueError: for an argument out of range or a contradiction; at the start of the fit, for a temperature of 0
             throughout or a warm-up that does not end; at a sample that is due in the warm-up.
 
-    Source: Deng et al. 2020 (CSGLD), Algorithm 1, eq. (6), (8), (10), (15), (57), appendix D.1.
+    Source: Deng et al. 2020 (CSGLD), Algorithm 1, eq. (6), (8), (10), (15), (57), appendix D.1; Deng et al. 2022
+    (ICSGLD), Algorithm 1, eq. (8), appendix B.1.2.
 
     Example::
 
@@ -109,7 +115,14 @@ class ContourGradient(SamplerCallback):
         weight_exponent: float = 1.0,
         floor: float = 0.0,
         correction: float = 1.0,
+        interacting: bool = False,
+        exchange_every: int = 1,
     ) -> None:
+        check_count("exchange_every", exchange_every)
+        if exchange_every > 1 and not interacting:
+            raise ValueError(
+                f"exchange_every={exchange_every} is of interacting chains: pass interacting=True too, or leave it out"
+            )
         check_count("warm_up_steps", warm_up_steps, least=0)
         check_number("headroom", headroom)
         check_choice("sample_energy", sample_energy, ("step", "full"))
@@ -132,6 +145,8 @@ class ContourGradient(SamplerCallback):
         self.headroom = headroom
         self.include_prior = include_prior
         self.sample_energy = sample_energy
+        self.interacting = interacting
+        self.exchange_every = exchange_every
         self._rule_options: dict[str, Any] = {
             "zeta": zeta,
             "scheme": scheme,
@@ -162,6 +177,8 @@ class ContourGradient(SamplerCallback):
         self._watch = ContourWatch()
         self._clamped: Tensor | None = None
         self._clamped_of = 0
+        self._waiting: list[Tensor] = []
+        """What interacting chains have not told each other yet: energies as whole numbers, (C,) for each step."""
 
     # -- the start ----------------------------------------------------------------------------------------------------
 
@@ -214,9 +231,31 @@ class ContourGradient(SamplerCallback):
         """Start the contour with an energy partition."""
         device = self._module.device
         rules = self._rules(partition)
-        chains = self._module.num_chains if self._module.num_chains > 1 else None
-        self._learned = self._module.contour = LearnedContour(rules, state or rules.initial_state(chains, device))
+        own = self._module.num_chains > 1 and not self.interacting
+        initial = rules.initial_state(self._module.num_chains if own else None, device)
+        self._learned = LearnedContour(rules, state or initial)
+        self._publish()
         self._edges = partition.edges(device)
+
+    def _publish(self) -> None:
+        """Let the module hold what is learned, of all chains of the run."""
+        assert self._learned is not None
+        self._module.contour = LearnedContour(self._learned.rules, ContourState(**self._of_all_chains()))
+
+    def _of_all_chains(self) -> dict[str, Tensor]:
+        """Return what is learned by name: one vector (m,), or one for each chain of the run (P, m)."""
+        assert self._learned is not None
+        layout, state = self._module.layout, self._learned.state._asdict()
+        if self.interacting or not layout.is_spread:
+            return state
+        return {name: layout.gather(t if layout.num_chains > 1 else t[None]) for name, t in state.items()}
+
+    def _of_own_chains(self, whole: dict[str, Tensor]) -> ContourState:
+        """Return this process's part of what `_of_all_chains` returned, as tensors of its own."""
+        layout = self._module.layout
+        if not self.interacting and layout.is_spread:
+            whole = {name: layout.own(t) if layout.num_chains > 1 else layout.own(t)[0] for name, t in whole.items()}
+        return ContourState(**{name: t.to(self._module.device, copy=True) for name, t in whole.items()})
 
     @staticmethod
     def _say_regularisation(rules: Contour) -> None:
@@ -259,6 +298,8 @@ class ContourGradient(SamplerCallback):
         """Return the energy of the step's data, shape (C,), float64, over all ranks."""
         state = self._state
         energy = state.mean_potential.double().reshape(-1) * state.num_data
+        if state.energy_correction is not None:
+            energy = energy + state.energy_correction
         if not self.include_prior:
             energy = energy + state.log_prior
         return self._module.layout.mean_over_data(energy)
@@ -272,8 +313,10 @@ class ContourGradient(SamplerCallback):
         """Make the partition from the warm-up's energies; return whether there are any."""
         if self._record is None:
             return False
-        energies, self._record = self._record.energies, None
-        partition = EnergyPartition.from_energies(energies, self.num_bins, self.width, self.lowest, self.headroom)
+        energies, self._record = self._module.layout.gather(self._record.energies, dim=1), None
+        partition = EnergyPartition.from_energies(
+            energies[energies.isfinite()], self.num_bins, self.width, self.lowest, self.headroom
+        )
         rank_zero_info(
             f"ContourGradient learned its energy range: first_edge={partition.first_edge:.6g}, "
             f"width={partition.width:.6g}, last edge {partition.last_edge:.6g}"
@@ -292,12 +335,29 @@ class ContourGradient(SamplerCallback):
         self._location = None
         self._updates += 1
         rules, step_size = self._learned.rules, self.step_size.at(self._updates)
-        rules.learn_(self._learned.state, location.index, location.log_density, step_size)
+        if self.interacting:
+            self._learn_together(location)
+        else:
+            rules.learn_(self._learned.state, location.index, location.log_density, step_size)
         self._state.log_weight, self._state.bin = rules.log_weight(location.log_density), location.index
         self._count_clamped(rules, location)
         if self._sampler.step_count % self._interval == 0:
             self._log(trainer, location, step_size)
         self._watch.after_update(self._learned, self._updates)
+
+    def _learn_together(self, location: Location) -> None:
+        """Exchange the chains' energies as whole numbers, when it is time, and learn from all of them."""
+        assert self._learned is not None
+        rules, state = self._learned.rules, self._learned.state
+        self._waiting.append(rules.partition.encode(location.energy, location.index))
+        if len(self._waiting) < self.exchange_every:
+            return
+        codes = self._module.layout.gather(torch.stack(self._waiting), dim=1)
+        first = self._updates - len(self._waiting) + 1
+        self._waiting = []
+        for update, of_step in enumerate(codes, start=first):
+            everyone = rules.locate(state, rules.partition.decode(of_step), 1.0, self._edges)
+            rules.learn_(state, everyone.index, everyone.log_density, self.step_size.at(update))
 
     def _count_clamped(self, rules: Contour, location: Location) -> None:
         if rules.min_multiplier is None and rules.max_multiplier is None:
@@ -309,11 +369,9 @@ class ContourGradient(SamplerCallback):
         self._clamped_of += 1
 
     def _log(self, trainer: pl.Trainer, location: Location, step_size: float) -> None:
-        scalars = {
-            "contour/multiplier": location.multiplier.mean().item(),
-            "contour/bin": location.index.double().mean().item(),
-            "contour/step_size": step_size,
-        }
+        both = torch.stack([location.multiplier, location.index.double()])
+        multiplier, index = self._module.layout.gather(both, dim=1).mean(1).tolist()
+        scalars = {"contour/multiplier": multiplier, "contour/bin": index, "contour/step_size": step_size}
         if self._clamped is not None:
             scalars["contour/clamped"] = self._clamped.mean().item() / self._clamped_of
             self._clamped, self._clamped_of = None, 0
@@ -330,6 +388,7 @@ class ContourGradient(SamplerCallback):
                 f"a sample is due after step {self._sampler.step_count}, and it has no weight: the contour has not "
                 f"begun. Let the schedule draw its first sample after the {self._warm_up} steps of the warm-up"
             )
+        self._publish()
         if self.sample_energy == "step":
             self._state.sample_energy = self._energy()
             return
@@ -339,15 +398,17 @@ class ContourGradient(SamplerCallback):
         self._state.log_weight = learned.rules.log_weight(location.log_density)
 
     def _full_energy(self) -> Tensor:
-        """Return U of the present state, shape (1,), over all training data."""
+        """Return U of each chain's present state, shape (C,), over all training data."""
         module = self._module
-        state = dict(module.named_parameters()) | dict(module.named_buffers())
-        with unnoticed(self._trainer, module):
-            energy = -full_log_likelihood(self._trainer, module, state, "sample_energy='full'")
-        if self.include_prior:
-            with torch.no_grad():
-                energy -= float(module.log_prior())
-        return torch.tensor([energy], dtype=torch.float64, device=module.device)
+        energies = []
+        for chain in range(module.num_chains):
+            with module.at_chain(chain), torch.no_grad():
+                state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+                log_prior = float(module.log_prior()) if self.include_prior else 0.0
+            with unnoticed(self._trainer, module):
+                found = full_log_likelihood(self._trainer, module, state, "sample_energy='full'", of_own_chain=True)
+            energies.append(-found - log_prior)
+        return torch.tensor(energies, dtype=torch.float64, device=module.device)
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         self._watch.after_sample(sample.log_weight)
@@ -357,6 +418,7 @@ class ContourGradient(SamplerCallback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._learned is not None:
             self._watch.finish(self._learned, self._updates)
+            self._publish()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._release()
@@ -375,8 +437,9 @@ class ContourGradient(SamplerCallback):
             "updates": self._updates,
             "begun": self._begun,
             "rules": None if learned is None else asdict(learned.rules),
-            "state": None if learned is None else {k: v.cpu() for k, v in learned.state._asdict().items()},
-            "record": None if self._record is None else self._record.state_dict(),
+            "state": None if learned is None else {k: v.cpu() for k, v in self._of_all_chains().items()},
+            "record": None if self._record is None else self._record.state_dict(self._module.layout),
+            "waiting": self._module.layout.gather(torch.stack(self._waiting), 1).cpu() if self._waiting else None,
             "watch": self._watch.state_dict(),
         }
 
@@ -388,7 +451,7 @@ class ContourGradient(SamplerCallback):
         self._updates = restored["updates"]
         self._watch.load_state_dict(restored["watch"])
         if restored["record"] is not None and self._record is not None:
-            self._record.load_state_dict(restored["record"])
+            self._record.load_state_dict(restored["record"], self._module.layout)
         if restored["rules"] is None:
             return
         partition = EnergyPartition(**restored["rules"]["partition"])
@@ -401,8 +464,16 @@ class ContourGradient(SamplerCallback):
                     "on with the same settings, or start a new run"
                 )
         self._record = None
-        state = {name: tensor.to(self._module.device, copy=True) for name, tensor in restored["state"].items()}
-        self._begin(partition, ContourState(**state))
+        vectors, chains = restored["state"]["log_vector"], self._module.layout.total_chains
+        expected = (self.num_bins,) if self.interacting or chains == 1 else (chains, self.num_bins)
+        if vectors.shape != expected:
+            raise ValueError(
+                f"the checkpoint's π has the shape {tuple(vectors.shape)}, this run's {expected}: go on with as many "
+                "chains, interacting or not as they were"
+            )
+        self._begin(partition, self._of_own_chains(restored["state"]))
+        if restored["waiting"] is not None:
+            self._waiting = list(self._module.layout.own(restored["waiting"], 1).to(self._module.device))
 
 
 def _differs_in_training(module: BayesianModule) -> bool:

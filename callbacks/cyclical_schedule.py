@@ -91,7 +91,7 @@ class CyclicalSchedule(Schedule):
             self._plan = CyclicalPlan(total, self.num_cycles, self.exploration, self.samples_per_cycle)
         self._sample_steps = frozenset(self._plan.sample_steps())
         module.chain_state.num_cycles = self._plan.num_cycles
-        self._target_temperature = module.temperature if self.temperature is None else self.temperature
+        self._target_temperature = module.target_temperature if self.temperature is None else self.temperature
 
     def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:
         plan = self._plan

@@ -28,14 +28,24 @@ def unnoticed(trainer: pl.Trainer, module: BayesianModule) -> Iterator[None]:
         yield
 
 
-def full_log_likelihood(trainer: pl.Trainer, module: BayesianModule, state: Mapping[str, Tensor], reason: str) -> float:
-    """Return log p(D|θ) of all training data, without augmentation; the ranks share the data among them.
+def full_log_likelihood(
+    trainer: pl.Trainer,
+    module: BayesianModule,
+    state: Mapping[str, Tensor],
+    reason: str,
+    of_own_chain: bool = False,
+    augmented: bool = False,
+) -> float:
+    """Return log p(D|θ) of all training data; the processes share the data among them.
 
     Args:
         trainer: the run's.
         module: the module, in evaluation mode.
         state: θ, parameters and buffers by name.
         reason: the option that needs it, for the message.
+        of_own_chain: θ is a chain of this process's, so only the ranks of its group share the data; else all processes
+            have the same θ.
+        augmented: with the training data's augmentation.
 
     Raises:
         ValueError: if there are no training data.
@@ -48,11 +58,19 @@ def full_log_likelihood(trainer: pl.Trainer, module: BayesianModule, state: Mapp
                 f"{reason} needs the training data, and there are none here: hand the trainer the fit's datamodule"
             ) from error
     total = torch.zeros((), dtype=torch.float64)
-    plain = getattr(getattr(trainer, "datamodule", None), "training_data", None)  # without augmentation
+    layout = module.layout
+    rank, ranks = trainer.global_rank, trainer.world_size
+    if of_own_chain and layout.is_spread:
+        rank, ranks = layout.rank_in_chain, layout.ranks_per_chain
+    plain = None if augmented else getattr(getattr(trainer, "datamodule", None), "training_data", None)
     for loader in loaders_of(trainer.train_dataloader):
         dataset = plain() if plain is not None else loader.dataset
-        mine = Subset(dataset, range(trainer.global_rank, len(dataset), trainer.world_size))
+        mine = Subset(dataset, range(rank, len(dataset), ranks))
         again = DataLoader(mine, batch_size=loader.batch_size or 1, collate_fn=loader.collate_fn)
         _, log_density, _ = evaluate(module, state, EvaluationShare(again, math.inf).batches(trainer, module))
         total += log_density.double().sum().cpu()
+    if ranks == 1:
+        return float(total)
+    if of_own_chain and layout.is_spread:
+        return float(layout.mean_over_data(total)) * ranks
     return float(trainer.strategy.reduce(total, reduce_op="sum"))

@@ -97,7 +97,7 @@ class SamplingSchedule(Schedule):
                 f"no sample would be drawn: the run has {total} steps, the first sample comes after {self._burn_in} "
                 f"of burn-in and {self._every} more"
             )
-        self._target_temperature = module.temperature if self.temperature is None else self.temperature
+        self._target_temperature = module.target_temperature if self.temperature is None else self.temperature
 
     def _epoch_length(self, trainer: pl.Trainer) -> int:
         batches = trainer.num_training_batches
@@ -116,7 +116,7 @@ class SamplingSchedule(Schedule):
         if burning_in and self.burn_in_temperature is not None:
             temperature = self.burn_in_temperature
         if self.temperature_annealing is not None:
-            temperature *= self.temperature_annealing.factor(epoch)
+            temperature = temperature * self.temperature_annealing.factor(epoch)
         first_lr = sampler.param_groups[0]["initial_lr"]
         for group in sampler.param_groups:
             group["temperature"] = temperature

@@ -65,18 +65,25 @@ class ChainEnergies:
         if (self._vmapped or self._compiled) and not self._looked:
             self._look_at_targets(batch)
         if self._vmapped:
-            log_likelihood, log_prior = self._all_at_once(batch)
+            each, log_prior = self._all_at_once(batch)
+            mean = each.mean(1)
         elif self._chains is None:
-            log_likelihood, log_prior = self._of_network(None, batch).mean(), self._module.log_prior()
+            each, log_prior = self._of_network(None, batch), self._module.log_prior()
+            mean = each.mean()
         else:
             through_stack = self.through_stack if through_stack is None else through_stack
-            log_likelihood, log_prior = self._one_by_one(self._chains, batch, through_stack)
-        self._module.__dict__["chain_state"].log_prior = log_prior.detach()
-        return torch.add(log_likelihood, log_prior, alpha=1 / self._module._known_num_data()).neg()
+            rows, log_prior = self._one_by_one(self._chains, batch, through_stack)
+            mean = torch.stack([row.mean() for row in rows])
+            each = rows
+        state = self._module.__dict__["chain_state"]
+        state.log_prior = log_prior.detach()
+        if state.keeps_each:
+            state.log_likelihood = (torch.stack(each) if isinstance(each, list) else each).detach()
+        return torch.add(mean, log_prior, alpha=1 / self._module._known_num_data()).neg()
 
     # -- one chain after the other ------------------------------------------------------------------------------------
 
-    def _one_by_one(self, chains: StackedChains, batch: Any, through_stack: bool) -> tuple[Tensor, Tensor]:
+    def _one_by_one(self, chains: StackedChains, batch: Any, through_stack: bool) -> tuple[list[Tensor], Tensor]:
         chains.refresh()
         each = chains.unbound() if through_stack else chains.slices
         own_batches = isinstance(batch, ChainBatches)
@@ -92,12 +99,11 @@ class ChainEnergies:
                         present = dict(zip(chains.names, tensors, strict=True))
                         trainable = {name: present[name] for name in trainable}
                     self._module.__dict__["_trainable"] = trainable
-                    log_likelihood = self._of_network(tensors, batch[chain] if own_batches else batch)
-                    log_likelihoods.append(log_likelihood.mean())
+                    log_likelihoods.append(self._of_network(tensors, batch[chain] if own_batches else batch))
                     log_priors.append(self._module.log_prior())
         finally:
             self._module.__dict__["_trainable"] = cached
-        return torch.stack(log_likelihoods), torch.stack(log_priors)
+        return log_likelihoods, torch.stack(log_priors)
 
     def _of_network(self, tensors: Sequence[Tensor] | None, batch: Any) -> Tensor:
         """Return log p(y|x,θ) of each datum, shape (n,), of the chain whose tensors are in the module's places."""
@@ -129,9 +135,9 @@ class ChainEnergies:
         check_shape(log_likelihood, chains=True)
         trainable = {n: t for n, t in named.items() if n in module.__dict__["_trainable"]}
         if not self._own_prior:
-            return log_likelihood.mean(1), module.prior.log_prob_of_chains(trainable)
+            return log_likelihood, module.prior.log_prob_of_chains(trainable)
         prior = StatelessCall(module, lambda m: m.log_prior())
-        return log_likelihood.mean(1), torch.vmap(prior.call)(named)
+        return log_likelihood, torch.vmap(prior.call)(named)
 
     def _vmap_of_network(self, named: dict[str, Tensor], batch: Any, batch_axis: int | None) -> Tensor:
         over_chains = torch.vmap(self._call.call, in_dims=(0, batch_axis), randomness="different")

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,10 @@ class ChainState:
         mean_potential: Ũ/N of the last step's mini-batch, the mean over its micro-batches, C numbers on the device.
         num_data: N.
         log_prior: log p(θ) at that step, of the shape of mean_potential, on the device.
+        energy_correction: what a control variate adds to the energies that callbacks look at, shape (C,); None is 0.
+        log_likelihood: log p(y|x,θ) of each datum of the last mini-batch, shape (n,) or (C, n); None unless asked for.
+        reference_log_likelihood: the same of a snapshot of the chains, shape (C, n); None without one.
+        keeps_each: whether log_likelihood is wanted.
         log_weight: log importance weight of the present states, shape (C,), on the device.
         bin: energy bin of the present states, shape (C,), from 0; None without an energy partition.
         sample_energy: energy that the present states' samples carry, shape (C,); None is `energy`.
@@ -28,7 +32,8 @@ class ChainState:
         num_cycles: how many cycles the run has; None without cycles.
         stage: "exploration" (temperature 0), "burn-in" or "sampling".
         accumulating: between the micro-batches of a step, so the gradients are not complete.
-        sampled: global indices of the chains whose states are samples when one is due.
+        labels: what each chain of the run is called in its samples, by its global index; None is the index.
+        sampled: labels of the chains whose states are samples when one is due.
         sample_due: set by a schedule in `on_train_batch_end`: the present states are samples.
         skipped_steps: steps that were left out because their energy or gradient was not finite.
     """
@@ -36,6 +41,10 @@ class ChainState:
     mean_potential: Tensor = field(default_factory=lambda: torch.full((1,), math.nan))
     num_data: int = 1
     log_prior: Tensor = field(default_factory=lambda: torch.zeros(()))
+    energy_correction: Tensor | None = None
+    log_likelihood: Tensor | None = None
+    reference_log_likelihood: Tensor | None = None
+    keeps_each: bool = False
     log_weight: Tensor = field(default_factory=lambda: torch.zeros(1))
     bin: Tensor | None = None
     sample_energy: Tensor | None = None
@@ -45,6 +54,7 @@ class ChainState:
     num_cycles: int | None = None
     stage: str = "sampling"
     accumulating: bool = False
+    labels: Sequence[int] | None = None
     sampled: Container[int] = range(sys.maxsize)
     sample_due: bool = False
     skipped_steps: int = 0

@@ -23,6 +23,9 @@ Scheme = Literal["scalable", "original", "high-order"]
 Difference = Literal["backward", "forward"]
 Weighting = Literal["interpolated", "bin"]
 
+PLACES = 2**16
+"""Places in an energy bin that a whole number tells apart."""
+FAR = 2**40
 LARGEST_SHARE = 0.5
 """At most this much of π moves into one bin in one step; only steps outside of any sensible range are cut by it."""
 
@@ -62,6 +65,24 @@ class EnergyPartition:
         """Return u_1, …, u_{m-1}, shape (m-1,), float64."""
         steps = torch.arange(self.num_bins - 1, dtype=torch.float64, device=device)
         return self.first_edge + steps * self.width
+
+    def encode(self, energy: Tensor, index: Tensor) -> Tensor:
+        """Return one whole number for each energy: its bin and its place in it, in steps of width/65536, int64.
+
+        Args:
+            energy: finite, in nats.
+            index: bins of the energies.
+        """
+        place = (energy.double() - self.first_edge) / self.width * PLACES
+        above = (index == self.num_bins - 1).long() * FAR
+        code = place.clamp(-FAR, FAR).ceil().long()
+        # Rounding must not move an energy across an edge.
+        lowest = torch.where(index == 0, -FAR, (index - 1) * PLACES + 1)
+        return code.clamp(min=lowest).clamp(max=index * PLACES + above)
+
+    def decode(self, code: Tensor) -> Tensor:
+        """Return the energies that `encode` made numbers of, in the same bins, float64."""
+        return self.first_edge + code.double() / PLACES * self.width
 
     @classmethod
     def from_energies(
@@ -148,11 +169,13 @@ class Location(NamedTuple):
         index: bin of the energy, int64, from 0.
         multiplier: κ, float64.
         log_density: log Ψ of the energy (log π of its bin with weighting "bin"), float64.
+        energy: the energy, float64.
     """
 
     index: Tensor  # type: ignore[assignment]  # a tuple has a method of this name
     multiplier: Tensor
     log_density: Tensor
+    energy: Tensor
 
 
 @dataclass(frozen=True)
@@ -276,11 +299,12 @@ class Contour:
         if self.min_multiplier is not None or self.max_multiplier is not None:
             multiplier = multiplier.clamp(self.min_multiplier, self.max_multiplier)
         if self.weighting == "bin":
-            return Location(index, multiplier, log_here)
+            return Location(index, multiplier, log_here, energy)
         # The edge at which Ψ is the bin's own π: the right one for backward differences, the left one for forward.
         steps = index.double() if self.difference == "backward" else index.double() - 1
         edge = self.partition.first_edge + steps * width
-        return Location(index, multiplier, base + torch.where(rise == 0, 0.0, rise * (energy - edge) / width))
+        log_density = base + torch.where(rise == 0, 0.0, rise * (energy - edge) / width)
+        return Location(index, multiplier, log_density, energy)
 
     def learn_(self, state: ContourState, index: Tensor, log_density: Tensor, step_size: float | Tensor) -> None:
         """Update π and the visits in place by one step of stochastic approximation.

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.chain_layout import ChainLayout
+
 
 class EnergyRecord:
     """The energies of the second half of a warm-up; its first half, the way from the start, does not count.
@@ -26,22 +28,23 @@ class EnergyRecord:
 
     @property
     def energies(self) -> Tensor:
-        """What was kept, without steps left out; waits for the device."""
-        return self._energies[self._energies.isfinite()]
+        """What was kept, NaN for steps left out, shape (steps, C)."""
+        return self._energies
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state: a tensor."""
-        return {"energies": self._energies.cpu()}
+    def state_dict(self, layout: ChainLayout) -> dict[str, Any]:
+        """Return the state: a tensor, of all chains of the run."""
+        return {"energies": layout.gather(self._energies, dim=1).cpu()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], layout: ChainLayout) -> None:
         """Take over what `state_dict` returned.
 
         Raises:
             ValueError: if it is of a warm-up of another length.
         """
-        if state["energies"].shape != self._energies.shape:
+        expected = (len(self._energies), layout.total_chains)
+        if state["energies"].shape != expected:
             raise ValueError(
                 f"the checkpoint is of another warm-up: it has {len(state['energies'])} energies of "
-                f"{state['energies'].shape[1]} chains, this run {len(self._energies)} of {self._energies.shape[1]}"
+                f"{state['energies'].shape[1]} chains, this run {expected[0]} of {expected[1]}"
             )
-        self._energies.copy_(state["energies"])
+        self._energies.copy_(layout.own(state["energies"], dim=1))

@@ -250,7 +250,10 @@ class BayesianModule(pl.LightningModule):
         log_likelihood = self.log_likelihood(batch)
         check_shape(log_likelihood)
         log_prior = self.log_prior()
-        self.__dict__["chain_state"].log_prior = log_prior.detach()
+        state: ChainState = self.__dict__["chain_state"]
+        state.log_prior = log_prior.detach()
+        if state.keeps_each:
+            state.log_likelihood = log_likelihood.detach()
         return torch.add(log_likelihood.mean(), log_prior, alpha=1 / self._known_num_data()).neg()
 
     def score(self, batch: Any) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
@@ -462,7 +465,7 @@ class BayesianModule(pl.LightningModule):
         self._sampling_seed = self._resolve_seed()
         options: dict[str, Any] = {
             "num_data": self.num_data,
-            "temperature": self._of_chains("temperature", self.temperature),
+            "temperature": self.target_temperature,
             "num_chains": chains,
             "seed": self._sampling_seed,
         }
@@ -541,7 +544,11 @@ class BayesianModule(pl.LightningModule):
         layout = self._layout
         samples = self._own_samples(energy)
         everyone = layout.strategy.share_samples(samples, self.num_chains) if layout.is_spread else samples
-        return (sample for sample in everyone if sample.chain in state.sampled)
+        for sample in everyone:
+            if state.labels is not None:
+                sample.chain = state.labels[sample.chain]
+            if sample.chain in state.sampled:
+                yield sample
 
     def _own_samples(self, energy: Tensor) -> Iterator[PosteriorSample]:
         """Yield the samples of this process's chains.
@@ -585,6 +592,11 @@ class BayesianModule(pl.LightningModule):
         tensor = dict(self.named_parameters()) | dict(self.named_buffers())
         rows = tensor[name].reshape(self.num_chains, -1)
         return self._layout.chains[int((~rows.isfinite()).any(1).byte().argmax())]
+
+    @property
+    def target_temperature(self) -> "float | Tensor":
+        """τ of the running fit: a number, or one for each chain of this process, shape (C,), on the device."""
+        return self._of_chains("temperature", self.temperature)
 
     @property
     def skipped_steps(self) -> int:

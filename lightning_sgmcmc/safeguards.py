@@ -70,6 +70,11 @@ class Safeguards(SampleHandover):
     ) -> None:
         if self._guard is not None and trainer.state.fn == "fit":
             self._guard.check_state("it is not saved")
+        # What says no more than a part's name is for loggers; `load_from_checkpoint` would hand it to the constructor.
+        hyperparameters = checkpoint.get(pl_module.CHECKPOINT_HYPER_PARAMS_KEY, {})
+        for name in ("likelihood", "prior", "sampler"):
+            if isinstance(hyperparameters.get(name), str):
+                del hyperparameters[name]
 
     def state_dict(self) -> dict[str, Any]:
         skipped = self._guard.skipped if self._guard is not None else self._skipped

@@ -1,0 +1,292 @@
+"""Replica exchange under a trainer: reSGLD, reSGHMC and the like, from any sampler."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, schedule_of
+from lightning_sgmcmc.callbacks.contour_gradient import ContourGradient
+from lightning_sgmcmc.callbacks.logger_output import log_scalars
+from lightning_sgmcmc.chain_layout import layout_of
+from lightning_sgmcmc.checks import check_count, check_number
+from lightning_sgmcmc.replica_exchange import attempted_pairs, log_swap_rate, swapped
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.samplers.base import Control
+from lightning_sgmcmc.seeding import derive_seed
+
+
+class ReplicaExchange(SamplerCallback):
+    """Runs the chains at a ladder of temperatures, and lets neighbours swap them.
+
+    A run with P chains has ladders of R = len(temperatures) slots, P/R of them; at the start chain r of a ladder
+    stands in slot r, the first the coldest. Every so many steps, before the update, the even and the odd pairs of
+    neighbouring slots in turn swap temperatures and step sizes with probability
+
+        min{1, exp(δ·(Ũ_cold - Ũ_hot - δ·σ̂²/F))},   δ = 1/τ_cold - 1/τ_hot
+
+    with σ̂² the variance of a mini-batch's energy, which would else lead to too many swaps. What moves is temperatures,
+    so nothing but one energy a chain travels between processes; momenta are rescaled to the new temperature. With
+    `SGLD` it is reSGLD, with `SGHMC` reSGHMC; with `VarianceReducedEnergy` its variance-reduced form. The draws of the
+    coldest slot are samples; a sample's `chain` is its slot. The run's schedule sets the coldest slot's temperature and
+    step size; while that temperature is 0 nothing is exchanged.
+
+    Every `trainer.log_every_n_steps` it logs `exchange/swap_rate_0_1` and so on, the share of attempts that succeeded
+    since the last time, and `exchange/energy_std`, σ̂ (in nats) over the slots.
+
+    Args:
+        temperatures: of the slots in units of the run's temperature, rising.
+        lrs: step sizes of the slots in units of the run's; None is 1 for all.
+        every_n_steps: steps between attempts.
+        noise_variance: σ² of one energy, in nats²; None estimates it from the spread of the likelihood within
+            mini-batches, N²/n times its variance, by stochastic approximation.
+        smoothing: γ in (0, 1] of σ̂² ← (1-γ)·σ̂² + γ·estimate, at each attempt.
+        correction: F ≥ 1; more than 1 allows more swaps, for some bias.
+        sampled_slots: draws of so many coldest slots are samples.
+
+    Raises:
+        ValueError: for an argument out of range; at setup, if the number of chains is no multiple of the ladder's, the
+            chains have temperatures or step sizes of their own, or a contour is there too.
+
+    Source: Deng et al. 2020 (Non-convex learning via replica exchange stochastic gradient MCMC), Algorithm 1; Deng et
+    al. 2021 (variance reduction).
+    """
+
+    def __init__(
+        self,
+        temperatures: Sequence[float],
+        lrs: Sequence[float] | None = None,
+        every_n_steps: int = 1,
+        noise_variance: float | None = None,
+        smoothing: float = 0.3,
+        correction: float = 1.0,
+        sampled_slots: int = 1,
+    ) -> None:
+        check_count("every_n_steps", every_n_steps)
+        check_count("sampled_slots", sampled_slots)
+        for name, values in (("temperatures", temperatures), ("lrs", lrs or [1.0])):
+            for value in values:
+                check_number(name, value)
+        if len(temperatures) < 2 or list(temperatures) != sorted(set(temperatures)) or temperatures[0] <= 0:
+            raise ValueError(f"temperatures must be two or more positive numbers that rise, got {temperatures}")
+        if lrs is not None and (len(lrs) != len(temperatures) or min(lrs) <= 0):
+            raise ValueError(f"lrs must be {len(temperatures)} positive numbers, one for each slot, got {lrs}")
+        check_number("noise_variance", noise_variance)
+        if not 0 < smoothing <= 1:
+            raise ValueError(f"smoothing must be in (0, 1], got {smoothing}")
+        if not correction >= 1:
+            raise ValueError(f"correction must be at least 1, got {correction}")
+        if sampled_slots > len(temperatures):
+            raise ValueError(f"sampled_slots={sampled_slots} is more than the {len(temperatures)} slots there are")
+        self.temperatures = tuple(float(value) for value in temperatures)
+        self.lrs = tuple(float(value) for value in lrs) if lrs is not None else (1.0,) * len(temperatures)
+        self.every_n_steps = every_n_steps
+        self.noise_variance = noise_variance
+        self.smoothing = smoothing
+        self.correction = correction
+        self.sampled_slots = sampled_slots
+        self.reset()
+
+    def reset(self) -> None:
+        self._order: Tensor | None = None
+        """Which chain stands in each slot, global indices, shape (ladders, R)."""
+        self._attempts = 0
+        self._variance: Tensor | None = None
+        self._tally: Tensor | None = None
+        """Attempts and swaps of each pair since the last log, shape (2, R-1)."""
+        self._base: list[tuple[Control, Control]] = []
+        self._hook: Any = None
+        self._restored: dict[str, Any] | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        module = bayesian(pl_module, self)
+        if stage != "fit":
+            return
+        chains, slots = layout_of(trainer, module.num_chains).total_chains, len(self.temperatures)
+        if chains % slots:
+            raise ValueError(
+                f"ReplicaExchange has a ladder of {slots} temperatures, and the run has {chains} chains: take "
+                f"num_chains={slots}, or a multiple of it"
+            )
+        if any(isinstance(callback, ContourGradient) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ValueError(
+                "ReplicaExchange and ContourGradient are two ways across the same barriers, and the contour's weights "
+                "would be of no one temperature: take one of them"
+            )
+        for name in ("temperature", "lr"):
+            if isinstance(getattr(module, name), tuple | list):
+                raise ValueError(
+                    f"ReplicaExchange sets each chain's {name} by its slot: give the module one number, and the "
+                    f"ladder's by {name}s"
+                )
+        own = getattr(schedule_of(trainer), "temperature", None)
+        if (own if own is not None else module.temperature) == 0:
+            raise ValueError("ReplicaExchange needs a temperature above 0: at 0 all slots are the same")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        module = self._module = bayesian(pl_module, self)
+        device = module.device
+        self._sampler: Sampler = module.sampler
+        self._slots = {
+            "temperature": torch.tensor(self.temperatures, device=device),
+            "lr": torch.tensor(self.lrs, device=device),
+        }
+        chains = module.layout.total_chains
+        self._order = torch.arange(chains, device=device).view(-1, len(self.temperatures))
+        self._tally = torch.zeros(2, len(self.temperatures) - 1, device=device)
+        if self._restored is not None:
+            self._attempts = self._restored["attempts"]
+            self._order = self._restored["order"].to(device)
+            self._tally = self._restored["tally"].to(device)
+            if self._restored["variance"] is not None:
+                self._variance = self._restored["variance"].to(device)
+            self._restored = None
+            if self._order.shape != (chains // len(self.temperatures), len(self.temperatures)):
+                raise ValueError("the checkpoint has another ladder of temperatures: go on with the same one")
+        state = module.chain_state
+        state.keeps_each = self.noise_variance is None
+        state.before_sample = self._name_chains
+        # Schedules go on from the run's own controls, so the slots' are there for an update only.
+        self._hook = self._sampler.register_step_post_hook(self._take_back)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        sampler = self._sampler
+        temperature = sampler.param_groups[0]["temperature"]
+        if not (isinstance(temperature, Tensor) or temperature > 0):
+            return
+        before = after = self._own_slots()
+        if (sampler.step_count + 1) % self.every_n_steps == 0:
+            self._exchange(trainer, temperature)
+            after = self._own_slots()
+        self._base = [(group["lr"], group["temperature"]) for group in sampler.param_groups]
+        for group in sampler.param_groups:
+            old, new = self._controls(group, before), self._controls(group, after)
+            if before is not after:
+                self._rescale_momenta(group, old, new)
+            group.update(new)
+
+    def _own_slots(self) -> Tensor:
+        """Return the slot of each of this process's chains, shape (C,)."""
+        assert self._order is not None
+        slots = torch.arange(self._order.shape[1], device=self._order.device).expand_as(self._order)
+        of_chain = torch.empty_like(slots.flatten()).scatter_(0, self._order.flatten(), slots.flatten())
+        return self._module.layout.own(of_chain)
+
+    def _controls(self, group: dict[str, Any], slots: Tensor) -> dict[str, Control]:
+        return {name: group[name] * self._slots[name][slots] for name in ("lr", "temperature")}
+
+    def _exchange(self, trainer: pl.Trainer, temperature: Control) -> None:
+        """Let neighbouring slots swap chains; every process draws the same numbers, and nobody waits for the device."""
+        assert self._order is not None
+        assert self._tally is not None
+        layout, state = self._module.layout, self._module.chain_state
+        energy = state.mean_potential.double().reshape(-1) * state.num_data
+        if state.energy_correction is not None:
+            energy = energy + state.energy_correction
+        energies = layout.gather(layout.mean_over_data(energy))[self._order]
+        variance = self._known_variance(trainer)
+        generator = torch.Generator().manual_seed(derive_seed(self._sampler.seed, "exchange", self._attempts))
+        chances = torch.rand(len(energies), energies.shape[1] - 1, generator=generator).log().to(energies.device)
+        tried = attempted_pairs(self._attempts, energies.shape[1]).to(energies.device)
+        slots = temperature * self._slots["temperature"]
+        log_rate = log_swap_rate(
+            energies[:, :-1], energies[:, 1:], slots[:-1], slots[1:], variance, correction=self.correction
+        )
+        accepted = tried & (chances < log_rate)
+        self._order = swapped(self._order, accepted)
+        self._tally += torch.stack([tried.float() * len(energies), accepted.float().sum(0)])
+        self._attempts += 1
+
+    def _known_variance(self, trainer: pl.Trainer) -> Tensor | float:
+        """Return σ̂² of the pairs of slots, shape (ladders, R-1), or the number that was given."""
+        if self.noise_variance is not None:
+            return self.noise_variance
+        assert self._order is not None
+        module, state = self._module, self._module.chain_state
+        each = state.log_likelihood
+        assert each is not None
+        each = each.double().reshape(module.num_chains, -1)
+        if state.reference_log_likelihood is not None:
+            each = each - state.reference_log_likelihood
+        batches = trainer.accumulate_grad_batches * module.layout.ranks_per_chain
+        found = state.num_data**2 * each.var(1) / (each.shape[1] * batches)
+        of_slots = module.layout.gather(module.layout.mean_over_data(found))[self._order]
+        if self._variance is None:
+            self._variance = of_slots
+        self._variance = self._variance.lerp(of_slots, self.smoothing)
+        return (self._variance[:, :-1] + self._variance[:, 1:]) / 2
+
+    def _rescale_momenta(self, group: dict[str, Any], old: dict[str, Control], new: dict[str, Control]) -> None:
+        variances = [self._sampler.momentum_variance(dict(group) | controls, None) for controls in (old, new)]
+        if variances[0] is None or variances[1] is None or not group.get("holds_velocity", True):
+            return
+        factor = torch.as_tensor(variances[1] / variances[0]).sqrt()
+        held = [p for p in group["params"] if "momentum_buffer" in self._sampler.state[p]]
+        if held:
+            self._sampler._scale([self._sampler.state[p]["momentum_buffer"] for p in held], factor)
+
+    def _take_back(self, *args: Any) -> None:
+        """Give the groups the run's own controls again, after an update."""
+        for group, (lr, temperature) in zip(self._sampler.param_groups, self._base, strict=False):
+            group["lr"], group["temperature"] = lr, temperature
+        self._base = []
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._tally is not None
+        if self._sampler.step_count % trainer.log_every_n_steps or self._module.chain_state.accumulating:  # type: ignore[attr-defined]
+            return
+        tried, accepted = self._tally.tolist()
+        pairs = enumerate(zip(tried, accepted, strict=True))
+        scalars = {f"exchange/swap_rate_{r}_{r + 1}": swaps / of for r, (of, swaps) in pairs if of}
+        if self._variance is not None:
+            scalars["exchange/energy_std"] = self._variance.mean().sqrt().item()
+        if scalars:
+            log_scalars(trainer, scalars, trainer.global_step)
+        self._tally.zero_()
+
+    # -- samples, the end, checkpoints --------------------------------------------------------------------------------
+
+    def _name_chains(self) -> None:
+        """Call each chain by its slot, when samples are drawn."""
+        assert self._order is not None
+        slots = self._order.shape[1]
+        labels = [0] * self._order.numel()
+        for ladder, row in enumerate(self._order.tolist()):
+            for slot, chain in enumerate(row):
+                labels[chain] = ladder * slots + slot
+        state = self._module.chain_state
+        state.labels = labels
+        state.sampled = {label for label in labels if label % slots < self.sampled_slots}
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._release()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        """Let go of the run, so that module and callback can be copied and pickled."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+            self._module.chain_state.before_sample = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "attempts": self._attempts,
+            "order": None if self._order is None else self._order.cpu(),
+            "tally": None if self._tally is None else self._tally.cpu(),
+            "variance": None if self._variance is None else self._variance.cpu(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict
