@@ -1,0 +1,254 @@
+"""B2: modes on a grid by interacting contour SGLD and six other samplers at equal budget (ICSGLD, Figures 3 and 6)."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.contour import Contour, DecayingStepSize, EnergyPartition
+from lightning_sgmcmc.diagnostics import cell_masses, divergence
+from lightning_sgmcmc.figures_targets import plane_figure, progress_figure
+from lightning_sgmcmc.replica_exchange import ReplicaExchange
+from lightning_sgmcmc.schedules import CyclicalPlan
+from lightning_sgmcmc.simulate import CHUNK, ContourRun, simulate
+from lightning_sgmcmc.svgd import descend
+from lightning_sgmcmc.targets import CosineTarget
+from recipes.results import Options, Row
+
+REPEATS = 20
+STEPS, PARALLEL = 80_000, 5
+BURN_IN, EVERY = 1000, 20
+MARKS = 25
+NOISE = 0.25
+STARTS = ((0.0, 0.0), (0.0, -1.0), (-1.0, 0.0), (0.0, 1.0), (1.0, 0.0))
+LR = 3e-3
+RULES = Contour(EnergyPartition(-3.875, 0.125, 100), 0.75, "scalable")
+STEP_SIZE = DecayingStepSize(1, 0.6, 100, maximum=3e-3)
+CYCLICAL_LR, CYCLES, COLLECTED = 1e-2, 10, 0.9
+LADDER = (1.0, 2.0, 3.0, 4.0, 5.0)
+COLDEST_LR, FIRST_VARIANCE, REESTIMATED_EVERY = 1e-3, 30.0, 100
+PARTICLES, REACH = 100, 2.5
+CELLS, DRAWN_CELLS = 100, 60
+TARGET = CosineTarget.twenty_five_modes()
+METHODS = ("ICSGLD×P5", "CSGLD×T5", "reSGLD×P5", "reSGLD×P5, true variance", "cycSGLD×T5", "SGLD×P5", "SVGD")
+PAPER_ORDER = ("ICSGLD×P5", "reSGLD×P5", "cycSGLD×T5", "SGLD×P5")
+
+
+class Draws(NamedTuple):
+    """What a method leaves of all repeats.
+
+    Attributes:
+        progress: the share of the budget that was spent by each draw, rising, shape (S,).
+        places: shape (S, R, P, 2), P chains of each repeat.
+        log_weights: shape (S, R, P).
+        seconds: of all repeats side by side, without compiling.
+    """
+
+    progress: Tensor
+    places: Tensor
+    log_weights: Tensor
+    seconds: float
+
+
+class Clock:
+    """An observed function that takes the time of each chunk of steps: the first one, which compiles, is left out."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+
+    def __call__(self, places: Tensor) -> Tensor:
+        self._times.append(time.monotonic())
+        return places[..., :1]
+
+    def seconds(self, num_steps: int) -> float:
+        """Return how long so many steps took, at the pace of all chunks but the first."""
+        if num_steps <= CHUNK:
+            return 0.0
+        return (self._times[-1] - self._times[0]) * num_steps / (num_steps - CHUNK)
+
+
+def estimated_variance(step: int) -> float:
+    """Return the variance of an energy as reSGLD's program reckons it: from 30 it is smoothed towards the noise's own.
+
+    Its estimates, every 100 steps, are put in by their mean; the program's scatter around it, as of ten energies each.
+    """
+    return _VARIANCES[min(step // REESTIMATED_EVERY, len(_VARIANCES) - 1)]
+
+
+def _variances(count: int) -> list[float]:
+    values = [FIRST_VARIANCE]
+    for update in range(1, count):
+        share = STEP_SIZE.at(update * REESTIMATED_EVERY)
+        values.append((1 - share) * values[-1] + share * NOISE**2)
+    return values
+
+
+_VARIANCES = _variances(10_000)
+
+
+def chains(method: str, repeats: int, seed: int) -> Draws:
+    """Run all repeats of a method that walks, side by side."""
+    parallel = PARALLEL if "P5" in method else 1
+    steps = STEPS * PARALLEL // parallel
+    burn_in = BURN_IN * PARALLEL // parallel
+    clock = Clock()
+    options: dict[str, Any] = {"lr": LR, "energy_noise": 0.0}
+    plan = CyclicalPlan(steps, CYCLES, 0.0, 1)
+    if method in ("ICSGLD×P5", "CSGLD×T5"):
+        groups = ContourRun(RULES, STEP_SIZE, shared=True, groups=repeats)
+        options |= {"contour": groups if parallel > 1 else ContourRun(RULES, STEP_SIZE), "energy_noise": NOISE}
+    elif method.startswith("reSGLD"):
+        variance = NOISE**2 if "true" in method else estimated_variance
+        options |= {"exchange": ReplicaExchange(LADDER, LADDER, variance=variance)}
+        options |= {"lr": COLDEST_LR, "energy_noise": NOISE}
+    elif method == "cycSGLD×T5":
+        options["lr"] = lambda k: CYCLICAL_LR * plan.lr_factor(k)
+    done = simulate(
+        TARGET,
+        num_steps=steps,
+        num_chains=repeats * parallel,
+        gradient_noise=NOISE,
+        initial=torch.tensor(STARTS[:parallel]).repeat(repeats, 1),
+        keep_every=EVERY,
+        burn_in=burn_in,
+        observe=clock,
+        seed=seed,
+        compile=None if steps < 50_000 else True,
+        **options,
+    )
+    log_weights = done.log_weights.clone()
+    if done.slots is not None:
+        log_weights[done.slots != 0] = -torch.inf
+    if method == "cycSGLD×T5":
+        too_long = torch.tensor([plan.lr_factor(k) >= COLLECTED for k in done.steps.tolist()])
+        log_weights[too_long] = -torch.inf
+    shape = (len(done.steps), repeats, parallel)
+    places, log_weights = done.positions.view(*shape, 2), log_weights.view(shape)
+    return Draws(done.steps / steps, places, log_weights, clock.seconds(steps))
+
+
+def particles(repeats: int, seed: int) -> Draws:
+    """Run all repeats of SVGD, with as many gradients of one particle as the chains have."""
+    steps = STEPS * PARALLEL // PARTICLES
+    generator = torch.Generator().manual_seed(seed)
+    start = REACH * (2 * torch.rand(repeats, PARTICLES, 2, generator=generator) - 1)
+    kept, noted = [], sorted({max(1, round(steps * mark / MARKS)) for mark in range(1, MARKS + 1)})
+
+    def note(step: int, places: Tensor) -> None:
+        if step in noted:
+            kept.append(places)
+
+    begin = time.monotonic()
+    descend(TARGET.gradient, start, LR, steps, note)
+    seconds = time.monotonic() - begin
+    places = torch.stack(kept)
+    return Draws(torch.tensor(noted) / steps, places, torch.zeros(places.shape[:3]), seconds)
+
+
+def estimates(draws: Draws, masses: Callable[[Tensor, Tensor], Tensor], repeat: int, moving: bool) -> list[Tensor]:
+    """Return the masses of cells by the draws up to each of the marks.
+
+    Args:
+        draws: of all repeats.
+        masses: of places (n, 2) with weights (n,), normalised by the weights' sum.
+        repeat: which.
+        moving: draws are the same particles further on, so that only the last ones count.
+    """
+    weights = draws.log_weights[:, repeat].double()
+    weights = (weights - weights.max()).exp()
+    found, total, weight = [], torch.zeros(()), 0.0
+    first = 0
+    for mark in range(1, MARKS + 1):
+        last = int((draws.progress <= mark / MARKS + 1e-9).sum())
+        if moving:
+            first, total, weight = last - 1, torch.zeros(()), 0.0
+        here = weights[first:last].reshape(-1)
+        if float(here.sum()) > 0:
+            total = total + masses(draws.places[first:last, repeat].reshape(-1, 2), here) * here.sum()
+            weight += float(here.sum())
+        first = last
+        found.append(total / weight if weight > 0 else torch.zeros(()))
+    return found
+
+
+def run(options: Options) -> list[Row]:
+    """Run the methods, draw divergences and densities, return the table; `full` has 100 repeats."""
+    torch.set_num_threads(1)
+    repeats = REPEATS * (5 if options.full else 1)
+    truth = TARGET.cell_masses(CELLS)
+    squares = Squares()
+    rows, by_steps, by_time, densities = [], {}, {}, {}
+    shares = [mark / MARKS for mark in range(1, MARKS + 1)]
+    for method in METHODS:
+        moving = method == "SVGD"
+        draws = particles(repeats, options.seed) if moving else chains(method, repeats, options.seed)
+        divergences, coarse, found = [], [], []
+        for repeat in range(repeats):
+            fine = estimates(draws, lambda x, w: cell_masses(x, w, TARGET.bounds, CELLS), repeat, moving)
+            divergences.append([divergence(truth, masses) for masses in _known(fine, CELLS * CELLS)])
+            end = estimates(draws, squares.masses, repeat, moving)[-1]
+            coarse.append(divergence(squares.truth, end))
+            found.append(float(squares.found(end)))
+            if repeat == 0:
+                densities[method] = _middle(fine[-1])
+        curve = torch.tensor(divergences)
+        mean, deviation = curve.mean(0).tolist(), curve.std(0).tolist()
+        by_steps[method] = (shares, mean, deviation)
+        by_time[method] = ([share * draws.seconds for share in shares], mean, deviation)
+        rows += [
+            Row(method, "KL to the truth (nats; ± standard deviation)", mean[-1], deviation[-1]),
+            _with_deviation(method, "KL of the squares' masses (nats; ± standard deviation)", coarse),
+            _with_deviation(method, "modes found of 25 (± standard deviation)", found),
+            Row(method, f"seconds of {repeats} repeats side by side", draws.seconds),
+        ]
+    budget = f"share of the budget of {STEPS * PARALLEL} gradients"
+    label = "KL to the truth (nats)"
+    progress_figure(by_steps, budget, label).savefig(options.out / "divergence_steps.png", dpi=120)
+    progress_figure(by_time, "seconds", label, log_x=True).savefig(options.out / "divergence_time.png", dpi=120)
+    edge = TARGET.bounds[1] * DRAWN_CELLS / CELLS
+    plane_figure(_middle(truth), densities, (-edge, edge), TARGET.modes.tolist()).savefig(
+        options.out / "densities.png", dpi=120
+    )
+    return rows
+
+
+class Squares:
+    """The unit squares around the modes, whole numbers in both coordinates, with their true masses."""
+
+    SIDE = 17
+
+    def __init__(self) -> None:
+        cells = TARGET.cells()
+        self.truth = self.masses(cells, (-TARGET.energy(cells)).softmax(0))
+
+    def masses(self, places: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted share of places in each square, shape (SIDE²,); the outermost hold what lies beyond."""
+        half = self.SIDE // 2
+        row, column = (places.double().round().clamp(-half, half).long() + half).unbind(1)
+        sums = torch.zeros(self.SIDE**2, dtype=torch.float64)
+        return sums.index_add_(0, row * self.SIDE + column, weights.double()) / weights.double().sum()
+
+    def found(self, masses: Tensor) -> int:
+        """Return how many of the 25 modes' squares have at least half of their true mass."""
+        half = self.SIDE // 2
+        row, column = (TARGET.modes.round().long() + half).unbind(1)
+        modes = row * self.SIDE + column
+        return int((masses[modes] >= 0.5 * self.truth[modes]).sum())
+
+
+def _known(masses: list[Tensor], count: int) -> list[Tensor]:
+    """Put the empty estimate in place of what no draw has a say on."""
+    return [part if part.dim() else torch.zeros(count, dtype=torch.float64) for part in masses]
+
+
+def _middle(masses: Tensor) -> Tensor:
+    """Return the cells around the origin, shape (DRAWN_CELLS, DRAWN_CELLS)."""
+    cut = (CELLS - DRAWN_CELLS) // 2
+    return masses.reshape(CELLS, CELLS)[cut : CELLS - cut, cut : CELLS - cut]
+
+
+def _with_deviation(method: str, metric: str, values: list[float]) -> Row:
+    numbers = torch.tensor(values)
+    return Row(method, metric, float(numbers.mean()), float(numbers.std()))
