@@ -19,7 +19,7 @@ from recipes.results import Options, Row
 
 REPEATS = 20
 STEPS, PARALLEL = 80_000, 5
-BURN_IN, EVERY = 1000, 20
+BURN_IN, EVERY = 1000, 10
 MARKS = 25
 NOISE = 0.25
 STARTS = ((0.0, 0.0), (0.0, -1.0), (-1.0, 0.0), (0.0, 1.0), (1.0, 0.0))
@@ -30,7 +30,8 @@ CYCLICAL_LR, CYCLES, COLLECTED = 1e-2, 10, 0.9
 LADDER = (1.0, 2.0, 3.0, 4.0, 5.0)
 COLDEST_LR, FIRST_VARIANCE, REESTIMATED_EVERY = 1e-3, 30.0, 100
 PARTICLES, REACH = 100, 2.5
-CELLS, DRAWN_CELLS = 100, 60
+CELLS = 50
+DRAWN_CELLS, SHOWN_CELLS = 100, 60
 TARGET = CosineTarget.twenty_five_modes()
 METHODS = ("ICSGLD×P5", "CSGLD×T5", "reSGLD×P5", "reSGLD×P5, true variance", "cycSGLD×T5", "SGLD×P5", "SVGD")
 PAPER_ORDER = ("ICSGLD×P5", "reSGLD×P5", "cycSGLD×T5", "SGLD×P5")
@@ -111,7 +112,7 @@ def chains(method: str, repeats: int, seed: int) -> Draws:
         num_chains=repeats * parallel,
         gradient_noise=NOISE,
         initial=torch.tensor(STARTS[:parallel]).repeat(repeats, 1),
-        keep_every=EVERY,
+        keep_every=max(1, EVERY // len(LADDER)) if "exchange" in options else EVERY,  # one slot of five is kept
         burn_in=burn_in,
         observe=clock,
         seed=seed,
@@ -192,10 +193,10 @@ def run(options: Options) -> list[Row]:
             coarse.append(divergence(squares.truth, end))
             found.append(float(squares.found(end)))
             if repeat == 0:
-                densities[method] = _middle(fine[-1])
+                densities[method] = picture(draws, moving)
         curve = torch.tensor(divergences)
         mean, deviation = curve.mean(0).tolist(), curve.std(0).tolist()
-        by_steps[method] = (shares, mean, deviation)
+        by_steps[method] = ([share * STEPS * PARALLEL for share in shares], mean, deviation)
         by_time[method] = ([share * draws.seconds for share in shares], mean, deviation)
         rows += [
             Row(method, "KL to the truth (nats; ± standard deviation)", mean[-1], deviation[-1]),
@@ -203,14 +204,35 @@ def run(options: Options) -> list[Row]:
             _with_deviation(method, "modes found of 25 (± standard deviation)", found),
             Row(method, f"seconds of {repeats} repeats side by side", draws.seconds),
         ]
-    budget = f"share of the budget of {STEPS * PARALLEL} gradients"
     label = "KL to the truth (nats)"
-    progress_figure(by_steps, budget, label).savefig(options.out / "divergence_steps.png", dpi=120)
+    progress_figure(by_steps, "gradients", label).savefig(options.out / "divergence_steps.png", dpi=120)
     progress_figure(by_time, "seconds", label, log_x=True).savefig(options.out / "divergence_time.png", dpi=120)
-    edge = TARGET.bounds[1] * DRAWN_CELLS / CELLS
-    plane_figure(_middle(truth), densities, (-edge, edge), TARGET.modes.tolist()).savefig(
+    edge = TARGET.bounds[1] * SHOWN_CELLS / DRAWN_CELLS
+    middle = _middle(TARGET.cell_masses(DRAWN_CELLS))
+    plane_figure(middle, densities, (-edge, edge), TARGET.modes.tolist()).savefig(
         options.out / "densities.png", dpi=120
     )
+    return [*rows, *independent(truth, squares, repeats, options.seed)]
+
+
+def picture(draws: Draws, moving: bool) -> Tensor:
+    """Return the masses of finer cells around the origin by the first repeat's draws."""
+    first = len(draws.places) - 1 if moving else 0
+    places, log_weights = draws.places[first:, 0].reshape(-1, 2), draws.log_weights[first:, 0].reshape(-1)
+    return _middle(cell_masses(places, log_weights.softmax(0), TARGET.bounds, DRAWN_CELLS))
+
+
+def independent(truth: Tensor, squares: "Squares", repeats: int, seed: int) -> list[Row]:
+    """Return the divergences that independent draws of the target have: no sampler's can be expected to be less."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for count in (STEPS * PARALLEL // EVERY, PARTICLES):
+        for metric, masses in (("KL to the truth", truth), ("KL of the squares' masses", squares.truth)):
+            chosen = torch.multinomial(masses, repeats * count, replacement=True, generator=generator)
+            counts = [torch.bincount(part, minlength=len(masses)) for part in chosen.split(count)]
+            values = [divergence(masses, part / count) for part in counts]
+            name = f"{count} independent draws"
+            rows.append(_with_deviation(name, f"{metric} (nats; ± standard deviation)", values))
     return rows
 
 
@@ -244,9 +266,9 @@ def _known(masses: list[Tensor], count: int) -> list[Tensor]:
 
 
 def _middle(masses: Tensor) -> Tensor:
-    """Return the cells around the origin, shape (DRAWN_CELLS, DRAWN_CELLS)."""
-    cut = (CELLS - DRAWN_CELLS) // 2
-    return masses.reshape(CELLS, CELLS)[cut : CELLS - cut, cut : CELLS - cut]
+    """Return the cells around the origin, shape (SHOWN_CELLS, SHOWN_CELLS)."""
+    cut = (DRAWN_CELLS - SHOWN_CELLS) // 2
+    return masses.reshape(DRAWN_CELLS, DRAWN_CELLS)[cut : DRAWN_CELLS - cut, cut : DRAWN_CELLS - cut]
 
 
 def _with_deviation(method: str, metric: str, values: list[float]) -> Row:
