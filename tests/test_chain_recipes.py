@@ -41,6 +41,8 @@ def test_the_ratio_of_variances_and_its_interval() -> None:
 def test_twenty_five_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twenty_five_modes, "STEPS", 1000)
     monkeypatch.setattr(twenty_five_modes, "BURN_IN", 100)
+    monkeypatch.setattr(twenty_five_modes, "PILOT_STEPS", 250)
+    monkeypatch.setattr(twenty_five_modes, "PILOT_BURN_IN", 50)
     monkeypatch.setattr(twenty_five_modes, "MARKS", 4)
     monkeypatch.setattr(twenty_five_modes, "REPEATS", 2)
     rows = twenty_five_modes.run(Options(tmp_path, ROOT))
@@ -84,6 +86,23 @@ def test_the_reckoned_variance_falls_towards_the_noise() -> None:
     assert values[2] == pytest.approx(30 - 3e-3 * (30 - 0.0625))
     assert values == sorted(values, reverse=True)
     assert 0.0625 < values[-1] < 10
+
+
+def test_the_pilot_is_part_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each repeat has a π of its own from 300 energies; 400 of 2,000 gradients are the pilot's, and
+    the burn-in of five chains follows."""
+    monkeypatch.setattr(twenty_five_modes, "STEPS", 400)
+    monkeypatch.setattr(twenty_five_modes, "BURN_IN", 20)
+    monkeypatch.setattr(twenty_five_modes, "PILOT_STEPS", 400)
+    monkeypatch.setattr(twenty_five_modes, "PILOT_BURN_IN", 100)
+    state, _ = twenty_five_modes.pilot(3, 0)
+    assert state.visits.sum(1).tolist() == [300] * 3
+    torch.testing.assert_close(state.log_vector.exp().sum(1), torch.ones(3, dtype=torch.float64))
+    assert not torch.equal(state.visits[0], state.visits[1])
+    draws = twenty_five_modes.chains("ICSGLD×P5", 3, 0)
+    assert draws.places.shape == (30, 3, 5, 2)
+    assert float(draws.progress[0]) == pytest.approx((400 + 5 * 30) / 2000)
+    assert float(draws.progress[-1]) == pytest.approx(1)
 
 
 def test_methods_leave_out_what_they_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
