@@ -1,8 +1,9 @@
 """A light loop without a trainer: the samplers and the contour of this library on thousands of chains at once.
 
 The steps are those of `lightning_sgmcmc.samplers` and `lightning_sgmcmc.contour`, by their own code, on an analytic
-target. Blocks of steps are unrolled and compiled, where a C++ compiler is at hand and the run is long enough to pay for
-it, since an eager step of a few chains is all overhead.
+target; chains may share a contour, or exchange temperatures (`lightning_sgmcmc.replica_exchange`). Blocks of steps are
+unrolled and compiled, where a C++ compiler is at hand and the run is long enough to pay for it, since an eager step of
+a few chains is all overhead.
 """
 
 import shutil
@@ -382,10 +383,10 @@ class _Record:
     def take(self, first: int, places: Tensor, energies: Tensor, *others: Tensor) -> None:
         """Take in the steps first, first + 1, …"""
         if self._rules is not None:
-            densities, multipliers = others
-            log_weights, slots = self._rules.log_weight(densities), ()
+            densities, multipliers, *slots = others
+            log_weights = self._rules.log_weight(densities)
         else:
-            slots = others
+            slots = list(others)
             log_weights, multipliers = torch.zeros_like(energies).double(), torch.ones_like(energies)
         steps = torch.arange(first, first + len(places))
         if self._keep_every is not None:
@@ -416,16 +417,16 @@ class _Record:
         """Return everything."""
         chains, dimension = last.shape
         if self._kept:
-            parts = (torch.cat(part) for part in zip(*self._kept, strict=True))
-            steps, places, energies, log_weights, multipliers, *slots = parts
+            whole = (torch.cat(part) for part in zip(*self._kept, strict=True))
+            steps, places, energies, log_weights, multipliers, *slots = whole
         else:
             steps, places = torch.zeros(0, dtype=torch.int64), torch.zeros(0, chains, dimension).to(last)
             energies = log_weights = multipliers = torch.zeros(0, chains, device=last.device)
             slots = []
         noted = torch.stack(self._noted) if self._noted else torch.zeros(0, chains, 0)
         checkpoints = torch.tensor(self._checkpoints[: len(self._noted)], dtype=torch.int64)
-        parts = (steps, places, energies, log_weights, multipliers, noted, checkpoints, last, state, *slots)
-        return Simulation(*parts)
+        of_slots = slots[0] if slots else None
+        return Simulation(steps, places, energies, log_weights, multipliers, noted, checkpoints, last, state, of_slots)
 
 
 def _at(schedule: Schedule, step: int) -> float:

@@ -12,12 +12,12 @@ the variances is ω_K/(P·ω_PK), which tends to P^{α-1} = 10^-0.4 = 0.40 for t
 of 100 in ω_k still counts: 0.37 (quick), 0.39 (full). Conditions: 1/2 < α < 1, chains that are independent given π, and
 a K by which every short chain is near its stationary law and π near its fixed point.
 
-Measured, the ratio of variances summed over the bins with the 95 % interval of its bootstrap over repeats: 0.32 (0.22 to
-0.47) quick, 0.33 (0.22 to 0.49) full; the geometric mean over the six bins of mass ≥ 0.001 is 0.29 and 0.33. So ten
+Measured, the ratio of variances summed over the bins with the 95 % interval of its bootstrap over repeats: 0.32 (0.22
+to 0.47) quick, 0.33 (0.22 to 0.49) full; the geometric mean over the six bins of mass ≥ 0.001 is 0.29 and 0.33. So ten
 interacting chains have a third of the variance, 1 is excluded, and the theory's 0.37 and 0.39 lie within the intervals,
-above their middles: 100 repeats cannot tell whether the difference is real. The mean of π is the same by both
-within its error (first bin, full: 0.5858 ± 0.0006 and 0.5860 ± 0.0010), and not the truth (0.602): a total-variation error
-of 0.016 to 0.017 that ε = 0.1 leaves, see `gaussian_mixture`.
+above their middles: 100 repeats cannot tell whether the difference is real. The mean of π is the same by both within
+its error (first bin, full: 0.5858 ± 0.0006 and 0.5860 ± 0.0010), and not the truth (0.602): a total-variation error of
+0.016 to 0.017 that ε = 0.1 leaves, see `gaussian_mixture`.
 """
 
 from typing import NamedTuple

@@ -30,7 +30,8 @@ def coldest(run: Simulation) -> torch.Tensor:
     assert run.slots is not None
     pairs = run.slots.unflatten(1, (-1, 2))
     assert (pairs.sum(2) == 1).all()
-    return torch.where(pairs[:, :, 0] == 0, *run.positions[..., 0].unflatten(1, (-1, 2)).unbind(2))
+    first, second = run.positions[..., 0].unflatten(1, (-1, 2)).unbind(2)
+    return torch.where(pairs[:, :, 0] == 0, first, second)
 
 
 # -- the rule ---------------------------------------------------------------------------------------------------------
