@@ -151,7 +151,8 @@ class DecayingStepSize:
 
 
 class ContourState(NamedTuple):
-    """What is learned: π and how often each bin was visited; one for all chains (m,), or one for each (C, m).
+    """What is learned: π and how often each bin was visited; one for all chains (m,), one for each (C, m), or one for
+    each of G groups of C/G chains that follow each other (G, m).
 
     Attributes:
         log_vector: log π, float64.
@@ -310,7 +311,7 @@ class Contour:
         """Update π and the visits in place by one step of stochastic approximation.
 
         Args:
-            state: with one vector for all chains, the mean of their steps is made.
+            state: with one vector for all chains, or for those of a group, the mean of their steps is made.
             index: bins of the energies, shape (C,).
             log_density: log Ψ of the energies, shape (C,).
             step_size: ω, a number or shape ().
@@ -328,6 +329,8 @@ class Contour:
             self._learn_high_order_(log_vector, index, log_share, step_size)
         elif log_vector.dim() == 1:
             _move_shared_(log_vector, index, log_share.exp())
+        elif len(log_vector) != len(index):
+            _move_groups_(log_vector, index, log_share.exp())
         else:
             keep = torch.log1p(-log_share.exp())
             grown = torch.logaddexp(_take(log_vector, index) + keep, log_share)
@@ -339,7 +342,8 @@ class Contour:
         if visits.dim() == 1:
             visits.scatter_add_(0, index, ones)
         else:
-            visits.scatter_add_(1, index[:, None], ones[:, None])
+            rows = len(visits)
+            visits.scatter_add_(1, index.view(rows, -1), ones.view(rows, -1))
 
     def _learn_high_order_(
         self, log_vector: Tensor, index: Tensor, log_share: Tensor, step_size: float | Tensor
@@ -352,6 +356,8 @@ class Contour:
         arrives = shares * (bins == index[:, None])
         if log_vector.dim() == 1:
             shares, arrives = shares.mean(0), arrives.mean(0)
+        elif len(log_vector) != len(index):
+            shares, arrives = (part.unflatten(0, (len(log_vector), -1)).mean(1) for part in (shares, arrives))
         moved = torch.logaddexp(log_vector + torch.log1p(-shares), arrives.log())
         log_vector.copy_(moved.log_softmax(-1))
 
@@ -440,8 +446,8 @@ def bin_index(energy: Tensor, edges: Tensor) -> Tensor:
 
 
 def _take(vector: Tensor, index: Tensor) -> Tensor:
-    """Return vector[index] of the one vector (m,), or each chain's entry of (C, m)."""
-    return vector[index] if vector.dim() == 1 else vector.gather(1, index[:, None])[:, 0]
+    """Return vector[index] of the one vector (m,), or each chain's entry of (C, m), or of its group's row of (G, m)."""
+    return vector[index] if vector.dim() == 1 else vector.gather(1, index.view(len(vector), -1)).view(-1)
 
 
 def _move_shared_(log_vector: Tensor, index: Tensor, shares: Tensor) -> None:
@@ -453,3 +459,11 @@ def _move_shared_(log_vector: Tensor, index: Tensor, shares: Tensor) -> None:
         arrives = torch.zeros_like(log_vector).scatter_add_(0, index, shares / index.numel())[index]
     grown = torch.logaddexp(log_vector[index] + keep, arrives.log())
     log_vector.add_(keep).scatter_(0, index, grown)
+
+
+def _move_groups_(log_vector: Tensor, index: Tensor, shares: Tensor) -> None:
+    """Make the mean of the steps of each group's chains, as `_move_shared_` does for all."""
+    index, shares = index.view(len(log_vector), -1), shares.view(len(log_vector), -1)
+    keep = torch.log1p(-shares.mean(1, keepdim=True))
+    arrives = torch.zeros_like(log_vector).scatter_add_(1, index, shares / index.shape[1])
+    log_vector.copy_(torch.logaddexp(log_vector + keep, arrives.log()))

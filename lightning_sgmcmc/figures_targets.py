@@ -123,3 +123,56 @@ def trajectories_figure(
         axes.set_xlabel("x₁")
     row[0].set_ylabel("x₂")
     return figure
+
+
+def estimates_figure(
+    centres: Sequence[float], truth: Sequence[float], estimates: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+) -> "Figure":
+    """Draw estimated masses of bins over repeats: their mean ± standard deviation above, the deviation alone below.
+
+    Args:
+        centres: of the bins.
+        truth: their masses.
+        estimates: mean and standard deviation of each bin's estimate, by method.
+    """
+    figure, (upper, lower) = canvas(2, height=5)
+    width = centres[1] - centres[0]
+    upper.bar(centres, truth, width=0.9 * width, color="lightgray", label="truth")
+    for index, (name, (mean, deviation)) in enumerate(estimates.items()):
+        places = np.asarray(centres) + (index - (len(estimates) - 1) / 2) * 0.25 * width
+        style: dict[str, Any] = {"color": f"C{index}", "markersize": 3, "linewidth": 1.2}
+        upper.errorbar(places, mean, yerr=deviation, fmt="o", capsize=3, label=name, **style)
+        lower.semilogy(centres, deviation, "-o", **style)
+    upper.set_ylabel("mass of the bin")
+    lower.set_ylabel("standard deviation")
+    lower.set_xlabel("energy U (nats)")
+    legend_above(upper)
+    return figure
+
+
+def progress_figure(
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float]]],
+    x_label: str,
+    y_label: str,
+    log_x: bool = False,
+) -> "Figure":
+    """Draw curves with bands, on a log axis: how far methods have come.
+
+    Args:
+        curves: places on the x-axis, means and standard deviations, by method.
+        x_label: what the x-axis is.
+        y_label: what the values are.
+        log_x: whether the x-axis is logarithmic too.
+    """
+    figure, (axes,) = canvas(height=4.6)
+    for index, (name, (places, means, deviations)) in enumerate(curves.items()):
+        mean, deviation = np.asarray(means, dtype=float), np.asarray(deviations, dtype=float)
+        axes.semilogy(places, mean, "-", color=f"C{index}", linewidth=1.2, label=name)
+        lower = np.maximum(mean - deviation, mean / 10)  # a band has no place below 0 on a log axis
+        axes.fill_between(places, lower, mean + deviation, color=f"C{index}", alpha=0.15, linewidth=0)
+    if log_x:
+        axes.set_xscale("log")
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    legend_above(axes, columns=4)
+    return figure

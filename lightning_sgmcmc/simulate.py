@@ -1,8 +1,9 @@
 """A light loop without a trainer: the samplers and the contour of this library on thousands of chains at once.
 
 The steps are those of `lightning_sgmcmc.samplers` and `lightning_sgmcmc.contour`, by their own code, on an analytic
-target. Blocks of steps are unrolled and compiled, where a C++ compiler is at hand and the run is long enough to pay for
-it, since an eager step of a few chains is all overhead.
+target; chains may share a contour, or exchange temperatures (`lightning_sgmcmc.replica_exchange`). Blocks of steps are
+unrolled and compiled, where a C++ compiler is at hand and the run is long enough to pay for it, since an eager step of
+a few chains is all overhead.
 """
 
 import shutil
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.checks import check_count, check_number
 from lightning_sgmcmc.contour import Contour, ContourState, DecayingStepSize
+from lightning_sgmcmc.replica_exchange import ReplicaExchange, log_swap_rate, swapped
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.seeding import derive_seed
 
@@ -52,6 +54,8 @@ class ContourRun:
         shared: one π for all chains, learned from the mean of their steps; else one for each.
         state: where π begins, uniform if None; it is not changed.
         learn: False keeps π as it is (KSGLD).
+        groups: with `shared`, so many π: chains are split evenly, in their order, into groups of which each shares one
+            (independent repeats of a run of interacting chains, at the price of one).
     """
 
     rules: Contour
@@ -59,6 +63,12 @@ class ContourRun:
     shared: bool = False
     state: ContourState | None = None
     learn: bool = True
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        check_count("groups", self.groups)
+        if self.groups > 1 and not self.shared:
+            raise ValueError(f"groups={self.groups} says how many π are shared, and without shared=True none is")
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,8 @@ class Simulation:
         averages: weighted averages of the observed function from the burn-in up to each checkpoint, shape (T, C, F).
         checkpoints: their steps, shape (T,).
         last: the chains' places in the end, shape (C, d).
-        contour: what was learned, None without a contour.
+        contour: what was learned, None without a contour; with groups, a row of π for each.
+        slots: the exchange's slot of the step from there, 0 the coldest, shape (S, C); None without an exchange.
     """
 
     steps: Tensor
@@ -86,6 +97,7 @@ class Simulation:
     checkpoints: Tensor
     last: Tensor
     contour: ContourState | None
+    slots: Tensor | None = None
 
 
 def simulate(
@@ -108,11 +120,12 @@ def simulate(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     compile: bool | None = None,
+    exchange: ReplicaExchange | None = None,
 ) -> Simulation:
     """Run chains on a target.
 
     The step k of a chain: the energy U(x) and the gradient, with their noise; with a contour, bin, multiplier and
-    log Ψ of that energy; the sampler's update; and the contour's learning.
+    log Ψ of that energy, or with an exchange its swaps; the sampler's update; and the contour's learning.
 
     Args:
         target: with `dimension`, `energy` and `gradient`.
@@ -122,36 +135,46 @@ def simulate(
         num_chains: C.
         temperature: τ; while it is 0 a contour rests.
         contour: contour sampling.
-        energy_noise: standard deviation of the Gaussian noise on the energy that the contour sees, in nats.
+        energy_noise: standard deviation of the Gaussian noise on the energy that the contour, or the exchange, sees, in
+            nats.
         gradient_noise: that of the noise on each coordinate of the gradient.
         initial: where the chains start, shape (C, d) or (d,); None draws standard normal places.
         keep_every: a draw after the burn-in every so many steps; None keeps none.
         burn_in: steps before the first draw's interval and before averages count.
-        observe: function from (…, d) to (…, F) whose weighted averages are wanted.
+        observe: function from (…, d) to (…, F) whose weighted averages are wanted, each chain's over all its slots.
         checkpoints: steps at which the averages are noted, rising.
         seed: chain c draws from streams of (seed, c) alone, however many chains there are.
         dtype: of the places; the contour is in float64.
         device: of everything.
         compile: whether to compile blocks of steps; None does so for long runs, where there is a C++ compiler.
+        exchange: swaps of temperatures and step sizes between chains; ladder l draws from the stream of (seed, l).
 
     Raises:
-        ValueError: for an argument out of range or of the wrong shape, or a place that is not finite in the end.
+        ValueError: for an argument out of range or of the wrong shape, an exchange with a contour, with a sampler that
+            has momentum or at a temperature of 0, or a place that is not finite in the end.
     """
     _check(num_steps, num_chains, keep_every, burn_in, energy_noise, gradient_noise, checkpoints, observe)
+    if exchange is not None and contour is not None:
+        raise ValueError("an exchange and a contour in one run are not offered: π would be learned at all temperatures")
     device = torch.device(device)
     place = nn.Parameter(_start(initial, num_chains, target.dimension, seed, dtype, device))
     rule = sampler([place], lr=_at(lr, 1), num_data=1, temperature=1.0, num_chains=num_chains, seed=seed)
-    walk = _Walk(target, rule, place, contour, energy_noise, gradient_noise, num_chains)
+    ladders = None if exchange is None else _Ladders(exchange, num_chains, seed, place)
+    walk = _Walk(target, rule, place, contour, energy_noise, gradient_noise, num_chains, ladders)
     noise = _Noise(seed, place, energy_noise > 0, gradient_noise > 0)
     if compile is None:
         compile = num_steps >= WORTH_COMPILING and (device.type != "cpu" or _has_compiler())
     block = walk.compiled() if compile else walk.steps
     record = _Record(keep_every, burn_in, observe, checkpoints, contour)
-    length = BLOCK if contour is None else CONTOUR_BLOCK
+    length = BLOCK if contour is None and exchange is None else CONTOUR_BLOCK
     with torch.no_grad():
         for first in range(1, num_steps + 1, CHUNK):
             count = min(CHUNK, num_steps + 1 - first)
             inputs = [*_controls(lr, temperature, contour, first, count, place), *noise.draw()]
+            if ladders is not None:
+                if not bool((inputs[1] > 0).all()):
+                    raise ValueError("at a temperature of 0 the rate of a swap has no limit: keep it positive")
+                inputs += ladders.draw(first, count)
             pieces = zip(*(part[:count].split(length) for part in inputs), strict=True)
             # The remainder of a run is no block that was compiled.
             done = [(block if len(piece[0]) == length else walk.steps)(*piece) for piece in pieces]
@@ -173,6 +196,7 @@ class _Walk:
         energy_noise: float,
         gradient_noise: float,
         num_chains: int,
+        ladders: "_Ladders | None" = None,
     ) -> None:
         self.target = target
         self.rule = rule
@@ -180,9 +204,13 @@ class _Walk:
         self.contour = contour
         self.energy_noise = energy_noise
         self.gradient_noise = gradient_noise
+        self.ladders = ladders
         self.state: ContourState | None = None
         if contour is not None:
-            own = None if contour.shared else num_chains
+            if num_chains % contour.groups:
+                raise ValueError(f"{num_chains} chains cannot be split evenly into groups={contour.groups}")
+            rows = contour.groups if contour.shared else num_chains
+            own = None if contour.shared and rows == 1 else rows
             begin = contour.state or contour.rules.initial_state(own, place.device)
             shape = (contour.rules.partition.num_bins,) if own is None else (own, contour.rules.partition.num_bins)
             self.state = ContourState(*(t.to(place.device).expand(shape).clone() for t in begin))
@@ -193,9 +221,18 @@ class _Walk:
         zero = torch.zeros_like(place)
         with torch.no_grad():
             rule._update(self.group, [place], [zero], [zero.clone()])
+        if ladders is not None and rule.momentum_variance(self.group, None) is not None:
+            raise ValueError(f"{type(rule).__name__} has momentum, which has a temperature too: exchange takes SGLD")
 
     def steps(
-        self, lr: Tensor, temperature: Tensor, step_size: Tensor, noise: Tensor, energy: Tensor, gradient: Tensor
+        self,
+        lr: Tensor,
+        temperature: Tensor,
+        step_size: Tensor,
+        noise: Tensor,
+        energy: Tensor,
+        gradient: Tensor,
+        *swaps: Tensor,
     ) -> tuple[Tensor, ...]:
         """Make as many steps as there are step sizes.
 
@@ -204,11 +241,13 @@ class _Walk:
             noise: the injected noise, standard normal, shape (K, C, d).
             energy: that on the energy, shape (K, C) or (K, 0).
             gradient: that on the gradient, shape (K, C, d) or (K, 0).
+            swaps: with an exchange, what `_Ladders.draw` gave.
 
         Returns:
-            places (K, C, d), energies (K, C), and with a contour log Ψ and multipliers (K, C), before each step.
+            places (K, C, d), energies (K, C), and with a contour log Ψ and multipliers (K, C), before each step; with
+            an exchange, slots (K, C) of the step.
         """
-        places, energies, densities, multipliers = [], [], [], []
+        places, energies, densities, multipliers, slots = [], [], [], [], []
         group = dict(self.group)
         for k in range(len(lr)):
             potential = self.target.energy(self.place)
@@ -218,6 +257,13 @@ class _Walk:
             if self.gradient_noise > 0:
                 force = force + self.gradient_noise * gradient[k]
             group["lr"], group["temperature"] = lr[k], temperature[k]
+            if self.ladders is not None:
+                seen = potential + self.energy_noise * energy[k] if self.energy_noise > 0 else potential
+                limits, variance = swaps
+                slot = self.ladders.swap_(seen, temperature[k], limits[k], variance[k])
+                group["lr"] = lr[k] * self.ladders.lrs[slot]
+                group["temperature"] = temperature[k] * self.ladders.temperatures[slot]
+                slots.append(slot)
             if self.contour is None:
                 self.rule._update(group, [self.place], [force], [noise[k].clone()])
                 continue
@@ -230,7 +276,7 @@ class _Walk:
             self.rule._update(group, [self.place], [force], [noise[k].clone()])
             if self.contour.learn:
                 self.contour.rules.learn_(self.state, location.index, location.log_density, step_size[k])
-        return tuple(torch.stack(part) for part in (places, energies, densities, multipliers) if part)
+        return tuple(torch.stack(part) for part in (places, energies, densities, multipliers, slots) if part)
 
     def compiled(self) -> Callable[..., tuple[Tensor, ...]]:
         """Return `steps`, compiled."""
@@ -238,6 +284,48 @@ class _Walk:
         # A code object of its own, since torch limits how often one may be compiled.
         own = FunctionType(_Walk.steps.__code__.replace(), _Walk.steps.__globals__, "steps")
         return torch.compile(MethodType(own, self), dynamic=False, fullgraph=True, options=options)
+
+
+class _Ladders:
+    """Which chain stands in which slot, changed in place, and the numbers that decide on swaps."""
+
+    def __init__(self, exchange: ReplicaExchange, num_chains: int, seed: int, place: Tensor) -> None:
+        size = exchange.num_slots
+        if num_chains % size:
+            raise ValueError(f"{num_chains} chains cannot be split evenly into ladders of {size} temperatures")
+        count = num_chains // size
+        self.exchange = exchange
+        options: dict[str, Any] = {"dtype": place.dtype, "device": place.device}
+        self.temperatures = torch.tensor(exchange.temperatures, **options)
+        self.lrs = torch.ones(size, **options) if exchange.lrs is None else torch.tensor(exchange.lrs, **options)
+        self.order = torch.arange(size, device=place.device).repeat(count, 1)
+        self._slots = self.order.clone()
+        self._generators = [
+            torch.Generator(place.device).manual_seed(derive_seed(seed, "exchange", ladder)) for ladder in range(count)
+        ]
+
+    def draw(self, first: int, count: int) -> list[Tensor]:
+        """Return the swaps' limits (K, L, R-1) and the energies' variance (K,) of the steps first, first + 1, …"""
+        limits = self.exchange.log_limits(first, count, self._generators)
+        variances = [self.exchange.variance_at(k) for k in range(first, first + count)]
+        return [limits, torch.tensor(variances, dtype=self.lrs.dtype, device=self.lrs.device)]
+
+    def swap_(self, energies: Tensor, temperature: Tensor, limits: Tensor, variance: Tensor) -> Tensor:
+        """Make the swaps of one step, and return each chain's slot, shape (C,).
+
+        Args:
+            energies: as they are seen, shape (C,).
+            temperature: the run's, shape ().
+            limits: log of uniform numbers, shape (L, R-1).
+            variance: of one energy's noise, shape ().
+        """
+        by_slot = energies.view(self.order.shape).gather(1, self.order)
+        levels = temperature * self.temperatures
+        rate = log_swap_rate(
+            by_slot[:, :-1], by_slot[:, 1:], levels[:-1], levels[1:], variance, self.exchange.correction
+        )
+        self.order.copy_(swapped(self.order, limits < rate))
+        return torch.zeros_like(self.order).scatter_(1, self.order, self._slots).view(-1)
 
 
 class _Noise:
@@ -292,19 +380,21 @@ class _Record:
         self._noted: list[Tensor] = []
         self._sum = self._weight = torch.zeros((), dtype=torch.float64)
 
-    def take(self, first: int, places: Tensor, energies: Tensor, *of_contour: Tensor) -> None:
+    def take(self, first: int, places: Tensor, energies: Tensor, *others: Tensor) -> None:
         """Take in the steps first, first + 1, …"""
         if self._rules is not None:
-            densities, multipliers = of_contour
+            densities, multipliers, *slots = others
             log_weights = self._rules.log_weight(densities)
         else:
+            slots = list(others)
             log_weights, multipliers = torch.zeros_like(energies).double(), torch.ones_like(energies)
         steps = torch.arange(first, first + len(places))
         if self._keep_every is not None:
             chosen = ((steps > self._burn_in) & ((steps - self._burn_in) % self._keep_every == 0)).nonzero()[:, 0]
             if len(chosen):
                 at = chosen.to(places.device)
-                self._kept.append((steps[chosen], places[at], energies[at], log_weights[at], multipliers[at]))
+                parts = (places, energies, log_weights, multipliers, *slots)
+                self._kept.append((steps[chosen], *(part[at] for part in parts)))
         if self._observe is not None:
             self._average(first, places, log_weights)
 
@@ -327,13 +417,16 @@ class _Record:
         """Return everything."""
         chains, dimension = last.shape
         if self._kept:
-            steps, places, energies, log_weights, multipliers = (torch.cat(p) for p in zip(*self._kept, strict=True))
+            whole = (torch.cat(part) for part in zip(*self._kept, strict=True))
+            steps, places, energies, log_weights, multipliers, *slots = whole
         else:
             steps, places = torch.zeros(0, dtype=torch.int64), torch.zeros(0, chains, dimension).to(last)
             energies = log_weights = multipliers = torch.zeros(0, chains, device=last.device)
+            slots = []
         noted = torch.stack(self._noted) if self._noted else torch.zeros(0, chains, 0)
         checkpoints = torch.tensor(self._checkpoints[: len(self._noted)], dtype=torch.int64)
-        return Simulation(steps, places, energies, log_weights, multipliers, noted, checkpoints, last, state)
+        of_slots = slots[0] if slots else None
+        return Simulation(steps, places, energies, log_weights, multipliers, noted, checkpoints, last, state, of_slots)
 
 
 def _at(schedule: Schedule, step: int) -> float:

@@ -1,0 +1,358 @@
+"""B2: modes on a grid by interacting contour SGLD and its rivals at equal budget (ICSGLD, Figures 3 and 6).
+
+U(x) = 0.2·‖x‖² - 2·Σcos(2πx_i) with a regulariser beyond ‖x‖² = 20; noise of standard deviation 0.25 on energies and
+gradients, P5's starts and the pilot as in the authors' program. Each of 20 repeats (100 with `full`) spends 400,000
+gradients: P5 is five chains of 80,000 steps, T5 one of 400,000. Contour: ε = 0.003, τ = 1, ζ = 0.75, m = 100, Δu =
+0.125 from -3.875, ω = min(0.003, 1/(k^0.6 + 100)), the scalable scheme for both, and π from the energies of a pilot of
+20,000 steps of SGLD, which count. reSGLD: lr 0.001 to 0.005, τ 1 to 5, pairs try at every step by turns; only the
+coldest slot draws. Its correction reckons with a variance of energies of 30 that is re-estimated every 100 steps with
+that ω, as published, or with the true 0.0625. Cyclical SGLD: from 0.01, 10 cycles, noise throughout, draws where lr <
+0.009. SVGD: 100 particles from a uniform square, 0.003. Of chains 30,000 to 40,000 draws are kept, by every method.
+KL(truth ‖ draws) on 50 x 50 cells with 1 % of uniform mixed in; of a method's end beside it, the KL of the unit squares
+around the modes. A mode is found if its square has half of its mass. Seconds are those of all repeats side by side on
+one thread, without compiling, so that P5's chains cost little more than one.
+
+Measured (quick; KL at the end, mean ± standard deviation over repeats; 40,000 independent draws have 0.016):
+
+    reSGLD×P5, true variance  0.030 ± 0.004    SGLD×P5     0.162 ± 0.032
+    ICSGLD×P5                 0.049 ± 0.010    reSGLD×P5   0.255 ± 0.031
+    CSGLD×T5                  0.057 ± 0.012    cycSGLD×T5  0.258 ± 0.072
+    ICSGLD×P5, uniform π      0.064 ± 0.014    SVGD        3.1 ± 0.2
+    CSGLD×T5, uniform π       0.053 ± 0.014
+
+The paper's order is ICSGLD, reSGLD, cyclical SGLD, SGLD. Here two stand elsewhere, and a third's advance is small:
+
+- reSGLD stands or falls with its correction. From 30 the variance has come down to 7.7 only by the end: the rate of a
+  swap between τ = 1 and 2 begins at exp(-7.5) and ends at exp(-1.9) of the rate without it. With the true variance the
+  method is the best of all, in steps and in seconds.
+- Cyclical SGLD loses to SGLD mostly by the ends of its cycles, where lr goes to 0 and the chain stands in one mode,
+  with as many draws as elsewhere: weighed by lr they have 0.19 ± 0.06. The barriers are four nats, which SGLD crosses.
+- ICSGLD needs π near its fixed point from the start ("proper initialization", Lemma 1): from a uniform π a chain alone
+  is ahead, since it makes five times as many updates of π; with the pilot it is behind, by 2.2 standard errors.
+
+In the authors' program contour chains are kept in the box [-2.5, 2.5]² and the other methods are not, though the truth
+is that of the box. It has 0.80 of the mass, so that there -log 0.80 = 0.22 nats are added to the KL of the others,
+SGLD's too. Here all walk in the plane, and the truth is that of the plane. Of 25 modes the methods find 24 to 25, but
+reSGLD as published and cyclical SGLD 22, SVGD 21.
+
+SVGD's KL is that of 100 independent draws, 3.1; on the squares, where the number of draws matters less, it has 1.0 ±
+0.1, and 100 independent draws 0.77 ± 0.13.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.contour import Contour, ContourState, DecayingStepSize, EnergyPartition, bin_index
+from lightning_sgmcmc.diagnostics import cell_masses, divergence
+from lightning_sgmcmc.figures_targets import plane_figure, progress_figure
+from lightning_sgmcmc.replica_exchange import ReplicaExchange
+from lightning_sgmcmc.schedules import CyclicalPlan
+from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.simulate import CHUNK, ContourRun, simulate
+from lightning_sgmcmc.svgd import descend
+from lightning_sgmcmc.targets import CosineTarget
+from recipes.results import Options, Row
+
+REPEATS = 20
+STEPS, PARALLEL = 80_000, 5
+BURN_IN, EVERY = 1000, 10
+MARKS = 25
+NOISE = 0.25
+STARTS = ((0.0, 0.0), (0.0, -1.0), (-1.0, 0.0), (0.0, 1.0), (1.0, 0.0))
+LR = 3e-3
+RULES = Contour(EnergyPartition(-3.875, 0.125, 100), 0.75, "scalable")
+PILOT_STEPS, PILOT_BURN_IN, PILOT_FLOOR = 20_000, 5000, 1e-4
+STEP_SIZE = DecayingStepSize(1, 0.6, 100, maximum=3e-3)
+CYCLICAL_LR, CYCLES, COLLECTED = 1e-2, 10, 0.9
+LADDER = (1.0, 2.0, 3.0, 4.0, 5.0)
+COLDEST_LR, FIRST_VARIANCE, REESTIMATED_EVERY = 1e-3, 30.0, 100
+PARTICLES, REACH = 100, 2.5
+CELLS = 50
+DRAWN_CELLS, SHOWN_CELLS = 100, 60
+TARGET = CosineTarget.twenty_five_modes()
+METHODS = (
+    "ICSGLD×P5",
+    "CSGLD×T5",
+    "ICSGLD×P5, uniform π",
+    "CSGLD×T5, uniform π",
+    "reSGLD×P5",
+    "reSGLD×P5, true variance",
+    "cycSGLD×T5",
+    "SGLD×P5",
+    "SVGD",
+)
+
+
+class Draws(NamedTuple):
+    """What a method leaves of all repeats.
+
+    Attributes:
+        progress: the share of the budget that was spent by each draw, rising, shape (S,).
+        places: shape (S, R, P, 2), P chains of each repeat.
+        log_weights: shape (S, R, P).
+        seconds: of all repeats side by side, without compiling.
+    """
+
+    progress: Tensor
+    places: Tensor
+    log_weights: Tensor
+    seconds: float
+
+
+class Clock:
+    """An observed function that takes the time of each chunk of steps: the first one, which compiles, is left out."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+
+    def __call__(self, places: Tensor) -> Tensor:
+        self._times.append(time.monotonic())
+        return places[..., :1]
+
+    def seconds(self, num_steps: int) -> float:
+        """Return how long so many steps took, at the pace of all chunks but the first."""
+        if num_steps <= CHUNK:
+            return 0.0
+        return (self._times[-1] - self._times[0]) * num_steps / (num_steps - CHUNK)
+
+
+def estimated_variance(step: int) -> float:
+    """Return the variance of an energy as reSGLD's program reckons it: from 30 it is smoothed towards the noise's own.
+
+    Its estimates, every 100 steps, are put in by their mean; the program's scatter around it, as of ten energies each.
+    """
+    return _VARIANCES[min(step // REESTIMATED_EVERY, len(_VARIANCES) - 1)]
+
+
+def _variances(count: int) -> list[float]:
+    values = [FIRST_VARIANCE]
+    for update in range(1, count):
+        share = STEP_SIZE.at(update * REESTIMATED_EVERY)
+        values.append((1 - share) * values[-1] + share * NOISE**2)
+    return values
+
+
+_VARIANCES = _variances(10_000)
+
+
+def pilot(repeats: int, seed: int) -> tuple[ContourState, float]:
+    """Return where π begins in each repeat, by the noisy energies of a run of SGLD from the origin, and its seconds.
+
+    Without that noise six pilots of 20 leave the lowest bin empty, and six repeats end at a KL of 0.11 to 0.22.
+    """
+    clock = Clock()
+    done = simulate(
+        TARGET,
+        lr=LR,
+        num_steps=PILOT_STEPS,
+        num_chains=repeats,
+        gradient_noise=NOISE,
+        initial=torch.zeros(2),
+        keep_every=1,
+        burn_in=PILOT_BURN_IN,
+        observe=clock,
+        seed=derive_seed(seed, "pilot"),
+        compile=None if PILOT_STEPS < 20_000 else True,
+    )
+    generator = torch.Generator().manual_seed(derive_seed(seed, "pilot", "energy noise"))
+    seen = done.energies + NOISE * torch.randn(done.energies.shape, generator=generator)
+    bins = bin_index(seen.T.double().contiguous(), RULES.partition.edges())
+    visits = torch.stack([torch.bincount(row, minlength=RULES.partition.num_bins) for row in bins])
+    share = visits / visits.sum(1, keepdim=True).double() + PILOT_FLOOR
+    return ContourState((share / share.sum(1, keepdim=True)).log(), visits), clock.seconds(PILOT_STEPS)
+
+
+def chains(method: str, repeats: int, seed: int) -> Draws:
+    """Run all repeats of a method that walks, side by side."""
+    parallel = PARALLEL if "P5" in method else 1
+    steps = STEPS * PARALLEL // parallel
+    burn_in = BURN_IN * PARALLEL // parallel
+    clock, earlier, spent = Clock(), 0.0, 0
+    options: dict[str, Any] = {"lr": LR, "energy_noise": 0.0}
+    plan = CyclicalPlan(steps, CYCLES, 0.0, 1)
+    if "CSGLD" in method:
+        contour = ContourRun(RULES, STEP_SIZE, shared=parallel > 1, groups=repeats if parallel > 1 else 1)
+        if "uniform" not in method:
+            state, earlier = pilot(repeats, seed)
+            contour, spent = replace(contour, state=state), PILOT_STEPS // parallel
+            steps -= spent
+        options |= {"contour": contour, "energy_noise": NOISE}
+    elif method.startswith("reSGLD"):
+        variance = NOISE**2 if "true" in method else estimated_variance
+        options |= {"exchange": ReplicaExchange(LADDER, LADDER, variance=variance)}
+        options |= {"lr": COLDEST_LR, "energy_noise": NOISE}
+    elif method == "cycSGLD×T5":
+        options["lr"] = lambda k: CYCLICAL_LR * plan.lr_factor(k)
+    done = simulate(
+        TARGET,
+        num_steps=steps,
+        num_chains=repeats * parallel,
+        gradient_noise=NOISE,
+        initial=torch.tensor(STARTS[:parallel]).repeat(repeats, 1),
+        keep_every=max(1, EVERY // len(LADDER)) if "exchange" in options else EVERY,  # one slot of five is kept
+        burn_in=burn_in,
+        observe=clock,
+        seed=seed,
+        compile=None if steps < 50_000 else True,
+        **options,
+    )
+    log_weights = done.log_weights.clone()
+    if done.slots is not None:
+        log_weights[done.slots != 0] = -torch.inf
+    if method == "cycSGLD×T5":
+        too_long = torch.tensor([plan.lr_factor(k) >= COLLECTED for k in done.steps.tolist()])
+        log_weights[too_long] = -torch.inf
+    shape = (len(done.steps), repeats, parallel)
+    places, log_weights = done.positions.view(*shape, 2), log_weights.view(shape)
+    return Draws((done.steps + spent) / (steps + spent), places, log_weights, earlier + clock.seconds(steps))
+
+
+def particles(repeats: int, seed: int) -> Draws:
+    """Run all repeats of SVGD, with as many gradients of one particle as the chains have."""
+    steps = STEPS * PARALLEL // PARTICLES
+    generator = torch.Generator().manual_seed(seed)
+    start = REACH * (2 * torch.rand(repeats, PARTICLES, 2, generator=generator) - 1)
+    kept, noted = [], sorted({max(1, round(steps * mark / MARKS)) for mark in range(1, MARKS + 1)})
+
+    def note(step: int, places: Tensor) -> None:
+        if step in noted:
+            kept.append(places)
+
+    begin = time.monotonic()
+    descend(TARGET.gradient, start, LR, steps, note)
+    seconds = time.monotonic() - begin
+    places = torch.stack(kept)
+    return Draws(torch.tensor(noted) / steps, places, torch.zeros(places.shape[:3]), seconds)
+
+
+def estimates(draws: Draws, masses: Callable[[Tensor, Tensor], Tensor], repeat: int, moving: bool) -> list[Tensor]:
+    """Return the masses of cells by the draws up to each of the marks.
+
+    Args:
+        draws: of all repeats.
+        masses: of places (n, 2) with weights (n,), normalised by the weights' sum.
+        repeat: which.
+        moving: draws are the same particles further on, so that only the last ones count.
+    """
+    weights = draws.log_weights[:, repeat].double()
+    weights = (weights - weights.max()).exp()
+    found, total, weight = [], torch.zeros(()), 0.0
+    first = 0
+    for mark in range(1, MARKS + 1):
+        last = int((draws.progress <= mark / MARKS + 1e-9).sum())
+        if moving:
+            first, total, weight = last - 1, torch.zeros(()), 0.0
+        here = weights[first:last].reshape(-1)
+        if float(here.sum()) > 0:
+            total = total + masses(draws.places[first:last, repeat].reshape(-1, 2), here) * here.sum()
+            weight += float(here.sum())
+        first = last
+        found.append(total / weight if weight > 0 else torch.zeros(()))
+    return found
+
+
+def run(options: Options) -> list[Row]:
+    """Run the methods, draw divergences and densities, return the table; `full` has 100 repeats."""
+    torch.set_num_threads(1)
+    repeats = REPEATS * (5 if options.full else 1)
+    truth = TARGET.cell_masses(CELLS)
+    squares = Squares()
+    rows, by_steps, by_time, densities = [], {}, {}, {}
+    shares = [mark / MARKS for mark in range(1, MARKS + 1)]
+    for method in METHODS:
+        moving = method == "SVGD"
+        draws = particles(repeats, options.seed) if moving else chains(method, repeats, options.seed)
+        divergences, coarse, found = [], [], []
+        for repeat in range(repeats):
+            fine = estimates(draws, lambda x, w: cell_masses(x, w, TARGET.bounds, CELLS), repeat, moving)
+            divergences.append([divergence(truth, masses) for masses in _known(fine, CELLS * CELLS)])
+            end = estimates(draws, squares.masses, repeat, moving)[-1]
+            coarse.append(divergence(squares.truth, end))
+            found.append(float(squares.found(end)))
+            if repeat == 0:
+                densities[method] = picture(draws, moving)
+        curve = torch.tensor(divergences)
+        mean, deviation = curve.mean(0).tolist(), curve.std(0).tolist()
+        by_steps[method] = ([share * STEPS * PARALLEL for share in shares], mean, deviation)
+        by_time[method] = ([share * draws.seconds for share in shares], mean, deviation)
+        rows += [
+            Row(method, "KL to the truth (nats; ± standard deviation)", mean[-1], deviation[-1]),
+            _with_deviation(method, "KL of the squares' masses (nats; ± standard deviation)", coarse),
+            _with_deviation(method, "modes found of 25 (± standard deviation)", found),
+            Row(method, f"seconds of {repeats} repeats side by side", draws.seconds),
+        ]
+    label = "KL to the truth (nats)"
+    progress_figure(by_steps, "gradients", label).savefig(options.out / "divergence_steps.png", dpi=120)
+    progress_figure(by_time, "seconds", label, log_x=True).savefig(options.out / "divergence_time.png", dpi=120)
+    edge = TARGET.bounds[1] * SHOWN_CELLS / DRAWN_CELLS
+    middle = _middle(TARGET.cell_masses(DRAWN_CELLS))
+    plane_figure(middle, densities, (-edge, edge), TARGET.modes.tolist()).savefig(
+        options.out / "densities.png", dpi=120
+    )
+    return [*rows, *independent(truth, squares, repeats, options.seed)]
+
+
+def picture(draws: Draws, moving: bool) -> Tensor:
+    """Return the masses of finer cells around the origin by the first repeat's draws."""
+    first = len(draws.places) - 1 if moving else 0
+    places, log_weights = draws.places[first:, 0].reshape(-1, 2), draws.log_weights[first:, 0].reshape(-1)
+    return _middle(cell_masses(places, log_weights.softmax(0), TARGET.bounds, DRAWN_CELLS))
+
+
+def independent(truth: Tensor, squares: "Squares", repeats: int, seed: int) -> list[Row]:
+    """Return the divergences that independent draws of the target have: no sampler's can be expected to be less."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for count in (STEPS * PARALLEL // EVERY, PARTICLES):
+        for metric, masses in (("KL to the truth", truth), ("KL of the squares' masses", squares.truth)):
+            chosen = torch.multinomial(masses, repeats * count, replacement=True, generator=generator)
+            counts = [torch.bincount(part, minlength=len(masses)) for part in chosen.split(count)]
+            values = [divergence(masses, part / count) for part in counts]
+            name = f"{count} independent draws"
+            rows.append(_with_deviation(name, f"{metric} (nats; ± standard deviation)", values))
+    return rows
+
+
+class Squares:
+    """The unit squares around the modes, whole numbers in both coordinates, with their true masses."""
+
+    SIDE = 17
+
+    def __init__(self) -> None:
+        cells = TARGET.cells()
+        self.truth = self.masses(cells, (-TARGET.energy(cells)).softmax(0))
+
+    def masses(self, places: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted share of places in each square, shape (SIDE²,); the outermost hold what lies beyond."""
+        half = self.SIDE // 2
+        row, column = (places.double().round().clamp(-half, half).long() + half).unbind(1)
+        sums = torch.zeros(self.SIDE**2, dtype=torch.float64)
+        return sums.index_add_(0, row * self.SIDE + column, weights.double()) / weights.double().sum()
+
+    def found(self, masses: Tensor) -> int:
+        """Return how many of the 25 modes' squares have at least half of their true mass."""
+        half = self.SIDE // 2
+        row, column = (TARGET.modes.round().long() + half).unbind(1)
+        modes = row * self.SIDE + column
+        return int((masses[modes] >= 0.5 * self.truth[modes]).sum())
+
+
+def _known(masses: list[Tensor], count: int) -> list[Tensor]:
+    """Put the empty estimate in place of what no draw has a say on."""
+    return [part if part.dim() else torch.zeros(count, dtype=torch.float64) for part in masses]
+
+
+def _middle(masses: Tensor) -> Tensor:
+    """Return the cells around the origin, shape (SHOWN_CELLS, SHOWN_CELLS)."""
+    cut = (DRAWN_CELLS - SHOWN_CELLS) // 2
+    return masses.reshape(DRAWN_CELLS, DRAWN_CELLS)[cut : DRAWN_CELLS - cut, cut : DRAWN_CELLS - cut]
+
+
+def _with_deviation(method: str, metric: str, values: list[float]) -> Row:
+    numbers = torch.tensor(values)
+    return Row(method, metric, float(numbers.mean()), float(numbers.std()))
