@@ -74,7 +74,7 @@ def swapped(order: Tensor, accepted: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ReplicaExchange:
+class ExchangeRun:
     """How chains of a simulation exchange their temperatures.
 
     Chains form ladders by their order: the first R chains are one, the next R another, and ladders do not meet. At the

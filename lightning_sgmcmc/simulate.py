@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.checks import check_count, check_number
 from lightning_sgmcmc.contour import Contour, ContourState, DecayingStepSize
-from lightning_sgmcmc.replica_exchange import ReplicaExchange, log_swap_rate, swapped
+from lightning_sgmcmc.replica_exchange import ExchangeRun, log_swap_rate, swapped
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.seeding import derive_seed
 
@@ -120,7 +120,7 @@ def simulate(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     compile: bool | None = None,
-    exchange: ReplicaExchange | None = None,
+    exchange: ExchangeRun | None = None,
 ) -> Simulation:
     """Run chains on a target.
 
@@ -289,7 +289,7 @@ class _Walk:
 class _Ladders:
     """Which chain stands in which slot, changed in place, and the numbers that decide on swaps."""
 
-    def __init__(self, exchange: ReplicaExchange, num_chains: int, seed: int, place: Tensor) -> None:
+    def __init__(self, exchange: ExchangeRun, num_chains: int, seed: int, place: Tensor) -> None:
         size = exchange.num_slots
         if num_chains % size:
             raise ValueError(f"{num_chains} chains cannot be split evenly into ladders of {size} temperatures")

@@ -50,7 +50,7 @@ from torch import Tensor
 from lightning_sgmcmc.contour import Contour, ContourState, DecayingStepSize, EnergyPartition, bin_index
 from lightning_sgmcmc.diagnostics import cell_masses, divergence
 from lightning_sgmcmc.figures_targets import plane_figure, progress_figure
-from lightning_sgmcmc.replica_exchange import ReplicaExchange
+from lightning_sgmcmc.replica_exchange import ExchangeRun
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulate import CHUNK, ContourRun, simulate
@@ -184,7 +184,7 @@ def chains(method: str, repeats: int, seed: int) -> Draws:
         options |= {"contour": contour, "energy_noise": NOISE}
     elif method.startswith("reSGLD"):
         variance = NOISE**2 if "true" in method else estimated_variance
-        options |= {"exchange": ReplicaExchange(LADDER, LADDER, variance=variance)}
+        options |= {"exchange": ExchangeRun(LADDER, LADDER, variance=variance)}
         options |= {"lr": COLDEST_LR, "energy_noise": NOISE}
     elif method == "cycSGLD×T5":
         options["lr"] = lambda k: CYCLICAL_LR * plan.lr_factor(k)

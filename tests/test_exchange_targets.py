@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_sgmcmc.contour import Contour, DecayingStepSize, EnergyPartition
-from lightning_sgmcmc.replica_exchange import ReplicaExchange, attempted_pairs, log_swap_rate, swapped
+from lightning_sgmcmc.replica_exchange import ExchangeRun, attempted_pairs, log_swap_rate, swapped
 from lightning_sgmcmc.samplers import SGHMC
 from lightning_sgmcmc.simulate import ContourRun, Simulation, _has_compiler, simulate
 from lightning_sgmcmc.svgd import descend, median_bandwidth, stein_direction
@@ -18,9 +18,9 @@ BIMODAL = GaussianMixture([0.3, 0.7], [[-4.0], [4.0]])
 HOT = 8.0
 
 
-def ladders(count: int, steps: int, exchange: ReplicaExchange | None = None, **options: Any) -> Simulation:
+def ladders(count: int, steps: int, exchange: ExchangeRun | None = None, **options: Any) -> Simulation:
     """Run ladders of two temperatures on two modes, eight nats apart, all from the right one."""
-    exchange = exchange or ReplicaExchange((1.0, HOT), (1.0, 4.0), every=5)
+    exchange = exchange or ExchangeRun((1.0, HOT), (1.0, 4.0), every=5)
     settings: dict[str, Any] = {"lr": 0.05, "keep_every": 10, "burn_in": 2000, "initial": torch.tensor([4.0])}
     return simulate(BIMODAL, num_steps=steps, num_chains=2 * count, exchange=exchange, **(settings | options))
 
@@ -96,7 +96,7 @@ def test_the_coldest_slot_has_the_right_masses(noise: float) -> None:
     All start in the right mode, which a chain without exchange leaves in one run of many. With noise on the energies
     and its variance in the rate the cap leaves a bias, here below the Monte-Carlo error.
     """
-    exchange = ReplicaExchange((1.0, HOT), (1.0, 4.0), every=5, variance=noise**2)
+    exchange = ExchangeRun((1.0, HOT), (1.0, 4.0), every=5, variance=noise**2)
     run = ladders(100, 12_000, exchange, energy_noise=noise, seed=4)
     shares = (coldest(run) < 0).double().mean(0)
     error = float(shares.std()) / math.sqrt(len(shares))
@@ -120,7 +120,7 @@ def test_swaps_do_not_depend_on_the_number_of_ladders() -> None:
 
 
 def test_without_swaps_each_chain_has_its_slots_lr_and_temperature() -> None:
-    run = ladders(1, 200, ReplicaExchange((1.0, HOT), (1.0, 4.0), every=1000), burn_in=0, seed=7)
+    run = ladders(1, 200, ExchangeRun((1.0, HOT), (1.0, 4.0), every=1000), burn_in=0, seed=7)
     for chain, (lr, temperature) in enumerate([(0.05, 1.0), (0.2, HOT)]):
         alone = simulate(
             BIMODAL, lr=lr, temperature=temperature, num_steps=200, num_chains=2, initial=torch.tensor([4.0]), seed=7
@@ -129,7 +129,7 @@ def test_without_swaps_each_chain_has_its_slots_lr_and_temperature() -> None:
 
 
 def test_a_large_variance_forbids_swaps() -> None:
-    varying = ReplicaExchange((1.0, HOT), every=1, variance=lambda k: 1e4 if k <= 100 else 0.0)
+    varying = ExchangeRun((1.0, HOT), every=1, variance=lambda k: 1e4 if k <= 100 else 0.0)
     run = ladders(4, 200, varying, burn_in=0, keep_every=1)
     assert run.slots is not None
     assert (run.slots[:100] == torch.tensor([0, 1]).repeat(4)).all()
@@ -140,7 +140,7 @@ def test_a_large_variance_forbids_swaps() -> None:
 def test_compiled_exchange_is_the_eager_one() -> None:
     if not _has_compiler():
         pytest.skip("no C++ compiler")
-    exchange = ReplicaExchange((1.0, 2.0, 4.0), (1.0, 2.0, 3.0), every=3)
+    exchange = ExchangeRun((1.0, 2.0, 4.0), (1.0, 2.0, 3.0), every=3)
     eager, compiled = (
         simulate(BIMODAL, lr=0.02, num_steps=40, num_chains=6, keep_every=1, exchange=exchange, compile=compile)
         for compile in (False, True)
@@ -161,7 +161,7 @@ def test_compiled_exchange_is_the_eager_one() -> None:
     ],
 )
 def test_exchange_refuses(options: dict[str, Any], said: str) -> None:
-    settings: dict[str, Any] = {"lr": 0.1, "num_steps": 10, "num_chains": 2, "exchange": ReplicaExchange((1.0, 2.0))}
+    settings: dict[str, Any] = {"lr": 0.1, "num_steps": 10, "num_chains": 2, "exchange": ExchangeRun((1.0, 2.0))}
     with pytest.raises(ValueError, match=said):
         simulate(BIMODAL, **(settings | options))
 
@@ -180,7 +180,7 @@ def test_exchange_refuses(options: dict[str, Any], said: str) -> None:
 )
 def test_bad_ladders_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        ReplicaExchange(**({"temperatures": (1.0, 2.0)} | options))
+        ExchangeRun(**({"temperatures": (1.0, 2.0)} | options))
 
 
 # -- groups of interacting chains -------------------------------------------------------------------------------------
