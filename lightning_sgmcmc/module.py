@@ -187,7 +187,7 @@ class BayesianModule(pl.LightningModule):
 
     def recorded_arguments(self) -> dict[str, Any]:
         """Return the constructor's arguments that rebuild the network: all but what only training needs."""
-        skipped = {"prior", "sampler", "lr", "temperature", "num_chains", "seed", "nonfinite_energy"}
+        skipped = {"prior", "sampler", "num_chains", "seed", "nonfinite_energy"}
         skipped |= {"chain_start", "shared_batch", "chain_execution", "compile", "max_skipped_in_a_row"}
         return {name: value for name, value in self.__dict__["_arguments"].items() if name not in skipped}
 

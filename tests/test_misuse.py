@@ -84,7 +84,6 @@ CONSTRUCTION: list[tuple[Any, type[Exception], str]] = [
     (lambda: module(lr=True), TypeError, "lr must be a number, got True of type bool"),
     (lambda: module(lr=math.nan), ValueError, "lr must be a finite number and not negative, got nan"),
     (lambda: module(temperature="1"), TypeError, "temperature must be a number, got '1' of type str"),
-    (lambda: module(temperature=[1.0]), TypeError, r"temperature must be a number, got \[1.0\] of type list"),
     (lambda: module(num_data=24.0), TypeError, "num_data must be a whole number, got 24.0 of type float"),
     (lambda: module(num_data="24"), TypeError, "num_data must be a whole number, got '24' of type str"),
     (lambda: module(num_chains=1.0), TypeError, "num_chains must be a whole number, got 1.0 of type float"),
