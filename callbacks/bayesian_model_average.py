@@ -177,6 +177,9 @@ class BayesianModelAverage(SamplerCallback):
             worth = average.evaluation.effective_sample_size
             if worth is not None:
                 metrics[f"{stage}/bma_ess{suffix}"] = worth
+            disagreement = average.evaluation.chains.disagreement
+            if math.isfinite(disagreement):
+                metrics[f"{stage}/chain_disagreement{suffix}"] = disagreement
         return metrics
 
     def _no_metrics(self, module: BayesianModule, stage: str) -> dict[str, float]:

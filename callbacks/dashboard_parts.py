@@ -1,12 +1,18 @@
 """What a dashboard shows, made from a run's history and evaluations: figures, histograms and tables by name."""
 
+import math
+from dataclasses import asdict
 from typing import Any
+
+import numpy as np
 
 from lightning_sgmcmc import figures, figures_contour, figures_samples
 from lightning_sgmcmc.callbacks.loader_average import Evaluation
+from lightning_sgmcmc.chain_comparison import by_chain, chain_rows, prediction_diagnostics
 from lightning_sgmcmc.contour import ContourState, LearnedContour
 from lightning_sgmcmc.geometry import classical_scaling, squared_distances
 from lightning_sgmcmc.history import RunHistory
+from lightning_sgmcmc.inference_data import chain_diagnostics
 from lightning_sgmcmc.metrics import predictive_entropy, reliability
 
 Figures = dict[str, Any]
@@ -89,6 +95,61 @@ def contour(learned: LearnedContour | None, temperature: float) -> Figures:
             centres, rules.multipliers(first, temperature).tolist(), visits
         ),
     }
+
+
+def chains(history: RunHistory, evaluation: Evaluation | None) -> Figures:
+    """Draw the samples' energies and each chain's NLL, where there are several chains."""
+    if len(set(history.samples.column(2))) < 2:
+        return {}
+    rows = chain_rows(*_chains_and_energies(history), evaluation.chains if evaluation is not None else None)
+    samples: dict[int, tuple[list[int], list[float]]] = {}
+    for step, _, chain, own_energy, *_ in history.samples.rows:
+        steps, energies = samples.setdefault(int(chain), ([], []))
+        steps.append(int(step))
+        energies.append(own_energy)
+    disagreement = evaluation.chains.disagreement if evaluation is not None else math.nan
+    return {"chains": figures_samples.chains_figure(samples, rows, disagreement)}
+
+
+def _chains_and_energies(history: RunHistory) -> tuple[list[int], list[float]]:
+    return [int(chain) for chain in history.samples.column(2)], history.samples.column(3)
+
+
+def chain_scalars(history: RunHistory, evaluation: Evaluation | None) -> dict[str, float]:
+    """Return R-hat and effective sample sizes of energies and, the worst of some data, of predictions."""
+    of_chains, energies = _chains_and_energies(history)
+    if len(set(of_chains)) < 2:
+        return {}
+    found = {"energy": chain_diagnostics(by_chain(of_chains, np.asarray(energies)))}
+    if evaluation is not None and len(evaluation.chains.chains):
+        found["prediction"] = prediction_diagnostics(evaluation.chains)
+    values = {
+        f"chains/{figure}_{quantity}": value
+        for quantity, diagnostics in found.items()
+        for figure, value in asdict(diagnostics).items()
+    }
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def chain_table(history: RunHistory, evaluation: Evaluation | None) -> Table:
+    """Return one row for each chain and one for all, where there are several."""
+    columns = ["chain", "samples", "mean energy", "standard deviation", "split R-hat", "bulk ESS", "tail ESS", "NLL"]
+    if len(set(history.samples.column(2))) < 2:
+        return columns, []
+    rows = chain_rows(*_chains_and_energies(history), evaluation.chains if evaluation is not None else None)
+    return columns, [
+        [
+            "all" if row.chain is None else str(row.chain),
+            row.samples,
+            row.energy,
+            row.energy_std,
+            row.diagnostics.rhat,
+            row.diagnostics.ess_bulk,
+            row.diagnostics.ess_tail,
+            row.nll,
+        ]
+        for row in rows
+    ]
 
 
 def running(evaluation: Evaluation) -> Figures:

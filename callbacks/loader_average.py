@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.evaluation_share import EvaluationShare
+from lightning_sgmcmc.chain_comparison import ChainComparison
 from lightning_sgmcmc.diagnostics import effective_sample_size
 from lightning_sgmcmc.evaluation import CycleAverage, WeightedAverage
 from lightning_sgmcmc.metrics import out_of_distribution_metrics
@@ -29,6 +30,7 @@ class Evaluation:
         target: the targets, shape (n, …), None where the module has no likelihood.
         ood: for each set of out-of-distribution data, the average's tensors there.
         log_weights: for each sample its log importance weight.
+        chains: how the chains compare.
     """
 
     members: list[dict[str, float]] = field(default_factory=list)
@@ -37,6 +39,7 @@ class Evaluation:
     target: Tensor | None = None
     ood: dict[str, WeightedAverage] = field(default_factory=dict)
     log_weights: list[float] = field(default_factory=list)
+    chains: ChainComparison = field(default_factory=ChainComparison)
 
     @property
     def effective_sample_size(self) -> float | None:
@@ -132,6 +135,7 @@ class LoaderAverage:
         self.evaluation.log_weights.append(sample.log_weight)
         self.evaluation.running.append(running)
         self.evaluation.average = average
+        self.evaluation.chains.take(sample.chain, sample.log_weight, terms, log_density)
 
     def _check_order(self, target: Tensor | None) -> None:
         known = self.evaluation.target
@@ -152,6 +156,7 @@ class LoaderAverage:
             "target": evaluation.target,
             "ood": {name: total.state_dict() for name, total in self._ood.items()},
             "log_weights": evaluation.log_weights,
+            "chains": evaluation.chains.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -164,7 +169,9 @@ class LoaderAverage:
         ood = {name: _combined(total) for name, total in self._ood.items()}
         members, running = list(state["members"]), list(state["running"])
         average, log_weights = _combined(self._total), list(state["log_weights"])
-        self.evaluation = Evaluation(members, running, average, state["target"], ood, log_weights)
+        chains = ChainComparison()
+        chains.load_state_dict(state["chains"])
+        self.evaluation = Evaluation(members, running, average, state["target"], ood, log_weights, chains)
 
 
 def metrics_of(

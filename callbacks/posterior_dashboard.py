@@ -37,18 +37,22 @@ PARTS = (
     "reliability",
     "entropy",
     "segments",
+    "chains",
     "histograms",
     "tables",
 )
 TRACED_WEIGHTS = 4
+MOST_CHAINS = 16
+"""Of more chains only the mean energy is logged."""
 
 
 class PosteriorDashboard(SamplerCallback):
     """Shows a sampling run in W&B or TensorBoard while it goes on, and in files of the run's folder.
 
     Scalars, every `trainer.log_every_n_steps`: `sampler/lr`, `sampler/temperature`, `sampler/energy` (Ũ of the
-    mini-batch, nats), `sampler/cycle`, and `sampler/gradient_multiplier` where one is set; with every sample
-    `samples/count` and `samples/ess`, the effective number (Σw)²/Σw² of the weighted samples.
+    mini-batch, nats; with several chains their mean, and `sampler/energy_chain_0` and so on), `sampler/cycle`, and
+    `sampler/gradient_multiplier` where one is set; with every sample `samples/count` and `samples/ess`, the effective
+    number (Σw)²/Σw² of the weighted samples.
 
     Figures, at the end of each cycle (or as `every` says) and of the fit:
 
@@ -65,6 +69,11 @@ class PosteriorDashboard(SamplerCallback):
       a `BayesianModelAverage`, the last two classes;
     * `posterior/segments`: error and NLL on the straight line between samples of one cycle, of two cycles and of two
       chains (BatchNorm's running statistics are interpolated too). It needs a `SampleCollector` and validation data.
+
+    * `posterior/chains`, with several chains: their samples' energies, and the NLL of each chain's average beside that
+      of all. With it come the scalars `chains/rhat_energy`, `chains/ess_bulk_energy` and `chains/ess_tail_energy`
+      (split R-hat and effective sample sizes by ArviZ, where that is installed), the same of `…_prediction`, the worst
+      over 32 evaluation data's log p(y|x,θ), and the table `posterior/chain_table`.
 
     Histograms: `posterior/energy_histogram` and `posterior/weight_histogram` of the samples;
     `posterior/entropy_histogram`, and `posterior/entropy_histogram_…` for each out-of-distribution set. Tables:
@@ -85,7 +94,8 @@ class PosteriorDashboard(SamplerCallback):
             "end" of the fit only; at the end they are always drawn.
         every_n_samples: with "sample", at every n-th sample.
         figures: which to draw, of "schedule", "energy", "traces", "weights", "geometry", "temperatures", "contour",
-            "running", "reliability", "entropy", "segments", and "histograms" and "tables"; None is all of them.
+            "running", "reliability", "entropy", "segments", "chains", and "histograms" and
+            "tables"; None is all of them.
         geometry_samples: at most so many samples in the geometry; of more, evenly spaced ones.
         segment_pairs: at most so many segments.
         segment_points: points on each.
@@ -159,7 +169,8 @@ class PosteriorDashboard(SamplerCallback):
         self._last_step = step
         group = self._sampler.param_groups[0]
         controls = [_mean(group[name]) for name in ("lr", "temperature", "gradient_multiplier")]
-        on_device = [self._state.energy.mean(), *(weight[index] for weight, index in self._traced.values())]
+        energies = bayesian(pl_module, self).layout.gather(self._state.energy)
+        on_device = [energies.mean(), *(weight[index] for weight, index in self._traced.values())]
         energy, *traces = torch.stack([value.detach().float() for value in on_device]).tolist()
         lr, temperature, multiplier = controls
         self.history.add_scalars(step, (lr, temperature, energy), traces)
@@ -169,6 +180,8 @@ class PosteriorDashboard(SamplerCallback):
             "sampler/energy": energy,
             "sampler/cycle": self._state.cycle,
         }
+        if 1 < len(energies) <= MOST_CHAINS:
+            scalars |= {f"sampler/energy_chain_{chain}": value for chain, value in enumerate(energies.tolist())}
         if multiplier != 1:
             scalars["sampler/gradient_multiplier"] = multiplier
         log_scalars(trainer, scalars, trainer.global_step)
@@ -259,12 +272,17 @@ class PosteriorDashboard(SamplerCallback):
             yield "running", lambda: parts.running(evaluation)
             yield "reliability", lambda: parts.reliability_diagram(evaluation)
             yield "entropy", lambda: parts.entropy(evaluation, STAGE_NAMES[stage])
+        yield "chains", lambda: self._compare_chains(trainer, evaluation)
         yield "segments", lambda: self._walk_segments(trainer, module, stage)
+
+    def _compare_chains(self, trainer: pl.Trainer, evaluation: Evaluation | None) -> parts.Figures:
+        log_scalars(trainer, parts.chain_scalars(self.history, evaluation), trainer.global_step)
+        return parts.chains(self.history, evaluation)
 
     def _temperature(self, module: BayesianModule) -> float:
         """Return the last temperature above 0 that was seen, for the multipliers; the module's without one."""
         seen = [value for value in self.history.scalar("sampler/temperature") if value > 0]
-        return seen[-1] if seen else module.temperature
+        return seen[-1] if seen else _mean(torch.as_tensor(module.temperature))
 
     def _walk_segments(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> parts.Figures:
         segments = self._segments.walk(trainer, module, stage)
@@ -281,6 +299,8 @@ class PosteriorDashboard(SamplerCallback):
 
     def _log_tables(self, trainer: pl.Trainer, evaluation: Evaluation | None, prefix: str, step: int) -> None:
         tables = {"sample_table": parts.sample_table(self.history, evaluation)}
+        if "chains" in self.figures:
+            tables["chain_table"] = parts.chain_table(self.history, evaluation)
         if evaluation is not None:
             tables["metric_table"] = parts.metric_table(evaluation)
         for name, (columns, rows) in tables.items():

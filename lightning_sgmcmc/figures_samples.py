@@ -1,5 +1,6 @@
 """The pictures of weighted samples and of where they lie in weight space; plain numbers in, a figure out."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from lightning_sgmcmc.figures import AVERAGE_COLOUR, SAMPLE_COLOUR, canvas, inte
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from lightning_sgmcmc.chain_comparison import ChainRow
 
 KIND_COLOURS = {"within a cycle": "tab:blue", "between cycles": "tab:red", "between chains": "tab:purple"}
 GROUPS_WITH_NAMES = 12
@@ -160,3 +163,49 @@ def temperatures_figure(
 
 def _finite(value: Any) -> bool:
     return value is not None and bool(np.isfinite(value))
+
+
+def chains_figure(
+    chains: Mapping[int, tuple[Sequence[int], Sequence[float]]], rows: "Sequence[ChainRow]", disagreement: float
+) -> "Figure":
+    """Draw the samples' energies by chain, and the NLL of each chain's average beside that of all.
+
+    Args:
+        chains: by chain its samples' steps and energies.
+        rows: of the chains and, last, of all together.
+        disagreement: between the chains' predictives, NaN where it is not known.
+    """
+    evaluated = [row for row in rows if math.isfinite(row.nll)]
+    figure, panels = canvas(rows=2 if evaluated else 1, height=6.0 if evaluated else 4.0)
+    upper = panels[0]
+    for chain, (steps, energy) in chains.items():
+        upper.plot(steps, energy, _marker(len(steps)), linewidth=0.8, markersize=3, label=f"chain {chain}")
+    upper.set_xlabel("optimizer step")
+    upper.set_ylabel("potential energy Ũ (nats)")
+    upper.ticklabel_format(axis="y", useOffset=False)
+    upper.xaxis.set_major_locator(integer_ticks())
+    rhat = rows[-1].diagnostics.rhat
+    if len(chains) <= 10:
+        legend_above(upper, columns=5)
+    if math.isfinite(rhat):
+        upper.annotate(f"split R-hat {rhat:.3f}", (0.99, 0.97), xycoords="axes fraction", ha="right", va="top")
+    if evaluated:
+        lower = panels[1]
+        names = ["all" if row.chain is None else str(row.chain) for row in evaluated]
+        colours = ["C1" if row.chain is None else "C0" for row in evaluated]
+        lower.bar(names, [row.nll for row in evaluated], color=colours)
+        lower.set_xlabel("chain")
+        lower.set_ylabel("NLL of the average (nats)")
+        low = min(row.nll for row in evaluated)
+        high = max(row.nll for row in evaluated)
+        margin = 0.2 * (high - low) or abs(high) * 0.1 or 1.0
+        lower.set_ylim(low - 2 * margin, high + margin)
+        if math.isfinite(disagreement):
+            lower.annotate(
+                f"disagreement {disagreement:.3g}", (0.99, 0.97), xycoords="axes fraction", ha="right", va="top"
+            )
+    return figure
+
+
+def _marker(count: int) -> str:
+    return "-o" if count <= 100 else "-"
