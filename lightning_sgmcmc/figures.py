@@ -22,12 +22,12 @@ METRIC_LABELS = {
 }
 
 
-def canvas(rows: int = 1, width: float = 7.0, height: float = 4.0) -> "tuple[Figure, list[Axes]]":
-    """Return an empty figure without a window, and its axes from top to bottom, which share the x-axis."""
+def canvas(rows: int = 1, width: float = 7.0, height: float = 4.0, shared: bool = True) -> "tuple[Figure, list[Axes]]":
+    """Return an empty figure without a window, and its axes from top to bottom, which share the x-axis or do not."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(rows, 1, sharex=True, squeeze=False)
+    axes = figure.subplots(rows, 1, sharex=shared, squeeze=False)
     return figure, list(axes[:, 0])
 
 

@@ -176,7 +176,7 @@ def chains_figure(
         disagreement: between the chains' predictives, NaN where it is not known.
     """
     evaluated = [row for row in rows if math.isfinite(row.nll)]
-    figure, panels = canvas(rows=2 if evaluated else 1, height=6.0 if evaluated else 4.0)
+    figure, panels = canvas(rows=2 if evaluated else 1, height=6.0 if evaluated else 4.0, shared=False)
     upper = panels[0]
     for chain, (steps, energy) in chains.items():
         upper.plot(steps, energy, _marker(len(steps)), linewidth=0.8, markersize=3, label=f"chain {chain}")
@@ -192,14 +192,11 @@ def chains_figure(
     if evaluated:
         lower = panels[1]
         names = ["all" if row.chain is None else str(row.chain) for row in evaluated]
-        colours = ["C1" if row.chain is None else "C0" for row in evaluated]
-        lower.bar(names, [row.nll for row in evaluated], color=colours)
+        lower.plot(names[:-1], [row.nll for row in evaluated[:-1]], "o", color=SAMPLE_COLOUR)
+        lower.plot(names[-1:], [evaluated[-1].nll], "D", color=AVERAGE_COLOUR)
         lower.set_xlabel("chain")
         lower.set_ylabel("NLL of the average (nats)")
-        low = min(row.nll for row in evaluated)
-        high = max(row.nll for row in evaluated)
-        margin = 0.2 * (high - low) or abs(high) * 0.1 or 1.0
-        lower.set_ylim(low - 2 * margin, high + margin)
+        lower.margins(x=0.1, y=0.25)
         if math.isfinite(disagreement):
             lower.annotate(
                 f"disagreement {disagreement:.3g}", (0.99, 0.97), xycoords="axes fraction", ha="right", va="top"
