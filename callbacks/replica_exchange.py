@@ -213,6 +213,11 @@ class ReplicaExchange(SamplerCallback):
         each = state.log_likelihood
         assert each is not None
         each = each.double().reshape(module.num_chains, -1)
+        if each.shape[1] < 2:
+            raise ValueError(
+                "the variance of an energy is estimated from the data of a mini-batch, and here it has a single one: "
+                "give noise_variance, or larger batches"
+            )
         if state.reference_log_likelihood is not None:
             each = each - state.reference_log_likelihood
         batches = trainer.accumulate_grad_batches * module.layout.ranks_per_chain

@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.chain_batches import ChainBatches
 from lightning_sgmcmc.data_order import ResumableLoader
 from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader
 
@@ -103,7 +104,7 @@ class ArrayDataModule(pl.LightningDataModule):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch; one whose tensors are there already is passed on without a search through it."""
-        if type(batch) is tuple and all(type(part) is Tensor and part.device == device for part in batch):
+        if is_on(batch, device):
             return batch
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
@@ -118,6 +119,13 @@ class ArrayDataModule(pl.LightningDataModule):
 
     def predict_dataloader(self) -> Any:
         return self._loader(2)
+
+
+def is_on(batch: Any, device: torch.device) -> bool:
+    """Return whether a batch is a tuple of tensors on a device, or such tuples for several chains."""
+    if type(batch) is ChainBatches:
+        return all(is_on(part, device) for part in batch)
+    return type(batch) is tuple and all(type(part) is Tensor and part.device == device for part in batch)
 
 
 def replica_of(datamodule: pl.LightningDataModule) -> dict[str, Any]:
