@@ -38,7 +38,7 @@ class Nudge(SamplerCallback):
         if trainer.current_epoch == 1 and trainer.is_last_batch:
             with torch.no_grad():
                 for parameter in pl_module.parameters():
-                    parameter.add_(0.05 * torch.ones_like(parameter))
+                    parameter.mul_(1.1)
 
 
 def full_energy(module: BayesianModule) -> torch.Tensor:
