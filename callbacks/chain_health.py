@@ -47,9 +47,10 @@ class ChainHealth(SamplerCallback):
     warning is given once.
 
     The mini-batch noise is half the mean square of the difference of two successive gradients, which needs no gradient
-    of single data. It is too high by a share of lr·λ or less, with λ the curvature along the noise. Gradients are
-    those before clipping, times the gradient multiplier, since that is the force whose law is sampled. A tensor that
-    goes without a gradient in a step is left out. The memory is three copies of the parameters.
+    of single data. It is too high by a share of lr·λ or less, with λ the curvature along the noise. Gradients are those
+    before clipping, times the gradient multiplier, since that is the force whose law is sampled. A tensor that goes
+    without a gradient in a step is left out. With several chains the figures are means over them, each in units of its
+    own step size and temperature. The memory is three copies of the parameters.
 
     Args:
         every_n_steps: how many optimizer steps from one observation to the next.
@@ -100,17 +101,22 @@ class ChainHealth(SamplerCallback):
         self._copied_at = -1
         self._observations, self._reported_observations = 0, -1
         self._folder = Path()
+        self._trainer: pl.Trainer | None = None
+        self._is_spread = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)
         sampler = self._sampler = module.sampler
+        self._trainer, self._is_spread = trainer, module.layout.is_spread
         self._folder = run_folder(trainer)
         names = {p: name for name, p in module.named_parameters()}
         self._params = [p for group in sampler.param_groups for p in group["params"]]
         self._names = [names.get(p, f"parameter {i}") for i, p in enumerate(self._params)]
         sizes = [len(group["params"]) for group in sampler.param_groups]
         self._slices = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
-        self._inverse_numels = torch.tensor([1 / p.numel() for p in self._params]).to(self._params[0])
+        self._chains = sampler.num_chains
+        numels = torch.tensor([p.numel() / self._chains for p in self._params]).to(self._params[0])
+        self._inverse_numels = 1 / (numels[:, None] if self._chains > 1 else numels)
         self._step = sampler.step_count
         self._clip = (trainer.gradient_clip_val, str(trainer.gradient_clip_algorithm or "norm").split(".")[-1].lower())
         self._anchors: list[Tensor] = []
@@ -167,8 +173,10 @@ class ChainHealth(SamplerCallback):
         value, algorithm = self._clip
         clipped = torch.zeros((), dtype=gradients[0].dtype, device=gradients[0].device)
         if value:
-            norms = torch.stack(torch._foreach_norm(gradients, math.inf if algorithm == "value" else 2))
-            clipped = ((norms.amax() if algorithm == "value" else norms.norm()) > value).to(clipped)
+            if algorithm == "value":
+                clipped = (torch.stack(torch._foreach_norm(gradients, math.inf)).amax() > value).to(clipped)
+            else:
+                clipped = (square_norms(gradients, self._chains).sum(0).sqrt() > value).to(clipped).mean()
         scales: list[Tensor] = []
         for group in self._sampler.param_groups:
             scales += self._sampler.preconditioner(group["params"]) or []
@@ -177,12 +185,12 @@ class ChainHealth(SamplerCallback):
             torch._foreach_mul_(self._changes, scales)
         weighted = torch._foreach_mul(gradients, scales) if scales else gradients
         parts = [
-            inner_products([p.detach() for p in self._params], gradients),
-            inner_products(self._anchors, gradients),
-            square_norms(weighted),
-            square_norms(self._changes),
+            inner_products([p.detach() for p in self._params], gradients, self._chains),
+            inner_products(self._anchors, gradients, self._chains),
+            square_norms(weighted, self._chains),
+            square_norms(self._changes, self._chains),
         ]
-        return torch.cat([*parts, clipped.reshape(1)])
+        return torch.cat([*(part.flatten() for part in parts), clipped.reshape(1)])
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -209,7 +217,9 @@ class ChainHealth(SamplerCallback):
     def _observation(self, sampler: Sampler, forces: Tensor, energy: Tensor) -> Tensor:
         """Return one step's row: the four numbers of each tensor, and the extras."""
         rows: list[list[Tensor]] = [[], [], [], []]
-        plain, anchored, squares, changes = forces[:-1].reshape(4, -1)
+        several = self._chains > 1
+        shape = (4, -1, self._chains) if several else (4, -1)
+        plain, anchored, squares, changes = forces[:-1].reshape(shape)
         for group, part, variance in zip(sampler.param_groups, self._slices, self._variances, strict=True):
             params, inverse = self._params[part], self._inverse_numels[part]
             kappa = group["gradient_multiplier"]
@@ -223,12 +233,14 @@ class ChainHealth(SamplerCallback):
             else:
                 momenta = [sampler.state[p].get("momentum_buffer") for p in params]
                 momenta = [torch.zeros_like(p) if m is None else m for m, p in zip(momenta, params, strict=True)]
-                rows[KINETIC].append(square_norms(momenta) * inverse / variance)
+                rows[KINETIC].append(square_norms(momenta, self._chains) * inverse / variance)
         temperature = sampler.param_groups[0]["temperature"]
         if not isinstance(temperature, Tensor):
             temperature = energy.new_tensor(temperature) if energy.device.type == "cpu" else energy * 0 + temperature
         extras = torch.stack([energy, energy.square(), temperature.mean(), forces[-1].to(energy)])
-        return torch.cat([*(r for row in rows for r in row), extras.to(forces)])
+        # What each chain shows in units of its own step size and temperature is averaged over the chains.
+        shown = (part.mean(1) if several else part for row in rows for part in row)
+        return torch.cat([*shown, extras.to(forces)])
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
@@ -241,6 +253,11 @@ class ChainHealth(SamplerCallback):
         if not parts:
             return None
         return merge_batches(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
+
+    def _of_all_processes(self, trainer: pl.Trainer, means: Tensor) -> Tensor:
+        """Return the mean over the processes' chains."""
+        reduced: Tensor = trainer.strategy.reduce(means.to(self._params[0]), reduce_op="mean")  # type: ignore[assignment]
+        return reduced.double().cpu()
 
     def _end_stage(self) -> None:
         self._past, self._stage, self._pending = self._batches(), None, None
@@ -292,7 +309,9 @@ class ChainHealth(SamplerCallback):
         kept = [i for i, name in enumerate(self._names) if name not in self._missing]
         extras = means[:, ROWS * count :]
         if shared and trainer.world_size > 1:  # the energies of a step are of the ranks' own batches
-            extras = trainer.strategy.reduce(extras.to(self._inverse_numels), reduce_op="mean").double().cpu()
+            extras = self._of_all_processes(trainer, extras)
+            if self._is_spread:
+                means = self._of_all_processes(trainer, means)
         weights = counts / counts.sum()
         temperature = float((extras[:, 2] * weights).sum()) if len(counts) else math.nan
         groups = self._sampler.param_groups
@@ -309,11 +328,16 @@ class ChainHealth(SamplerCallback):
             clipped=float((extras[:, 3] * weights).sum()) if self._clip[0] else None,
         )
 
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._trainer = None
+
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         batches = self._batches()
         means, counts = (None, None) if batches is None else batches
+        if means is not None and self._trainer is not None and self._is_spread:
+            means = self._of_all_processes(self._trainer, means)  # a checkpoint is of all chains
         return {
             "means": means,
             "counts": counts,

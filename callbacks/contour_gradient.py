@@ -314,6 +314,12 @@ class ContourGradient(SamplerCallback):
         if self._record is None:
             return False
         energies, self._record = self._module.layout.gather(self._record.energies, dim=1), None
+        if not bool(energies.isfinite().any()):
+            raise ValueError(
+                f"the second half of the {self._warm_up} steps of the warm-up was at temperature 0, where the contour "
+                "rests, so the energy range is not known: lengthen warm_up_steps into the first sampling stage, or "
+                "give first_edge and width"
+            )
         partition = EnergyPartition.from_energies(
             energies[energies.isfinite()], self.num_bins, self.width, self.lowest, self.headroom
         )

@@ -10,6 +10,7 @@ from lightning_sgmcmc.callbacks.base import Schedule, run_length
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.samplers.base import Control
 from lightning_sgmcmc.schedules import CyclicalPlan
 
 
@@ -58,7 +59,7 @@ class CyclicalSchedule(Schedule):
         self.temperature = temperature
         self._plan: CyclicalPlan | None = None
         self._sample_steps: frozenset[int] = frozenset()
-        self._target_temperature = 1.0
+        self._target_temperature: Control = 1.0
         self._planned_steps: int | None = None
 
     def reset(self) -> None:

@@ -80,7 +80,9 @@ def share_of_plain(trainer: pl.Trainer, loader: Any, limit: float) -> Evaluation
 
 
 def _shared_by_all(trainer: pl.Trainer, loader: DataLoader[Any], limit: float) -> EvaluationShare:
-    mine = DistributedSampler(loader.dataset, trainer.world_size, trainer.global_rank, shuffle=False)
+    mine: DistributedSampler[Any] = DistributedSampler(
+        loader.dataset, trainer.world_size, trainer.global_rank, shuffle=False
+    )
     again: DataLoader[Any] = DataLoader(
         loader.dataset,
         batch_size=loader.batch_size or 1,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, schedule_of
+from lightning_sgmcmc.callbacks.chain_health import ChainHealth
 from lightning_sgmcmc.callbacks.contour_gradient import ContourGradient
 from lightning_sgmcmc.callbacks.logger_output import log_scalars
 from lightning_sgmcmc.chain_layout import layout_of
@@ -115,6 +116,11 @@ class ReplicaExchange(SamplerCallback):
             raise ValueError(
                 "ReplicaExchange and ContourGradient are two ways across the same barriers, and the contour's weights "
                 "would be of no one temperature: take one of them"
+            )
+        if any(isinstance(callback, ChainHealth) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ValueError(
+                "ChainHealth holds all chains against the run's own temperature, and ReplicaExchange has them at "
+                "others: leave ChainHealth out"
             )
         for name in ("temperature", "lr"):
             if isinstance(getattr(module, name), tuple | list):

@@ -8,6 +8,7 @@ from lightning_sgmcmc.callbacks.base import Schedule, run_length
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.samplers.base import Control
 from lightning_sgmcmc.schedules import Annealing, PolynomialDecay
 
 
@@ -79,7 +80,7 @@ class SamplingSchedule(Schedule):
         self._burn_in = 0
         self._every = 1
         self._steps_per_epoch = 0
-        self._target_temperature = 1.0
+        self._target_temperature: Control = 1.0
 
     @property
     def sets_lr(self) -> bool:  # type: ignore[override]

@@ -64,21 +64,22 @@ class ChainEnergies:
             raise ValueError(f"the batch is of {len(batch)} chains, the module of {self._module.num_chains}")
         if (self._vmapped or self._compiled) and not self._looked:
             self._look_at_targets(batch)
-        if self._vmapped:
-            each, log_prior = self._all_at_once(batch)
-            mean = each.mean(1)
-        elif self._chains is None:
-            each, log_prior = self._of_network(None, batch), self._module.log_prior()
-            mean = each.mean()
+        state = self._module.__dict__["chain_state"]
+        if self._chains is None or self._vmapped:
+            if self._chains is None:
+                each, log_prior = self._of_network(None, batch), self._module.log_prior()
+            else:
+                each, log_prior = self._all_at_once(batch)
+            mean = each.mean(-1)
+            if state.keeps_each:
+                state.log_likelihood = each.detach()
         else:
             through_stack = self.through_stack if through_stack is None else through_stack
             rows, log_prior = self._one_by_one(self._chains, batch, through_stack)
             mean = torch.stack([row.mean() for row in rows])
-            each = rows
-        state = self._module.__dict__["chain_state"]
+            if state.keeps_each:
+                state.log_likelihood = torch.stack(rows).detach()
         state.log_prior = log_prior.detach()
-        if state.keeps_each:
-            state.log_likelihood = (torch.stack(each) if isinstance(each, list) else each).detach()
         return torch.add(mean, log_prior, alpha=1 / self._module._known_num_data()).neg()
 
     # -- one chain after the other ------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ class ChainStrategy(DDPStrategy):
             header = [(numbers, shapes)]
         dist.broadcast_object_list(header, source)
         numbers, shapes = header[0]
-        received: dict[str, dict[str, Tensor]] = {part: {} for part in TENSORS}
+        received: dict[str, Any] = {part: {} for part in TENSORS}
         for part, kinds in shapes.items():
             for name, (shape, dtype) in kinds.items():
                 if self.global_rank == source:

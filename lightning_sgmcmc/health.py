@@ -38,13 +38,20 @@ HEAT_WARNINGS = ("divergence", "kinetic temperature", "configurational temperatu
 # -- what a step shows ------------------------------------------------------------------------------------------------
 
 
-def inner_products(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-    """Return the inner product of each pair of tensors, shape (T,), without a wait for the device."""
+def inner_products(a: Sequence[Tensor], b: Sequence[Tensor], chains: int = 1) -> Tensor:
+    """Return the inner product of each pair of tensors, shape (T,), without a wait for the device.
+
+    With several chains, whose tensors have a leading axis for them, of each pair and chain, shape (T, C).
+    """
+    if chains > 1:
+        return torch.stack([(x * y).flatten(1).sum(1) for x, y in zip(a, b, strict=True)])
     return torch.stack([torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(a, b, strict=True)])
 
 
-def square_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the squared norm of each tensor, shape (T,), without a wait for the device."""
+def square_norms(tensors: Sequence[Tensor], chains: int = 1) -> Tensor:
+    """Return the squared norm of each tensor, shape (T,), or of each tensor and chain, (T, C)."""
+    if chains > 1:
+        return torch.stack([tensor.square().flatten(1).sum(1) for tensor in tensors])
     return torch.stack(torch._foreach_norm(list(tensors))).square_()
 
 

@@ -121,9 +121,11 @@ class Posterior:
             )
 
     @staticmethod
-    def _check_fits(sample: PosteriorSample, model: nn.Module) -> None:
+    def _check_fits(sample: PosteriorSample, model: "BayesianModule") -> None:
         found = {name: (tuple(t.shape), _kind(t)) for name, t in sample.state.items()}
-        expected = {name: (tuple(t.shape), _kind(t)) for name, t in (*model.named_parameters(), *model.named_buffers())}
+        with model.at_chain(0):
+            present = (*model.named_parameters(), *model.named_buffers())
+            expected = {name: (tuple(t.shape), _kind(t)) for name, t in present}
         odd = sorted(k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k))
         if not odd:
             return

@@ -192,6 +192,8 @@ class _Runs:
         with _quiet():
             self._fit(max(steps, 1), schedule, energy)
         lr = self.module.lr if self.module.lr is not None else float(self.module.sampler.defaults["lr"])
+        if not isinstance(lr, int | float):
+            raise ValueError("tuning finds one step size for all chains: give the module one lr, or none")
         return lr, float(energy.total) / energy.count if steps > 0 and energy.count else None
 
     def probe(self, lr: float, steps: int, lowest: float | None) -> Probe:

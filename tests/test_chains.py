@@ -21,7 +21,16 @@ from lightning_sgmcmc import (
     Posterior,
     pSGLD,
 )
-from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector, SamplingSchedule
+from lightning_sgmcmc.callbacks import (
+    BayesianModelAverage,
+    ChainHealth,
+    ContourGradient,
+    CyclicalSchedule,
+    PosteriorDashboard,
+    RunSummary,
+    SampleCollector,
+    SamplingSchedule,
+)
 from lightning_sgmcmc.chain_batches import ChainBatches
 from lightning_sgmcmc.chain_layout import ChainLayout
 from lightning_sgmcmc.chains import clip_each_chain
@@ -420,6 +429,42 @@ def test_a_checkpoint_loads_without_a_trainer(tmp_path: Path) -> None:
     loaded = Net.load_from_checkpoint(tmp_path / "run.ckpt", num_chains=2)
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name])
+
+
+def test_everything_after_a_fit(tmp_path: Path) -> None:
+    """Test, predictions, re-estimated BatchNorm and the chain's health with several chains, from the fit's own module;
+    predictions are those of a module with one chain."""
+    module = seeded(lambda: Net(CHAINS))
+    callbacks = [SamplingSchedule(every_n_steps=8), SampleCollector(tmp_path / "samples"), BayesianModelAverage()]
+    contour = ContourGradient(0.3, warm_up_steps=6)
+    trainer = quiet_trainer(
+        max_steps=24,
+        default_root_dir=tmp_path,
+        gradient_clip_val=50.0,
+        callbacks=[*callbacks, ChainHealth(every_n_steps=2, warn=False), PosteriorDashboard(), RunSummary(), contour],
+    )
+    trainer.fit(module, datamodule=Data())
+    assert module.health is not None
+    assert set(module.health["tensors"]) == {name for name, _ in Net().named_parameters()}
+    (metrics,) = trainer.test(module, datamodule=Data(), verbose=False)
+    assert 0 < metrics["test/bma_accuracy"] <= 1
+    (prediction,) = trainer.predict(module, datamodule=Data(batch_size=20))
+    inputs = data(20, 2).inputs
+    again = Posterior.load(tmp_path / "samples", model=Net()).predict(inputs)
+    torch.testing.assert_close(prediction.probabilities, again.probabilities)
+    assert len(module.posterior.update_batch_norm([data(60, 0).inputs])) == 9
+
+
+def test_health_of_several_chains_is_the_mean_of_theirs() -> None:
+    """Chains at temperatures of their own are each held against its own; SGHMC's kinetic one is right with any."""
+    problem = ConjugateRegression()
+    module = problem.module(sampler=SGHMC, lr=[0.005, 0.01], temperature=[1.0, 8.0], num_chains=2, seed=3)
+    health = ChainHealth(every_n_steps=2, warn=False)
+    trainer = quiet_trainer(max_steps=3000, callbacks=[SamplingSchedule(every_n_steps=100), health])
+    trainer.fit(module, problem.loader(100))
+    assert module.health is not None
+    kinetic = module.health["total"]["kinetic"] / module.health["temperature"]
+    assert kinetic == pytest.approx(1, abs=0.08)  # the mini-batches' share and five standard errors
 
 
 def test_the_store_holds_single_networks(tmp_path: Path) -> None:
