@@ -158,7 +158,7 @@ class BayesianModule(pl.LightningModule):
         self._sampling_seed = seed
         self._trainable: dict[str, Tensor] | None = None
         self._trainable_home: tuple[dict[str, Any], str] | None = None
-        self._started = False
+        self._started: range | None = None
         self._chains: StackedChains | None = None
         self._layout = ChainLayout()
         self._energies: ChainEnergies | None = None
@@ -375,11 +375,18 @@ class BayesianModule(pl.LightningModule):
         trainer = self._trainer
         self._layout = layout_of(trainer, self.num_chains)
         own_start = any(chain > 0 for chain in self._layout.chains) and self.chain_start == "own"
-        if self.__dict__["_started"] or not (self.num_chains > 1 or own_start):
+        if self._started is not None:
+            if self._started != self._layout.chains:
+                rank_zero_warn(
+                    "This module's chains began in another layout, so chains of several processes go on from the same "
+                    "states here: make a new module for a run of several processes."
+                )
+            return
+        if not (self.num_chains > 1 or own_start):
             return
         self._check_layers()
         self._sampling_seed = self._resolve_seed()
-        self._started = True
+        self._started = self._layout.chains
         if self.num_chains > 1:
             self._chains = StackedChains(self, self.num_chains, self._initialise)
         else:

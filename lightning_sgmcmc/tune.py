@@ -118,6 +118,7 @@ def propose_lr(
     if module.lr == 0:
         raise ValueError("lr is 0: give the module an lr near which to look for a step size")
     data = {"train_dataloaders": train_dataloaders, "datamodule": datamodule}
+    module.configure_model()  # several chains are stacked now, and stay so
     runs = _Runs(module, data, tolerance, make_trainer)
     with _unchanged(module):
         lr, energy = runs.burn_in(burn_in_steps)

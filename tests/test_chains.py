@@ -37,6 +37,7 @@ from lightning_sgmcmc.chains import clip_each_chain
 from lightning_sgmcmc.data_order import BatchOrder, ResumableLoader
 from lightning_sgmcmc.datamodules import ArrayDataModule, DatasetDataModule, Split, TensorBatches
 from lightning_sgmcmc.store import PosteriorSample
+from lightning_sgmcmc.tune import propose_lr
 from tests.conjugate import ConjugateRegression, Draws, quiet_trainer
 from tests.test_conjugate_regression import check_law
 from tests.test_exact_resume import Decoded, Noisy, data
@@ -465,6 +466,17 @@ def test_health_of_several_chains_is_the_mean_of_theirs() -> None:
     assert module.health is not None
     kinetic = module.health["total"]["kinetic"] / module.health["temperature"]
     assert kinetic == pytest.approx(1, abs=0.08)  # the mini-batches' share and five standard errors
+
+
+def test_a_step_size_for_several_chains() -> None:
+    """Tuning leaves the chains where they were, each at its own start."""
+    module = seeded(lambda: Net(2))
+    proposal = propose_lr(
+        module, datamodule=Data(), steps=100, burn_in_steps=20, max_probes=2, make_trainer=quiet_trainer
+    )
+    assert proposal.probes
+    tuned = fit(module, 10)
+    assert_same(fit(seeded(lambda: Net(2)), 10), tuned)
 
 
 def test_the_store_holds_single_networks(tmp_path: Path) -> None:
