@@ -1,19 +1,17 @@
 """BayesianModule: a LightningModule whose training step is a step of a Markov chain."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chain_energies import ChainEnergies, ChainExecution, check_shape
-from lightning_sgmcmc.chain_layout import ChainLayout, layout_of
+from lightning_sgmcmc.chain_module import ChainModule
 from lightning_sgmcmc.chain_state import ChainState
-from lightning_sgmcmc.chains import StackedChains, clip_each_chain, draw_start
 from lightning_sgmcmc.checks import (
     check_choice,
     check_control,
@@ -24,7 +22,7 @@ from lightning_sgmcmc.checks import (
 )
 from lightning_sgmcmc.contour import LearnedContour
 from lightning_sgmcmc.description import record_arguments
-from lightning_sgmcmc.energy_guard import EnergyGuard, NonFiniteEnergy, bad_tensor
+from lightning_sgmcmc.energy_guard import EnergyGuard, NonFiniteEnergy
 from lightning_sgmcmc.exact_resume import ExactResume
 from lightning_sgmcmc.handover import SampleHandover
 from lightning_sgmcmc.likelihoods import Likelihood, Prediction
@@ -32,7 +30,6 @@ from lightning_sgmcmc.priors import GaussianPrior, Prior
 from lightning_sgmcmc.progress import SamplingProgress
 from lightning_sgmcmc.safeguards import Safeguards
 from lightning_sgmcmc.samplers import SGLD, Sampler
-from lightning_sgmcmc.seeding import derive_seed, reseed
 from lightning_sgmcmc.store import PosteriorSample
 from lightning_sgmcmc.training_data import count_training_data
 from lightning_sgmcmc.wandb_mode import stay_offline_without_login
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
     from lightning_sgmcmc.posterior import Posterior
 
 
-class BayesianModule(pl.LightningModule):
+class BayesianModule(ChainModule):
     """A network with a likelihood and a prior, trained by a sampler: the parameters walk through the posterior.
 
         U(θ) = -Σ_i log p(y_i|x_i,θ) - log p(θ),   Ũ(θ) = (N/n)·Σ_{i in batch} -log p(y_i|x_i,θ) - log p(θ)
@@ -158,10 +155,6 @@ class BayesianModule(pl.LightningModule):
         self._sampling_seed = seed
         self._trainable: dict[str, Tensor] | None = None
         self._trainable_home: tuple[dict[str, Any], str] | None = None
-        self._started: range | None = None
-        self._chains: StackedChains | None = None
-        self._layout = ChainLayout()
-        self._energies: ChainEnergies | None = None
         self.save_hyperparameters(
             {
                 "likelihood": repr(likelihood),
@@ -296,32 +289,6 @@ class BayesianModule(pl.LightningModule):
         potential = potential * (accumulated / window)
         return potential.sum() if potential.dim() else potential
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Make the backward pass, and gather the chains' gradients once a step's are complete."""
-        loss.backward(*args, **kwargs)
-        energies: ChainEnergies | None = self.__dict__["_energies"]
-        if energies is not None and energies.collects and not self.__dict__["chain_state"].accumulating:
-            self.__dict__["_chains"].collect_gradients()
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-        """Forget the gradients, the chains' own too."""
-        optimizer.zero_grad()
-        chains: StackedChains | None = self.__dict__["_chains"]
-        if chains is not None:
-            chains.clear_gradients()
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clip the gradient of each chain by its own norm."""
-        if self._chains is None or not gradient_clip_val or gradient_clip_algorithm == "value":
-            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            return
-        clip_each_chain([p.grad for p in self.parameters() if p.grad is not None], float(gradient_clip_val))
-
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
@@ -369,92 +336,6 @@ class BayesianModule(pl.LightningModule):
         """Return the posterior predictive of a batch: inputs, or a tuple that starts with them."""
         assert self.posterior is not None
         return self.posterior.predict(batch[0] if isinstance(batch, list | tuple) else batch)
-
-    def configure_model(self) -> None:
-        """Stack the chains, once; a subclass that defines its layers here calls this one at its end."""
-        trainer = self._trainer
-        self._layout = layout_of(trainer, self.num_chains)
-        own_start = any(chain > 0 for chain in self._layout.chains) and self.chain_start == "own"
-        if self._started is not None:
-            if self._started != self._layout.chains:
-                rank_zero_warn(
-                    "This module's chains began in another layout, so chains of several processes go on from the same "
-                    "states here: make a new module for a run of several processes."
-                )
-            return
-        if not (self.num_chains > 1 or own_start):
-            return
-        self._check_layers()
-        self._sampling_seed = self._resolve_seed()
-        self._started = self._layout.chains
-        if self.num_chains > 1:
-            self._chains = StackedChains(self, self.num_chains, self._initialise)
-        else:
-            with torch.no_grad():
-                self._initialise(0)
-
-    def _initialise(self, index: int) -> None:
-        """Put the start of the chain with this index in this process in place."""
-        chain = self._layout.chains[index]
-        if chain == 0 or self.chain_start == "same":
-            return
-        with torch.random.fork_rng([]):
-            reseed(derive_seed(self._sampling_seed or 0, "start", chain))
-            self.initialise_chain(chain)
-
-    def initialise_chain(self, chain: int) -> None:
-        """Draw the start of a chain into the module's own tensors; override it for starts of another kind.
-
-        A subclass's constructor is called again with the same arguments; what it does not make anew, a network that was
-        handed over, is started by its layers' `reset_parameters`. Frozen parameters stay.
-
-        Args:
-            chain: global index of the chain, from 1; torch's default generator is seeded by it.
-        """
-        cls, arguments = type(self), self.__dict__["_arguments"]
-        rebuild = (lambda: cls(**arguments)) if cls is not BayesianModule else None
-        kept = draw_start(self, rebuild)
-        if kept and chain == 1:
-            rank_zero_warn(
-                f"All chains start with the same {', '.join(map(repr, kept))}: the layer has no reset_parameters. "
-                f"Define initialise_chain(chain) of {cls.__name__}, or pass chain_start='same'."
-            )
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load what `state_dict` returned, of one network or of stacked chains; the latter stacks them here too."""
-        if self.num_chains > 1 and self._chains is None:
-            own = {name: parameter.dim() for name, parameter in self.named_parameters()}
-            if any(state_dict[name].dim() == dim + 1 for name, dim in own.items() if name in state_dict):
-                self.configure_model()
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-    @contextmanager
-    def at_chain(self, chain: int) -> Iterator[None]:
-        """Put the network of one chain in place: inside, the module is that chain's ordinary network.
-
-        Args:
-            chain: its index in this process, from 0.
-
-        Raises:
-            IndexError: if there is no such chain.
-        """
-        if not 0 <= chain < self.num_chains:
-            raise IndexError(f"chain must be between 0 and {self.num_chains - 1}, got {chain}")
-        if self._chains is None:
-            yield
-            return
-        with self._chains.at(chain):
-            yield
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        chains = self.__dict__["_chains"]
-        # A data-parallel wrapper calls the training step by way of a `forward` of its own.
-        if chains is not None and chains.is_at_rest and "forward" not in self.__dict__:
-            raise RuntimeError(
-                f"{type(self).__name__} holds {self.num_chains} chains, and an output is of one: call it in `with "
-                "module.at_chain(c):`, or average over samples by module.posterior.predict(x)"
-            )
-        return super().__call__(*args, **kwargs)
 
     def configure_optimizers(self) -> Any:
         """Make the sampler, with N, the seed and the number of chains filled in."""
@@ -533,73 +414,6 @@ class BayesianModule(pl.LightningModule):
             )
         return optimizer
 
-    def posterior_samples(self) -> Iterator[PosteriorSample]:
-        """Return the chains' present states as samples, one for each chain of the run in their order, made one after
-        the other with tensors of their own; all processes go through them together."""
-        state = self.chain_state
-        frozen = next((name for name, p in (self._trainable or {}).items() if not p.requires_grad), None)
-        if frozen is not None:
-            raise RuntimeError(
-                f"'{frozen}' was frozen in the middle of the run, so this state is no sample of the posterior: freeze "
-                "parameters before the fit"
-            )
-        if state.before_sample is not None:
-            state.before_sample()
-        energy = state.sample_energy
-        if energy is None:
-            energy = self._layout.mean_over_data(state.energy)
-        layout = self._layout
-        samples = self._own_samples(energy)
-        everyone = layout.strategy.share_samples(samples, self.num_chains) if layout.is_spread else samples
-        for sample in everyone:
-            if state.labels is not None:
-                sample.chain = state.labels[sample.chain]
-            if sample.chain in state.sampled:
-                yield sample
-
-    def _own_samples(self, energy: Tensor) -> Iterator[PosteriorSample]:
-        """Yield the samples of this process's chains.
-
-        Args:
-            energy: their energies, shape (C,).
-        """
-        state, layout = self.chain_state, self._layout
-        energies, log_weights = energy.reshape(-1).tolist(), state.log_weight.reshape(-1).tolist()
-        bins = state.bin.reshape(-1).tolist() if state.bin is not None else [None] * self.num_chains
-        for index, chain in enumerate(layout.chains):
-            with self.at_chain(index):
-                parameters = {name: p.detach().clone() for name, p in self.named_parameters()}
-                buffers = {name: b.detach().clone() for name, b in self.named_buffers()}
-            bad = bad_tensor(parameters, buffers)
-            if bad is not None and self._guard is not None:
-                raise self._guard.state_error(bad, "it is no sample", chain)
-            yield PosteriorSample(
-                step=self.sampler.step_count,
-                cycle=state.cycle,
-                chain=chain,
-                energy=energies[index],
-                log_weight=log_weights[index],
-                bin=bins[index],
-                parameters=parameters,
-                buffers=buffers,
-            )
-
-    @property
-    def layout(self) -> ChainLayout:
-        """Which chains this process holds."""
-        return self._layout
-
-    @property
-    def chains(self) -> StackedChains | None:
-        """The stacked chains, None where this process holds one plain chain."""
-        return self._chains
-
-    def chain_with(self, name: str) -> int:
-        """Return the global index of the first chain whose tensor `name` is not finite."""
-        tensor = dict(self.named_parameters()) | dict(self.named_buffers())
-        rows = tensor[name].reshape(self.num_chains, -1)
-        return self._layout.chains[int((~rows.isfinite()).any(1).byte().argmax())]
-
     @property
     def target_temperature(self) -> "float | Tensor":
         """τ of the running fit: a number, or one for each chain of this process, shape (C,), on the device."""
@@ -628,16 +442,6 @@ class BayesianModule(pl.LightningModule):
                     return part._parameters, key  # type: ignore[return-value]
         raise KeyError("no parameter of this module")
 
-    def _of_chains(self, name: str, value: float | Sequence[float]) -> "float | Tensor":
-        """Return a control: a number for all chains, or this process's chains' own as a tensor."""
-        if isinstance(value, int | float):
-            return value
-        total = self._layout.total_chains
-        if len(value) != total:
-            raise ValueError(f"{name} has {len(value)} values, and the run has {total} chains: give one for each")
-        own = torch.tensor([value[chain] for chain in self._layout.chains], device=self.device)
-        return own if len(own) > 1 else own.item()
-
     def _known_num_data(self) -> int:
         if self.num_data is None:
             raise RuntimeError(
@@ -661,14 +465,6 @@ class BayesianModule(pl.LightningModule):
         own_output = cls.output_and_target is not BayesianModule.output_and_target
         if "net" not in self._modules and not (own_forward or own_likelihood or own_output):
             raise ValueError(f"{cls.__name__} needs a network: pass net=… or define forward")
-
-    def _check_layers(self) -> None:
-        for name, parameter in self.named_parameters():
-            if isinstance(parameter, nn.UninitializedParameter):
-                raise ValueError(
-                    f"'{name}' has no shape yet, since its layer is lazy: pass one batch through "
-                    f"{type(self).__name__} first"
-                )
 
     def _resolve_num_data(self) -> int:
         """Return N: the explicit one, else the datamodule's or the data set's length; they must not contradict."""
