@@ -1,6 +1,6 @@
 """The mean potentials of all chains of a process on one mini-batch: chain after chain, or all at once."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -40,6 +40,8 @@ class ChainEnergies:
         self._own_prior = type(module).log_prior is not _base(module).log_prior
         self._call = StatelessCall(module, lambda m, batch: m.log_likelihood(batch))
         self._compiled = compiled
+        self._replays = compiled and module.device.type == "cuda"
+        self._kept: dict[Tensor, Tensor] = {}
         self._network = self._compile() if compiled else None
         self._looked = False
         self.through_stack = False
@@ -158,9 +160,8 @@ class ChainEnergies:
 
     def _compile(self) -> Callable[..., Tensor]:
         function = self._vmap_of_network if self._vmapped else self._call.call
-        on_cuda = self._module.device.type == "cuda"
-        compiled = torch.compile(function, dynamic=False, mode="reduce-overhead" if on_cuda else None)
-        if not on_cuda:
+        compiled = torch.compile(function, dynamic=False, mode="reduce-overhead" if self._replays else None)
+        if not self._replays:
             return compiled  # type: ignore[no-any-return]
 
         def replayed(named: dict[str, Tensor], *rest: Any) -> Tensor:
@@ -173,6 +174,18 @@ class ChainEnergies:
             return result
 
         return replayed
+
+    def keep_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Give parameters gradients of zero in memory of their own, if their gradients come from a CUDA graph.
+
+        Its outputs are overwritten when it is replayed, for the next micro-batch already.
+        """
+        if not self._replays:
+            return
+        for parameter in parameters:
+            if parameter.requires_grad:
+                kept = self._kept.get(parameter)
+                self._kept[parameter] = parameter.grad = torch.zeros_like(parameter) if kept is None else kept.zero_()
 
     def _look_at_targets(self, batch: Any) -> None:
         """Check the first targets outside of vmap and compiled code, in which numbers cannot be looked at."""

@@ -186,6 +186,8 @@ class ChainModule(pl.LightningModule):
         chains: StackedChains | None = self.__dict__["_chains"]
         if chains is not None:
             chains.clear_gradients()
+        if self.__dict__["_energies"] is not None:
+            self.__dict__["_energies"].keep_gradients(self.parameters())
 
     def configure_gradient_clipping(
         self,

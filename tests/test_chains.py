@@ -318,6 +318,22 @@ def test_compiled_networks(chains: int, execution: Any) -> None:
         torch.testing.assert_close(other.state, one.state, rtol=1e-3, atol=1e-4)
 
 
+def test_gradients_that_a_cuda_graph_would_overwrite_are_added_up() -> None:
+    """Stands in for a device: gradients in kept memory, over micro-batches, are those in fresh memory."""
+
+    class Kept(Net):
+        def begin_energies(self, trainer: pl.Trainer) -> None:
+            super().begin_energies(trainer)
+            assert self._energies is not None
+            self._energies._replays = True
+
+    def run(model: Any) -> list[PosteriorSample]:
+        module = seeded(lambda: model(2, chain_execution="vmap"))
+        return fit(module, 10, accumulate_grad_batches=2)
+
+    assert_same(run(Net), run(Kept))
+
+
 def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path) -> None:
     def checkpoint() -> pl.Callback:
         return pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=7, save_top_k=-1)
