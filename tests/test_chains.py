@@ -371,22 +371,6 @@ def test_the_state_between_micro_batches_survives(tmp_path: Path) -> None:
     assert_same(whole, list(collector.posterior.store))
 
 
-def test_stacked_chains_have_the_law_of_the_posterior() -> None:
-    """Two chains of SGLD on the conjugate regression, pooled, against the exact law; false alarms as for one chain."""
-    problem = ConjugateRegression()
-    draws = Draws()
-    module = problem.module(sampler=SGLD, lr=0.1, num_chains=2, chain_start="same", seed=3)
-    trainer = quiet_trainer(max_steps=4000, callbacks=[SamplingSchedule(burn_in_steps=300, every_n_steps=2), draws])
-    with pytest.warns(UserWarning, match="all chains of a process see the same batches"):
-        trainer.fit(module, problem.loader(50))
-    array = draws.array()
-    for chain in range(2):
-        check_law(array[chain::2], problem.sgld_covariance(0.1, 50))
-    # Batches are shared, the injected noise is not: the chains are correlated, and far from equal.
-    correlation = torch.corrcoef(torch.tensor(array.reshape(-1, 2, array[0].size)[:, :, 0]).T)[0, 1]
-    assert abs(float(correlation)) < 0.6
-
-
 def test_chains_with_temperatures_and_step_sizes_of_their_own() -> None:
     """Each chain has the exact law of its own step size and temperature; false alarms as for one chain."""
     problem = ConjugateRegression()
@@ -394,7 +378,7 @@ def test_chains_with_temperatures_and_step_sizes_of_their_own() -> None:
     module = problem.module(
         sampler=SGLD, lr=[0.05, 0.1], temperature=[1.0, 4.0], num_chains=2, chain_start="same", seed=3
     )
-    trainer = quiet_trainer(max_steps=6000, callbacks=[SamplingSchedule(burn_in_steps=500, every_n_steps=5), draws])
+    trainer = quiet_trainer(max_steps=5000, callbacks=[SamplingSchedule(burn_in_steps=500, every_n_steps=3), draws])
     trainer.fit(module, problem.loader(50))
     array = draws.array()
     for chain, (lr, temperature) in enumerate([(0.05, 1.0), (0.1, 4.0)]):
