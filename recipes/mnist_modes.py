@@ -1,0 +1,292 @@
+"""B1: MNIST digits 0 to 4 by SGD, SGLD and interacting contour SGLD, which leaves its modes (ICSGLD, Figure 2)."""
+
+import itertools
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_sgmcmc import BayesianModule, Categorical, DecayingStepSize, GaussianPrior
+from lightning_sgmcmc.callbacks import ContourGradient
+from lightning_sgmcmc.datamodules import MNISTDataModule, Split
+from lightning_sgmcmc.figures_contour import energy_walk_figure
+from lightning_sgmcmc.figures_samples import weight_paths_figure
+from lightning_sgmcmc.geometry import classical_scaling, squared_distances, weight_sketch
+from recipes.results import Options, Row, mean_row
+
+METHODS = ("ICSGLD", "SGLD", "SGD")
+CLASSES = 5
+NUM_DATA = 30_596
+STEP, TEMPERATURE, WEIGHT_DECAY = 1e-6, 0.1, 25.0
+ZETA, WIDTH, NUM_BINS = 3e4, 10.0, 100_000
+LEARNING = DecayingStepSize(1, 0.6, 100, maximum=0.01)
+LOW, HIGH = 0.05, 0.25
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What differs between quick and full.
+
+    Attributes:
+        images: N; the first so many of digits 0 to 4.
+        pixels: width of the images; 14 is the means of 2×2 pixels, and goes with a smaller network.
+        batch: images in a batch.
+        epochs: of a run.
+        chains: of each method.
+        lr: ε·N.
+        snapshots: epochs from one picture of the weights to the next.
+    """
+
+    images: int = NUM_DATA
+    pixels: int = 28
+    batch: int = 2500
+    epochs: int = 500
+    chains: int = 4
+    lr: float = STEP * NUM_DATA
+    snapshots: int = 2
+
+    @property
+    def share(self) -> float:
+        """Of the paper's data; energies, temperature and precision of the prior are that much smaller."""
+        return self.images / NUM_DATA
+
+
+SETTINGS = {"full": Setting(), "quick": Setting(2000, 14, 500, 500, 3, 0.1)}
+
+
+class Walk(NamedTuple):
+    """A run of a method.
+
+    Attributes:
+        losses: of each step's mini-batch, in nats for each datum, shape (steps, C).
+        multipliers: κ of each step, shape (steps, C).
+        sketches: of the weights at each snapshot, shape (snapshots, C, dimension).
+        accuracies: of the last states on the test images, shape (C,).
+    """
+
+    losses: Tensor
+    multipliers: Tensor
+    sketches: Tensor
+    accuracies: Tensor
+
+
+class FirstDigits(MNISTDataModule):
+    """The digits 0 to 4 of MNIST; the test images too.
+
+    Args:
+        root: folder of the data sets.
+        setting: how many images of which size, and the batch.
+    """
+
+    def __init__(self, root: Path, setting: Setting) -> None:
+        super().__init__(root, setting.batch, val_size=0, drop_last=True, device_resident=True)
+        self.setting = setting
+
+    def load(self) -> tuple[Split, Split, Split]:
+        train, none, test = super().load()
+        return self._chosen(train, self.setting.images), none, self._chosen(test, len(test.targets))
+
+    def _chosen(self, part: Split, count: int) -> Split:
+        found = (part.targets < CLASSES).nonzero().squeeze(1)[:count]
+        images = part.inputs[found]
+        if self.setting.pixels == 14:
+            images = nn.functional.avg_pool2d(images.float(), 2).round().byte()
+        return Split(images, part.targets[found])
+
+
+def network(pixels: int) -> nn.Sequential:
+    """Return the paper's network for 28 pixels: two convolutions and two layers of 50; for 14 a smaller one."""
+    if pixels == 28:
+        convolutions = [nn.Conv2d(1, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU()]
+        convolutions.append(nn.MaxPool2d(2))
+        features, hidden = 64 * 4 * 4, 50
+    else:  # strides in place of pooling, which is slow on a CPU
+        convolutions = [nn.Conv2d(1, 8, 4, stride=2), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2), nn.ReLU()]
+        features, hidden = 16 * 2 * 2, 20
+    layers = [nn.Flatten(), nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()]
+    return nn.Sequential(*convolutions, *layers, nn.Linear(hidden, CLASSES))
+
+
+class Recorder(pl.Callback):
+    """Keeps the loss and the multiplier of each step, and sketches of the weights."""
+
+    def __init__(self, every_n_epochs: int) -> None:
+        self.every = every_n_epochs
+        self.losses: list[Tensor] = []
+        self.multipliers: list[Tensor] = []
+        self.sketches: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        state = pl_module.chain_state
+        # The data's part alone, as in the paper's figure.
+        self.losses.append((state.energy + state.log_prior) / state.num_data)
+        multiplier = pl_module.sampler.param_groups[0].get("gradient_multiplier", 1.0)
+        self.multipliers.append(torch.as_tensor(multiplier, dtype=torch.float64).expand(pl_module.num_chains).clone())
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch % self.every == 0:
+            self._look(pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._look(pl_module)
+
+    def _look(self, module: Any) -> None:
+        sketches = []
+        for chain in range(module.num_chains):
+            with module.at_chain(chain):
+                sketches.append(weight_sketch(dict(module.named_parameters())))
+        self.sketches.append(torch.stack(sketches))
+
+
+def run(options: Options) -> list[Row]:
+    """Run all methods, draw losses and paths, return the table."""
+    setting = SETTINGS[options.scale]
+    jobs = [(method, setting, options) for method in METHODS]
+    if options.full and torch.cuda.is_available():  # one device
+        walks = dict(zip(METHODS, itertools.starmap(one, jobs), strict=True))
+    else:
+        data_of(setting, options)  # what is missing is said at once
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        with ProcessPoolExecutor(max(1, cores), multiprocessing.get_context("spawn")) as pool:
+            walks = dict(zip(METHODS, pool.map(_call, jobs), strict=True))
+    walks = {method: walks[method] for method in reversed(METHODS)}
+    losses = {method: walk.losses.tolist() for method, walk in walks.items()}
+    energy_walk_figure(losses, (LOW, HIGH), "loss (nats per image)").savefig(options.out / "losses.png", dpi=120)
+    paths(walks).savefig(options.out / "paths.png", dpi=120)
+    return [row for method, walk in walks.items() for row in rows_of(method, walk)]
+
+
+def _call(job: tuple[str, Setting, Options]) -> Walk:
+    torch.set_num_threads(1)
+    return one(*job)
+
+
+def data_of(setting: Setting, options: Options) -> FirstDigits:
+    """Return the data, read."""
+    data = FirstDigits(options.data_root, setting)
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def contour(setting: Setting) -> ContourGradient:
+    """Return ICSGLD's callback: the paper's values, its widths for as much data as there are."""
+    width = WIDTH * setting.share
+    return ContourGradient(
+        ZETA,
+        num_bins=NUM_BINS,
+        first_edge=width,
+        width=width,
+        step_size=LEARNING,
+        scheme="scalable",
+        weighting="bin",
+        include_prior=False,
+        interacting=True,
+    )
+
+
+def one(method: str, setting: Setting, options: Options) -> Walk:
+    """Run one method."""
+    import logging
+    import warnings
+
+    warnings.filterwarnings("ignore", module="pytorch_lightning")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    pl.seed_everything(options.seed, verbose=False)
+    data = data_of(setting, options)
+    module = BayesianModule(
+        net=network(setting.pixels),
+        likelihood=Categorical(),
+        prior=GaussianPrior((WEIGHT_DECAY * setting.share) ** -0.5),
+        lr=setting.lr,
+        temperature=0.0 if method == "SGD" else TEMPERATURE * setting.share,
+        num_chains=setting.chains,
+    )
+    recorder = Recorder(setting.snapshots)
+    trainer = pl.Trainer(
+        accelerator="auto" if options.full else "cpu",
+        max_epochs=setting.epochs,
+        callbacks=[contour(setting), recorder] if method == "ICSGLD" else [recorder],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=data)
+    return Walk(
+        torch.stack(recorder.losses).cpu(),
+        torch.stack(recorder.multipliers).cpu(),
+        torch.stack(recorder.sketches),
+        torch.tensor(accuracies(module, data)),
+    )
+
+
+def accuracies(module: BayesianModule, data: FirstDigits) -> list[float]:
+    """Return each chain's accuracy on the test images, in %."""
+    test = data.splits[2]
+    found = []
+    for chain in range(module.num_chains):
+        with module.at_chain(chain), torch.no_grad():
+            batches = test.inputs.to(module.device).split(1000)
+            predicted = torch.cat([module(data.transform()(batch)).argmax(1) for batch in batches])
+        found.append(100 * float((predicted.cpu() == test.targets.cpu()).double().mean()))
+    return found
+
+
+def round_trips(losses: Sequence[float], low: float, high: float) -> int:
+    """Return how often a walk went from below `low` to above `high` and came back; in between it may do anything."""
+    trips, was_low, is_high = 0, False, False
+    for loss in losses:
+        if loss < low:
+            trips += was_low and is_high
+            was_low, is_high = True, False
+        elif loss > high:
+            is_high = True
+    return trips
+
+
+def rows_of(method: str, walk: Walk) -> list[Row]:
+    """Return a method's figures: means over its chains, with their standard errors."""
+    later = walk.losses[len(walk.losses) // 2 :]
+    half, end = walk.sketches[len(walk.sketches) // 2], walk.sketches[-1]
+    low, high = later.quantile(torch.tensor([0.05, 0.95], dtype=later.dtype), dim=0)
+    values = {
+        f"round trips below {LOW}, above {HIGH}, below {LOW}, second half": [
+            float(round_trips(chain, LOW, HIGH)) for chain in later.T.tolist()
+        ],
+        "largest loss, second half": later.amax(0).tolist(),
+        "5 to 95 % range of losses, second half": (high - low).tolist(),
+        "median loss, second half": later.median(0).values.tolist(),
+        "loss, mean of the last 50 steps": walk.losses[-50:].mean(0).tolist(),
+        "accuracy at the end, test, %": walk.accuracies.tolist(),
+        "way from half time to end / length of the weights": ((end - half).norm(dim=1) / half.norm(dim=1)).tolist(),
+    }
+    if method == "ICSGLD":
+        values["share of steps with κ < 0, second half"] = (
+            (walk.multipliers[len(walk.losses) // 2 :] < 0).double().mean(0).tolist()
+        )
+    return [mean_row(method, metric, of_chains) for metric, of_chains in values.items()]
+
+
+def paths(walks: dict[str, Walk]) -> Any:
+    """Draw the first chain of each method, which all begin at one place, on the plane that holds most of all paths."""
+    first = {method: walk.sketches[:, 0] for method, walk in walks.items()}
+    coordinates, share = classical_scaling(squared_distances(torch.cat(list(first.values()))))
+    places = coordinates.split([len(path) for path in first.values()])
+    losses = {}
+    for method, walk in walks.items():
+        steps = torch.linspace(0, len(walk.losses) - 1, len(first[method])).long()
+        losses[method] = walk.losses[steps, 0].tolist()
+    return weight_paths_figure(
+        {method: place.tolist() for method, place in zip(first, places, strict=True)},
+        losses,
+        share.tolist(),
+        "loss (nats per image)",
+    )
