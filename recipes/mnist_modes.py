@@ -146,7 +146,7 @@ class Recorder(pl.Callback):
 
 
 def run(options: Options) -> list[Row]:
-    """Run all methods, draw losses and paths, return the table."""
+    """Run all methods, return the table."""
     setting = SETTINGS[options.scale]
     jobs = [(method, setting, options) for method in METHODS]
     if options.full and torch.cuda.is_available():  # one device
@@ -156,7 +156,11 @@ def run(options: Options) -> list[Row]:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         with ProcessPoolExecutor(max(1, cores), multiprocessing.get_context("spawn")) as pool:
             walks = dict(zip(METHODS, pool.map(_call, jobs), strict=True))
-    walks = {method: walks[method] for method in reversed(METHODS)}
+    return report({method: walks[method] for method in reversed(METHODS)}, options)
+
+
+def report(walks: dict[str, Walk], options: Options) -> list[Row]:
+    """Draw losses and paths, return the table."""
     losses = {method: walk.losses.tolist() for method, walk in walks.items()}
     energy_walk_figure(losses, (LOW, HIGH), "loss (nats per image)").savefig(options.out / "losses.png", dpi=120)
     paths(walks).savefig(options.out / "paths.png", dpi=120)
