@@ -21,11 +21,13 @@ from lightning_sgmcmc.figures_samples import weight_paths_figure
 from lightning_sgmcmc.geometry import classical_scaling, squared_distances, weight_sketch
 from recipes.results import Options, Row, mean_row
 
-METHODS = ("ICSGLD", "SGLD", "SGD")
+WIDE = "ICSGLD, wide bins"
+METHODS = ("SGD", "SGLD", "ICSGLD", WIDE)
 CLASSES = 5
 NUM_DATA = 30_596
 STEP, TEMPERATURE, WEIGHT_DECAY = 1e-6, 0.1, 25.0
 ZETA, WIDTH, NUM_BINS = 3e4, 10.0, 100_000
+BROADER, FEWER, LIMIT = 10, 10_000, 5.0
 LEARNING = DecayingStepSize(1, 0.6, 100, maximum=0.01)
 LOW, HIGH = 0.05, 0.25
 
@@ -148,15 +150,15 @@ class Recorder(pl.Callback):
 def run(options: Options) -> list[Row]:
     """Run all methods, return the table."""
     setting = SETTINGS[options.scale]
-    jobs = [(method, setting, options) for method in METHODS]
+    jobs = [(method, setting, options) for method in reversed(METHODS)]  # the longest first
     if options.full and torch.cuda.is_available():  # one device
-        walks = dict(zip(METHODS, itertools.starmap(one, jobs), strict=True))
+        walks = list(itertools.starmap(one, jobs))
     else:
         data_of(setting, options)  # what is missing is said at once
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         with ProcessPoolExecutor(max(1, cores), multiprocessing.get_context("spawn")) as pool:
-            walks = dict(zip(METHODS, pool.map(_call, jobs), strict=True))
-    return report({method: walks[method] for method in reversed(METHODS)}, options)
+            walks = list(pool.map(_call, jobs))
+    return report(dict(zip(METHODS, reversed(walks), strict=True)), options)
 
 
 def report(walks: dict[str, Walk], options: Options) -> list[Row]:
@@ -180,18 +182,21 @@ def data_of(setting: Setting, options: Options) -> FirstDigits:
     return data
 
 
-def contour(setting: Setting) -> ContourGradient:
-    """Return ICSGLD's callback: the paper's values, its widths for as much data as there are."""
-    width = WIDTH * setting.share
+def contour(method: str, setting: Setting) -> ContourGradient:
+    """Return ICSGLD's callback: the paper's values, its widths for as much data as there are; or wide bins."""
+    broader = BROADER if method == WIDE else 1
+    width = WIDTH * broader * setting.share
     return ContourGradient(
-        ZETA,
-        num_bins=NUM_BINS,
+        ZETA * broader,
+        num_bins=FEWER if method == WIDE else NUM_BINS,
         first_edge=width,
         width=width,
         step_size=LEARNING,
         scheme="scalable",
         weighting="bin",
         include_prior=False,
+        min_multiplier=-LIMIT if method == WIDE else None,
+        max_multiplier=LIMIT if method == WIDE else None,
         interacting=True,
     )
 
@@ -217,7 +222,7 @@ def one(method: str, setting: Setting, options: Options) -> Walk:
     trainer = pl.Trainer(
         accelerator="auto" if options.full else "cpu",
         max_epochs=setting.epochs,
-        callbacks=[contour(setting), recorder] if method == "ICSGLD" else [recorder],
+        callbacks=[contour(method, setting), recorder] if "ICSGLD" in method else [recorder],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -262,17 +267,18 @@ def rows_of(method: str, walk: Walk) -> list[Row]:
     half, end = walk.sketches[len(walk.sketches) // 2], walk.sketches[-1]
     low, high = later.quantile(torch.tensor([0.05, 0.95], dtype=later.dtype), dim=0)
     values = {
-        f"round trips below {LOW}, above {HIGH}, below {LOW}, second half": [
+        f"round trips from below {LOW} to above {HIGH}, second half": [
             float(round_trips(chain, LOW, HIGH)) for chain in later.T.tolist()
         ],
         "largest loss, second half": later.amax(0).tolist(),
         "5 to 95 % range of losses, second half": (high - low).tolist(),
+        f"share of steps above {HIGH}, second half": (later > HIGH).double().mean(0).tolist(),
         "median loss, second half": later.median(0).values.tolist(),
         "loss, mean of the last 50 steps": walk.losses[-50:].mean(0).tolist(),
         "accuracy at the end, test, %": walk.accuracies.tolist(),
         "way from half time to end / length of the weights": ((end - half).norm(dim=1) / half.norm(dim=1)).tolist(),
     }
-    if method == "ICSGLD":
+    if "ICSGLD" in method:
         values["share of steps with κ < 0, second half"] = (
             (walk.multipliers[len(walk.losses) // 2 :] < 0).double().mean(0).tolist()
         )

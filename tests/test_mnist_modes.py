@@ -36,12 +36,14 @@ def test_settings_are_the_papers() -> None:
     assert (full.batch, full.epochs, full.pixels, full.share) == (2500, 500, 28, 1)
     assert full.lr == pytest.approx(1e-6 * 30_596)
     for setting in (full, quick):
-        contour = mnist_modes.contour(setting)
+        contour = mnist_modes.contour("ICSGLD", setting)
         assert contour.interacting
         assert contour.width == pytest.approx(10 * setting.images / 30_596)
         assert (contour.zeta, contour.num_bins, contour.include_prior) == (3e4, 100_000, False)
         assert contour.step_size.at(1) == pytest.approx(1 / 101)
         assert contour.step_size.at(6000) == pytest.approx(1 / (6000**0.6 + 100))
+        wide = mnist_modes.contour(mnist_modes.WIDE, setting)
+        assert wide.zeta / (wide.width or 0) == pytest.approx(contour.zeta / (contour.width or 0)), "ζ/Δu is the same"
     shapes = [tuple(p.shape) for p in mnist_modes.network(28).parameters() if p.dim() > 1]
     assert shapes == [(32, 1, 5, 5), (64, 32, 5, 5), (50, 1024), (50, 50), (5, 50)]
     assert mnist_modes.network(28)(torch.zeros(2, 1, 28, 28)).shape == (2, 5)
@@ -80,6 +82,6 @@ def test_all_methods_run_from_one_start(tmp_path: Path) -> None:
         assert torch.equal(walk.losses[0], walks["SGD"].losses[0])
     assert not torch.equal(walks["SGLD"].sketches[-1], walks["SGD"].sketches[-1])
     rows = mnist_modes.report(walks, options)
-    assert {row.method for row in rows} == {"SGD", "SGLD", "ICSGLD"}
+    assert {row.method for row in rows} == set(mnist_modes.METHODS)
     assert all(0 <= row.value <= 100 for row in rows if "accuracy" in row.metric)
     assert {path.name for path in tmp_path.glob("*.png")} == {"losses.png", "paths.png"}
