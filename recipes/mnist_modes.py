@@ -16,13 +16,13 @@ in the second half of a run. The ± is the standard error over chains, which for
 pictures: all losses; and the first chain of each method, from one start, on the plane of the first two singular vectors
 of the centred paths (of a random projection of the weights that keeps distances to 4 %).
 
-Measured (quick, seed 0; 200 s of CPU time, so under 2 minutes on two free cores): round trips SGD 0, SGLD 0, ICSGLD
+Measured (quick, seed 0; 200 s of CPU time, shared by two cores): round trips SGD 0, SGLD 0, ICSGLD
 10.7 ± 0.7, with wide bins (below) 3.7 ± 2; largest loss in the second half 0.032 ± 0.006, 0.029 ± 0.003, 2.2 ± 0.7, 4.1
 ± 1.7; range from 5 to 95 % of its losses 0.015, 0.014, 0.07 ± 0.02, 0.20 ± 0.01; loss of the last 50 steps 0.0033,
 0.0033, 0.008 ± 0.003, 0.20 ± 0.04; κ < 0 in 33 % of ICSGLD's steps. SGD's and SGLD's losses only fall, ICSGLD's keep
 leaping: the paper's order. SGLD is hardly apart from SGD at this temperature.
 
-The paper's values to the letter on all 30,596 images, with the small network and one chain for 6,000 steps, on the CPU:
+The paper's values to the letter on all 30,596 images, with quick's network and pixels and one chain for 6,000 steps:
 SGLD has no round trip, and its largest loss in the second half is 0.08; ICSGLD has 11, its largest loss is 2.8, κ lies
 between -23 and 26 and is negative in 31 % of the steps (30 to 36 % in the authors' logs); with κ limited to ±5 it has
 11 too, up to 1.6. So the published values do what Figure 2(a) shows. But 1.6 % of these steps are above 0.25: the
@@ -38,7 +38,7 @@ the end; samples would have to be weighed). Their number of round trips varies m
 which differs in empty bins only; with κ limited to ±2 it was 3.7 ± 0.9, and at 30 times the paper's width 0 (1,600
 steps, 90.6 %).
 
-`full` has not been run: no GPU was at hand.
+`full` has not been run, but for two steps of one chain: no GPU was at hand.
 """
 
 import itertools
