@@ -87,6 +87,41 @@ def _coloured_points(figure: "Figure", axes: "Axes", points: Any, colours: Any, 
     figure.colorbar(drawn, ax=axes, label=label, ticks=integer_ticks())
 
 
+def weight_paths_figure(
+    paths: Mapping[str, Sequence[Sequence[float]]],
+    energies: Mapping[str, Sequence[float]],
+    share: Sequence[float],
+    label: str,
+) -> "Figure":
+    """Draw paths of the weights on one plane, a picture for each method, coloured by the energy on a log scale.
+
+    Args:
+        paths: two coordinates for each place in the order of the steps, by method; a path's start is marked.
+        energies: positive, of the same places.
+        share: the share of the variance that each coordinate holds.
+        label: what the energies are.
+    """
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.4 * len(paths) + 0.8, 3.9), layout="constrained")
+    row = figure.subplots(1, len(paths), sharex=True, sharey=True, squeeze=False)[0]
+    everything = np.concatenate([np.asarray(values, dtype=float) for values in energies.values()])
+    scale = LogNorm(float(everything.min()), float(everything.max()))
+    for axes, (name, path) in zip(row, paths.items(), strict=True):
+        places = np.asarray(path, dtype=float)
+        axes.plot(places[:, 0], places[:, 1], color="lightgray", linewidth=0.6, zorder=1)
+        drawn = axes.scatter(places[:, 0], places[:, 1], s=9, c=energies[name], cmap="viridis", norm=scale, zorder=2)
+        axes.plot(*places[0], "o", color=SAMPLE_COLOUR, markersize=7, zorder=3, label="start")
+        axes.plot(*places[-1], "X", color=SAMPLE_COLOUR, markersize=8, zorder=3, label="end")
+        axes.set_title(name, fontsize="medium")
+        axes.set_xlabel(f"coordinate 1 ({share[0]:.0%} of the variance)")
+    row[0].set_ylabel(f"coordinate 2 ({share[1]:.0%} of the variance)")
+    row[0].legend(loc="best", fontsize="small")
+    figure.colorbar(drawn, ax=list(row), label=label)
+    return figure
+
+
 def segments_figure(
     positions: Sequence[float], segments: Sequence[tuple[str, str, Mapping[str, Sequence[float]]]], data: str
 ) -> "Figure":
