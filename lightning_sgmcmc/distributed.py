@@ -148,6 +148,12 @@ class ChainStrategy(DDPStrategy):
         self.model_to_device()
         self.setup_precision_plugin()
 
+    def teardown(self) -> None:
+        super().teardown()
+        if self.world_size == 1:  # processes that are forked later would take this group for theirs
+            self._group = self._across = self._across_host = None
+            _leave()
+
     # -- exchange -----------------------------------------------------------------------------------------------------
 
     def mean_in_group(self, tensor: Tensor) -> Tensor:

@@ -393,3 +393,5 @@ def test_the_strategy_by_its_name() -> None:
     module = Plain(sampler=SGLD)
     trainer.fit(module, datamodule=Data())
     assert module.sampler.step_count == 2
+    trainer.validate(module, datamodule=Data(), verbose=False)
+    assert not torch.distributed.is_initialized()
