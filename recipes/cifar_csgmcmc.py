@@ -50,7 +50,7 @@ FULL = (
     Setting("CIFAR-10", 50_000, 200, 64, 0.8, 3),
     Setting("CIFAR-100", 50_000, 200, 64, 0.94, 3),
 )
-QUICK = (Setting("synthetic", 1000, 40, 50, 0.8, 3),)
+QUICK = (Setting("synthetic", 1000, 28, 50, 0.8, 3),)
 
 
 class Method(NamedTuple):

@@ -43,4 +43,5 @@ def hush(options: Options) -> None:
     if not options.full:
         torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="pytorch_lightning")
+    warnings.filterwarnings("ignore", message=".*has no validation data to evaluate the samples on")  # meant so
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)

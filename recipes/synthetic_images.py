@@ -28,7 +28,7 @@ class SyntheticImages(ArrayDataModule):
         self,
         batch_size: int,
         seed: int,
-        strength: float = 0.5,
+        strength: float = 0.25,
         num_classes: int = 10,
         sizes: tuple[int, int, int] = (1000, 0, 2000),
         unknown: bool = False,
