@@ -23,7 +23,6 @@ LR = 0.1
 FRICTION = 0.1
 WEIGHT_DECAY = 5e-4
 LADDER = (1.0, 3.0, 9.0, 27.0)
-SWAP_BARRIER = 4000.0
 CLAMP = 5.0
 PICTURED = ("reSGHMC×P4", "ICSGHMC×P4")
 OOD = "ood"
@@ -86,7 +85,7 @@ class Setting:
 
 
 FULL = Setting("CIFAR-100", 20, 50_000, 10_000, 500, 256, 3e-4, (10, 12), 20_400.0, 200.0, 3e6, 0.003, 4000.0, 16, 1)
-QUICK = Setting("synthetic", 8, 1000, 1000, 24, 50, 0.03, (5, 3), 40.0, 10.0, 1500.0, 0.02, 20.0, 4, 3)
+QUICK = Setting("synthetic", 8, 1000, 1000, 24, 50, 0.03, (5, 3), 100.0, 20.0, 3000.0, 0.2, 30.0, 2, 3)
 
 
 def run(options: Options) -> list[Row]:
@@ -228,7 +227,7 @@ def datamodules(setting: Setting, options: Options) -> tuple[Any, Any]:
 
     if setting.data == "synthetic":
         sizes = (setting.num_data, 0, setting.num_test)
-        known = SyntheticImages(setting.batch, options.seed, sizes=sizes)
+        known = SyntheticImages(setting.batch, options.seed, sizes=sizes, augment=True)
         return known, SyntheticImages(1000, options.seed, sizes=(1, 0, setting.num_test), unknown=True)
     known = CIFAR100DataModule(
         options.data_root, setting.batch, val_size=0, augment=True, random_erasing=0.5, device_resident=True

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.datamodules import ArrayDataModule, Split
+from lightning_sgmcmc.datamodules.augmentation import Augmentation
 
 SIDE = 16
 COARSE = 4
@@ -22,6 +23,7 @@ class SyntheticImages(ArrayDataModule):
         num_classes: K.
         sizes: training, validation and test images.
         unknown: draw other patterns.
+        augment: crop each training image out of itself with 2 pixels around it, and erase a rectangle of half of them.
     """
 
     def __init__(
@@ -32,12 +34,17 @@ class SyntheticImages(ArrayDataModule):
         num_classes: int = 10,
         sizes: tuple[int, int, int] = (1000, 0, 2000),
         unknown: bool = False,
+        augment: bool = False,
     ) -> None:
         super().__init__(batch_size, seed=seed)
         self.strength = strength
         self.num_classes = num_classes
         self.sizes = sizes
         self.unknown = unknown
+        self.augment = augment
+
+    def train_transform(self) -> Augmentation | None:
+        return Augmentation(_as_they_are, padding=2, erasing=0.5) if self.augment else None
 
     def load(self) -> tuple[Split, Split, Split]:
         generator = torch.Generator().manual_seed(self.seed)
@@ -54,3 +61,7 @@ class SyntheticImages(ArrayDataModule):
         rows, columns = (places + down) % SIDE, (places + right) % SIDE
         moved = patterns[labels[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
         return Split(moved + torch.randn(count, 3, SIDE, SIDE, generator=generator), labels)
+
+
+def _as_they_are(images: Tensor) -> Tensor:
+    return images
