@@ -28,10 +28,10 @@ def growth_figure(curves: Mapping[str, Sequence[float]], label: str) -> "Figure"
     longest = max(map(len, curves.values()))
     axes.set_xlim(0.8, 1.08 * longest)
     if longest > 10 * min(map(len, curves.values())):
-        from matplotlib.ticker import ScalarFormatter
-
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(ScalarFormatter())
+        ticks = [c * 10**p for p in range(4) for c in (1, 2, 5) if c * 10**p <= longest]
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.minorticks_off()
     else:
         axes.xaxis.set_major_locator(integer_ticks())
     axes.set_xlabel("samples averaged, in order of drawing")

@@ -22,16 +22,18 @@ def in_turn(function: Any, jobs: Any, options: Options, *shared: Any) -> dict[An
 
 
 def test_cifar_csgmcmc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = [m for m in cifar_csgmcmc.METHODS if m.name in ("Snapshot-SGDM", "cSGHMC", "4×cSGHMC")]
+    chosen = [m for m in cifar_csgmcmc.METHODS if m.name in ("SGHMC", "4×cSGHMC")]
     monkeypatch.setattr(cifar_csgmcmc, "METHODS", tuple(chosen))
-    monkeypatch.setattr(cifar_csgmcmc, "QUICK", (cifar_csgmcmc.Setting("synthetic", 1000, 4, 250, 0.25, 1),))
+    monkeypatch.setattr(cifar_csgmcmc, "QUICK", (cifar_csgmcmc.Setting("synthetic", 200, 20, 100, 0.25, 0.1, 1),))
+    images = SyntheticImages(100, 0, sizes=(200, 0, 100))
+    monkeypatch.setattr(cifar_csgmcmc, "datamodule", lambda setting, options: images)
     monkeypatch.setattr(cifar_csgmcmc, "run_jobs", in_turn)
     rows = cifar_csgmcmc.run(Options(tmp_path, ROOT))
-    assert [row.method for row in rows[::3]] == ["Snapshot-SGDM", "cSGHMC", "4×cSGHMC"]
+    assert [row.method for row in rows[::3]] == ["SGHMC", "4×cSGHMC"]
     assert all(0 <= row.value <= 100 for row in rows)
     assert all(row.paper is None for row in rows)
     assert (tmp_path / "errors_synthetic.png").exists()
-    for folder in ("cSGHMC_synthetic", "4_cSGHMC_synthetic"):
+    for folder in ("SGHMC_synthetic", "4_cSGHMC_synthetic"):
         names = {path.name for path in (tmp_path / folder).glob("*.png")}
         assert names >= {"geometry.png", "schedule.png", "test_segments.png", "test_running_accuracy.png"}
 
@@ -44,9 +46,9 @@ def test_cifar_csgmcmc_full_is_built() -> None:
         for method in methods.values():
             module = cifar_csgmcmc.module_of(method, setting, options)
             schedule: Any = cifar_csgmcmc.callbacks_of(method, setting)[0]
-            assert module.prior.std == pytest.approx(0.2)
             assert module.num_chains == method.chains
             assert schedule.num_cycles == method.cycles
+        assert setting.prior_std == pytest.approx(0.2)
         data = cifar_csgmcmc.datamodule(setting, options)
         assert (data.augment, data.val_size, data.device_resident) == (True, 0, True)
     ten, hundred = cifar_csgmcmc.FULL
@@ -83,12 +85,12 @@ def test_cifar100_uncertainty_full_is_built() -> None:
     assert (known.random_erasing, known.augment, known.val_size, known.batch_size) == (0.5, True, 0, 256)
     assert unknown.transform() is known.transform()
     assert setting.milestones == [250, 375]
+    assert setting.prior_std == pytest.approx(0.2)
     callbacks = {}
     for method in cifar100_uncertainty.METHODS:
         module = cifar100_uncertainty.module_of(method, setting, options)
         assert module.num_chains == (1 if method.endswith("T4") else 4)
         assert module.temperature == (0 if method == "M-SGD×P4" else 3e-4)
-        assert module.prior.std == pytest.approx(0.2)
         assert sum(p.numel() for p in module.parameters()) == 275_572
         found: list[Any] = cifar100_uncertainty.callbacks_of(method, setting, unknown)
         callbacks[method] = {type(callback).__name__: callback for callback in found}
