@@ -85,7 +85,7 @@ class Setting:
 
 
 FULL = Setting("CIFAR-100", 20, 50_000, 10_000, 500, 256, 3e-4, (10, 12), 20_400.0, 200.0, 3e6, 0.003, 4000.0, 16, 1)
-QUICK = Setting("synthetic", 8, 1000, 1000, 24, 50, 0.03, (5, 3), 100.0, 20.0, 3000.0, 0.2, 30.0, 2, 3)
+QUICK = Setting("synthetic", 8, 1000, 1000, 24, 50, 0.003, (5, 3), 100.0, 20.0, 30_000.0, 0.2, 30.0, 2, 3)
 
 
 def run(options: Options) -> list[Row]:
@@ -197,8 +197,9 @@ def callbacks_of(method: str, setting: Setting, unknown: Any) -> "list[pl.Callba
         callbacks.append(VarianceReducedEnergy(setting.contour_epoch - 2, every_n_epochs=2))
     if method == "reSGHMC×P4":
         coldness = (1 - 1 / LADDER[1]) / setting.temperature  # δ of the coldest pair
+        variance = setting.swap_barrier / coldness
         callbacks.append(
-            ReplicaExchange(LADDER, every_n_steps=setting.attempts, noise_variance=setting.swap_barrier / coldness)
+            ReplicaExchange(LADDER, every_n_steps=setting.attempts, noise_variance=variance, include_prior=False)
         )
     if method == "ICSGHMC×P4":
         callbacks.append(
