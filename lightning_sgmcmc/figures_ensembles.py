@@ -23,8 +23,8 @@ def growth_figure(curves: Mapping[str, Sequence[float]], label: str) -> "Figure"
     figure, (axes,) = canvas(height=4.5)
     for index, (name, values) in enumerate(curves.items()):
         count = np.arange(1, len(values) + 1)
-        style = {"color": f"C{index % 10}", "marker": MARKERS[index % len(MARKERS)], "markersize": 4, "linewidth": 1}
-        axes.plot(count, values, linestyle="--" if index >= 10 else "-", label=name, **style)
+        style = f"C{index % 10}{MARKERS[index % len(MARKERS)]}" + ("--" if index >= 10 else "-")
+        axes.plot(count, values, style, markersize=4, linewidth=1, label=name)
     longest = max(map(len, curves.values()))
     axes.set_xlim(0.8, 1.08 * longest)
     if longest > 10 * min(map(len, curves.values())):

@@ -263,8 +263,8 @@ def datamodules(setting: Setting, options: Options) -> tuple[Any, Any]:
 
     if setting.data == "synthetic":
         sizes = (setting.num_data, 0, setting.num_test)
-        known = SyntheticImages(setting.batch, options.seed, sizes=sizes, augment=True)
-        return known, SyntheticImages(1000, options.seed, sizes=(1, 0, setting.num_test), unknown=True)
+        unknown = SyntheticImages(1000, options.seed, sizes=(1, 0, setting.num_test), unknown=True)
+        return SyntheticImages(setting.batch, options.seed, sizes=sizes, augment=True), unknown
     known = CIFAR100DataModule(
         options.data_root, setting.batch, val_size=0, augment=True, random_erasing=0.5, device_resident=True
     )

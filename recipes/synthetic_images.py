@@ -26,6 +26,8 @@ class SyntheticImages(ArrayDataModule):
         augment: crop each training image out of itself with 2 pixels around it, and erase a rectangle of half of them.
     """
 
+    num_classes: int
+
     def __init__(
         self,
         batch_size: int,
