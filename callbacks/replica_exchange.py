@@ -46,6 +46,7 @@ class ReplicaExchange(SamplerCallback):
         smoothing: γ in (0, 1] of σ̂² ← (1-γ)·σ̂² + γ·estimate, at each attempt.
         correction: F ≥ 1; more than 1 allows more swaps, for some bias.
         sampled_slots: draws of so many coldest slots are samples.
+        include_prior: whether the energy holds -log p(θ), as the potential does; the authors' programs leave it out.
 
     Raises:
         ValueError: for an argument out of range; at setup, if the number of chains is no multiple of the ladder's, the
@@ -64,6 +65,7 @@ class ReplicaExchange(SamplerCallback):
         smoothing: float = 0.3,
         correction: float = 1.0,
         sampled_slots: int = 1,
+        include_prior: bool = True,
     ) -> None:
         check_count("every_n_steps", every_n_steps)
         check_count("sampled_slots", sampled_slots)
@@ -88,6 +90,7 @@ class ReplicaExchange(SamplerCallback):
         self.smoothing = smoothing
         self.correction = correction
         self.sampled_slots = sampled_slots
+        self.include_prior = include_prior
         self.reset()
 
     def reset(self) -> None:
@@ -196,6 +199,8 @@ class ReplicaExchange(SamplerCallback):
         energy = state.mean_potential.double().reshape(-1) * state.num_data
         if state.energy_correction is not None:
             energy = energy + state.energy_correction
+        if not self.include_prior:
+            energy = energy + state.log_prior
         energies = layout.gather(layout.mean_over_data(energy))[self._order]
         variance = self._known_variance(trainer)
         generator = torch.Generator().manual_seed(derive_seed(self._sampler.seed, "exchange", self._attempts))

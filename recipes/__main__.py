@@ -11,7 +11,7 @@ from pathlib import Path
 from recipes.results import Options, markdown, write_results
 
 FOLDER = Path(__file__).parent
-MACHINERY = ("__init__", "__main__", "resnet", "results")
+MACHINERY = ("__init__", "__main__", "jobs", "resnet", "results", "synthetic_images")
 
 
 def descriptions() -> dict[str, str]:

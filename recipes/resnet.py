@@ -41,3 +41,38 @@ def resnet(blocks: int, width: int, classes: int) -> nn.Module:
 def resnet20(classes: int = 10) -> nn.Module:
     """Return ResNet-20, about 270,000 parameters in 59 tensors."""
     return resnet(3, 16, classes)
+
+
+class _ProjectedBlock(nn.Module):
+    """A block whose shortcut is a 1×1 convolution where shapes change."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Sequential()
+        if stride > 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
+        return torch.relu(y + self.shortcut(x))
+
+
+def resnet18(classes: int = 10, width: int = 64) -> nn.Module:
+    """Return ResNet-18 for 32×32 images, 11.2 million parameters: no pooling before the first of its four stages.
+
+    Args:
+        classes: K.
+        width: channels of the first stage; each other has twice as many as the one before.
+    """
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    inputs = width
+    for stage in range(4):
+        for index in range(2):
+            outputs = width * 2**stage
+            layers.append(_ProjectedBlock(inputs, outputs, 2 if index == 0 and stage > 0 else 1))
+            inputs = outputs
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))

@@ -1,0 +1,47 @@
+"""Many runs of a recipe: side by side on a CPU's cores, or one after the other on a GPU."""
+
+import functools
+import logging
+import multiprocessing
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, TypeVar
+
+from recipes.results import Options
+
+Job = TypeVar("Job")
+
+
+def run_jobs(function: Callable[..., Any], jobs: Sequence[Job], options: Options, *shared: Any) -> dict[Job, Any]:
+    """Return what `function(*job, *shared, options)` returns, by job.
+
+    Args:
+        function: of a module's top level, since a quick run's processes import it by its name.
+        jobs: tuples of arguments; the longest ones should come first.
+        options: a full run makes them one after the other in this process, a quick one as many at a time as there are
+            cores.
+        shared: arguments that all jobs have.
+    """
+    call = functools.partial(_call, function, (*shared, options))
+    if options.full:
+        return {job: call(job) for job in jobs}
+    workers = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        return dict(zip(jobs, pool.map(call, jobs), strict=True))
+
+
+def _call(function: Callable[..., Any], shared: tuple[Any, ...], job: Any) -> Any:
+    return function(*job, *shared)
+
+
+def hush(options: Options) -> None:
+    """Keep the trainer's remarks out of a recipe's output, and a quick run on one thread."""
+    import torch
+
+    if not options.full:
+        torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="pytorch_lightning")
+    warnings.filterwarnings("ignore", message=".*has no validation data to evaluate the samples on")  # meant so
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
