@@ -1,5 +1,6 @@
 """What a module with several chains is, beside one network: stacked storage, starts, gradients, samples."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -96,9 +97,10 @@ class ChainModule(pl.LightningModule):
         rebuild = (lambda: cls(**arguments)) if own_constructor else None
         kept = draw_start(self, rebuild)
         if kept and chain == 1:
-            rank_zero_warn(
+            warnings.warn(  # also where chain 1 is in another process than the first
                 f"All chains start with the same {', '.join(map(repr, kept))}: the layer has no reset_parameters. "
-                f"Define initialise_chain(chain) of {cls.__name__}, or pass chain_start='same'."
+                f"Define initialise_chain(chain) of {cls.__name__}, or pass chain_start='same'.",
+                stacklevel=2,
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

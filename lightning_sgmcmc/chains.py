@@ -222,7 +222,8 @@ def draw_start(module: nn.Module, rebuild: Callable[[], nn.Module] | None) -> li
                 renewed.add(id(tensor))
     for part in reversed(list(module.modules())):  # inner layers first, as when they are made
         reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
-        if callable(reset) and any(id(p) not in renewed for p in part.parameters()):
+        # A frozen part is left alone: to reset it would lose its buffers.
+        if callable(reset) and any(id(p) not in renewed for p in part.parameters() if p.requires_grad):
             reset()
             renewed.update(id(p) for p in part.parameters(recurse=False))
     for parameter, value in frozen:

@@ -152,8 +152,10 @@ def test_chains_start_alike_where_that_is_asked_for() -> None:
 
 def test_a_network_that_was_handed_over_is_started_by_its_layers() -> None:
     """The start of each chain has the layer's own law: uniform in ±1/√fan_in; frozen parameters are the same."""
-    net = nn.Sequential(nn.Linear(400, 50), nn.Linear(50, 3))
+    net = nn.Sequential(nn.Linear(400, 50), nn.Linear(50, 3), nn.BatchNorm1d(3))
     net[1].weight.requires_grad_(False)
+    net[2].requires_grad_(False)
+    net[2].running_mean.fill_(7.0)
     module = BayesianModule(net=net, likelihood=Categorical(), num_chains=CHAINS, seed=1)
     frozen = net[1].weight.clone()
     module.configure_model()
@@ -161,6 +163,7 @@ def test_a_network_that_was_handed_over_is_started_by_its_layers() -> None:
     for chain in range(CHAINS):
         with module.at_chain(chain):
             assert torch.equal(net[1].weight, frozen)
+            assert net[2].running_mean.tolist() == [7.0] * 3  # of a part that was trained before
             assert net[0].weight.shape == (50, 400)
             largest = float(net[0].weight.detach().abs().max())
         assert 0.99 / 20 < largest <= 1 / 20  # one of 20,000 is nearly always so large
