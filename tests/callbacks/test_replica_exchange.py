@@ -66,7 +66,7 @@ def test_the_coldest_slot_has_the_right_masses(sampler: Any, energy_noise: float
     places = Places()
     exchange = ReplicaExchange([1.0, 2.5, 6.0], noise_variance=energy_noise**2)
     trainer = quiet_trainer(
-        max_steps=6000, callbacks=[SamplingSchedule(burn_in_steps=1000, every_n_steps=10), exchange, places]
+        max_steps=4000, callbacks=[SamplingSchedule(burn_in_steps=800, every_n_steps=10), exchange, places]
     )
     trainer.fit(module, datamodule=TargetDataModule())
     assert sorted(places.places) == [3 * ladder for ladder in range(LADDERS)]
