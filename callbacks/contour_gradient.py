@@ -248,13 +248,13 @@ class ContourGradient(SamplerCallback):
         layout, state = self._module.layout, self._learned.state._asdict()
         if self.interacting or not layout.is_spread:
             return state
-        return {name: layout.gather(t if layout.num_chains > 1 else t[None]) for name, t in state.items()}
+        return {name: layout.gather_stored(tensor) for name, tensor in state.items()}
 
     def _of_own_chains(self, whole: dict[str, Tensor]) -> ContourState:
         """Return this process's part of what `_of_all_chains` returned, as tensors of its own."""
         layout = self._module.layout
         if not self.interacting and layout.is_spread:
-            whole = {name: layout.own(t) if layout.num_chains > 1 else layout.own(t)[0] for name, t in whole.items()}
+            whole = {name: layout.own_stored(tensor) for name, tensor in whole.items()}
         return ContourState(**{name: t.to(self._module.device, copy=True) for name, t in whole.items()})
 
     @staticmethod
@@ -296,13 +296,7 @@ class ContourGradient(SamplerCallback):
 
     def _energy(self) -> Tensor:
         """Return the energy of the step's data, shape (C,), float64, over all ranks."""
-        state = self._state
-        energy = state.mean_potential.double().reshape(-1) * state.num_data
-        if state.energy_correction is not None:
-            energy = energy + state.energy_correction
-        if not self.include_prior:
-            energy = energy + state.log_prior
-        return self._module.layout.mean_over_data(energy)
+        return self._module.layout.mean_over_data(self._state.observed_energy(self.include_prior))
 
     def _rest(self) -> None:
         if self._is_on:

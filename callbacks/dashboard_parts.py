@@ -4,15 +4,13 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
 from lightning_sgmcmc import figures, figures_contour, figures_samples
 from lightning_sgmcmc.callbacks.loader_average import Evaluation
-from lightning_sgmcmc.chain_comparison import by_chain, chain_rows, prediction_diagnostics
+from lightning_sgmcmc.chain_comparison import chain_rows, prediction_diagnostics
 from lightning_sgmcmc.contour import ContourState, LearnedContour
 from lightning_sgmcmc.geometry import classical_scaling, squared_distances
 from lightning_sgmcmc.history import RunHistory
-from lightning_sgmcmc.inference_data import chain_diagnostics
+from lightning_sgmcmc.inference_data import ChainGrid, chain_diagnostics
 from lightning_sgmcmc.metrics import predictive_entropy, reliability
 
 Figures = dict[str, Any]
@@ -120,7 +118,7 @@ def chain_scalars(history: RunHistory, evaluation: Evaluation | None) -> dict[st
     of_chains, energies = _chains_and_energies(history)
     if len(set(of_chains)) < 2:
         return {}
-    found = {"energy": chain_diagnostics(by_chain(of_chains, np.asarray(energies)))}
+    found = {"energy": chain_diagnostics(ChainGrid.of_chains(of_chains).arrange(energies))}
     if evaluation is not None and len(evaluation.chains.chains):
         found["prediction"] = prediction_diagnostics(evaluation.chains)
     values = {

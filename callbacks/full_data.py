@@ -60,7 +60,7 @@ def full_log_likelihood(
     total = torch.zeros((), dtype=torch.float64)
     layout = module.layout
     rank, ranks = trainer.global_rank, trainer.world_size
-    if of_own_chain and layout.is_spread:
+    if of_own_chain:
         rank, ranks = layout.rank_in_chain, layout.ranks_per_chain
     plain = None if augmented else getattr(getattr(trainer, "datamodule", None), "training_data", None)
     for loader in loaders_of(trainer.train_dataloader):
@@ -71,6 +71,6 @@ def full_log_likelihood(
         total += log_density.double().sum().cpu()
     if ranks == 1:
         return float(total)
-    if of_own_chain and layout.is_spread:
+    if of_own_chain:
         return float(layout.mean_over_data(total)) * ranks
     return float(trainer.strategy.reduce(total, reduce_op="sum"))

@@ -196,12 +196,8 @@ class ReplicaExchange(SamplerCallback):
         assert self._order is not None
         assert self._tally is not None
         layout, state = self._module.layout, self._module.chain_state
-        energy = state.mean_potential.double().reshape(-1) * state.num_data
-        if state.energy_correction is not None:
-            energy = energy + state.energy_correction
-        if not self.include_prior:
-            energy = energy + state.log_prior
-        energies = layout.gather(layout.mean_over_data(energy))[self._order]
+        energy = layout.mean_over_data(state.observed_energy(self.include_prior))
+        energies = layout.gather(energy)[self._order]
         variance = self._known_variance(trainer)
         generator = torch.Generator().manual_seed(derive_seed(self._sampler.seed, "exchange", self._attempts))
         chances = torch.rand(len(energies), energies.shape[1] - 1, generator=generator).log().to(energies.device)

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from lightning_sgmcmc.chain_layout import ChainLayout
 
-HOLDS_NO_CHAINS = ("params",)
-
 
 def join_tensors(parts: Sequence[Mapping[str, Tensor]], chains_each: int) -> dict[str, Tensor]:
     """Return the tensors of all chains.
@@ -54,7 +52,7 @@ def join_sampler(parts: Sequence[dict[str, Any]], chains_each: int, shapes: Sequ
             else:
                 state[key][name] = value
     groups = [
-        {name: _join_control(name, [g[name] for g in same], chains_each) for name in same[0]}
+        {name: _join_control([g[name] for g in same], chains_each) for name in same[0]}
         for same in zip(*(part["param_groups"] for part in parts), strict=True)
     ]
     noise = [part["sampler"]["noise"] for part in parts]
@@ -90,7 +88,7 @@ def split_sampler(whole: dict[str, Any], layout: ChainLayout, shapes: Sequence[t
             if isinstance(value, Tensor):
                 plain = layout.num_chains == 1 and value.shape[1:] == shapes[key]
                 state[key][name] = _split(value, layout) if plain else layout.own(value)
-    groups = [{name: _split_control(name, v, layout) for name, v in g.items()} for g in whole["param_groups"]]
+    groups = [{name: _split_control(v, layout) for name, v in g.items()} for g in whole["param_groups"]]
     noise = dict(whole["sampler"]["noise"])
     if noise["generators"]:
         noise["generators"] = [noise["generators"][chain] for chain in layout.chains]
@@ -108,14 +106,13 @@ def _split(tensor: Tensor, layout: ChainLayout) -> Tensor:
             f"the checkpoint holds a tensor of shape {tuple(tensor.shape)}, and this run has {layout.total_chains} "
             "chains, which should be its first axis: lay as many chains out as the checkpoint has"
         )
-    own = layout.own(tensor)
-    return own[0] if layout.num_chains == 1 else own
+    return layout.own_stored(tensor)
 
 
-def _join_control(name: str, values: Sequence[Any], chains_each: int) -> Any:
+def _join_control(values: Sequence[Any], chains_each: int) -> Any:
     """Return a number where all chains have the same, else one for each chain."""
     first = values[0]
-    if name in HOLDS_NO_CHAINS or not isinstance(first, float | Tensor):
+    if not isinstance(first, float | Tensor):
         return first
     if not any(isinstance(value, Tensor) for value in values) and all(value == first for value in values):
         return first
@@ -123,8 +120,8 @@ def _join_control(name: str, values: Sequence[Any], chains_each: int) -> Any:
     return torch.cat(each)
 
 
-def _split_control(name: str, value: Any, layout: ChainLayout) -> Any:
-    if name in HOLDS_NO_CHAINS or not isinstance(value, Tensor) or value.numel() != layout.total_chains:
+def _split_control(value: Any, layout: ChainLayout) -> Any:
+    if not isinstance(value, Tensor) or value.numel() != layout.total_chains:
         return value
     own = layout.own(value)
     return own.item() if layout.num_chains == 1 else own

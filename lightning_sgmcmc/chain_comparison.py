@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.evaluation import WeightedAverage
-from lightning_sgmcmc.inference_data import ChainDiagnostics, chain_diagnostics
+from lightning_sgmcmc.inference_data import ChainDiagnostics, ChainGrid, chain_diagnostics
 from lightning_sgmcmc.metrics import predictive_entropy
 
 PROBES = 256
@@ -142,7 +142,9 @@ def chain_rows(
         for average in comparison.averages.values():
             together.add({}, average.log_density.cpu(), average.log_total)
         pooled = -float(together.log_density.mean()) if together.log_total > -math.inf else math.nan
-    rows.append(ChainRow(None, *_summary(values), chain_diagnostics(by_chain(chains, values)), pooled))
+    rows.append(
+        ChainRow(None, *_summary(values), chain_diagnostics(ChainGrid.of_chains(chains).arrange(values)), pooled)
+    )
     return rows
 
 
@@ -152,7 +154,11 @@ def prediction_diagnostics(comparison: ChainComparison) -> ChainDiagnostics:
     Raises:
         ImportError: if ArviZ is not installed.
     """
-    each = [chain_diagnostics(by_chain(comparison.chains, column)) for column in comparison.densities.T]
+    densities = comparison.densities
+    if not len(densities):
+        return ChainDiagnostics(math.nan, math.nan, math.nan)
+    grid = ChainGrid.of_chains(comparison.chains)
+    each = [chain_diagnostics(grid.arrange(column)) for column in densities.T]
     known = [one for one in each if math.isfinite(one.rhat)]
     if not known:
         return ChainDiagnostics(math.nan, math.nan, math.nan)
@@ -161,14 +167,6 @@ def prediction_diagnostics(comparison: ChainComparison) -> ChainDiagnostics:
         ess_bulk=min(one.ess_bulk for one in known),
         ess_tail=min(one.ess_tail for one in known),
     )
-
-
-def by_chain(chains: Sequence[int], values: np.ndarray) -> np.ndarray:
-    """Return values of samples as an array of shape (chain, draw); of longer chains the newest draws."""
-    labels = np.asarray(chains)
-    rows = [values[labels == chain] for chain in sorted(set(chains))]
-    draws = min(len(row) for row in rows)
-    return np.stack([row[len(row) - draws :] for row in rows])
 
 
 def _summary(energies: np.ndarray) -> tuple[int, float, float]:

@@ -87,7 +87,6 @@ class ChainEnergies:
     # -- one chain after the other ------------------------------------------------------------------------------------
 
     def _one_by_one(self, chains: StackedChains, batch: Any, through_stack: bool) -> tuple[list[Tensor], Tensor]:
-        chains.refresh()
         each = chains.unbound() if through_stack else chains.slices
         own_batches = isinstance(batch, ChainBatches)
         log_likelihoods, log_priors = [], []
@@ -127,7 +126,6 @@ class ChainEnergies:
     def _all_at_once(self, batch: Any) -> tuple[Tensor, Tensor]:
         assert self._chains is not None
         chains, module = self._chains, self._module
-        chains.refresh()
         named = dict(zip(chains.names, chains.stacked, strict=True))
         own = isinstance(batch, ChainBatches)
         network = self._network if self._network is not None else self._vmap_of_network
@@ -136,8 +134,8 @@ class ChainEnergies:
         except RuntimeError as error:
             raise self._refusal(error) from error
         check_shape(log_likelihood, chains=True)
-        trainable = {n: t for n, t in named.items() if n in module.__dict__["_trainable"]}
         if not self._own_prior:
+            trainable = {name: named[name] for name in module.__dict__["_trainable"]}
             return log_likelihood, module.prior.log_prob_of_chains(trainable)
         prior = StatelessCall(module, lambda m: m.log_prior())
         return log_likelihood, torch.vmap(prior.call)(named)

@@ -70,6 +70,16 @@ class ChainLayout:
         """Return this process's part of what `gather` returned."""
         return tensor.narrow(dim, self.first_chain, self.num_chains) if self.is_spread else tensor
 
+    def gather_stored(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all chains along a leading axis, from one as a process stores it: with a chain axis
+        where it has several chains, plain where it has one."""
+        return self.gather(tensor if self.num_chains > 1 else tensor[None])
+
+    def own_stored(self, tensor: Tensor) -> Tensor:
+        """Return this process's part of what `gather_stored` returned, as it stores it."""
+        own = self.own(tensor)
+        return own if self.num_chains > 1 else own[0]
+
 
 def layout_of(trainer: pl.Trainer | None, num_chains: int) -> ChainLayout:
     """Return how a trainer's strategy lays the chains out.

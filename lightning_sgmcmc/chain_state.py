@@ -63,3 +63,15 @@ class ChainState:
     def energy(self) -> Tensor:
         """Ũ of the last step's mini-batch, shape (C,), on the device, in nats."""
         return self.mean_potential.reshape(-1) * self.num_data
+
+    def observed_energy(self, include_prior: bool) -> Tensor:
+        """Return the last step's energy as callbacks look at it, shape (C,), float64: with its control variate, and
+        with -log p(θ) or without.
+
+        Args:
+            include_prior: whether it holds -log p(θ), as the potential does.
+        """
+        energy = self.mean_potential.double().reshape(-1) * self.num_data
+        if self.energy_correction is not None:
+            energy = energy + self.energy_correction
+        return energy if include_prior else energy + self.log_prior

@@ -23,9 +23,6 @@ class StackedChains:
         module: the module with one chain's tensors; they are replaced by stacked ones.
         num_chains: C.
         initialise: puts the start of chain c, an index in this process, into the module's own tensors.
-
-    Raises:
-        ValueError: if a buffer or parameter has no data, or changes its shape between chains.
     """
 
     def __init__(self, module: nn.Module, num_chains: int, initialise: Callable[[int], None]) -> None:
@@ -92,12 +89,13 @@ class StackedChains:
 
     @property
     def stacked(self) -> list[Tensor]:
-        """The stacked tensors, parameters first."""
-        return self._stacked if self._stacked else self._present()
+        """The stacked tensors, parameters first, where the module is at rest."""
+        return self._present()
 
     @property
     def slices(self) -> list[list[Tensor]]:
-        """Each chain's tensors: leaves whose data are slices of the stacked ones, as they are after `refresh`."""
+        """Each chain's tensors: leaves whose data are slices of the stacked ones."""
+        self.refresh()
         return self._slices
 
     def trainable(self, chain: int) -> dict[str, Tensor]:
@@ -126,8 +124,7 @@ class StackedChains:
     @contextmanager
     def at(self, chain: int) -> Iterator[None]:
         """Put the slices of a chain into the module's places for a moment."""
-        self.refresh()
-        with self.swapped(self._slices[chain]):
+        with self.swapped(self.slices[chain]):
             yield
 
     def unbound(self) -> list[list[Tensor]]:

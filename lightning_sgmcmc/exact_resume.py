@@ -159,9 +159,7 @@ class ExactResume(pl.Callback):
         kept[MEAN_POTENTIAL] = state.mean_potential
         layout = module.layout
         if layout.is_spread:  # in the form of all chains; a group's ranks have not exchanged them yet
-            several = layout.num_chains > 1
-            kept = {name: layout.mean_over_data(t) for name, t in kept.items()}
-            kept = {name: layout.gather(t if several else t[None])[None] for name, t in kept.items()}
+            kept = {name: layout.gather_stored(layout.mean_over_data(t))[None] for name, t in kept.items()}
         elif trainer.world_size > 1:
             kept = {name: trainer.strategy.all_gather(tensor) for name, tensor in kept.items()}
         else:
@@ -174,8 +172,7 @@ class ExactResume(pl.Callback):
         saved: Mapping[str, Tensor] = checkpoint.get(ACCUMULATED, {})
         layout = cast("BayesianModule", pl_module).layout
         if layout.is_spread:
-            own = {name: layout.own(tensor.mean(0)) for name, tensor in saved.items()}
-            self._accumulated = own if layout.num_chains > 1 else {name: tensor[0] for name, tensor in own.items()}
+            self._accumulated = {name: layout.own_stored(tensor.mean(0)) for name, tensor in saved.items()}
         else:
             same = all(len(tensor) == trainer.world_size for tensor in saved.values())
             self._accumulated = {name: t[trainer.global_rank] if same else t.mean(0) for name, t in saved.items()}

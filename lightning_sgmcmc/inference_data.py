@@ -94,13 +94,18 @@ class ChainGrid:
     @classmethod
     def of(cls, records: Sequence[SampleRecord]) -> "ChainGrid":
         """Arrange samples, at least one; of longer chains the newest draws."""
+        return cls.of_chains([record.chain for record in records])
+
+    @classmethod
+    def of_chains(cls, chains_of_samples: Sequence[int]) -> "ChainGrid":
+        """Arrange samples by the chain of each."""
         by_chain: dict[int, list[int]] = {}
-        for position, record in enumerate(records):
-            by_chain.setdefault(record.chain, []).append(position)
+        for position, chain in enumerate(chains_of_samples):
+            by_chain.setdefault(chain, []).append(position)
         chains = sorted(by_chain)
         draws = min(len(positions) for positions in by_chain.values())
         positions = np.array([by_chain[chain][-draws:] for chain in chains])
-        return cls(chains, positions, len(records) - positions.size)
+        return cls(chains, positions, len(chains_of_samples) - positions.size)
 
     @property
     def draws(self) -> int:

@@ -57,17 +57,15 @@ class Snapshot:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, of all chains of the run."""
-        layout, several = self._module.layout, self._module.num_chains > 1
-        axis = {name: tensor if several else tensor[None] for name, tensor in self.tensors.items()}
+        layout = self._module.layout
         return {
-            "tensors": {name: layout.gather(tensor).cpu() for name, tensor in axis.items()},
+            "tensors": {name: layout.gather_stored(tensor).cpu() for name, tensor in self.tensors.items()},
             "log_likelihood": layout.gather(self.log_likelihood).cpu(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        layout, several = self._module.layout, self._module.num_chains > 1
+        layout = self._module.layout
         for name, tensor in state["tensors"].items():
-            own = layout.own(tensor)
-            self.tensors[name].copy_(own if several else own[0])
+            self.tensors[name].copy_(layout.own_stored(tensor))
         self.log_likelihood.copy_(layout.own(state["log_likelihood"]))

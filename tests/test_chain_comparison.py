@@ -11,7 +11,8 @@ from torch import nn
 
 from lightning_sgmcmc import BayesianModule, Gaussian, Posterior
 from lightning_sgmcmc.callbacks import BayesianModelAverage, PosteriorDashboard, SampleCollector, SamplingSchedule
-from lightning_sgmcmc.chain_comparison import ChainComparison, by_chain, chain_rows, prediction_diagnostics
+from lightning_sgmcmc.chain_comparison import ChainComparison, chain_rows, prediction_diagnostics
+from lightning_sgmcmc.inference_data import ChainGrid
 from tests.conjugate import quiet_trainer
 from tests.test_chains import Data, Net, seeded
 from tests.test_exact_resume import data
@@ -78,7 +79,7 @@ def test_prediction_diagnostics_take_the_worst() -> None:
         result.take(chain, 0.0, {}, density)
     assert prediction_diagnostics(result).rhat > 1.5
     assert prediction_diagnostics(result).ess_bulk < 20
-    assert by_chain([0, 1, 0], np.arange(3.0)).tolist() == [[2.0], [1.0]]
+    assert ChainGrid.of_chains([0, 1, 0]).arrange(np.arange(3.0)).tolist() == [[2.0], [1.0]]
 
 
 def test_a_run_with_chains_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
