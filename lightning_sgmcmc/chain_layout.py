@@ -1,14 +1,11 @@
 """Which chains a process holds, and with whom it shares their data."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from lightning_sgmcmc.distributed import ChainStrategy
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,9 @@ class ChainLayout:
         if self.ranks_per_chain == 1:
             return tensor
         if self.is_spread:
-            return _chain_strategy(self.strategy).mean_in_group(tensor)
-        reduced: Tensor = self.strategy.reduce(tensor, reduce_op="mean")
+            reduced: Tensor = self.strategy.mean_in_group(tensor)
+        else:
+            reduced = self.strategy.reduce(tensor, reduce_op="mean")
         return reduced
 
     def gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
@@ -64,7 +62,7 @@ class ChainLayout:
         """
         if not self.is_spread:
             return tensor
-        return torch.cat(_chain_strategy(self.strategy).gather_groups(tensor), dim)
+        return torch.cat(self.strategy.gather_groups(tensor), dim)
 
     def own(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """Return this process's part of what `gather` returned."""
@@ -96,7 +94,3 @@ def layout_of(trainer: pl.Trainer | None, num_chains: int) -> ChainLayout:
         layout: ChainLayout = laid_out(num_chains)
         return layout
     return ChainLayout(0, num_chains, num_chains, trainer.world_size, trainer.global_rank, strategy)
-
-
-def _chain_strategy(strategy: Any) -> "ChainStrategy":
-    return strategy  # type: ignore[no-any-return]

@@ -130,7 +130,7 @@ def run(options: Options) -> list[Row]:
 
     setting = FULL if options.full else QUICK
     jobs = [(method, seed) for method in METHODS for seed in range(setting.seeds)]
-    outcomes = run_jobs(one, jobs, options, setting)
+    outcomes = run_jobs(one, jobs, options, setting, in_turn=options.full)
     rows: list[Row] = []
     curves: dict[str, dict[str, list[float]]] = {"accuracy": {}, "nll": {}}
     entropies: dict[str, list[float]] = {}

@@ -19,12 +19,10 @@ nothing of the paper's differences within a row of three. `full` has not been ru
 
 import functools
 import itertools
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from recipes.jobs import hush, run_jobs
 from recipes.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
@@ -81,13 +79,7 @@ def run(options: Options) -> list[Row]:
     rows: list[Row] = []
     for setting in FULL if options.full else QUICK:
         jobs = list(itertools.product(METHODS, range(setting.seeds)))
-        call = functools.partial(_call, setting=setting, options=options)
-        if options.full:  # one device
-            outcomes = {job: call(job) for job in jobs}
-        else:
-            workers = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-            with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-                outcomes = dict(zip(jobs, pool.map(call, jobs), strict=True))
+        outcomes = run_jobs(one, jobs, options, setting, in_turn=options.full)
         for index, method in enumerate(METHODS):
             paper = PAPER.get(setting.data, ((None, None),) * len(METHODS))[index]
             for place, name in enumerate(("best point estimate", "model average")):
@@ -96,10 +88,6 @@ def run(options: Options) -> list[Row]:
             sizes = [outcomes[method, seed][2] for seed in range(setting.seeds)]
             rows.append(mean_row(method, f"{setting.data}: effective number of samples", sizes))
     return rows
-
-
-def _call(job: tuple[str, int], setting: Setting, options: Options) -> tuple[float, float, float]:
-    return one(*job, setting, options)
 
 
 def callbacks_of(method: str, setting: Setting) -> "list[pl.Callback]":
@@ -139,20 +127,13 @@ def callbacks_of(method: str, setting: Setting) -> "list[pl.Callback]":
 
 def one(method: str, seed: int, setting: Setting, options: Options) -> tuple[float, float, float]:
     """Train and test one network; return the accuracies in % of the best sample and of the average, and the ESS."""
-    import logging
-    import warnings
-
     import pytorch_lightning as pl
-    import torch
 
     from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior
     from lightning_sgmcmc.samplers import SGHMC
     from recipes.resnet import resnet, resnet20
 
-    if not options.full:
-        torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", module="pytorch_lightning")
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    hush(options)
     pl.seed_everything(options.seed + seed, verbose=False)
     data = datamodule(setting, options)
     quick = setting.data == "synthetic"

@@ -141,7 +141,7 @@ def run(options: Options) -> list[Row]:
     for place, setting in enumerate(FULL if options.full else QUICK):
         longest_first = sorted(METHODS, key=lambda method: -method.chains)
         jobs = [(method, seed) for method in longest_first for seed in range(setting.seeds)]
-        outcomes: dict[Any, Outcome] = run_jobs(one, jobs, options, setting)
+        outcomes: dict[Any, Outcome] = run_jobs(one, jobs, options, setting, in_turn=options.full)
         curves = {}
         for method in METHODS:
             results = [outcomes[method, seed] for seed in range(setting.seeds)]

@@ -14,26 +14,37 @@ from recipes.results import Options
 Job = TypeVar("Job")
 
 
-def run_jobs(function: Callable[..., Any], jobs: Sequence[Job], options: Options, *shared: Any) -> dict[Job, Any]:
+def run_jobs(
+    function: Callable[..., Any], jobs: Sequence[Job], options: Options, *shared: Any, in_turn: bool
+) -> dict[Job, Any]:
     """Return what `function(*job, *shared, options)` returns, by job.
 
     Args:
-        function: of a module's top level, since a quick run's processes import it by its name.
+        function: of a module's top level, since other processes import it by its name.
         jobs: tuples of arguments; the longest ones should come first.
-        options: a full run makes them one after the other in this process, a quick one as many at a time as there are
-            cores.
+        options: the recipe's.
         shared: arguments that all jobs have.
+        in_turn: one after the other in this process, as one device wants it; else as many at a time as there are cores,
+            each on one thread.
     """
     call = functools.partial(_call, function, (*shared, options))
-    if options.full:
+    if in_turn:
         return {job: call(job) for job in jobs}
     workers = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    call = functools.partial(_call_on_one_thread, function, (*shared, options))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         return dict(zip(jobs, pool.map(call, jobs), strict=True))
 
 
 def _call(function: Callable[..., Any], shared: tuple[Any, ...], job: Any) -> Any:
     return function(*job, *shared)
+
+
+def _call_on_one_thread(function: Callable[..., Any], shared: tuple[Any, ...], job: Any) -> Any:
+    import torch
+
+    torch.set_num_threads(1)
+    return _call(function, shared, job)
 
 
 def hush(options: Options) -> None:

@@ -41,11 +41,7 @@ steps, 90.6 %).
 `full` has not been run, but for two steps of one chain: no GPU was at hand.
 """
 
-import itertools
-import multiprocessing
-import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,6 +56,7 @@ from lightning_sgmcmc.datamodules import MNISTDataModule, Split
 from lightning_sgmcmc.figures_contour import energy_walk_figure
 from lightning_sgmcmc.figures_samples import weight_paths_figure
 from lightning_sgmcmc.geometry import classical_scaling, squared_distances, weight_sketch
+from recipes.jobs import run_jobs
 from recipes.results import Options, Row, mean_row
 
 WIDE = "ICSGLD, wide bins"
@@ -191,15 +188,12 @@ class Recorder(pl.Callback):
 def run(options: Options) -> list[Row]:
     """Run all methods, return the table."""
     setting = SETTINGS[options.scale]
-    jobs = [(method, setting, options) for method in reversed(METHODS)]  # the longest first
-    if options.full and torch.cuda.is_available():  # one device
-        walks = list(itertools.starmap(one, jobs))
-    else:
+    in_turn = options.full and torch.cuda.is_available()  # one device
+    if not in_turn:
         data_of(setting, options)  # what is missing is said at once
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        with ProcessPoolExecutor(max(1, cores), multiprocessing.get_context("spawn")) as pool:
-            walks = list(pool.map(_call, jobs))
-    return report(dict(zip(METHODS, reversed(walks), strict=True)), options)
+    jobs = [(method,) for method in reversed(METHODS)]  # the longest first
+    walks = run_jobs(one, jobs, options, setting, in_turn=in_turn)
+    return report({method: walks[method,] for method in METHODS}, options)
 
 
 def report(walks: dict[str, Walk], options: Options) -> list[Row]:
@@ -208,11 +202,6 @@ def report(walks: dict[str, Walk], options: Options) -> list[Row]:
     energy_walk_figure(losses, (LOW, HIGH), "loss (nats per image)").savefig(options.out / "losses.png", dpi=120)
     paths(walks).savefig(options.out / "paths.png", dpi=120)
     return [row for method, walk in walks.items() for row in rows_of(method, walk)]
-
-
-def _call(job: tuple[str, Setting, Options]) -> Walk:
-    torch.set_num_threads(1)
-    return one(*job)
 
 
 def data_of(setting: Setting, options: Options) -> FirstDigits:

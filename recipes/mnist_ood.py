@@ -11,14 +11,12 @@ nothing: cyclical samplers are Snapshot, and those with one cycle are their opti
 
 import functools
 import itertools
-import multiprocessing
-import os
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from recipes.jobs import run_jobs
 from recipes.results import Options, Row, mean_row
 
 NUM_DATA = 60_000
@@ -65,9 +63,7 @@ def run(options: Options) -> list[Row]:
     seeds = range(options.seed, options.seed + REPEATS[options.scale])
     jobs = list(itertools.product(methods(), seeds))
     one(methods()[0], -1, options)  # reads the data once, so that what is missing is said at once
-    workers = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        outcomes = dict(zip(jobs, pool.map(functools.partial(_call, options=options), jobs), strict=True))
+    outcomes = run_jobs(one, jobs, options, in_turn=False)
     rows, entropies = [], {}
     for method in methods():
         results = [outcomes[method, seed] for seed in seeds]
@@ -78,10 +74,6 @@ def run(options: Options) -> list[Row]:
         names = [m.name for m in methods() if m.name.endswith(f" {text}") or m.temperature == 0]
         picture(entropies, names, text).savefig(options.out / f"entropy_{file}.png", dpi=120)
     return rows
-
-
-def _call(job: tuple[Method, int], options: Options) -> tuple[dict[str, float], np.ndarray[Any, Any]]:
-    return one(*job, options)
 
 
 def one(method: Method, seed: int, options: Options) -> tuple[dict[str, float], np.ndarray[Any, Any]]:

@@ -28,11 +28,9 @@ weights (0.72), limits of the multiplier (0.66), eq. (10), which is SGLD (0.66),
 
 import functools
 import itertools
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
+from recipes.jobs import run_jobs
 from recipes.results import Options, Row, mean_row
 
 HIDDEN, BATCH, MODELS = 50, 50, 50
@@ -75,9 +73,7 @@ def run(options: Options) -> list[Row]:
     splits = range(SPLITS[options.scale])
     jobs = list(itertools.product(TABLES, PAPER, splits))
     one("Energy", "SGD", -1, options)  # reads the data once, so that what is missing is said at once
-    workers = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        outcomes = dict(zip(jobs, pool.map(functools.partial(_call, options=options), jobs), strict=True))
+    outcomes = run_jobs(one, jobs, options, in_turn=False)
     rows: list[Row] = []
     for index, table in enumerate(TABLES):
         for method, paper in PAPER.items():
@@ -92,10 +88,6 @@ def run(options: Options) -> list[Row]:
             rows.append(mean_row(method, f"{table}: effective number of {MODELS} models", sizes))
     picture(rows).savefig(options.out / "rmse.png", dpi=120)
     return rows
-
-
-def _call(job: tuple[str, str, int], options: Options) -> tuple[float, float]:
-    return one(*job, options)
 
 
 def one(table: str, method: str, split: int, options: Options, epochs: int | None = None) -> tuple[float, float]:

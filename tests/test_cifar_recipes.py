@@ -16,7 +16,7 @@ from recipes.synthetic_images import SyntheticImages
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 
 
-def in_turn(function: Any, jobs: Any, options: Options, *shared: Any) -> dict[Any, Any]:
+def in_turn(function: Any, jobs: Any, options: Options, *shared: Any, **how: Any) -> dict[Any, Any]:
     """Run the jobs in this process, which has imported all that they need."""
     return {job: function(*job, *shared, options) for job in jobs}
 
