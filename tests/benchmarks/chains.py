@@ -20,20 +20,13 @@ import torch
 from torch import nn
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical
-from lightning_sgmcmc.callbacks import (
-    BayesianModelAverage,
-    CyclicalSchedule,
-    PosteriorDashboard,
-    RunSummary,
-    SampleCollector,
-)
 from lightning_sgmcmc.data_order import BatchOrder, ResumableLoader
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.datamodules.augmentation import Augmentation
 from lightning_sgmcmc.datamodules.loading import evaluation_loader
 from tests.benchmarks.networks import mlp, resnet20
 from tests.benchmarks.timing import interleaved, ratios
-from tests.benchmarks.trainer_step import Clock, PlainModule
+from tests.benchmarks.trainer_step import QUIET, Clock, PlainModule, all_callbacks
 
 CHAINS = 10
 BATCH = 100
@@ -50,22 +43,11 @@ def fit(dataset: TensorBatches, chains: int, steps: int, callbacks: bool) -> flo
     clock = Clock()
     module = BayesianModule(net=mlp(), likelihood=Categorical(), sampler=SGHMC, lr=0.01, num_chains=chains, seed=1)
     with tempfile.TemporaryDirectory() as folder:
-        several: list[pl.Callback] = [
-            CyclicalSchedule(num_cycles=1, exploration=0.0, samples_per_cycle=1),
-            SampleCollector(folder + "/samples"),
-            BayesianModelAverage(),
-            PosteriorDashboard(figures=()),
-            RunSummary(),
-        ]
         trainer = pl.Trainer(
             accelerator="cpu",
             max_steps=steps + 5,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[*(several if callbacks else []), clock],
-            log_every_n_steps=50,
+            callbacks=[*(all_callbacks(folder) if callbacks else []), clock],
+            **QUIET,
         )
         held_out = TensorBatches(*(tensor[:BATCH] for tensor in dataset.tensors))
         trainer.fit(module, ResumableLoader(dataset, BATCH), evaluation_loader(held_out, BATCH))
@@ -131,24 +113,14 @@ def fit_on_cuda(chains: int | None, steps: int) -> float:
             module = BayesianModule(
                 net=resnet20(), likelihood=Categorical(), sampler=SGHMC, lr=0.1, num_chains=chains, compile=True
             )
-            callbacks = [
-                CyclicalSchedule(num_cycles=1, exploration=0.0, samples_per_cycle=1),
-                SampleCollector(folder + "/samples"),
-                BayesianModelAverage(),
-                PosteriorDashboard(figures=()),
-                RunSummary(),
-            ]
+            callbacks = all_callbacks(folder)
         trainer = pl.Trainer(
             accelerator="gpu",
             devices=1,
             precision="bf16-mixed",
             max_steps=steps + WARM_UP,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             callbacks=[*callbacks, clock],
-            log_every_n_steps=50,
+            **QUIET,
         )
         loader = ResumableLoader(dataset, 128, drop_last=True)
         trainer.fit(module, loader, evaluation_loader(held_out, 500))

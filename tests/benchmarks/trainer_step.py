@@ -36,6 +36,27 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
 WARM_UP = 5
 
 
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "log_every_n_steps": 50,
+}
+"""Options of a trainer that writes nothing."""
+
+
+def all_callbacks(folder: str) -> list[pl.Callback]:
+    """Return what a run has beside its sampler, with one sample at its end, kept below a folder."""
+    return [
+        CyclicalSchedule(num_cycles=1, exploration=0.0, samples_per_cycle=1),
+        SampleCollector(folder + "/samples"),
+        BayesianModelAverage(),
+        PosteriorDashboard(figures=()),
+        RunSummary(),
+    ]
+
+
 class Clock(pl.Callback):
     """Measures the seconds from the end of the warm-up to the end of the training, evaluations of samples included."""
 
@@ -79,12 +100,8 @@ def _fit(
     trainer = pl.Trainer(
         accelerator="cpu",
         max_steps=steps + WARM_UP,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[*callbacks, clock],
-        log_every_n_steps=50,
+        **QUIET,
     )
     held_out = TensorBatches(*(tensor[:batch] for tensor in data.tensors))
     trainer.fit(module, ResumableLoader(data, batch), evaluation_loader(held_out, batch))
@@ -103,14 +120,7 @@ def run(case: str, rounds: int) -> list[dict[str, float]]:
         plain = _fit(PlainModule(build()), [], data, batch, steps)
         module = BayesianModule(net=build(), likelihood=Categorical(), sampler=SGHMC, lr=0.01)
         with tempfile.TemporaryDirectory() as folder:
-            callbacks: list[pl.Callback] = [
-                CyclicalSchedule(num_cycles=1, exploration=0.0, samples_per_cycle=1),
-                SampleCollector(folder + "/samples"),
-                BayesianModelAverage(),
-                PosteriorDashboard(figures=()),
-                RunSummary(),
-            ]
-            ours = _fit(module, callbacks, data, batch, steps)
+            ours = _fit(module, all_callbacks(folder), data, batch, steps)
         buffer = torch.empty(sum(p.numel() for p in module.parameters()))
         noise = timed(lambda buffer=buffer: buffer.normal_(), 50)  # type: ignore[misc]
         if turn > 0:
