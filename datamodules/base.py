@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.chain_batches import ChainBatches
-from lightning_sgmcmc.data_order import ResumableLoader
+from lightning_sgmcmc.data_order import BatchOrder, ResumableLoader
 from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader
 
 
@@ -44,6 +44,9 @@ class ArrayDataModule(pl.LightningDataModule):
     target_std: float | None = None
     """In regression, what the targets were standardised by."""
 
+    order: Callable[..., BatchOrder]
+    """Makes the order of the training data: `BatchOrder`, unless another is put here (see `ResumableLoader`)."""
+
     def __init__(self, batch_size: int, drop_last: bool = False, seed: int = 0) -> None:
         super().__init__()
         if batch_size < 1:
@@ -51,6 +54,7 @@ class ArrayDataModule(pl.LightningDataModule):
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.seed = seed
+        self.order = BatchOrder
         self._splits: tuple[Split, Split, Split] | None = None
 
     @abstractmethod
@@ -100,7 +104,7 @@ class ArrayDataModule(pl.LightningDataModule):
             dataset = TensorBatches(split.inputs, split.targets, transform=self.transform())
             return evaluation_loader(dataset, self.batch_size)
         dataset = TensorBatches(split.inputs, split.targets, transform=self.train_transform())
-        return ResumableLoader(dataset, self.batch_size, drop_last=self.drop_last, **replica_of(self))
+        return ResumableLoader(dataset, self.batch_size, drop_last=self.drop_last, order=self.order, **replica_of(self))
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch; one whose tensors are there already is passed on without a search through it."""

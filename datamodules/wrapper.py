@@ -1,11 +1,12 @@
 """Any torch data sets as a datamodule."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_sgmcmc.data_order import ResumableLoader
+from lightning_sgmcmc.data_order import BatchOrder, ResumableLoader
 from lightning_sgmcmc.datamodules.base import replica_of
 
 
@@ -23,6 +24,7 @@ class DatasetDataModule(pl.LightningDataModule):
         num_workers: loading processes.
         num_data: N, for training data without a length; else leave it out.
         drop_last: leave out the last batch of an epoch where it is short; N stays the whole training set.
+        order: makes the order of the training data, see `ResumableLoader`.
 
     Raises:
         ValueError: if batch_size is below 1, N is missing, or num_data contradicts the training data's length.
@@ -37,6 +39,7 @@ class DatasetDataModule(pl.LightningDataModule):
         num_workers: int = 0,
         num_data: int | None = None,
         drop_last: bool = False,
+        order: Callable[..., BatchOrder] = BatchOrder,
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -54,6 +57,7 @@ class DatasetDataModule(pl.LightningDataModule):
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.drop_last = drop_last
+        self.order = order
         self.num_data = length if num_data is None else num_data
 
     def _loader(self, dataset: Dataset[Any] | None, drop_last: bool = False) -> Any:
@@ -75,6 +79,7 @@ class DatasetDataModule(pl.LightningDataModule):
             self.batch_size,
             drop_last=self.drop_last,
             num_workers=self.num_workers,
+            order=self.order,
             **replica_of(self),
         )
 

@@ -73,12 +73,14 @@ class ChainEnergies:
             else:
                 each, log_prior = self._all_at_once(batch)
             mean = each.mean(-1)
+            state.batch_size = each.shape[-1]
             if state.keeps_each:
                 state.log_likelihood = each.detach()
         else:
             through_stack = self.through_stack if through_stack is None else through_stack
             rows, log_prior = self._one_by_one(self._chains, batch, through_stack)
             mean = torch.stack([row.mean() for row in rows])
+            state.batch_size = len(rows[0])
             if state.keeps_each:
                 state.log_likelihood = torch.stack(rows).detach()
         state.log_prior = log_prior.detach()

@@ -176,11 +176,19 @@ class ChainModule(pl.LightningModule):
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Make the backward pass, and gather the chains' gradients once a step's are complete."""
+        """Make the backward pass; gather the chains' gradients, and correct them, once a batch's are complete."""
         loss.backward(*args, **kwargs)
+        state: ChainState = self.__dict__["chain_state"]
+        if not state.batch_complete:
+            return
         energies: ChainEnergies | None = self.__dict__["_energies"]
-        if energies is not None and energies.collects and not self.__dict__["chain_state"].accumulating:
+        collects = energies is not None and energies.collects
+        if collects:
             self.__dict__["_chains"].collect_gradients()
+        if state.correct_gradient is not None:
+            state.correct_gradient()
+            if collects and state.accumulating:
+                self.__dict__["_chains"].spread_gradients()  # where the next batch's gradients are added to these
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         """Forget the gradients, the chains' own too."""

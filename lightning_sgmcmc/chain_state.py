@@ -32,6 +32,12 @@ class ChainState:
         num_cycles: how many cycles the run has; None without cycles.
         stage: "exploration" (temperature 0), "burn-in" or "sampling".
         accumulating: between the micro-batches of a step, so the gradients are not complete.
+        candidates: batches of which a step chooses one; without such a choice a step has one.
+        batch_complete: whether the last micro-batch ended a candidate batch, or without candidates the step.
+        batch_share: weight of the present candidate batch in the accumulated gradient, 1 where there is one.
+        correct_gradient: called when the gradient of a batch is complete, before anyone looks at it: a control variate.
+        batch_size: data in the last micro-batch of each chain, in this process.
+        gradient_evaluations: data whose gradient has been computed for each chain, all passes and ranks counted.
         labels: what each chain of the run is called in its samples, by its global index; None is the index.
         sampled: labels of the chains whose states are samples when one is due.
         sample_due: set by a schedule in `on_train_batch_end`: the present states are samples.
@@ -54,6 +60,12 @@ class ChainState:
     num_cycles: int | None = None
     stage: str = "sampling"
     accumulating: bool = False
+    candidates: int = 1
+    batch_complete: bool = True
+    batch_share: float = 1.0
+    correct_gradient: Callable[[], None] | None = None
+    batch_size: int = 0
+    gradient_evaluations: int = 0
     labels: Sequence[int] | None = None
     sampled: Container[int] = range(sys.maxsize)
     sample_due: bool = False

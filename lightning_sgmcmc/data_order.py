@@ -94,6 +94,8 @@ class ResumableLoader:
         num_replicas: data-parallel ranks that share the data; None asks torch.distributed.
         rank: index of this replica; None asks torch.distributed.
         pin_memory: copy batches of workers into pinned memory.
+        order: makes a chain's order of the data from the arguments of `BatchOrder`, with batches as many as that has:
+            that class, or a `functools.partial` of another.
 
     Raises:
         ValueError: if the data set has no length or is empty, batch_size is below 1, num_workers is negative, or
@@ -112,6 +114,7 @@ class ResumableLoader:
         num_replicas: int | None = None,
         rank: int | None = None,
         pin_memory: bool = False,
+        order: Callable[..., "BatchOrder"] = BatchOrder,
     ) -> None:
         if not hasattr(dataset, "__len__"):
             raise ValueError(
@@ -132,6 +135,7 @@ class ResumableLoader:
         self.num_replicas = num_replicas or (torch.distributed.get_world_size() if distributed else 1)
         self.rank = rank if rank is not None else (torch.distributed.get_rank() if distributed else 0)
         self.pin_memory = pin_memory
+        self.order = order
         self._seed = seed
         self._length = batches_per_epoch(len(dataset), batch_size, drop_last, self.num_replicas)
         if self._length == 0:
@@ -169,7 +173,7 @@ class ResumableLoader:
     def _begin(self) -> Callable[[int], Any]:
         """Return what loads the batches from the present position on."""
         orders = [
-            BatchOrder(
+            self.order(
                 len(self.dataset),  # type: ignore[arg-type]
                 self.batch_size,
                 self.seed,

@@ -245,6 +245,7 @@ class BayesianModule(ChainModule):
         log_prior = self.log_prior()
         state: ChainState = self.__dict__["chain_state"]
         state.log_prior = log_prior.detach()
+        state.batch_size = len(log_likelihood)
         if state.keeps_each:
             state.log_likelihood = log_likelihood.detach()
         return torch.add(log_likelihood.mean(), log_prior, alpha=1 / self._known_num_data()).neg()
@@ -273,6 +274,7 @@ class BayesianModule(ChainModule):
             guard.begin(batch)
         potential = self._mean_potential(batch)
         state: ChainState = self.__dict__["chain_state"]
+        state.gradient_evaluations += state.batch_size * self._layout.ranks_per_chain
         trainer = self.trainer
         accumulated = trainer.accumulate_grad_batches
         if guard is not None and guard.shares_gradients:
@@ -283,6 +285,10 @@ class BayesianModule(ChainModule):
         position = batch_idx % accumulated
         window = min(accumulated, trainer.num_training_batches - (batch_idx - position))
         state.accumulating = position + 1 < window
+        each = accumulated // state.candidates
+        first = position - position % each
+        state.batch_complete = position + 1 == min(first + each, window)
+        state.batch_share = (min(first + each, window) - first) / window
         change = potential.detach() - (state.mean_potential if position > 0 else 0)
         state.mean_potential = change / (position + 1) + (state.mean_potential if position > 0 else 0)
         # Lightning divides by the whole window, also where the epoch's last one is shorter.
@@ -423,6 +429,12 @@ class BayesianModule(ChainModule):
     def skipped_steps(self) -> int:
         """Steps of the last fit that were left out because their energy or gradient was not finite."""
         return self.chain_state.skipped_steps
+
+    @property
+    def gradient_evaluations(self) -> int:
+        """Data whose gradient has been computed for each chain in the last fit: those of a step's mini-batch, or of all
+        its candidates, and what control variates compute."""
+        return self.chain_state.gradient_evaluations
 
     @property
     def sampling_seed(self) -> int | None:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytorch_lightning as pl
 
+from lightning_sgmcmc.chain_state import ChainState
 from lightning_sgmcmc.checkpoint_io import protect_checkpoints
 from lightning_sgmcmc.energy_guard import EnergyGuard
 from lightning_sgmcmc.handover import SampleHandover
@@ -25,12 +26,14 @@ class Safeguards(SampleHandover):
         self._interruption = Interruption()
         self._guard: EnergyGuard | None = None
         self._skipped = 0
+        self._state: ChainState | None = None
+        self._gradient_evaluations = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         protect_checkpoints(trainer)
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            self._guard, self._skipped = None, 0
+            self._guard, self._skipped, self._gradient_evaluations = None, 0, 0
             check_run(trainer, cast("BayesianModule", pl_module))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -38,6 +41,8 @@ class Safeguards(SampleHandover):
         check_data(trainer)
         module.begin_energies(trainer)
         self._guard = EnergyGuard(module, trainer, self._skipped)
+        self._state = module.chain_state
+        self._state.gradient_evaluations = self._gradient_evaluations
         module.__dict__["_guard"] = module.sampler.guard = self._guard
         self._interruption.begin(trainer)
 
@@ -57,6 +62,7 @@ class Safeguards(SampleHandover):
         """Let go of the trainer, so that the module can be copied and pickled."""
         module = cast("BayesianModule", pl_module)
         self._skipped, self._guard = module.skipped_steps, None
+        self._gradient_evaluations, self._state = module.gradient_evaluations, None
         module.end_energies()
         module.__dict__["_guard"] = None
 
@@ -78,8 +84,10 @@ class Safeguards(SampleHandover):
 
     def state_dict(self) -> dict[str, Any]:
         skipped = self._guard.skipped if self._guard is not None else self._skipped
-        return super().state_dict() | {"skipped_steps": skipped}
+        evaluations = self._state.gradient_evaluations if self._state is not None else self._gradient_evaluations
+        return super().state_dict() | {"skipped_steps": skipped, "gradient_evaluations": evaluations}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._skipped = state_dict["skipped_steps"]
+        self._gradient_evaluations = state_dict.get("gradient_evaluations", 0)

@@ -9,7 +9,7 @@ this form: its `lr` is the time step h of its equation.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,17 @@ Control: TypeAlias = "float | Tensor"
 
 
 CONTROLS = ("lr", "temperature", "gradient_multiplier")
+
+
+class Transition(NamedTuple):
+    """A step with noise, as m ← (1-a)·m - b·g + s·ξ of a momentum m, or without one as θ ← θ - b·g + s·ξ."""
+
+    damping: Control
+    """a, 0 without momentum."""
+    force: Control
+    """b."""
+    variance: Control
+    """s²."""
 
 
 class Guard(Protocol):
@@ -199,6 +210,14 @@ class Sampler(Optimizer):
     def gradient_noise_allowance(self, group: dict[str, Any]) -> float:
         """Return the mini-batch noise that the rule reckons with, over the variance that friction takes out."""
         return 0.0
+
+    def transition(self, group: dict[str, Any]) -> Transition | None:
+        """Return damping, force and noise of a step with noise; None for rules that are not of that form."""
+        return None
+
+    def momenta(self, group: dict[str, Any]) -> list[Tensor] | None:
+        """Return the momenta m of `transition` before a step with noise, None for rules without momentum."""
+        return None
 
     def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
         """Return G of steps -lr·G⊙g + √(2·lr·τ·G/N)⊙ξ, None where G = 1."""

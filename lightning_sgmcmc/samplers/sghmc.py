@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.samplers.base import Control, Sampler, square_root
+from lightning_sgmcmc.samplers.base import Control, Sampler, Transition, square_root
 
 
 class SGHMC(Sampler):
@@ -69,6 +69,14 @@ class SGHMC(Sampler):
         if before is None:
             return thermal / (1 - friction / 2)
         return (1 - friction) ** 2 * before + 2 * friction * thermal
+
+    def transition(self, group: dict[str, Any]) -> Transition:
+        lr, friction = group["lr"], group["friction"]
+        variance = 2 * (friction - group["noise_estimate"]) * lr * group["temperature"] / self._data()
+        return Transition(friction, lr * group["gradient_multiplier"], variance)
+
+    def momenta(self, group: dict[str, Any]) -> list[Tensor]:
+        return self._momenta(group, group["params"], as_velocity=True)
 
     def gradient_noise_factor(self, group: dict[str, Any]) -> Control:
         return super().gradient_noise_factor(group) / group["friction"]

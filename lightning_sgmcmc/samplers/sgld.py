@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_sgmcmc.samplers.base import Sampler, square_root
+from lightning_sgmcmc.samplers.base import Sampler, Transition, square_root
 
 
 class SGLD(Sampler):
@@ -33,3 +33,7 @@ class SGLD(Sampler):
         self._add(params, grads, -lr * group["gradient_multiplier"])
         if noise is not None:
             self._add(params, noise, square_root(2 * lr * group["temperature"] / self.num_data))
+
+    def transition(self, group: dict[str, Any]) -> Transition:
+        lr = group["lr"]
+        return Transition(0.0, lr * group["gradient_multiplier"], 2 * lr * group["temperature"] / self._data())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.samplers.base import Control, Sampler, square_root
+from lightning_sgmcmc.samplers.base import Control, Sampler, Transition, square_root
 
 
 class SGNHT(Sampler):
@@ -77,6 +77,14 @@ class SGNHT(Sampler):
 
     def momentum_variance(self, group: dict[str, Any], before: "Control | None") -> "Control | None":
         return group["lr"] * group["temperature"] / self._data()  # which the thermostat holds
+
+    def transition(self, group: dict[str, Any]) -> Transition:
+        lr = group["lr"]
+        variance = 2 * group["friction"] * lr * group["temperature"] / self._data()
+        return Transition(self.thermostat(group), lr * group["gradient_multiplier"], variance)
+
+    def momenta(self, group: dict[str, Any]) -> list[Tensor]:
+        return self._buffers(group["params"], "momentum_buffer")
 
     def gradient_noise_factor(self, group: dict[str, Any]) -> Control:
         return super().gradient_noise_factor(group) / group["friction"]

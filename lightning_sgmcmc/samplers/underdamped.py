@@ -1,11 +1,11 @@
 """Underdamped Langevin dynamics by the Euler-Maruyama scheme."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
-from lightning_sgmcmc.samplers.base import Control, Sampler, square_root
+from lightning_sgmcmc.samplers.base import Control, Sampler, Transition, square_root
 
 
 class UnderdampedLangevin(Sampler):
@@ -28,6 +28,10 @@ class UnderdampedLangevin(Sampler):
 
     Source: Li et al. 2021 (EWSG), eq. (1) and (3).
     """
+
+    extra_drag: "Callable[[list[Tensor]], list[Tensor]] | None" = None
+    """Gives, of the momenta before a step, the drag (Γ-γ)·r of a friction matrix Γ beyond γ; the noise stays γ's. It is
+    for mini-batch noise whose covariance is known (EWSG-VR), and not part of the state."""
 
     def __init__(
         self,
@@ -53,7 +57,10 @@ class UnderdampedLangevin(Sampler):
         step, friction = group["lr"], group["friction"]
         momenta = self._buffers(params, "momentum_buffer")
         self._add(params, momenta, step)
+        drag = self.extra_drag(momenta) if self.extra_drag is not None else None
         self._scale(momenta, 1 - step * friction)
+        if drag is not None:
+            self._add(momenta, drag, -step)
         self._add(momenta, grads, -step * group["gradient_multiplier"] * self.num_data)
         if noise is not None:
             self._add(momenta, noise, square_root(2 * friction * group["temperature"] * step))
@@ -63,6 +70,14 @@ class UnderdampedLangevin(Sampler):
         if before is None:
             return temperature / (1 - damping / 2)
         return (1 - damping) ** 2 * before + 2 * damping * temperature
+
+    def transition(self, group: dict[str, Any]) -> Transition:
+        step, friction = group["lr"], group["friction"]
+        force = step * group["gradient_multiplier"] * self._data()
+        return Transition(step * friction, force, 2 * friction * group["temperature"] * step)
+
+    def momenta(self, group: dict[str, Any]) -> list[Tensor]:
+        return self._buffers(group["params"], "momentum_buffer")
 
     def gradient_noise_factor(self, group: dict[str, Any]) -> Control:
         return group["lr"] * self._data() ** 2 / (2 * group["friction"] * group["temperature"])

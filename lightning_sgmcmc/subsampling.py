@@ -1,0 +1,133 @@
+"""Which mini-batch a step takes, and what its noise does: exponentially weighted stochastic gradients (EWSG).
+
+Everything here is of batches' gradients `g_j` of the mean potential Ũ/N, along any leading axes (chains). A step of a
+sampler is read as `m' = (1-a)·m - b·g + s·ξ` (`lightning_sgmcmc.samplers.base.Transition`); without momentum m is the
+place itself, with a = 0.
+"""
+
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.samplers.base import Control, Transition, square_root
+
+Guess: TypeAlias = Literal["unchanged", "stopped", "zero", "one"]
+"""What stands for the momentum after the step, m', which eq. (4) asks for before it is known.
+
+"unchanged" takes m' = m, so x = a·m/s (the paper's √h·γ·r/σ, its choice; 0 without momentum); "stopped" m' = 0, so
+x = (a-1)·m/s; "zero" and "one" give x itself.
+"""
+
+
+def index_log_weights(gradients: Tensor, momentum: Tensor | None, transition: Transition, guess: Guess) -> Tensor:
+    """Return log p_j of every candidate batch, up to a constant: ½‖x + n̂a_j‖² - ½‖x‖² with n̂a_j = b·g_j/s.
+
+    Args:
+        gradients: g_j of each candidate, shape (…, J, d).
+        momentum: m, shape (…, d); None without momentum.
+        transition: a, b and s² of the step, numbers or tensors of shape (…).
+        guess: which x.
+
+    Returns:
+        shape (…, J), float64; zeros where s² is 0, since there is no law to match then.
+
+    Source: Li et al. 2021 (EWSG), eq. (4) and (6), appendices D and E.
+    """
+    damping, force, variance = (_along_candidates(control) for control in transition)
+    squares = torch.linalg.vector_norm(gradients, dim=-1, dtype=torch.float64).square()
+    product: Tensor | float = 0.0
+    if guess == "one":
+        product = square_root(variance) * gradients.sum(-1, dtype=torch.float64)
+    elif guess != "zero" and momentum is not None:
+        factor = damping if guess == "unchanged" else damping - 1
+        product = factor * (gradients @ momentum[..., None])[..., 0].double()
+    weights = force * (force * squares / 2 + product) / variance
+    return weights if not isinstance(variance, Tensor) else torch.where(variance > 0, weights, 0.0)
+
+
+def _along_candidates(control: Control) -> Control:
+    return control.double()[..., None] if isinstance(control, Tensor) else control
+
+
+def metropolis_index(log_weights: Tensor, log_uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Run a Metropolis chain through candidates, from the first: j replaces i with chance min{1, p_j/p_i}.
+
+    Args:
+        log_weights: log p of each candidate, shape (…, M+1); a candidate whose weight is NaN is not accepted.
+        log_uniforms: logarithms of uniform numbers, shape (…, M).
+
+    Returns:
+        the index in the end and how many candidates were accepted, each of shape (…), int64.
+
+    Source: Li et al. 2021 (EWSG), eq. (6) and Algorithm 1.
+    """
+    index = torch.zeros(log_weights.shape[:-1], dtype=torch.int64, device=log_weights.device)
+    accepted = torch.zeros_like(index)
+    present = log_weights[..., 0]
+    for candidate in range(1, log_weights.shape[-1]):
+        proposed = log_weights[..., candidate]
+        accepts = log_uniforms[..., candidate - 1] < proposed - present
+        present = torch.where(accepts, proposed, present)
+        index = torch.where(accepts, candidate, index)
+        accepted += accepts
+    return index, accepted
+
+
+class GradientMoments(NamedTuple):
+    """Running moments of batches' gradients ñ of the full potential (N·g), with one row of d for a chain.
+
+    The second is E[ñ²], shape (…, d), or the matrix E[ññᵀ], shape (…, d, d).
+    """
+
+    first: Tensor
+    second: Tensor
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the second moment is a matrix."""
+        return self.second.dim() > self.first.dim()
+
+
+def square_of(gradient: Tensor, matrix: bool) -> Tensor:
+    """Return ñ², shape (…, d), or ññᵀ, shape (…, d, d)."""
+    return gradient[..., :, None] * gradient[..., None, :] if matrix else gradient.square()
+
+
+def advance_moments_(moments: GradientMoments, present: Tensor, reference: Tensor, weight: float) -> None:
+    """Put a batch's present gradient in the place of the one that it had at the last calibration, in both moments.
+
+        m₁ += w·(ñ_i(θ) - ñ_i(ω)),   m₂ += w·(ñ_i(θ)ñ_i(θ)ᵀ - ñ_i(ω)ñ_i(ω)ᵀ)
+
+    Args:
+        moments: changed in place.
+        present: ñ_i at the present place θ, shape (…, d).
+        reference: ñ_i at the place ω of the calibration, shape (…, d).
+        weight: w, one over the number of batches.
+
+    Source: Li et al. 2021 (EWSG), Algorithm 2, lines 16 and 17.
+    """
+    moments.first.add_(present - reference, alpha=weight)
+    matrix = moments.is_matrix
+    moments.second.add_(square_of(present, matrix) - square_of(reference, matrix), alpha=weight)
+
+
+def extra_friction(moments: GradientMoments, step: Control, temperature: Control) -> Tensor:
+    """Return h·cov/(2τ), the friction that takes out what mini-batch noise puts in, of the second moment's shape.
+
+    A diagonal is not negative; a matrix is as estimated.
+
+    Args:
+        moments: of the batches' gradients.
+        step: h.
+        temperature: τ > 0.
+
+    Source: Li et al. 2021 (EWSG), appendix F: Γ = (σ²I + h·cov[n∇V_I])/(2T) with σ² = 2γT.
+    """
+    covariance = moments.second - square_of(moments.first, moments.is_matrix)
+    if not moments.is_matrix:
+        covariance = covariance.clamp(min=0)
+    factor = step / (2 * temperature)
+    if isinstance(factor, Tensor) and factor.dim():
+        factor = factor.view(-1, *[1] * (covariance.dim() - 1))
+    return covariance * factor
