@@ -158,10 +158,12 @@ class SwitchingBatchSampler(IndexSampler[list[int]]):
     """The batches of a `SwitchingOrder` for a plain `torch.utils.data.DataLoader(data, batch_sampler=…)`.
 
     Under a trainer prefer the library's datamodules or a `ResumableLoader` with that order: they give each chain an
-    order of its own, share batches over ranks, and go on exactly from any step. Lightning saves no batch sampler, and a
-    loader with workers asks it for batches ahead of their use, so its position is that of training only with
-    `num_workers=0`. Over several data-parallel ranks Lightning refuses it (it cannot put its own sampler into it)
-    unless the trainer has `use_distributed_sampler=False`; then every rank needs its own `num_replicas` and `rank`.
+    order of its own, share batches over ranks, and go on exactly from any step. Lightning saves no batch sampler, so a
+    resumed run begins its batches anew, at the end of an epoch too, unless a datamodule keeps the sampler and returns
+    its `state_dict()` as the datamodule's own; with `num_workers=0` the run then goes on exactly, in mid-epoch too
+    (workers ask for batches ahead of their use, so the position is not training's). With several data-parallel ranks
+    Lightning refuses it, since it cannot put its own sampler into it, unless the trainer has
+    `use_distributed_sampler=False`; then each rank's sampler needs its `num_replicas` and `rank`.
 
     Each pass through it gives S batches and goes on where the last one stopped.
 

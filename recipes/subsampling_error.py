@@ -1,4 +1,31 @@
-"""D2: how the error of subsampling falls with the switching time η (SGLDiff, Theorems 1.1 and 1.3)."""
+"""D2: how the error of subsampling falls with the switching time η (SGLDiff, Theorems 1.1 and 1.3).
+
+The two quadratic potentials of `switching_diffusion`, exact in time: W₁ of the stationary law to the target N(0, 0.1),
+and E|θ_t - ζ_t| to the diffusion ζ of the mean potential from the same place 0, on one Brownian path. And Bayesian
+logistic regression (pima, 768 data in 8 batches of 96, prior N(0, 100), 12 chains with splits of their own, `full` 48):
+`Trainer.fit` with SGLD of the fixed step ε = 2e-5 (`full` 2e-6) and `SwitchingOrder`, against the same chains with the
+full gradient; a chain's injected noise is the same in all runs, and t = 0.02. Slopes are of log error over log η, by
+least squares; errors are by a jackknife over groups of chains, the same ones for all η, since they share noise. The
+intervals of slopes are of that alone, and not of the curves' bend, for which there are two fits.
+
+The paper gives no figures but the bounds η^{1/4} at fixed t and η^c for W₁, where c is 0.0094 at most here (K = 5,
+L = 15). Bounds of this kind say that the slope is at least that as η → 0.
+
+Measured (`python -m recipes subsampling_error`, 110 s of one core, half that on two), slopes with 95 % intervals:
+
+                               all η                 η ≤ 0.1
+    W₁ of the stationary law   0.476 (0.468, 0.485)  0.733 (0.713, 0.753)
+    E|θ_t - ζ_t|, t = 0.1      0.275 (0.273, 0.276)  0.459 (0.455, 0.463)
+    E|θ_t - ζ_t|, t = 1        0.352 (0.351, 0.354)  0.494 (0.489, 0.500)
+    logistic regression        0.310 (0.285, 0.334)  0.403 (0.358, 0.449)
+
+All errors fall at each step of η, and faster than the bounds. Above η = 1 they saturate: within t nothing switches any
+more. Below 0.1 those at fixed t go like √η, as a central limit theorem of the switching would have it, twice the proven
+exponent; W₁ steepens towards its last decade (0.83 from 0.01 to 0.001), as the exact variance does, whose excess is
+0.314 and 0.0315. In logistic regression t/η is smaller, so √η comes late: 0.58 in the last step, from 0.003 to 0.001.
+With an independent batch at every step, the least that η can do at this ε, the error is 0.0238 ± 0.0021; with the
+library's own epochs, whose batches cancel within eight steps, 0.00032 ± 0.00003 (the chains moved by 1.46 ± 0.03).
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import partial

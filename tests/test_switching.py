@@ -377,3 +377,37 @@ def test_a_batch_sampler_on_two_ranks(tmp_path: Path) -> None:
         own = order(num_replicas=2, rank=rank)
         batches = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
         assert all(torch.equal(batches[k], inputs[own.indices(k)]) for k in range(30))
+
+
+class Stateful(pl.LightningDataModule):
+    """A plain loader whose batch sampler's position is in the checkpoints."""
+
+    num_data = NUM_DATA
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sampler = SwitchingBatchSampler(NUM_DATA, BATCH, switching_time=1.0, time_step=0.02, seed=3)
+
+    def train_dataloader(self) -> Any:
+        split = data(NUM_DATA, 0)
+        return DataLoader(TensorDataset(split.inputs, split.targets), batch_sampler=self.sampler)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.sampler.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("at", [8, 13])
+def test_a_batch_sampler_goes_on_where_a_datamodule_keeps_its_state(tmp_path: Path, at: int) -> None:
+    """At the end of an epoch and within one; without that state the batches begin anew."""
+    seen, rest, lost = Seen(tmp_path, at=(at,)), Seen(), Seen()
+    whole = fit(seen, 1, loader=Stateful())
+    resumed = fit(rest, 1, tmp_path / f"{at}.ckpt", loader=Stateful())
+    assert all(torch.equal(a, b) for a, b in zip(seen.batches[at:], rest.batches, strict=True))
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, resumed.state_dict()[name]), name
+    fit(lost, 1, tmp_path / f"{at}.ckpt", loader=plain_loader())
+    assert all(torch.equal(a, b) for a, b in zip(seen.batches, lost.batches, strict=False))
+    assert not all(torch.equal(a, b) for a, b in zip(seen.batches[at:], lost.batches, strict=True))
