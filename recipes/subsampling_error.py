@@ -254,8 +254,8 @@ def error_figure(example: Mapping[str, Curve], logistic: LogisticErrors) -> "Fig
     for index, (name, errors) in enumerate(limits.items(), 1):
         panels[1].axhline(float(errors.mean()), color=f"C{index}", linewidth=1, label=name)
     panels[0].set_ylabel("error")
-    for axes in panels:
-        axes.legend(frameon=False, fontsize="small")
+    panels[0].legend(frameon=False, fontsize="small")
+    panels[1].legend(frameon=False, fontsize="small", loc="lower right", bbox_to_anchor=(1, 0.1))
     return figure
 
 

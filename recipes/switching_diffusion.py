@@ -1,8 +1,8 @@
 """D1: the switching diffusion's paths and stationary laws for five switching times (SGLDiff, Figures 1.1 and 1.2).
 
-Two potentials a_i/2·(θ - b_i)² with a = (5, 15) and b = (5, -5/3), so that the target is N(0, 0.1); η = 10, 1, 0.1, 0.01
-and 0.001. Jump times and the pieces between them are exact. The paper's histograms are of one path of a length that it
-does not give; ours are of independent chains at t = 3 (20,000 of them, `full` 200,000), since a path of length 20
+Two potentials a_i/2·(θ - b_i)² with a = (5, 15) and b = (5, -5/3), so that the target is N(0, 0.1); η goes from 10 to
+0.001 by tens. Jump times and the pieces between them are exact. The paper's histograms are of one path of a length that
+it does not give; ours are of independent chains at t = 3 (20,000 of them, `full` 200,000), since a path of length 20
 switches some twice for η = 10, which shows no law. The paths share a seed, and so most of their noise. The paper gives
 pictures and no numbers: beside the draws' moments stand the exact ones, from the equations of `stationary_moments`.
 

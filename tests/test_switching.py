@@ -148,6 +148,17 @@ def test_any_position_can_be_asked_for_at_once(eta: float) -> None:
         assert made.state(position) == path[position]
 
 
+def test_a_batch_is_held_across_the_borders_of_chunks() -> None:
+    """The state goes on from one chunk to the next, and over many: changes are as seldom there as elsewhere."""
+    assert len(states(order(1e9), 4 * CHUNK).unique()) == 1
+    changes, borders = 0, range(CHUNK, 4 * CHUNK, CHUNK)
+    for chain in range(200):
+        made = order(10.0, chain=chain)
+        changes += sum(made.state(at - 1) != made.state(at) for at in borders)
+    share = 7 / 8 * -np.expm1(-8 * 0.02 / 10.0)
+    assert stats.binomtest(changes, 200 * len(borders), share).pvalue > 1e-4
+
+
 def test_one_batch_is_held_for_ever() -> None:
     made = order(batch=NUM_DATA)
     assert made.batches_per_epoch == 1
