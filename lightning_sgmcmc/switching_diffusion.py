@@ -17,7 +17,7 @@ from lightning_sgmcmc.seeding import derive_seed
 class SwitchingPaths(NamedTuple):
     """What chains pass through at the times that were asked for.
 
-    `places` is of shape (T, C), or (T, C, 2) for two variables; `states`, the indices i, of shape (T, C).
+    `places` is of shape (T, C), or (T, C, 2) for two variables, in float64; `states`, the indices i, of shape (T, C).
     """
 
     places: Tensor
@@ -46,9 +46,6 @@ def switching_ornstein_uhlenbeck(
         inverse_temperature: β > 0.
         initial: θ_0, a number or of shape (C,); i(0) is uniform.
 
-    Returns:
-        places θ of shape (T, C) and states, in float64.
-
     Raises:
         ValueError: for numbers out of range or shapes that do not fit.
 
@@ -74,7 +71,8 @@ def switching_underdamped(
 ) -> SwitchingPaths:
     """Run dX_t = V_t dt, dV_t = -γ·V_t dt - a_i·(X_t - b_i)dt + √(2γ/β) dW_t with i = i(t/η).
 
-    With one index its stationary law is N(b, 1/(βa)) × N(0, 1/β). The paper's noise √2·dW_t is that of β = γ.
+    Its places are (X, V), of shape (T, C, 2). With one index its stationary law is N(b, 1/(βa)) × N(0, 1/β). The paper's
+    noise √2·dW_t is that of β = γ.
 
     Args:
         slopes: a_i > 0, shape (S,).
@@ -86,9 +84,6 @@ def switching_underdamped(
         inverse_temperature: β > 0.
         initial: (X_0, V_0), a number for both or of shape (2,) or (C, 2); i(0) is uniform.
         friction: γ > 0.
-
-    Returns:
-        places (X, V) of shape (T, C, 2) and states, in float64.
 
     Raises:
         ValueError: for numbers out of range or shapes that do not fit.
@@ -119,7 +114,7 @@ def coupled_ornstein_uhlenbeck(
 
         dθ_t = -a_i·(θ_t - b_i)dt + √(2/β) dW_t,   dζ_t = -ā·(ζ_t - b̄)dt + √(2/β) dW_t,
 
-    with ā the mean of a and b̄ that of a·b over ā.
+    with ā the mean of a and b̄ that of a·b over ā. Its places are (θ, ζ), of shape (T, C, 2).
 
     Args:
         slopes: a_i > 0, shape (S,).
@@ -130,9 +125,6 @@ def coupled_ornstein_uhlenbeck(
         seed: of jumps and noise.
         inverse_temperature: β > 0.
         initial: θ_0 = ζ_0 where it is a number; else (θ_0, ζ_0) of shape (2,) or (C, 2).
-
-    Returns:
-        places (θ, ζ) of shape (T, C, 2) and states, in float64.
 
     Raises:
         ValueError: for numbers out of range or shapes that do not fit.
