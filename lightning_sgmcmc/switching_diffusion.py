@@ -71,8 +71,8 @@ def switching_underdamped(
 ) -> SwitchingPaths:
     """Run dX_t = V_t dt, dV_t = -γ·V_t dt - a_i·(X_t - b_i)dt + √(2γ/β) dW_t with i = i(t/η).
 
-    Its places are (X, V), of shape (T, C, 2). With one index its stationary law is N(b, 1/(βa)) × N(0, 1/β). The paper's
-    noise √2·dW_t is that of β = γ.
+    Its places are (X, V), of shape (T, C, 2). With one index its stationary law is N(b, 1/(βa)) × N(0, 1/β). The
+    paper's noise √2·dW_t is that of β = γ.
 
     Args:
         slopes: a_i > 0, shape (S,).
