@@ -11,6 +11,7 @@ from lightning_sgmcmc.priors import FlatPrior, GaussianPrior, LaplacePrior, Prio
 from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGLD
 from lightning_sgmcmc.schedules import Annealing, PolynomialDecay
 from lightning_sgmcmc.store import PosteriorSample
+from lightning_sgmcmc.switching import SwitchingBatchSampler, SwitchingOrder
 
 __all__ = [
     "SGHMC",
@@ -39,6 +40,8 @@ __all__ = [
     "ResumableLoader",
     "Sampler",
     "StudentTPrior",
+    "SwitchingBatchSampler",
+    "SwitchingOrder",
     "UnderdampedLangevin",
     "pSGLD",
 ]

@@ -48,6 +48,15 @@ def check_number(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a finite number and not negative, got {value}")
 
 
+def check_positive(name: str, value: Any) -> None:
+    """Refuse what is no finite number > 0."""
+    if value is None:
+        raise TypeError(f"{name} must be a number, got None")
+    check_number(name, value)
+    if value == 0:
+        raise ValueError(f"{name} must be positive, got {value}")
+
+
 def check_control(name: str, value: Any) -> None:
     """Refuse what is neither a finite number ≥ 0 nor a sequence of such, one for each chain; None passes."""
     if isinstance(value, str) or not isinstance(value, Sequence):

@@ -116,3 +116,23 @@ def divergence(truth: Tensor, estimate: Tensor, smoothing: float = 0.01) -> floa
     """
     mixed = (1 - smoothing) * estimate + smoothing / len(estimate)
     return float(torch.xlogy(truth, truth).sum() - torch.xlogy(truth, mixed).sum())
+
+
+def wasserstein_distance(first: Tensor, second: Tensor) -> float:
+    """Return W₁ = ∫|F - G| dx of two sets of equally weighted numbers with the distribution functions F and G.
+
+    For the distance to a known law let one set be its quantiles at (i - 1/2)/n, i = 1, …, n.
+
+    Args:
+        first: shape (S,), finite.
+        second: shape (R,), finite.
+
+    Raises:
+        ValueError: if a set is empty, not of one axis, or holds what is not finite.
+    """
+    ordered = [numbers.double().sort().values for numbers in (first, second) if numbers.dim() == 1 and len(numbers)]
+    if len(ordered) < 2 or not all(bool(numbers.isfinite().all()) for numbers in ordered):
+        raise ValueError("each set must hold finite numbers along one axis, and at least one")
+    places = torch.cat(ordered).sort().values
+    low, high = (torch.searchsorted(numbers, places[:-1], right=True) / len(numbers) for numbers in ordered)
+    return float(((low - high).abs().double() * places.diff()).sum())

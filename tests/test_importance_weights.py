@@ -11,7 +11,7 @@ from torch import nn
 from lightning_sgmcmc import SGLD, BayesianModule, Categorical, Posterior
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ContourGradient, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.contour import DecayingStepSize
-from lightning_sgmcmc.diagnostics import cell_masses, divergence, mode_coverage, resample
+from lightning_sgmcmc.diagnostics import cell_masses, divergence, mode_coverage, resample, wasserstein_distance
 from lightning_sgmcmc.store import CONTOUR
 from tests.conjugate import quiet_trainer
 from tests.test_exact_resume import InMemory
@@ -72,6 +72,19 @@ def test_coverage_and_divergence_of_what_is_known() -> None:
     empty = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     mixed = 0.5 * math.log(0.5 / (0.99 + 0.0025)) + 0.5 * math.log(0.5 / 0.0025)
     assert divergence(truth, empty) == pytest.approx(mixed)
+
+
+def test_wasserstein_distance_of_what_is_known() -> None:
+    """Shifted numbers, sets of other sizes, and the uniform law's quantiles, by hand."""
+    numbers = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert wasserstein_distance(numbers, numbers.flip(0)) == 0
+    assert wasserstein_distance(numbers, numbers - 3) == pytest.approx(3)
+    assert wasserstein_distance(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.0, 1.0, 3.0])) == pytest.approx(0.5)
+    assert wasserstein_distance(torch.tensor([0.0, 0.0, 1.0, 3.0]), torch.tensor([0.0, 1.0])) == pytest.approx(0.5)
+    assert wasserstein_distance((torch.arange(1000) + 0.5) / 1000, torch.zeros(1)) == pytest.approx(0.5, abs=1e-6)
+    for bad in (torch.zeros(0), torch.zeros(2, 2), torch.tensor([0.0, torch.nan])):
+        with pytest.raises(ValueError, match="finite numbers along one axis"):
+            wasserstein_distance(bad, numbers)
 
 
 # -- the posterior ----------------------------------------------------------------------------------------------------

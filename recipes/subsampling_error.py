@@ -1,0 +1,274 @@
+"""D2: how the error of subsampling falls with the switching time η (SGLDiff, Theorems 1.1 and 1.3).
+
+The two quadratic potentials of `switching_diffusion`, exact in time: W₁ of the stationary law to the target N(0, 0.1),
+and E|θ_t - ζ_t| to the diffusion ζ of the mean potential from the same place 0, on one Brownian path. And Bayesian
+logistic regression (pima, 768 data in 8 batches of 96, prior N(0, 100), 12 chains with splits of their own, `full` 48):
+`Trainer.fit` with SGLD of the fixed step ε = 2e-5 (`full` 2e-6) and `SwitchingOrder`, against the same chains with the
+full gradient; a chain's injected noise is the same in all runs, and t = 0.02. Slopes are of log error over log η, by
+least squares; errors are by a jackknife over groups of chains, the same ones for all η, since they share noise. The
+intervals of slopes are of that alone, and not of the curves' bend, for which there are two fits.
+
+The paper gives no figures but the bounds η^{1/4} at fixed t and η^c for W₁, where c is 0.0094 at most here (K = 5,
+L = 15). Bounds of this kind say that the slope is at least that as η → 0.
+
+Measured (`python -m recipes subsampling_error`, 110 s of one core, half that on two), slopes with 95 % intervals:
+
+                               all η                 η ≤ 0.1
+    W₁ of the stationary law   0.476 (0.468, 0.485)  0.733 (0.713, 0.753)
+    E|θ_t - ζ_t|, t = 0.1      0.275 (0.273, 0.276)  0.459 (0.455, 0.463)
+    E|θ_t - ζ_t|, t = 1        0.352 (0.351, 0.354)  0.494 (0.489, 0.500)
+    logistic regression        0.310 (0.285, 0.334)  0.403 (0.358, 0.449)
+
+All errors fall at each step of η, and faster than the bounds. Above η = 1 they saturate: within t nothing switches any
+more. Below 0.1 those at fixed t go like √η, as a central limit theorem of the switching would have it, twice the proven
+exponent; W₁ steepens towards its last decade (0.83 from 0.01 to 0.001), as the exact variance does, whose excess is
+0.314 and 0.0315. In logistic regression t/η is smaller, so √η comes late: 0.58 in the last step, from 0.003 to 0.001.
+With an independent batch at every step, the least that η can do at this ε, the error is 0.0238 ± 0.0021; with the
+library's own epochs, whose batches cancel within eight steps, 0.00032 ± 0.00003 (the chains moved by 1.46 ± 0.03).
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from lightning_sgmcmc import SGLD, BayesianModule, Bernoulli, GaussianPrior, PosteriorSample, SwitchingOrder
+from lightning_sgmcmc.callbacks import SamplerCallback, SamplingSchedule
+from lightning_sgmcmc.datamodules import UCIClassificationDataModule
+from lightning_sgmcmc.switching_diffusion import coupled_ornstein_uhlenbeck
+from recipes.jobs import hush, run_jobs
+from recipes.results import Options, Row, mean_row
+from recipes.switching_diffusion import (
+    CENTRES,
+    CHAINS,
+    GROUPS,
+    SLOPES,
+    SWITCHING_TIMES,
+    distances,
+    jackknife_error,
+    stationary_draws,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+STATIONARY_BOUND, STRONG_BOUND = 5 / (32 * 16 + 4 * 5), 0.25
+"""The exponents of Theorem 1.3, with L = 15, K = 5 and R → 0, so c = K, and of Theorem 1.1."""
+TIMES = (0.1, 1.0)
+PAIRS = {"quick": 10_000, "full": 100_000}
+TABLE, BATCH_SIZE, PRIOR_STD = "pima", 96, 10.0
+LOGISTIC_CHAINS = {"quick": 12, "full": 48}
+TIME_STEP = {"quick": 2e-5, "full": 2e-6}
+LOGISTIC_TIME = 0.02
+FRESH = 1e-9
+"""A switching time by which every step takes an independent batch: what is left is of the step, not of η."""
+LOGISTIC_SWITCHING_TIMES = {
+    "quick": (1.0, 0.1, 0.03, 0.01, 0.003, 0.001),
+    "full": (1.0, 0.1, 0.03, 0.01, 0.003, 1e-3, 3e-4, 1e-4),
+}
+SMALL = 0.1
+"""Switching times up to this are fitted on their own: above it the errors no longer grow with η."""
+
+
+class Curve(NamedTuple):
+    """An error over η: estimates, and those without each group, shape (E,) and (E, G)."""
+
+    etas: Sequence[float]
+    values: torch.Tensor
+    without: torch.Tensor
+
+    def slope(self, largest: float = float("inf")) -> tuple[float, float]:
+        """Return the slope of log error over log η for η up to a largest, by least squares, and its standard error."""
+        chosen = torch.tensor([eta <= largest for eta in self.etas])
+        x = torch.tensor(self.etas, dtype=torch.float64).log()[chosen]
+        weights = (x - x.mean()) / (x - x.mean()).square().sum()
+        return float(weights @ self.values[chosen].log()), jackknife_error(weights @ self.without[chosen].log())
+
+    def rows(self, method: str, metric: str, bound: float) -> list[Row]:
+        """Return a row for each η, and the slopes of two fits with their 95 % intervals.
+
+        Args:
+            method: what it is of.
+            metric: the error's name.
+            bound: the paper's lower bound of the slope.
+        """
+        rows = []
+        for eta, value, without in zip(self.etas, self.values, self.without, strict=True):
+            rows.append(Row(f"{method}, η={eta:g}", metric, float(value), jackknife_error(without)))
+        for name, largest in (("all η", float("inf")), (f"η ≤ {SMALL:g}", SMALL)):
+            slope, error = self.slope(largest)
+            rows.append(Row(method, f"slope, {name} (paper: at least)", slope, error, bound))
+            rows.append(Row(method, f"slope, {name}, 2.5 %", slope - 1.96 * error))
+            rows.append(Row(method, f"slope, {name}, 97.5 %", slope + 1.96 * error))
+        return rows
+
+
+def curve_of_means(etas: Sequence[float], errors: Sequence[torch.Tensor], groups: int) -> Curve:
+    """Return the curve of means of independent errors, each of shape (n,), of which groups are left out in turn."""
+    parts = torch.stack([one.double().view(groups, -1).mean(1) for one in errors])
+    return Curve(etas, parts.mean(1), (parts.sum(1, keepdim=True) - parts) / (groups - 1))
+
+
+# -- the paper's example ----------------------------------------------------------------------------------------------
+
+
+def stationary_errors(options: Options) -> Curve:
+    """Return W₁ of the stationary law to N(0, 0.1)."""
+    found = [distances(stationary_draws(eta, CHAINS[options.scale], options.seed)) for eta in SWITCHING_TIMES]
+    values = torch.tensor([value for value, _ in found], dtype=torch.float64)
+    return Curve(SWITCHING_TIMES, values, torch.stack([without for _, without in found]))
+
+
+def strong_errors(options: Options) -> dict[float, Curve]:
+    """Return E|θ_t - ζ_t| at some times t, both from 0 and on one Brownian path."""
+    by_time: dict[float, list[torch.Tensor]] = {time: [] for time in TIMES}
+    for eta in SWITCHING_TIMES:
+        pairs = coupled_ornstein_uhlenbeck(SLOPES, CENTRES, eta, TIMES, PAIRS[options.scale], options.seed)
+        for time, place in zip(TIMES, pairs.places, strict=True):
+            by_time[time].append((place[:, 0] - place[:, 1]).abs())
+    return {time: curve_of_means(SWITCHING_TIMES, errors, GROUPS) for time, errors in by_time.items()}
+
+
+# -- logistic regression by the library's batches and sampler ---------------------------------------------------------
+
+
+class Places(SamplerCallback):
+    """Keeps where each chain is at each sample."""
+
+    def __init__(self) -> None:
+        self.places: dict[int, list[torch.Tensor]] = {}
+
+    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
+        self.places.setdefault(sample.chain, []).append(sample.parameters["net.weight"].flatten().double())
+
+    def last(self) -> torch.Tensor:
+        """Return the last place of each chain, shape (C, d)."""
+        return torch.stack([self.places[chain][-1] for chain in sorted(self.places)])
+
+
+class FromZero(nn.Linear):
+    """A layer whose weights are 0 at first, in every chain."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+def logistic_places(eta: float | None, batch_size: int | None, options: Options) -> torch.Tensor:
+    """Return θ_t of chains of SGLD from θ_0 = 0; the noise of a chain is the same in every run of a seed.
+
+    Args:
+        eta: None takes the library's own order, without repetition in an epoch.
+        batch_size: None takes all data.
+        options: of the recipe.
+    """
+    hush(options)
+    step = TIME_STEP[options.scale]
+    data = UCIClassificationDataModule(TABLE, options.data_root, 1, test_fraction=0.0, intercept=True)
+    data.setup("fit")
+    data.batch_size = batch_size or data.num_data
+    if eta is not None:
+        data.order = partial(SwitchingOrder, switching_time=eta, time_step=step)
+    module = BayesianModule(
+        net=FromZero(data.input_shape[0], 1, bias=False),
+        likelihood=Bernoulli(),
+        prior=GaussianPrior(PRIOR_STD),
+        sampler=SGLD,
+        lr=step * data.num_data,
+        seed=options.seed,
+        num_chains=LOGISTIC_CHAINS[options.scale],
+    )
+    steps = round(LOGISTIC_TIME / step)
+    places = Places()
+    trainer = pl.Trainer(
+        max_steps=steps,
+        max_epochs=-1,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[SamplingSchedule(every_n_steps=steps), places],
+    )
+    trainer.fit(module, datamodule=data)
+    return places.last()
+
+
+class LogisticErrors(NamedTuple):
+    """Of logistic regression: ‖θ_t - ζ_t‖ over η; by independent batches and by epochs; and ‖ζ_t - ζ_0‖, shape (C,)."""
+
+    switching: Curve
+    fresh: torch.Tensor
+    epochs: torch.Tensor
+    travelled: torch.Tensor
+
+
+def logistic_errors(options: Options) -> LogisticErrors:
+    """Run the chains with the full gradient and with batches, on the same noise."""
+    etas = LOGISTIC_SWITCHING_TIMES[options.scale]
+    jobs = [(None, None), (None, BATCH_SIZE), *((eta, BATCH_SIZE) for eta in (FRESH, *etas))]
+    found = run_jobs(logistic_places, jobs, options, in_turn=False)
+    full = found[None, None]
+    errors = {eta: (place - full).norm(dim=1) for (eta, size), place in found.items() if size is not None}
+    curve = curve_of_means(etas, [errors[eta] for eta in etas], LOGISTIC_CHAINS[options.scale])
+    return LogisticErrors(curve, errors[FRESH], errors[None], full.norm(dim=1))
+
+
+# -- the table and the picture ----------------------------------------------------------------------------------------
+
+
+def run(options: Options) -> list[Row]:
+    """Measure the three errors over η, draw them, return the table."""
+    torch.set_num_threads(1)
+    stationary, strong = stationary_errors(options), strong_errors(options)
+    logistic = logistic_errors(options)
+    rows = stationary.rows("stationary law", "W₁ to N(0, 0.1)", STATIONARY_BOUND)
+    for time, curve in strong.items():
+        rows += curve.rows(f"common path, t={time:g}", "E|θ_t - ζ_t|", STRONG_BOUND)
+    method, metric = f"logistic regression, t={LOGISTIC_TIME:g}", "E‖θ_t - ζ_t‖"
+    rows += logistic.switching.rows(method, metric, STRONG_BOUND)
+    rows.append(mean_row(f"{method}, independent batches", metric, logistic.fresh.tolist()))
+    rows.append(mean_row(f"{method}, batches of epochs", metric, logistic.epochs.tolist()))
+    rows.append(mean_row(f"{method}, full gradient", "E‖ζ_t - ζ_0‖", logistic.travelled.tolist()))
+    curves = {"W₁ of the stationary law": stationary}
+    curves |= {f"E|θ_t - ζ_t|, t = {time:g}": curve for time, curve in strong.items()}
+    error_figure(curves, logistic).savefig(options.out / "errors.png", dpi=120)
+    return rows
+
+
+def error_figure(example: Mapping[str, Curve], logistic: LogisticErrors) -> "Figure":
+    """Draw errors over η with their 95 % intervals, beside the slopes 1/4 of the bound and 1/2."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    panels = figure.subplots(1, 2)
+    _draw_curves(panels[0], example, "two quadratic potentials, exact")
+    own = {f"E‖θ_t - ζ_t‖, t = {LOGISTIC_TIME:g}": logistic.switching}
+    _draw_curves(panels[1], own, f"logistic regression ({TABLE}), SGLD")
+    limits = {"an independent batch at each step": logistic.fresh, "batches of epochs": logistic.epochs}
+    for index, (name, errors) in enumerate(limits.items(), 1):
+        panels[1].axhline(float(errors.mean()), color=f"C{index}", linewidth=1, label=name)
+    panels[0].set_ylabel("error")
+    panels[0].legend(frameon=False, fontsize="small")
+    panels[1].legend(frameon=False, fontsize="small", loc="lower right", bbox_to_anchor=(1, 0.1))
+    return figure
+
+
+def _draw_curves(axes: "Axes", curves: Mapping[str, Curve], title: str) -> None:
+    for index, (name, curve) in enumerate(curves.items()):
+        bars = [1.96 * jackknife_error(without) for without in curve.without]
+        axes.errorbar(curve.etas, curve.values, bars, fmt="-o", color=f"C{index}", markersize=3, label=name)
+    etas = [eta for curve in curves.values() for eta in curve.etas]
+    x = np.array([min(etas), max(etas)])
+    top = max(float(curve.values.max()) for curve in curves.values())
+    for power, style in ((0.25, ":"), (0.5, "--")):
+        axes.plot(x, 1.3 * top * (x / x[1]) ** power, style, color="gray", linewidth=1, label=f"slope {power:g}")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("switching time η")
+    axes.set_title(title, fontsize="medium")
