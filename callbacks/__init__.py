@@ -4,6 +4,7 @@ from lightning_sgmcmc.callbacks.base import SamplerCallback
 from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage
 from lightning_sgmcmc.callbacks.chain_health import ChainHealth
 from lightning_sgmcmc.callbacks.contour_gradient import ContourGradient
+from lightning_sgmcmc.callbacks.control_variates import ControlVariates
 from lightning_sgmcmc.callbacks.cyclical_schedule import CyclicalSchedule
 from lightning_sgmcmc.callbacks.loader_average import Evaluation
 from lightning_sgmcmc.callbacks.posterior_dashboard import PosteriorDashboard
@@ -18,6 +19,7 @@ __all__ = [
     "BayesianModelAverage",
     "ChainHealth",
     "ContourGradient",
+    "ControlVariates",
     "CyclicalSchedule",
     "Evaluation",
     "PosteriorDashboard",
