@@ -5,6 +5,7 @@ from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAvera
 from lightning_sgmcmc.callbacks.chain_health import ChainHealth
 from lightning_sgmcmc.callbacks.contour_gradient import ContourGradient
 from lightning_sgmcmc.callbacks.control_variates import ControlVariates
+from lightning_sgmcmc.callbacks.covariance_friction import CovarianceFriction
 from lightning_sgmcmc.callbacks.cyclical_schedule import CyclicalSchedule
 from lightning_sgmcmc.callbacks.loader_average import Evaluation
 from lightning_sgmcmc.callbacks.posterior_dashboard import PosteriorDashboard
@@ -20,6 +21,7 @@ __all__ = [
     "ChainHealth",
     "ContourGradient",
     "ControlVariates",
+    "CovarianceFriction",
     "CyclicalSchedule",
     "Evaluation",
     "PosteriorDashboard",

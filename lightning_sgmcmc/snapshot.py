@@ -98,11 +98,11 @@ class Snapshot:
 
     def log_prior(self) -> Tensor:
         """Return log p(θ_q) of each chain, shape (C,)."""
+        states = self._states
         with torch.set_grad_enabled(bool(self.parameters)):
             if self._vmapped:
-                found: Tensor = torch.vmap(self._prior.call)(self._states[0])
-                return found
-            return torch.stack([self._prior.call(state) for state in self._states])
+                states = [{name: t[c] for name, t in states[0].items()} for c in range(self._module.num_chains)]
+            return torch.stack([self._prior.call(state) for state in states])
 
     def add_gradients(self, log_density: Tensor, divisor: float) -> None:
         """Add the gradients of each chain's -Σ_i log_density_i/divisor to the sums.
