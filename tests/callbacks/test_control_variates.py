@@ -173,13 +173,13 @@ def svrg_covariance(lr: float, batch_size: int) -> Array:
 def test_svrg_langevin_dynamics_is_nearer_to_the_posterior() -> None:
     """At a step where batches' noise makes up most of SGLD's error, SVRG-LD has the law that theory says; false alarms
     as in tests/test_conjugate_regression.py, Student's t with 39 degrees of freedom at 5 and 6: below 2e-4."""
-    lr, batch = 0.02, 10
+    lr, batch = 0.05, 10
     exact, sgld, svrg = (np.trace(c) for c in (PROBLEM.covariance, *(f(lr, batch) for f in LAWS)))
-    assert sgld / exact - 1 > 5 * abs(svrg / exact - 1)
+    assert sgld / exact - 1 > 10 * abs(svrg / exact - 1)
     for variates, law in (([], LAWS[0]), ([ControlVariates()], LAWS[1])):
         draws = Draws()
         schedule = SamplingSchedule(burn_in_steps=500, every_n_steps=1)
-        trainer = quiet_trainer(max_steps=3500, callbacks=[schedule, draws, *variates])
+        trainer = quiet_trainer(max_steps=5500, callbacks=[schedule, draws, *variates])
         trainer.fit(PROBLEM.module(sampler=SGLD, lr=lr, seed=3), PROBLEM.loader(batch))
         mean, error = mean_with_error(draws.array())
         assert np.abs((mean - PROBLEM.mean) / error).max() < 6
