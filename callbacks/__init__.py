@@ -4,6 +4,8 @@ from lightning_sgmcmc.callbacks.base import SamplerCallback
 from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage
 from lightning_sgmcmc.callbacks.chain_health import ChainHealth
 from lightning_sgmcmc.callbacks.contour_gradient import ContourGradient
+from lightning_sgmcmc.callbacks.control_variates import ControlVariates
+from lightning_sgmcmc.callbacks.covariance_friction import CovarianceFriction
 from lightning_sgmcmc.callbacks.cyclical_schedule import CyclicalSchedule
 from lightning_sgmcmc.callbacks.ewsg import EWSG
 from lightning_sgmcmc.callbacks.loader_average import Evaluation
@@ -20,6 +22,8 @@ __all__ = [
     "BayesianModelAverage",
     "ChainHealth",
     "ContourGradient",
+    "ControlVariates",
+    "CovarianceFriction",
     "CyclicalSchedule",
     "Evaluation",
     "PosteriorDashboard",

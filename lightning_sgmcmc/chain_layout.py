@@ -78,6 +78,24 @@ class ChainLayout:
         own = self.own(tensor)
         return own if self.num_chains > 1 else own[0]
 
+    def gather_unreduced(self, tensor: Tensor) -> Tensor:
+        """Return what each rank has found alone in a step so far, of one tensor as a process stores it (see
+        `gather_stored`), for `own_unreduced`: bit for bit, but where chains are spread over groups of ranks the mean
+        of each group."""
+        if self.is_spread:
+            return self.gather_stored(self.mean_over_data(tensor))[None]
+        if self.ranks_per_chain == 1:
+            return tensor[None]
+        everyone: Tensor = self.strategy.all_gather(tensor)
+        return everyone
+
+    def own_unreduced(self, tensor: Tensor) -> Tensor:
+        """Return this process's part of what `gather_unreduced` returned."""
+        if self.is_spread or len(tensor) != self.ranks_per_chain:
+            tensor = tensor.mean(0)
+            return self.own_stored(tensor) if self.is_spread else tensor
+        return tensor[self.rank_in_chain]
+
 
 def layout_of(trainer: pl.Trainer | None, num_chains: int) -> ChainLayout:
     """Return how a trainer's strategy lays the chains out.

@@ -395,10 +395,7 @@ class BayesianModule(ChainModule):
         self._energies = None
         if self._chains is None and not self.compile_network:
             return
-        execution = self.chain_execution
-        if execution == "auto":
-            execution = "loop" if self.device.type == "cpu" else "vmap"
-        self._energies = ChainEnergies(self, self._chains, execution, self.compile_network)
+        self._energies = ChainEnergies(self, self._chains, self._execution(), self.compile_network)
         # A data-parallel wrapper looks after the stacked parameters alone.
         self._energies.through_stack = isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
 
@@ -406,6 +403,12 @@ class BayesianModule(ChainModule):
         """Let go of what only a fit needs, so that the module can be copied and pickled."""
         self._energies = None
         self.chain_state.begin_chain = None
+
+    def _execution(self) -> ChainExecution:
+        """Return "loop" or "vmap"."""
+        if self.chain_execution != "auto":
+            return self.chain_execution
+        return "loop" if self.device.type == "cpu" else "vmap"
 
     # -- sampling -----------------------------------------------------------------------------------------------------
 

@@ -88,6 +88,11 @@ class GradientMoments(NamedTuple):
         """Whether the second moment is a matrix."""
         return self.second.dim() > self.first.dim()
 
+    def covariance(self) -> Tensor:
+        """Return the covariance, of the second moment's shape; a diagonal is not negative, a matrix is as estimated."""
+        covariance = self.second - square_of(self.first, self.is_matrix)
+        return covariance if self.is_matrix else covariance.clamp(min=0)
+
 
 def square_of(gradient: Tensor, matrix: bool) -> Tensor:
     """Return ñ², shape (…, d), or ññᵀ, shape (…, d, d)."""
@@ -124,9 +129,7 @@ def extra_friction(moments: GradientMoments, step: Control, temperature: Control
 
     Source: Li et al. 2021 (EWSG), appendix F: Γ = (σ²I + h·cov[n∇V_I])/(2T) with σ² = 2γT.
     """
-    covariance = moments.second - square_of(moments.first, moments.is_matrix)
-    if not moments.is_matrix:
-        covariance = covariance.clamp(min=0)
+    covariance = moments.covariance()
     factor = step / (2 * temperature)
     if isinstance(factor, Tensor) and factor.dim():
         factor = factor.view(-1, *[1] * (covariance.dim() - 1))

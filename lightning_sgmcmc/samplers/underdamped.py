@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_sgmcmc.samplers.base import Control, Sampler, Transition, square_root
@@ -29,9 +30,9 @@ class UnderdampedLangevin(Sampler):
     Source: Li et al. 2021 (EWSG), eq. (1) and (3).
     """
 
-    extra_drag: "Callable[[list[Tensor]], list[Tensor]] | None" = None
-    """Gives, of the momenta before a step, the drag (Γ-γ)·r of a friction matrix Γ beyond γ; the noise stays γ's. It is
-    for mini-batch noise whose covariance is known (EWSG-VR), and not part of the state."""
+    extra_drag: "Callable[[list[Tensor]], list[Tensor] | None] | None" = None
+    """Gives, of the momenta before a step, the drag (Γ-γ)·r of a friction matrix Γ beyond γ, or None for none; the
+    noise stays γ's. It is for mini-batch noise whose covariance is known (EWSG-VR), and not part of the state."""
 
     def __init__(
         self,
@@ -43,8 +44,9 @@ class UnderdampedLangevin(Sampler):
     ) -> None:
         if friction <= 0:
             raise ValueError(f"friction must be positive, got {friction}")
-        if lr * friction >= 2:
-            raise ValueError(f"lr·friction must be below 2 for a stable step, got {lr}·{friction}")
+        largest = float(torch.as_tensor(lr).max())
+        if largest * friction >= 2:
+            raise ValueError(f"lr·friction must be below 2 for a stable step, got {largest}·{friction}")
         super().__init__(params, lr, **shared)
         self._add_defaults(friction=friction)
 
