@@ -42,8 +42,10 @@ def index_log_weights(gradients: Tensor, momentum: Tensor | None, transition: Tr
     elif guess != "zero" and momentum is not None:
         factor = damping if guess == "unchanged" else damping - 1
         product = factor * (gradients @ momentum[..., None])[..., 0].double()
-    weights = force * (force * squares / 2 + product) / variance
-    return weights if not isinstance(variance, Tensor) else torch.where(variance > 0, weights, 0.0)
+    weights = force * (force * squares / 2 + product)
+    if not isinstance(variance, Tensor):
+        return weights / variance if variance > 0 else torch.zeros_like(weights)
+    return torch.where(variance > 0, weights / variance, 0.0)
 
 
 def _along_candidates(control: Control) -> Control:

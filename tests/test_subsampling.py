@@ -102,6 +102,7 @@ def test_a_noise_of_zero_has_no_law_to_match() -> None:
     weights = index_log_weights(gradients, None, Transition(0.0, 1.0, variance), "unchanged")
     assert weights[0].tolist() == [0.0] * 5
     assert len(set(weights[1].tolist())) == 5
+    assert not index_log_weights(gradients, None, Transition(0.0, 0.0, 0.0), "unchanged").any()
 
 
 def test_a_weight_that_is_nan_is_not_accepted() -> None:

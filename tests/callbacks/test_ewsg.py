@@ -26,6 +26,8 @@ from lightning_sgmcmc import (
 from lightning_sgmcmc.callbacks import (
     EWSG,
     ContourGradient,
+    ControlVariates,
+    CovarianceFriction,
     CyclicalSchedule,
     ReplicaExchange,
     SampleCollector,
@@ -203,7 +205,7 @@ def test_the_cost_is_counted_and_logged(tmp_path: Path) -> None:
 
 def fit_with(module: BayesianModule, callbacks: list[Any], **options: Any) -> pl.Trainer:
     trainer = quiet_trainer(callbacks=callbacks, **options)
-    trainer.fit(module, datamodule=Data())
+    trainer.fit(module, datamodule=Even(8) if isinstance(module, Plain) else Data())
     return trainer
 
 
@@ -296,6 +298,56 @@ def test_the_count_goes_on_too(tmp_path: Path) -> None:
     trainer = quiet_trainer(max_epochs=3, callbacks=[EWSG(1)])
     trainer.fit(module, datamodule=Data(), ckpt_path=tmp_path / "end.ckpt")
     assert module.gradient_evaluations == 180
+
+
+# -- with control variates and friction ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize(("chains", "accumulated"), [(1, 1), (2, 2)])
+def test_candidates_are_corrected_by_control_variates(temperature: float, chains: int, accumulated: int) -> None:
+    """At the snapshot itself (lr = 0) every candidate is the full gradient, and so is what a step takes."""
+    seen = Gradients()
+    module = seeded(lambda: Plain(chains, lr=0.0, sampler=Underdamped, temperature=temperature))
+    fit_with(module, [ControlVariates(), EWSG(1), seen], max_epochs=1, accumulate_grad_batches=accumulated)
+    module.zero_grad()
+    if module.chains is not None:
+        module.chains.clear_gradients()
+    whole = Even(64)
+    whole.setup("fit")
+    batch = whole.splits[0].inputs, whole.splits[0].targets
+    for chain in range(chains):
+        with module.at_chain(chain):
+            (-(module.log_likelihood(batch).mean() + module.log_prior() / 64)).backward()
+            expected = flat(module) if chains == 1 else torch.cat([p.grad.flatten() for p in module.parameters()])
+        for step in seen.steps:
+            own = step if chains == 1 else of_chain(module, step, chain)
+            torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
+
+
+def of_chain(module: BayesianModule, gradients: Tensor, chain: int) -> Tensor:
+    """Return one chain's part of what `flat` returned."""
+    pieces = gradients.split([p.numel() for p in module.parameters()])
+    return torch.cat([piece.chunk(module.num_chains)[chain] for piece in pieces])
+
+
+@pytest.mark.parametrize("other", [ControlVariates, CovarianceFriction])
+def test_with_another_it_goes_on_exactly_between_candidates(tmp_path: Path, other: Any) -> None:
+    """With `CovarianceFriction` it is EWSG-VR."""
+
+    def end(ckpt_path: Path | None = None, *extra: pl.Callback) -> dict[str, Tensor]:
+        module = seeded(lambda: Net(2, sampler=Underdamped, lr=0.002))
+        trainer = quiet_trainer(
+            max_epochs=3,
+            callbacks=[SamplingSchedule(every_n_steps=2), other(), EWSG(2), *extra],
+            enable_checkpointing=bool(extra),
+        )
+        trainer.fit(module, datamodule=Data(), ckpt_path=ckpt_path)
+        return module.state_dict()
+
+    whole = end(None, SaveEverywhere(tmp_path))
+    for checkpoint in sorted(tmp_path.glob("*.ckpt"))[4:12:3]:
+        assert not differences(whole, end(checkpoint)), checkpoint.stem
 
 
 # -- with others, and misuse --------------------------------------------------------------------------------------
