@@ -93,8 +93,9 @@ def firefly(
                 draws.append(walk.place)
         elif target_acceptance is not None:
             log_step += k**-DECAY * (chance - target_acceptance)
-    counts = (torch.tensor(part, dtype=torch.int64) for part in (bright, evaluations))
-    return FireflyRun(torch.stack(draws), *counts, accepted / (num_steps - burn_in), math.exp(log_step))
+    acceptance = accepted / (num_steps - burn_in)
+    counts = torch.tensor([bright, evaluations], dtype=torch.int64)
+    return FireflyRun(torch.stack(draws), counts[0], counts[1], acceptance, math.exp(log_step))
 
 
 class _Walk:

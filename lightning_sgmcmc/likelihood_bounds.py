@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+LOG_CONSTANT = -math.log(2 * math.pi) / 2
+
 
 class BoundedLikelihood(ABC):
     """Data with a likelihood L_i(θ), a lower bound B_i(θ) of it, and a prior.
@@ -91,11 +93,11 @@ class LogisticBound(BoundedLikelihood):
         return cls(inputs, labels, prior_std, (inputs @ place.to(inputs)).abs())
 
     def log_likelihood(self, place: Tensor, index: Tensor | None = None) -> Tensor:
-        return logsigmoid(self._rows(self._inputs, index) @ place)
+        return logsigmoid(_rows(self._inputs, index) @ place)
 
     def log_bound(self, place: Tensor, index: Tensor | None = None) -> Tensor:
-        logit = self._rows(self._inputs, index) @ place
-        constant, curvature = self._rows(self._constant, index), self._rows(self._curvature, index)
+        logit = _rows(self._inputs, index) @ place
+        constant, curvature = _rows(self._constant, index), _rows(self._curvature, index)
         return constant + logit / 2 - curvature * logit.square()
 
     def log_bounds_sum(self, place: Tensor) -> Tensor:
@@ -104,10 +106,6 @@ class LogisticBound(BoundedLikelihood):
 
     def log_prior(self, place: Tensor) -> Tensor:
         return -place.square().sum() / (2 * self.prior_std**2)
-
-    @staticmethod
-    def _rows(values: Tensor, index: Tensor | None) -> Tensor:
-        return values if index is None else values[index]
 
 
 class TaylorBound(BoundedLikelihood):
@@ -141,45 +139,40 @@ class TaylorBound(BoundedLikelihood):
         self.radius = radius
         self._values = values
         self.mode = torch.stack([values.mean(), values.std(correction=0).log()])
-        self._deviations = values - self.mode[0]
-        precision = (-2 * self.mode[1]).exp()
-        far = self._deviations.abs() + radius[0]
-        third = precision * math.exp(2 * radius[1]) * torch.stack([far.new_full(far.shape, 0.5), far, far.square()])
-        self._thirds = 4 * third.max(0).values
+        """θ*, shape (2,)."""
+        self._precision = (-2 * self.mode[1]).exp()
+        deviations = values - self.mode[0]
+        far = deviations.abs() + radius[0]
+        third = 4 * self._precision * math.exp(2 * radius[1]) * torch.maximum(far, far.square()).clamp(min=0.5)
         if shared:
-            self._thirds = self._thirds.max().expand(self.num_data)
-        standard = self._deviations.square() * precision
-        # Of each datum: value, both first and the three second derivatives at the mode, and M.
-        self._terms = torch.stack(
-            [
-                -self.mode[1] - standard / 2 - math.log(2 * math.pi) / 2,
-                self._deviations * precision,
-                standard - 1,
-                -precision.expand(self.num_data),
-                -2 * self._deviations * precision,
-                -2 * standard,
-                self._thirds,
-            ],
-            1,
-        )
+            third = third.max().expand(self.num_data)
+        # Of each datum; log B_i is a sum of these times functions of θ.
+        self._terms = torch.stack([torch.ones_like(values), deviations, deviations.square(), third], 1)
         self._sums = self._terms.sum(0)
 
     def log_likelihood(self, place: Tensor, index: Tensor | None = None) -> Tensor:
-        values = self._values if index is None else self._values[index]
-        standard = (values - place[0]).square() * (-2 * place[1]).exp()
-        return -place[1] - standard / 2 - math.log(2 * math.pi) / 2
+        values = _rows(self._values, index)
+        return LOG_CONSTANT - place[1] - (values - place[0]).square() * (-2 * place[1]).exp() / 2
 
     def log_bound(self, place: Tensor, index: Tensor | None = None) -> Tensor:
-        return (self._terms if index is None else self._terms[index]) @ self._weights(place)
+        return _rows(self._terms, index) @ self._weights(place)
 
     def log_bounds_sum(self, place: Tensor) -> Tensor:
         return self._sums @ self._weights(place)
 
     def _weights(self, place: Tensor) -> Tensor:
-        """Return what stands beside each of a datum's terms."""
+        """Return the functions of θ that stand beside 1, x_i - μ*, its square and M_i."""
         a, b = place - self.mode
-        return torch.stack([torch.ones_like(a), a, b, a * a / 2, a * b, b * b / 2, -((a.abs() + b.abs()) ** 3) / 6])
+        precision = self._precision
+        one = LOG_CONSTANT - place[1] - precision * a * a / 2
+        return torch.stack(
+            [one, precision * a * (1 - 2 * b), precision * (b - b * b - 0.5), -((a.abs() + b.abs()) ** 3) / 6]
+        )
 
     def contains(self, place: Tensor) -> bool:
         away = (place - self.mode).abs()
         return bool(away[0] <= self.radius[0]) and bool(away[1] <= self.radius[1])
+
+
+def _rows(values: Tensor, index: Tensor | None) -> Tensor:
+    return values if index is None else values.index_select(0, index)

@@ -110,7 +110,7 @@ def test_taylor_constants_are_third_derivatives_and_fail_beyond_the_region() -> 
         return last[1]
 
     # The farthest datum lies above: its largest third derivative is at the corner of a low mean and a low scale.
-    constant = float(likelihood._thirds[farthest])
+    constant = float(likelihood._terms[farthest, 3])
     assert constant == pytest.approx(float(third(corner.requires_grad_()).abs()), rel=1e-9)
     beyond = likelihood.mode - torch.tensor([0.0, 1.5])
     assert not likelihood.contains(beyond)
