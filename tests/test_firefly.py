@@ -179,6 +179,17 @@ def test_the_law_is_the_exact_posterior(
     assert float(autocorrelation_time(run.draws).max()) < steps / 100
 
 
+def test_langevin_proposals_are_corrected() -> None:
+    """A datum that says nothing leaves the prior N(0, I). At s² = 2 proposals hardly depend on θ and have twice its
+    variance; taken by p'/p alone they would leave the variance 2/3. Within 5 standard errors, as above."""
+    nothing = LogisticBound(torch.zeros(1, 2).double(), torch.tensor([1]), 1.0, tuning=0.0)
+    options: dict[str, Any] = {"resampled": 1, "step_size": math.sqrt(2), "langevin": True}
+    run = firefly(nothing, torch.zeros(2).double(), 2_000, seed=1, **options)
+    expected = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0]).double()
+    assert bool((deviation(moments(run.draws), expected) < 5).all()), deviation(moments(run.draws), expected)
+    assert int(run.bright.sum()) == 0
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_taylor_fireflies_have_the_normal_models_posterior(shared: bool) -> None:
     """With σ² known no more than by S/σ² ~ χ²(N-1), and μ given it N(x̄, σ²/N): within 5 standard errors as above."""
