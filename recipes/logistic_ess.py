@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Bernoulli, GaussianPrior, PolynomialDecay, PosteriorSample
 from lightning_sgmcmc.callbacks import CyclicalSchedule, SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
-from lightning_sgmcmc.diagnostics import effective_sample_size
+from lightning_sgmcmc.diagnostics import autocorrelation, effective_sample_size
 from lightning_sgmcmc.inference_data import import_arviz
 from recipes.results import Options, Row, mean_row
 
@@ -426,14 +426,6 @@ def step_size_figure(studies: Sequence[Study]) -> "Figure":
     grid[0][0].set_ylabel("median ESS (dotted: paper)")
     _outside_legend(figure, grid[0][0])
     return figure
-
-
-def autocorrelation(chain: Tensor, lags: int) -> Tensor:
-    """Return the autocorrelation of a chain (n,) at the lags 0 … lags - 1."""
-    centred = chain - chain.mean()
-    spectrum = torch.fft.rfft(centred, 2 * len(chain)).abs().square()
-    covariance = torch.fft.irfft(spectrum)[:lags]
-    return covariance / covariance[0]
 
 
 def autocorrelation_figure(studies: Sequence[Study], lags: int = 150) -> "Figure":

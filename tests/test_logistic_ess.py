@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc import SGLD, BayesianModule, Bernoulli, GaussianPrior
+from lightning_sgmcmc.diagnostics import autocorrelation
 from recipes import logistic_ess
 from recipes.__main__ import main
 from recipes.logistic_ess import (
     LogisticPosterior,
-    autocorrelation,
     coefficient_ess,
     full_gradient_reference,
     importance_reference,

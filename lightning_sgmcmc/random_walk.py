@@ -1,0 +1,129 @@
+"""Random-walk Metropolis: many chains at once on an exact density, the reference that approximate samplers are held to.
+
+A step proposes x' = x + s·Lξ with LLᵀ the covariance of proposals, and takes it with chance min{1, p(x')/p(x)}. The
+scale s learns from the acceptance in the burn-in alone, so that what is drawn afterwards is of a chain that leaves p
+as it is.
+
+Source: Metropolis et al. 1953; Roberts, Gelman & Gilks 1997 (the acceptance of 0.234); Andrieu & Thoms 2008, Algorithm
+4 (the learning).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.checks import check_count
+from lightning_sgmcmc.seeding import derive_seed
+
+CHUNK = 1024
+"""Steps whose numbers are drawn at once; part of what a seed means."""
+DECAY = 0.6
+"""The scale learns in steps of k^-0.6."""
+
+
+@dataclass(frozen=True)
+class RandomWalk:
+    """What a random walk leaves.
+
+    Attributes:
+        draws: places after the burn-in, shape (S, C, d).
+        log_densities: log p there, shape (S, C).
+        acceptance: share of accepted proposals after the burn-in, shape (C,).
+        scale: s after the burn-in, shape (C,).
+    """
+
+    draws: Tensor
+    log_densities: Tensor
+    acceptance: Tensor
+    scale: Tensor
+
+
+def random_walk_metropolis(
+    log_density: Callable[[Tensor], Tensor],
+    initial: Tensor,
+    num_steps: int,
+    *,
+    scale: float | None = None,
+    covariance: Tensor | None = None,
+    burn_in: int = 0,
+    target_acceptance: float = 0.234,
+    keep_every: int = 1,
+    seed: int = 0,
+) -> RandomWalk:
+    """Run chains of random-walk Metropolis.
+
+    Args:
+        log_density: log p up to a constant, from (C, d) to (C,); -inf (or NaN) is where the chain may not go.
+        initial: where the chains start, shape (C, d), of positive density.
+        num_steps: steps of each chain, the burn-in's among them.
+        scale: s at the start; None is 2.38/√d.
+        covariance: of the proposals at s = 1, shape (d, d); None is the unit matrix.
+        burn_in: steps in which each chain's s is learned, and of which nothing is kept.
+        target_acceptance: what s is learned for.
+        keep_every: a draw every so many steps.
+        seed: chain c draws from the stream of (seed, c) alone, however many chains there are.
+
+    Raises:
+        ValueError: for an argument out of range or of the wrong shape, or a start without density.
+    """
+    _check(initial, num_steps, scale, burn_in, target_acceptance, keep_every)
+    chains, dimension = initial.shape
+    factor = torch.eye(dimension).to(initial) if covariance is None else torch.linalg.cholesky(covariance.to(initial))
+    place, density = initial.clone(), log_density(initial)
+    if not bool(density.isfinite().all()):
+        raise ValueError("log_density must be finite at every chain's start")
+    log_scale = torch.full_like(density, math.log(scale or 2.38 / math.sqrt(dimension)))
+    accepted = torch.zeros_like(density)
+    generators = [_generator(seed, chain, place) for chain in range(chains)]
+    draws, densities = [], []
+    for first in range(1, num_steps + 1, CHUNK):
+        moves, limits = _numbers(generators, place)
+        moves = moves @ factor.T
+        for k in range(first, min(first + CHUNK, num_steps + 1)):
+            proposal = place + log_scale.exp()[:, None] * moves[k - first]
+            proposed = log_density(proposal)
+            log_chance = (proposed - density).nan_to_num(nan=-math.inf).clamp(max=0)
+            accepts = limits[k - first] < log_chance
+            place = torch.where(accepts[:, None], proposal, place)
+            density = torch.where(accepts, proposed, density)
+            if k <= burn_in:
+                log_scale = log_scale + k**-DECAY * (log_chance.exp() - target_acceptance)
+                continue
+            accepted += accepts
+            if (k - burn_in) % keep_every == 0:
+                draws.append(place)
+                densities.append(density)
+    return RandomWalk(torch.stack(draws), torch.stack(densities), accepted / (num_steps - burn_in), log_scale.exp())
+
+
+def _generator(seed: int, chain: int, place: Tensor) -> torch.Generator:
+    return torch.Generator(place.device).manual_seed(derive_seed(seed, "random walk", chain))
+
+
+def _numbers(generators: list[torch.Generator], place: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a chunk's normal numbers (K, C, d) and logarithms of uniform ones (K, C)."""
+    chains, dimension = place.shape
+    normal, uniform = place.new_empty(chains, CHUNK, dimension), place.new_empty(chains, CHUNK)
+    for chain, generator in enumerate(generators):
+        normal[chain].normal_(generator=generator)
+        uniform[chain].uniform_(generator=generator)
+    return normal.transpose(0, 1).contiguous(), uniform.T.log()
+
+
+def _check(
+    initial: Tensor, num_steps: int, scale: float | None, burn_in: int, target_acceptance: float, keep_every: int
+) -> None:
+    check_count("num_steps", num_steps)
+    check_count("burn_in", burn_in, 0)
+    check_count("keep_every", keep_every)
+    if initial.dim() != 2 or not bool(initial.isfinite().all()):
+        raise ValueError(f"initial should be finite numbers of shape (C, d), got {tuple(initial.shape)}")
+    if num_steps < burn_in + keep_every:
+        raise ValueError(f"num_steps={num_steps} leaves no draw after burn_in={burn_in} with keep_every={keep_every}")
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+    if not 0 < target_acceptance < 1:
+        raise ValueError(f"target_acceptance must lie in (0, 1), got {target_acceptance}")
