@@ -53,5 +53,5 @@ def test_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {(row.method, row.metric): row for row in rows}
     assert found["EWSG", "accuracy %"].paper == 75.306
     assert found["converged, full gradient", "accuracy %"].value > 85
-    assert found["FlyMC", "data passes"].value > 1
+    assert found["FlyMC", "data passes"].value >= 1
     assert (tmp_path / "log_likelihood.png").exists()
