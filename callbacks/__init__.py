@@ -5,6 +5,7 @@ from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAvera
 from lightning_sgmcmc.callbacks.chain_health import ChainHealth
 from lightning_sgmcmc.callbacks.contour_gradient import ContourGradient
 from lightning_sgmcmc.callbacks.cyclical_schedule import CyclicalSchedule
+from lightning_sgmcmc.callbacks.ewsg import EWSG
 from lightning_sgmcmc.callbacks.loader_average import Evaluation
 from lightning_sgmcmc.callbacks.posterior_dashboard import PosteriorDashboard
 from lightning_sgmcmc.callbacks.prediction_writer import PredictionWriter
@@ -15,6 +16,7 @@ from lightning_sgmcmc.callbacks.sampling_schedule import SamplingSchedule
 from lightning_sgmcmc.callbacks.variance_reduced_energy import VarianceReducedEnergy
 
 __all__ = [
+    "EWSG",
     "BayesianModelAverage",
     "ChainHealth",
     "ContourGradient",

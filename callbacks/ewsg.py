@@ -1,0 +1,309 @@
+"""Exponentially weighted stochastic gradients under a trainer."""
+
+from typing import Any, get_args
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
+from torch import Tensor
+
+from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.contour_gradient import ContourGradient
+from lightning_sgmcmc.callbacks.cost import log_cost
+from lightning_sgmcmc.callbacks.logger_output import log_scalars
+from lightning_sgmcmc.callbacks.replica_exchange import ReplicaExchange
+from lightning_sgmcmc.checks import check_choice, check_count
+from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.subsampling import Guess, index_log_weights, metropolis_index
+
+STEPS_DRAWN = 256
+"""Steps whose uniform numbers are drawn at once; part of what a seed means."""
+
+
+class EWSG(SamplerCallback):
+    """Chooses each step's mini-batch among M+1, so that the step has nearly the law of one with the full gradient.
+
+    The step takes the next M+1 batches of the loader. A Metropolis chain goes through them from the first one, and puts
+    batch j in the place of batch i with probability
+
+        min{1, exp(½‖x + n̂a_j‖² - ½‖x + n̂a_i‖²)},   n̂a_j = √h·∇Ũ_j/σ,   σ² = 2γτ,   x = √h·γ·r/σ
+
+    and the sampler gets the gradient of the batch that is left (for samplers of another form h, γ and σ are those of
+    their step, see `lightning_sgmcmc.samplers.base.Transition`). The whole of `Ũ_j` counts, prior and gradient
+    multiplier included. Each chain chooses for itself. Candidates differ by as much as the batches do: a datamodule's
+    batches of an epoch have no datum in common, where the paper draws each anew.
+
+    A step costs M+1 gradients: it is Lightning's accumulation over M+1 times as many batches as the trainer's
+    `accumulate_grad_batches` says, so epochs stay passes over the data, of fewer steps. With accumulation a candidate
+    is made of so many micro-batches; data-parallel ranks share each candidate. The last step of an epoch may have fewer
+    candidates. The energy of a step is the mean over them. Gradients are clipped after the choice. While the
+    temperature is the number 0 there is no law to match: the step then has the mean gradient of all its batches, as
+    with accumulation. M+1 gradients of each chain are held in memory.
+
+    Every `trainer.log_every_n_steps` it logs `ewsg/acceptance`, the share of proposals that were accepted since the
+    last time, `sampler/gradient_evaluations` (data whose gradient was computed, for each chain) and
+    `sampler/data_passes`, the same over N.
+
+    With `CovarianceFriction` it is EWSG-VR; with `ControlVariates` the candidates' gradients are the corrected ones.
+
+    Args:
+        num_proposals: M ≥ 0, the length of the Metropolis chain; 0 is the plain sampler, bit for bit.
+        guess: what x supposes about the momentum after the step: "unchanged" (the paper's choice, above; x = 0 without
+            momentum), "stopped", x = (-1+hγ)·r/(σ√h), or x itself, "zero" or "one".
+
+    Raises:
+        ValueError: for an argument out of range; at setup, for a loss scaler, a `GradientAccumulationScheduler`, or a
+            callback behind it that sets the step's controls; when training starts, for a sampler whose step is not of
+            the form (pSGLD), or an epoch with fewer batches than a step takes.
+
+    Source: Li et al. 2021 (EWSG), Algorithm 1, eq. (6), Figure 1b, appendices D and E.
+    """
+
+    def __init__(self, num_proposals: int = 1, guess: Guess = "unchanged") -> None:
+        check_count("num_proposals", num_proposals, least=0)
+        check_choice("guess", guess, get_args(Guess))
+        self.num_proposals = num_proposals
+        self.guess = guess
+        self._given_accumulation: int | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        self._gradients: Tensor | None = None
+        """The candidates' gradients of this step, shape (C, M+1, d)."""
+        self._filled = 0
+        self._has_gradient: list[bool] = []
+        """Whether any candidate of this step has a gradient, for each parameter."""
+        self._momentum: Tensor | None = None
+        self._chances: tuple[int, Tensor] | None = None
+        self._accepted: Tensor | None = None
+        self._proposed = 0
+        self._restored: dict[str, Any] | None = None
+
+    # -- before a run -------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit" or self.num_proposals == 0:
+            return
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+            raise ValueError(
+                "EWSG takes the batches of a step as candidates, and a GradientAccumulationScheduler changes how many "
+                "there are: give the trainer one accumulate_grad_batches"
+            )
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                "EWSG compares gradients, and a loss scaler keeps them at another scale, or makes some infinite: take "
+                "precision='bf16-mixed' in place of '16-mixed'"
+            )
+        behind = callbacks[callbacks.index(self) :]
+        late = next((c for c in behind if isinstance(c, ContourGradient | ReplicaExchange)), None)
+        if late is not None:
+            name = type(late).__name__
+            raise ValueError(f"{name} sets the controls of a step that EWSG looks at: put EWSG behind {name}")
+        self._given_accumulation = trainer.accumulate_grad_batches
+        trainer.accumulate_grad_batches *= self.num_proposals + 1
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        module = bayesian(pl_module, self)
+        self._sampler = module.sampler
+        self._layout = module.layout
+        self._check(trainer, self._sampler)
+        module.chain_state.candidates = self.num_proposals + 1
+        self._parameters = [p for group in self._sampler.param_groups for p in group["params"]]
+        self._has_gradient = [False] * len(self._parameters)
+        self._accepted = torch.zeros((), dtype=torch.int64, device=module.device)
+        if self._restored is not None:
+            self._restore(self._restored)
+            self._restored = None
+
+    def _check(self, trainer: pl.Trainer, sampler: Sampler) -> None:
+        if self.num_proposals == 0:
+            return
+        rule = type(sampler).__name__
+        group = sampler.param_groups[0]
+        if sampler.transition(group) is None:
+            raise ValueError(
+                f"EWSG needs to know the law of a step before it chooses a gradient, and {rule}'s depends on the "
+                "gradient itself: take another sampler"
+            )
+        if self.guess == "stopped" and sampler.momenta(group) is None:
+            raise ValueError(f"guess='stopped' is about a momentum, and {rule} has none: take 'unchanged'")
+        batches = trainer.num_training_batches
+        if batches < trainer.accumulate_grad_batches:
+            raise ValueError(
+                f"a step of EWSG takes {trainer.accumulate_grad_batches} batches, and an epoch has {batches:.0f}: take "
+                "fewer proposals, or smaller batches"
+            )
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        module: BayesianModule = pl_module  # type: ignore[assignment]
+        state, sampler = module.chain_state, self._sampler
+        if self.num_proposals == 0 or not state.batch_complete:
+            return
+        if not any(sampler._is_noisy(group) for group in sampler.param_groups):
+            return  # the gradients add up to their mean
+        row = self._next_row()
+        gradients = [p.grad for p in self._parameters]
+        self._has_gradient = [has or g is not None for has, g in zip(self._has_gradient, gradients, strict=True)]
+        chains = module.num_chains
+        parts = [
+            (torch.zeros_like(p) if g is None else g).reshape(chains, -1)
+            for p, g in zip(self._parameters, gradients, strict=True)
+        ]
+        torch.cat(parts, 1, out=row)
+        if state.accumulating:  # the last one is reduced by the backward pass itself
+            if self._layout.ranks_per_chain > 1:
+                row.copy_(self._layout.mean_over_data(row))
+            module.optimizer_zero_grad(trainer.current_epoch, trainer.fit_loop.batch_idx, sampler)
+        row.mul_(1 / state.batch_share)
+
+    def _next_row(self) -> Tensor:
+        """Return where the coming candidate's gradient goes, shape (C, d)."""
+        if self._gradients is None:
+            first = self._parameters[0]
+            chains = self._layout.num_chains
+            shape = (self.num_proposals + 1, chains, sum(p.numel() for p in self._parameters) // chains)
+            self._gradients = torch.empty(shape, dtype=first.dtype, device=first.device)
+        self._filled += 1
+        return self._gradients[self._filled - 1]
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if self._filled == 0:
+            return
+        assert self._gradients is not None
+        assert self._accepted is not None
+        candidates = self._gradients[: self._filled].transpose(0, 1)
+        weights = self._log_weights(candidates)
+        chances = self._log_uniforms(self._sampler.step_count)[:, : self._filled - 1]
+        index, accepted = metropolis_index(weights, chances)
+        self._accepted += accepted.sum()
+        self._proposed += chances.numel()
+        chains = torch.arange(len(index), device=index.device)
+        chosen = candidates[chains, index]
+        # Bit for bit the candidate's, and NaN if any candidate is not finite: then the step is refused on every rank.
+        chosen.mul_((weights.sum(1) * 0 + 1).to(chosen.dtype)[:, None])
+        self._hand_over(chosen)
+        self._filled = 0
+
+    def _log_weights(self, candidates: Tensor) -> Tensor:
+        """Return log p of each candidate up to a constant, shape (C, J), for gradients of shape (C, J, d)."""
+        sampler, start = self._sampler, 0
+        weights = torch.zeros(candidates.shape[:2], dtype=torch.float64, device=candidates.device)
+        for group in sampler.param_groups:
+            stop = start + sum(p.numel() for p in group["params"]) // len(candidates)
+            transition = sampler.transition(group)
+            assert transition is not None
+            momentum = self._flat_momentum(group, len(candidates)) if self.guess in ("unchanged", "stopped") else None
+            weights += index_log_weights(candidates[..., start:stop], momentum, transition, self.guess)
+            start = stop
+        return weights
+
+    def _flat_momentum(self, group: dict[str, Any], chains: int) -> Tensor | None:
+        momenta = self._sampler.momenta(group)
+        if momenta is None:
+            return None
+        parts = [momentum.reshape(chains, -1) for momentum in momenta]
+        if len(self._sampler.param_groups) > 1:
+            return torch.cat(parts, 1)
+        if self._momentum is None:
+            self._momentum = torch.cat(parts, 1)
+        return torch.cat(parts, 1, out=self._momentum)
+
+    def _log_uniforms(self, step: int) -> Tensor:
+        """Return logarithms of uniform numbers for the step after so many, shape (C, M): a function of (seed, chain,
+        step), and so the same on all ranks of a chain."""
+        block, place = divmod(step, STEPS_DRAWN)
+        if self._chances is None or self._chances[0] != block:
+            rows = []
+            for chain in self._layout.chains:
+                seed = derive_seed(self._sampler.seed, "index chain", chain, block)
+                generator = torch.Generator().manual_seed(seed)
+                rows.append(torch.rand(STEPS_DRAWN, self.num_proposals, generator=generator))
+            self._chances = (block, torch.stack(rows, 1).log().double().to(self._parameters[0].device))
+        return self._chances[1][place]
+
+    def _hand_over(self, chosen: Tensor) -> None:
+        """Give the parameters their gradients of the chosen batches, shape (C, d)."""
+        sizes = [p.numel() // len(chosen) for p in self._parameters]
+        present: list[Tensor] = []
+        sources: list[Tensor] = []
+        for parameter, piece, has in zip(self._parameters, chosen.split(sizes, 1), self._has_gradient, strict=True):
+            if not has:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            present.append(parameter.grad)
+            sources.append(piece.reshape(parameter.shape))
+        torch._foreach_copy_(present, sources)
+        self._has_gradient = [False] * len(self._parameters)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        module: BayesianModule = pl_module  # type: ignore[assignment]
+        if module.chain_state.accumulating or self._sampler.step_count % trainer.log_every_n_steps:  # type: ignore[attr-defined]
+            return
+        log_cost(trainer, module)
+        if self._proposed and self._accepted is not None:
+            log_scalars(trainer, {"ewsg/acceptance": self._accepted.item() / self._proposed}, trainer.global_step)
+            self._accepted.zero_()
+            self._proposed = 0
+
+    # -- the end, checkpoints -----------------------------------------------------------------------------------------
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._give_back(trainer)
+        self._gradients = self._momentum = self._chances = None
+        self._filled = 0
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._give_back(trainer)  # the candidates may yet be saved
+
+    def _give_back(self, trainer: pl.Trainer) -> None:
+        if self._given_accumulation is not None:
+            trainer.accumulate_grad_batches, self._given_accumulation = self._given_accumulation, None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._accepted is None:
+            return {}
+        candidates = None
+        if self._filled and self._gradients is not None:  # in the middle of a step
+            candidates = self._layout.gather(self._gradients[: self._filled], dim=1).cpu()
+        return {
+            "candidates": candidates,
+            "has_gradient": list(self._has_gradient),
+            "accepted": int(self._accepted),
+            "proposed": self._proposed,
+            "num_proposals": self.num_proposals,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            ValueError: if it is of another number of proposals, so that its counts of batches are of other steps.
+        """
+        if not state:
+            return
+        if state["num_proposals"] != self.num_proposals:
+            raise ValueError(
+                f"the checkpoint's run has num_proposals={state['num_proposals']}, this one {self.num_proposals}: go "
+                "on with the same number"
+            )
+        assert self._accepted is not None
+        self._accepted += state["accepted"]
+        self._proposed = state["proposed"]
+        if state["candidates"] is not None:
+            self._has_gradient = state["has_gradient"]
+            for row in self._layout.own(state["candidates"], dim=1):
+                self._next_row().copy_(row)
