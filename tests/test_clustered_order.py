@@ -134,6 +134,13 @@ def test_one_cluster_is_a_plain_order_and_many_are_no_error() -> None:
         assert torch.cat(epoch_of(order)).sort().values.tolist() == list(range(40))
 
 
+def test_clusters_are_not_tied_to_each_other() -> None:
+    """Four data of four clusters in batches of two: every pair meets (that one does not in 100 epochs: 1 in 10^17)."""
+    order = ClusteredOrder(4, 2, seed=0, clusters=torch.arange(4))
+    pairs = {tuple(sorted(order.indices(batch).tolist())) for batch in range(0, 200, 2)}
+    assert len(pairs) == 6
+
+
 def test_the_order_is_a_function_of_seed_chain_epoch_and_position() -> None:
     def epoch(seed: int = 0, chain: int = 0, number: int = 0) -> list[list[int]]:
         order = ClusteredOrder(40, 8, seed, chain, clusters=labels_of())

@@ -90,7 +90,7 @@ def test_batches_of_the_clustered_method_are_stratified(tmp_path: Path, monkeypa
     monkeypatch.setattr(pl.Trainer, "fit", fit)
     clusters = torch.arange(1000) % 10
     for method in ("CP-SGHMC", "SGHMC"):
-        mnist_bnn.one(Case("MLP", method, 2e-3), 0, 1, clusters, TINY, Options(tmp_path, ROOT))
+        mnist_bnn.one(Case("MLP", method, 2e-3, samples=5), 0, 1, clusters, TINY, Options(tmp_path, ROOT))
     batch = seen[0](1000, 100, 0).indices(3)
     assert clusters[batch].bincount().tolist() == [10] * 10
     assert seen[1] is BatchOrder
