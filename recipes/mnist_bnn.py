@@ -342,6 +342,8 @@ def learning_curves(curves: dict[str, list[Curve]]) -> Any:
                 axes.plot(place, mean, color=f"C{index}", linewidth=1.4, **style)
                 axes.fill_between(place, mean - spread, mean + spread, color=f"C{index}", alpha=0.15, linewidth=0)
     whole.set_yscale("log")
+    whole.yaxis.set_major_formatter("{x:g}")
+    whole.yaxis.set_minor_formatter("{x:g}")
     whole.set_title("states (dotted), and the average over samples", fontsize=10)
     later.set_title("the average over samples", fontsize=10)
     for axes in (whole, later):
