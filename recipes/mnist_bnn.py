@@ -1,0 +1,353 @@
+"""E3: Bayesian networks on MNIST by EWSG and its rivals, equal in data passes (EWSG, Tables 2 and 3).
+
+A perceptron 784-100-10 and a convolutional network under a standard normal prior on weights and biases; the figure is
+the test error of the average over 100 samples from the second half of a run, which starts at torch's initialisation.
+EWSG (M = 1) makes half as many steps, of twice the size, so that all have computed as many gradients.
+
+What the paper leaves open, and how it is read here:
+
+* h of the underdamped methods is the time step, and γ the friction, of the equation for the mean potential U/N at
+  temperature 1/N: h/√N and γ·√N of the one for U, a step size of h² of the mean potential and a momentum of 1 - hγ.
+  With h itself on U (a step size of h²·N = 0.24, a momentum of 0.9998) the noise of mini-batches heats the chain beyond
+  any bound: at h = 2e-3 (and 1e-3) and γ = 0.1 the perceptron is at 90 % error within 5 passes, with pixels in [0, 1]
+  as with standardised ones. Table 3's h = 10/(b(M+1)) is read likewise.
+* SGLD's h is of U: `lr` = h·N.
+* pSGLD preconditions by gradients of the sum. Its G is then 1/N of this library's, whose gradients are of the mean: so
+  `lr` = h, and λ = 1e-5/N. (G by the mean's gradients and h of U would be an `lr` of 6.)
+* Images are standardised by the training part's mean and deviation. "100 independent samples" are 100 states at even
+  distances; Table 3 has 10.
+
+"SGHMC, EWSG's step" is no row of the paper: it tells what of EWSG's gain is its larger step. CP-SGHMC has batches
+stratified by k-means with 10 clusters. These take out 18 % of the mini-batch gradient's variance at the start, 1 %
+after one pass of SGD, 0.3 % after six (10,000 images; by the true labels 33, 18 and 7 %).
+
+`full` is the paper's setting (a GPU makes the 10 repeats side by side), which has not been run. `quick` is the
+perceptron on the first 10,000 images, 40 passes, three repeats: 30 times fewer steps, all 12 times as large, so 0.4 of
+the paper's time of the equation. A posterior of 10,000 data is another than the paper's, and its errors are larger.
+
+Measured (`python -m recipes mnist_bnn`, seeds 0 to 2, 5.6 minutes of processor time): test errors in % of pSGLD
+6.50 ± 0.07, SGLD 6.70 ± 0.04, CP-SGHMC 7.05 ± 0.09, SGHMC at EWSG's step 7.15 ± 0.13, SGHMC 7.24 ± 0.11, EWSG 7.27 ±
+0.04. This is not the paper's order: EWSG - SGHMC is 0.02 ± 0.10 (the paper -0.04), and EWSG is behind SGLD and pSGLD by
+0.57 ± 0.07 and 0.77 ± 0.06. The scale of the inputs, of which the paper says nothing, changes the order: with pixels
+in [0, 1], else the same, pSGLD is at 6.81 ± 0.07, EWSG 6.86 ± 0.11, SGHMC 7.04 ± 0.11, SGLD 7.40 ± 0.17, and EWSG -
+SGHMC is -0.19 ± 0.07. That was tried after the run above, with three seeds and without the other two methods.
+"""
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior, PosteriorSample, samplers
+from lightning_sgmcmc.callbacks import EWSG, SamplerCallback, SamplingSchedule
+from lightning_sgmcmc.clustered_order import ClusteredOrder, cluster_data
+from lightning_sgmcmc.datamodules import MNISTDataModule, Split
+from recipes.jobs import hush, run_jobs
+from recipes.results import Options, Row, mean_row
+
+NUM_DATA = 60_000
+CLUSTERS = 10
+FRICTION = {"MLP": 0.1, "CNN": 1.0}
+LAMBDA = 1e-5
+UNDERDAMPED = ("SGHMC", "SGHMC, EWSG's step", "CP-SGHMC", "EWSG")
+STEPS = {  # of the paper, for MLP and CNN
+    "SGLD": (1e-7, 2e-8),
+    "pSGLD": (1e-4, 8e-6),
+    "SGHMC": (2e-3, 2e-3),
+    "SGHMC, EWSG's step": (4e-3, 4e-3),
+    "CP-SGHMC": (2e-3, 2e-3),
+    "EWSG": (4e-3, 4e-3),
+}
+PAPER = {
+    "SGLD": ((1.976, 0.055), (0.848, 0.060)),
+    "pSGLD": ((1.821, 0.061), (0.860, 0.052)),
+    "SGHMC": ((1.833, 0.073), (0.778, 0.040)),
+    "CP-SGHMC": ((1.835, 0.047), (0.772, 0.055)),
+    "EWSG": ((1.793, 0.100), (0.753, 0.035)),
+}
+PAPER_BATCHES = {  # by b and M+1: EWSG, and SGHMC with batches of b·(M+1)
+    (100, 2): (1.86, 1.94),
+    (100, 5): (1.83, 1.92),
+    (100, 10): (1.80, 1.97),
+    (200, 2): (1.90, 1.87),
+    (200, 5): (1.87, 1.97),
+    (200, 10): (1.80, 2.07),
+    (500, 2): (1.79, 1.97),
+    (500, 5): (2.01, 2.17),
+    (500, 10): (2.36, 2.37),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What differs between quick and full.
+
+    Attributes:
+        images: N; the first so many of MNIST's training images.
+        epochs: data passes of a run; samples are taken in their second half.
+        coarser: by what the paper's steps are multiplied, for runs of fewer of them.
+        repeats: of each run.
+        networks: which are run.
+        batches: whether the table of b×(M+1) is made.
+    """
+
+    images: int = NUM_DATA
+    epochs: int = 200
+    coarser: float = 1.0
+    repeats: int = 10
+    networks: tuple[str, ...] = ("MLP", "CNN")
+    batches: bool = True
+
+
+SETTINGS = {"full": Setting(), "quick": Setting(10_000, 40, 12.0, 3, ("MLP",), False)}
+
+
+class Case(NamedTuple):
+    """A run: its network, method, step size as the paper writes it, batch b, M+1, and number of samples."""
+
+    network: str
+    method: str
+    step: float
+    batch: int = 100
+    candidates: int = 1
+    samples: int = 100
+
+
+class Curve(NamedTuple):
+    """A chain's test errors in %: of its states while it burns in, of the running average, and of single samples; the
+    first two with the data passes made."""
+
+    burn_in: list[tuple[float, float]]
+    average: list[tuple[float, float]]
+    single: list[float]
+
+
+def main_cases(setting: Setting) -> list[Case]:
+    """Return the runs of Table 2."""
+    found = []
+    for network, (method, steps) in itertools.product(setting.networks, STEPS.items()):
+        step = steps[("MLP", "CNN").index(network)]
+        found.append(Case(network, method, step, candidates=2 if method == "EWSG" else 1))
+    return found
+
+
+def batch_cases(batch: int, candidates: int) -> tuple[Case, Case]:
+    """Return the runs of a cell of Table 3: EWSG, and SGHMC with as many data in a step."""
+    step = 10 / (batch * candidates)
+    ewsg = Case("MLP", "EWSG", step, batch, candidates, samples=10)
+    return ewsg, Case("MLP", "SGHMC", step, batch * candidates, samples=10)
+
+
+def cases(setting: Setting) -> list[Case]:
+    """Return all runs of a setting, each once: several cells of Table 3 have one and the same SGHMC."""
+    cells = [batch_cases(*cell) for cell in PAPER_BATCHES] if setting.batches else []
+    return list(dict.fromkeys([*main_cases(setting), *itertools.chain.from_iterable(cells)]))
+
+
+class FirstImages(MNISTDataModule):
+    """The first training images of MNIST, as many as the setting says; and all test images."""
+
+    def __init__(self, setting: Setting, batch_size: int, options: Options, flatten: bool) -> None:
+        super().__init__(options.data_root, batch_size, val_size=0, flatten=flatten, device_resident=True)
+        self.images = setting.images
+
+    def load(self) -> tuple[Split, Split, Split]:
+        train, none, test = super().load()
+        return Split(train.inputs[: self.images], train.targets[: self.images]), none, test
+
+
+def network_of(name: str) -> nn.Sequential:
+    """Return the paper's network."""
+    if name == "MLP":
+        return nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
+    convolutions = [nn.Conv2d(1, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2)]
+    layers = [nn.Flatten(), nn.Linear(1024, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10)]
+    return nn.Sequential(*convolutions, *layers)
+
+
+def sampler_of(case: Case, setting: Setting) -> tuple[Any, float]:
+    """Return the sampler and its `lr`, for the paper's step sizes (see above)."""
+    step = case.step * setting.coarser
+    if case.method == "SGLD":
+        return samplers.SGLD, step * NUM_DATA
+    if case.method == "pSGLD":
+        return functools.partial(samplers.pSGLD, alpha=0.99, eps=LAMBDA / setting.images), step
+    root = math.sqrt(setting.images)
+    return functools.partial(samplers.UnderdampedLangevin, friction=FRICTION[case.network] * root), step / root
+
+
+def run(options: Options) -> list[Row]:
+    """Run all methods with all seeds, draw the learning curves, return the table."""
+    setting = SETTINGS[options.scale]
+    clusters = clusters_of(setting, options)  # what data are missing is said at once
+    on_gpu = options.full and torch.cuda.is_available()
+    # A GPU makes the repeats side by side, as chains.
+    seeds = [options.seed] if on_gpu else range(options.seed, options.seed + setting.repeats)
+    chains = setting.repeats if on_gpu else 1
+    jobs = list(itertools.product(cases(setting), seeds))
+    outcomes = run_jobs(one, jobs, options, chains, clusters, setting, in_turn=on_gpu)
+    curves = {case: [curve for seed in seeds for curve in outcomes[case, seed]] for case in cases(setting)}
+    return report(curves, setting, options)
+
+
+def clusters_of(setting: Setting, options: Options) -> Tensor:
+    """Return the cluster of each training image."""
+    data = FirstImages(setting, 100, options, flatten=True)
+    data.prepare_data()
+    data.setup("fit")
+    return cluster_data(data.transform()(data.splits[0].inputs), CLUSTERS, options.seed)
+
+
+class ErrorCurves(SamplerCallback):
+    """Follows the test error of each chain, and of the average of its samples."""
+
+    def __init__(self, data: MNISTDataModule, burn_in_epochs: int) -> None:
+        self.data = data
+        self.burn_in_epochs = burn_in_epochs
+        self.curves: list[Curve] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        test, device = self.data.splits[2], pl_module.device
+        self._batches = [self.data.transform()(part.to(device)) for part in test.inputs.split(1000)]
+        self._targets = test.targets.to(device)
+        self.curves = [Curve([], [], []) for _ in range(pl_module.num_chains)]
+        self._sums: list[Tensor | float] = [0.0] * pl_module.num_chains
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch < self.burn_in_epochs:
+            for chain, curve in enumerate(self.curves):
+                curve.burn_in.append((passes(pl_module), self._error(self._probabilities(pl_module, chain))))
+
+    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
+        curve = self.curves[sample.chain]
+        probabilities = self._probabilities(pl_module, sample.chain)
+        total = self._sums[sample.chain] = self._sums[sample.chain] + probabilities
+        curve.single.append(self._error(probabilities))
+        curve.average.append((passes(pl_module), self._error(total)))
+
+    def _probabilities(self, module: BayesianModule, chain: int) -> Tensor:
+        """Return those of the chain's present state, which is the sample when one is drawn."""
+        with module.at_chain(chain), torch.no_grad():
+            return torch.cat([module(batch).softmax(1) for batch in self._batches])
+
+    def _error(self, probabilities: Tensor) -> float:
+        return 100 * float((probabilities.argmax(1) != self._targets).double().mean())
+
+
+def passes(module: BayesianModule) -> float:
+    """Return how many gradients a chain has computed, over N."""
+    return module.gradient_evaluations / module.chain_state.num_data
+
+
+def callbacks_of(case: Case, setting: Setting) -> list[pl.Callback]:
+    """Return the schedule, and what chooses mini-batches."""
+    batches = math.ceil(setting.images / case.batch)
+    steps = math.ceil(batches / case.candidates) * setting.epochs
+    every = max(1, steps // 2 // case.samples)
+    found: list[pl.Callback] = [SamplingSchedule(burn_in_steps=steps - every * case.samples, every_n_steps=every)]
+    if case.candidates > 1:
+        found.append(EWSG(case.candidates - 1))
+    return found
+
+
+def one(case: Case, seed: int, chains: int, clusters: Tensor, setting: Setting, options: Options) -> list[Curve]:
+    """Make one run, of one chain or of several."""
+    hush(options)
+    pl.seed_everything(seed, verbose=False)
+    data = FirstImages(setting, case.batch, options, flatten=case.network == "MLP")
+    data.setup("fit")
+    if case.method == "CP-SGHMC":
+        data.order = functools.partial(ClusteredOrder, clusters=clusters)
+    sampler, lr = sampler_of(case, setting)
+    module = BayesianModule(
+        net=network_of(case.network),
+        likelihood=Categorical(),
+        prior=GaussianPrior(1.0),
+        sampler=sampler,
+        lr=lr,
+        num_chains=chains,
+    )
+    curves = ErrorCurves(data, setting.epochs // 2)
+    trainer = pl.Trainer(
+        accelerator="auto" if options.full else "cpu",
+        max_epochs=setting.epochs,
+        callbacks=[*callbacks_of(case, setting), curves],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=data)
+    return curves.curves
+
+
+def report(curves: dict[Case, list[Curve]], setting: Setting, options: Options) -> list[Row]:
+    """Draw the learning curves, return the table."""
+    rows = []
+    for network in setting.networks:
+        own = {case.method: curves[case] for case in main_cases(setting) if case.network == network}
+        learning_curves(own).savefig(options.out / f"learning_curves_{network}.png", dpi=120)
+        rows += rows_of(network, own)
+    for (batch, candidates), paper in PAPER_BATCHES.items() if setting.batches else ():
+        metric = f"MLP: test error, b = {batch}, M+1 = {candidates}, %"
+        for case, figure in zip(batch_cases(batch, candidates), paper, strict=True):
+            rows.append(mean_row(case.method, metric, [curve.average[-1][1] for curve in curves[case]], figure))
+    return rows
+
+
+def rows_of(network: str, curves: dict[str, list[Curve]]) -> list[Row]:
+    """Return the figures of Table 2, and differences in pairs of equal seeds."""
+    rows, final = [], {method: [curve.average[-1][1] for curve in own] for method, own in curves.items()}
+    for method, errors in final.items():
+        mean, spread = PAPER[method][("MLP", "CNN").index(network)] if method in PAPER else (None, None)
+        rows.append(mean_row(method, f"{network}: test error, %", errors, mean))
+        if len(errors) > 1:
+            rows.append(Row(method, f"{network}: its standard deviation over runs", deviation(errors), None, spread))
+        single = [sum(curve.single) / len(curve.single) for curve in curves[method]]
+        rows.append(mean_row(method, f"{network}: test error of single samples, %", single))
+        rows.append(mean_row(method, f"{network}: data passes", [curve.average[-1][0] for curve in curves[method]]))
+    for other in (method for method in final if method != "EWSG"):
+        gains = [a - b for a, b in zip(final["EWSG"], final[other], strict=True)]
+        place = ("MLP", "CNN").index(network)
+        paper = round(PAPER["EWSG"][place][0] - PAPER[other][place][0], 3) if other in PAPER else None
+        rows.append(mean_row(f"EWSG - {other}", f"{network}: test error, %", gains, paper))
+    return rows
+
+
+def deviation(values: list[float]) -> float:
+    """Return the standard deviation of at least two values."""
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
+
+
+def learning_curves(curves: dict[str, list[Curve]]) -> Any:
+    """Draw the error of the running average against data passes, after that of the states of the burn-in; shades are
+    one standard deviation over repeats."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    whole, later = figure.subplots(1, 2)
+    for index, (method, own) in enumerate(curves.items()):
+        for axes, parts in ((whole, ("burn_in", "average")), (later, ("average",))):
+            for part in parts:
+                paths = torch.tensor([getattr(curve, part) for curve in own], dtype=torch.float64)
+                place, errors = paths[0, :, 0], paths[:, :, 1]
+                mean, spread = errors.mean(0), errors.std(0) if len(own) > 1 else 0 * errors[0]
+                style = {"linestyle": ":"} if part == "burn_in" else {"label": method}
+                axes.plot(place, mean, color=f"C{index}", linewidth=1.4, **style)
+                axes.fill_between(place, mean - spread, mean + spread, color=f"C{index}", alpha=0.15, linewidth=0)
+    whole.set_yscale("log")
+    whole.yaxis.set_major_formatter("{x:g}")
+    whole.yaxis.set_minor_formatter("{x:g}")
+    whole.set_title("states (dotted), and the average over samples", fontsize=10)
+    later.set_title("the average over samples", fontsize=10)
+    for axes in (whole, later):
+        axes.set_xlabel("data passes")
+        axes.set_ylabel("test error (%)")
+    later.legend(fontsize=8)
+    return figure
