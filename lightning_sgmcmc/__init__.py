@@ -1,5 +1,6 @@
 """Bayesian deep learning by stochastic-gradient MCMC as ordinary PyTorch Lightning training."""
 
+from lightning_sgmcmc.clustered_order import ClusteredOrder, cluster_data
 from lightning_sgmcmc.contour import Contour, DecayingStepSize, EnergyPartition, LearnedContour
 from lightning_sgmcmc.data_order import ResumableLoader
 from lightning_sgmcmc.distributed import ChainStrategy
@@ -22,6 +23,7 @@ __all__ = [
     "Bernoulli",
     "Categorical",
     "ChainStrategy",
+    "ClusteredOrder",
     "Contour",
     "DecayingStepSize",
     "EnergyPartition",
@@ -43,5 +45,6 @@ __all__ = [
     "SwitchingBatchSampler",
     "SwitchingOrder",
     "UnderdampedLangevin",
+    "cluster_data",
     "pSGLD",
 ]
