@@ -1,0 +1,278 @@
+"""E1: exponentially weighted gradients on a sum of Gaussians: KL against data passes, x, M, and the error's scaling."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.finite_sums import GaussianSum
+from lightning_sgmcmc.gradient_estimators import (
+    CalibratedFriction,
+    ControlVariateGradient,
+    ExponentialGradient,
+    FullGradient,
+    GradientEstimator,
+    UniformGradient,
+)
+from lightning_sgmcmc.samplers import SGLD, Sampler, UnderdampedLangevin, pSGLD
+from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.subsampled_chains import sample_sum
+from recipes.jobs import run_jobs
+from recipes.results import Options, Row, mean_row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DATA, PASSES = 50, 30
+DRAWS = {"quick": 6, "full": 50}
+CHAINS = {"quick": 1_000, "full": 10_000}
+MARKS = (0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+FRICTION = 10.0
+UNDERDAMPED = functools.partial(UnderdampedLangevin, friction=FRICTION)
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a line of a picture is run."""
+
+    sampler: Callable[..., Sampler]
+    gradient: GradientEstimator
+    lr: float
+
+
+H, H_OF_GUESSES, H_OF_FRICTION = 0.05, 0.07, 0.02
+COMPARED = {
+    "SGLD": Method(SGLD, UniformGradient(), 5e-3),
+    # The preconditioner of the gradient of U/N, as in Li et al. 2016; beside it that of the gradient of U.
+    "pSGLD": Method(functools.partial(pSGLD, eps=1e-5 * DATA), UniformGradient(), 5e-3 * DATA),
+    "pSGLD, of the gradient of U": Method(pSGLD, UniformGradient(), 5e-3),
+    "SGHMC": Method(UNDERDAMPED, UniformGradient(), H),
+    "EWSG": Method(UNDERDAMPED, ExponentialGradient(), H),
+    "SVRG-LD": Method(SGLD, ControlVariateGradient(), 5e-4),
+}
+LETTERS = {"unchanged": "√hγr/σ", "zero": "0", "one": "1", "stopped": "(-1+hγ)r/(σ√h)"}
+GUESSES = {
+    f"x = {LETTERS[guess]}": Method(UNDERDAMPED, ExponentialGradient(guess=guess), H_OF_GUESSES)  # type: ignore[arg-type]
+    for guess in LETTERS
+}
+PROPOSALS = {f"M = {m}": Method(UNDERDAMPED, ExponentialGradient(num_proposals=m), H) for m in (0, 1, 9, 19)}
+WITH_FRICTION = {
+    "SGHMC, h=0.02": Method(UNDERDAMPED, UniformGradient(), H_OF_FRICTION),
+    "EWSG, h=0.02": Method(UNDERDAMPED, ExponentialGradient(), H_OF_FRICTION),
+    "EWSG-VR, h=0.02": Method(UNDERDAMPED, CalibratedFriction(ExponentialGradient()), H_OF_FRICTION),
+    "SGHMC with EWSG-VR's friction, h=0.02": Method(UNDERDAMPED, CalibratedFriction(UniformGradient()), H_OF_FRICTION),
+    "full gradient, h=0.02": Method(UNDERDAMPED, FullGradient(), H_OF_FRICTION),
+}
+PANELS = {
+    "methods": COMPARED,
+    "choices of x, h=0.07": GUESSES,
+    "index chain's length, h=0.05": PROPOSALS,
+    "friction": WITH_FRICTION,
+}
+METHODS = {name: method for panel in PANELS.values() for name, method in panel.items()}
+
+TIMES, H_OF_TIMES = (1, 2, 4, 8), 4e-4
+SMALL_STEPS, TIME_OF_SMALL, LIMIT_STEP = (2.5e-4, 5e-4, 1e-3, 2e-3), 1.0, 1.25e-4
+LARGE_STEPS, TIME_OF_LARGE = (5e-3, 1e-2, 2e-2, 4e-2), 50.0
+SCALING_CHAINS = {"T": 200, "small h": 2_000, "large h": 50}  # of quick; ten times as many in full
+SCALES = {"T": TIMES, "small h": SMALL_STEPS, "large h": LARGE_STEPS}
+
+
+def centres(draw: int, seed: int) -> GaussianSum:
+    """Return the target of a draw of the centres c_i from N(0, I)."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, "centres", draw))
+    return GaussianSum(torch.randn(DATA, 2, generator=generator, dtype=torch.float64))
+
+
+def divergences(places: Tensor, target: GaussianSum) -> tuple[float, float]:
+    """Return KL(target‖q) and KL(q‖target) of the Gaussian q with the places' mean and covariance."""
+    places = places.double()
+    offset = places.mean(0) - target.mean
+    ratio = torch.cov(places.T) * target.num_data
+    inverse, log_volume = torch.linalg.inv(ratio), torch.logdet(ratio)
+    square = target.num_data * offset
+    forward = 0.5 * (inverse.trace() - 2 + log_volume + square @ inverse @ offset)
+    backward = 0.5 * (ratio.trace() - 2 - log_volume + square @ offset)
+    return float(forward), float(backward)
+
+
+def divergence_job(draw: int, options: Options) -> dict[str, list[tuple[float, float]]]:
+    """Return both divergences of all methods at the marks, for one draw of the centres."""
+    target, found = centres(draw, options.seed), {}
+    for name, method in METHODS.items():
+        run = sample_sum(
+            target,
+            method.sampler,
+            method.gradient,
+            lr=method.lr,
+            num_passes=PASSES,
+            at_passes=MARKS,
+            num_chains=CHAINS[options.scale],
+            seed=derive_seed(options.seed, name, draw),
+        )
+        found[name] = [divergences(places, target) for places in run.positions]
+    return found
+
+
+def squared_errors(
+    target: GaussianSum, gradient: GradientEstimator, h: float, times: Sequence[float], chains: int, seed: int
+) -> list[float]:
+    """Return E(φ̂ - φ̄)²/φ̄² of time averages of φ = ‖θ - c̄‖² at times T = Kh, from chains that begin in the target."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, "target"))
+    start = torch.randn(chains, 2, generator=generator, dtype=torch.float64) / DATA**0.5 + target.mean
+    centre = target.mean.float()
+    steps = [round(time / h) for time in times]
+    run = sample_sum(
+        target,
+        UNDERDAMPED,
+        gradient,
+        lr=h,
+        num_steps=steps[-1],
+        at_steps=steps,
+        num_chains=chains,
+        initial=start,
+        observe=lambda x: (x - centre).square().sum(1, keepdim=True),
+        seed=seed,
+    )
+    return (run.averages[:, :, 0] / (2 / DATA) - 1).square().mean(1).tolist()
+
+
+def scaling_job(draw: int, options: Options) -> dict[str, list[float]]:
+    """Return relative mean squared errors of EWSG with M = 1 against T, small h and large h."""
+    target, factor = centres(draw, options.seed), 10 if options.full else 1
+
+    def at(gradient: GradientEstimator, h: float, times: Sequence[float], scale: str) -> list[float]:
+        chains = factor * SCALING_CHAINS[scale]
+        return squared_errors(target, gradient, h, times, chains, derive_seed(options.seed, "scaling", draw, str(h)))
+
+    ewsg = ExponentialGradient()
+    return {
+        "T": at(ewsg, H_OF_TIMES, TIMES, "T"),
+        "small h": [at(ewsg, h, [TIME_OF_SMALL], "small h")[0] for h in SMALL_STEPS],
+        "h to 0": at(FullGradient(), LIMIT_STEP, [TIME_OF_SMALL], "small h"),
+        "large h": [at(ewsg, h, [TIME_OF_LARGE], "large h")[0] for h in LARGE_STEPS],
+    }
+
+
+def job(kind: str, draw: int, options: Options) -> dict[str, list]:
+    """Run one of the two kinds of job for one draw."""
+    torch.set_num_threads(1)
+    return scaling_job(draw, options) if kind == "scaling" else divergence_job(draw, options)  # type: ignore[return-value]
+
+
+def slope(x: Sequence[float], errors: np.ndarray, less: np.ndarray | None = None) -> tuple[float, float]:
+    """Return the slope of log mean errors against log x, and its standard error by the jackknife over draws.
+
+    Args:
+        x: shape (G,).
+        errors: shape (draws, G).
+        less: taken from the errors first, shape (draws, 1).
+    """
+    left = errors if less is None else errors - less
+
+    def fitted(rows: np.ndarray) -> float:
+        return float(np.polyfit(np.log(x), np.log(np.maximum(rows.mean(0), 1e-12)), 1)[0])
+
+    parts = [fitted(np.delete(left, row, 0)) for row in range(len(left))]
+    count = len(parts)
+    return fitted(left), float(np.sqrt((count - 1) / count * np.square(np.array(parts) - np.mean(parts)).sum()))
+
+
+def run(options: Options) -> list[Row]:
+    """Run all methods on all draws, draw the pictures, return the table."""
+    draws = range(DRAWS[options.scale])
+    jobs = [(kind, draw) for kind in ("scaling", "divergence") for draw in draws]
+    found = run_jobs(job, jobs, options, in_turn=False)
+    curves = {name: np.array([found["divergence", draw][name] for draw in draws]) for name in METHODS}
+    errors = {name: np.array([found["scaling", draw][name] for draw in draws]) for name in (*SCALES, "h to 0")}
+    rows = _divergence_rows(curves)
+    rows += [_friction_row(h, [centres(draw, options.seed) for draw in draws]) for h in (H_OF_FRICTION, H)]
+    slopes = {name: slope(x, errors[name]) for name, x in SCALES.items()}
+    slopes["small h"] = slope(SMALL_STEPS, errors["small h"], errors["h to 0"])
+    for name, expected in (("T", -1), ("small h", 1), ("large h", 2)):
+        rows.append(Row("EWSG", f"exponent of the MSE of the variance in {name}", *slopes[name], paper=expected))
+    divergence_figure(curves).savefig(options.out / "divergence.png", dpi=120)
+    scaling_figure(errors, slopes).savefig(options.out / "scaling.png", dpi=120)
+    return rows
+
+
+def _divergence_rows(curves: dict[str, np.ndarray]) -> list[Row]:
+    rows = []
+    for name, values in curves.items():
+        for direction, word in enumerate(("KL(target‖samples)", "KL(samples‖target)")):
+            rows.append(mean_row(name, f"{word} at {PASSES} passes", values[:, -1, direction].tolist()))
+    pairs = [("EWSG", other) for other in ("SGHMC", "SGLD", "pSGLD")]
+    pairs += [("M = 1", "M = 0"), ("M = 9", "M = 1"), ("M = 19", "M = 9")]
+    for one, other in pairs:
+        for direction, word in enumerate(("KL(target‖samples)", "KL(samples‖target)")):
+            less = curves[one][:, -1, direction] - curves[other][:, -1, direction]
+            rows.append(mean_row(f"{one} less {other}", f"{word}, by draw of c", less.tolist()))
+    return rows
+
+
+def _friction_row(h: float, targets: Sequence[GaussianSum]) -> Row:
+    """Say how far h·Γ is from 2, where Euler's step has its limit."""
+    largest = [torch.linalg.eigvalsh(torch.cov(t.centres.T, correction=0))[-1] * DATA**2 for t in targets]
+    values = [float(h * (FRICTION + h * one / 2)) for one in largest]
+    return mean_row(f"EWSG-VR, h={h}", "largest eigenvalue of h·Γ (limit 2)", values)
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def _panels(columns: int, rows: int, width: float, height: float) -> "tuple[Figure, list[Axes]]":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+
+
+def divergence_figure(curves: dict[str, np.ndarray]) -> "Figure":
+    """Draw KL(target‖samples) against passes, in a panel for each question; bands are standard errors over draws."""
+    figure, panels = _panels(2, 2, 10, 8)
+    for axes, (title, methods) in zip(panels, PANELS.items(), strict=True):
+        for index, name in enumerate(methods):
+            values = curves[name][:, :, 0]
+            mean, error = values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
+            axes.plot(MARKS, mean, color=f"C{index}", linewidth=1.2, label=name)
+            axes.fill_between(MARKS, np.maximum(mean - error, 1e-5), mean + error, color=f"C{index}", alpha=0.2)
+        axes.set_yscale("log")
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("data passes")
+        axes.legend(fontsize=7, frameon=False)
+    for axes in panels[::2]:
+        axes.set_ylabel("KL(target‖samples)")
+    return figure
+
+
+def scaling_figure(errors: dict[str, np.ndarray], slopes: dict[str, tuple[float, float]]) -> "Figure":
+    """Draw relative mean squared errors against T and h, on log axes, with the lines of the theorem's powers."""
+    figure, panels = _panels(3, 1, 11, 3.6)
+    for axes, (name, x), power in zip(panels, SCALES.items(), (-1, 1, 2), strict=True):
+        values = errors[name] - errors["h to 0"] if name == "small h" else errors[name]
+        mean, error = values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
+        axes.errorbar(
+            x, mean, error, fmt="o", color="C0", label=f"exponent {slopes[name][0]:.2f} ± {slopes[name][1]:.2f}"
+        )
+        line = np.array(x, dtype=float) ** power
+        axes.plot(
+            x,
+            line * np.exp(np.mean(np.log(np.maximum(mean, 1e-12)) - np.log(line))),
+            ":",
+            color="black",
+            label=f"power {power}",
+        )
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("T" if name == "T" else "h")
+        axes.legend(fontsize=8, frameon=False)
+    titles = (f"h={H_OF_TIMES:g}", f"T={TIME_OF_SMALL:g}, less the limit h to 0", f"T={TIME_OF_LARGE:g}")
+    for axes, title in zip(panels, titles, strict=True):
+        axes.set_title(title, fontsize=10)
+    panels[0].set_ylabel("MSE of the variance / variance²")
+    return figure

@@ -1,0 +1,192 @@
+"""E4: test log likelihood of logistic regression on parkinsons and pima: SGHMC, EWSG, EWSG-VR and the full gradient."""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from lightning_sgmcmc.datamodules import UCIClassificationDataModule
+from lightning_sgmcmc.finite_sums import LogisticRegressionSum, batch_moments
+from lightning_sgmcmc.gradient_estimators import (
+    CalibratedFriction,
+    ExponentialGradient,
+    FullGradient,
+    GradientEstimator,
+    UniformGradient,
+)
+from lightning_sgmcmc.samplers import UnderdampedLangevin
+from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.subsampled_chains import sample_sum
+from recipes.jobs import run_jobs
+from recipes.results import Options, Row, mean_row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TABLES = ("pima", "parkinsons")
+TEST_FRACTION = 0.2
+PRIOR_VARIANCE = 10.0  # of the paper's section 5.2; it gives none here
+FRICTION = 10.0  # of section 5.1
+LIMITS = (0.5, 0.1)  # the largest eigenvalue of h·Γ at θ = 0, which must stay below 2
+SPLITS = {"quick": 4, "full": 10}
+CHAINS = {"quick": 100, "full": 1_000}
+PASSES = {"pima": {"quick": 8, "full": 60}, "parkinsons": {"quick": 32, "full": 100}}
+MARKS = 16
+LATE = 4  # marks in the end that count as the end
+FULL_STEPS = {"quick": 2_000, "full": 20_000}
+METHODS: dict[str, GradientEstimator] = {
+    "SGHMC": UniformGradient(),
+    "EWSG": ExponentialGradient(),
+    "EWSG-VR": CalibratedFriction(ExponentialGradient()),
+    "SGHMC with EWSG-VR's friction": CalibratedFriction(UniformGradient()),
+}
+FULL = "full gradient"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A table's split.
+
+    Attributes:
+        posterior: of the training part.
+        inputs: of the test part, with a column of ones, shape (n, d).
+        labels: of the test part, shape (n,).
+    """
+
+    posterior: LogisticRegressionSum
+    inputs: Tensor
+    labels: Tensor
+
+    @classmethod
+    def load(cls, table: str, split: int, options: Options) -> "Problem":
+        """Read and split a table; a speaker's recordings may lie in both parts of parkinsons."""
+        seed = derive_seed(options.seed, "split", split) % 2**31
+        data = UCIClassificationDataModule(
+            table, options.data_root, test_fraction=TEST_FRACTION, seed=seed, intercept=True
+        )
+        data.setup("fit")
+        train, _, test = data.splits
+        posterior = LogisticRegressionSum(train.inputs.double(), train.targets, PRIOR_VARIANCE)
+        return cls(posterior, test.inputs.double(), test.targets.double())
+
+    def log_likelihood(self, x: Tensor) -> tuple[float, float]:
+        """Return mean and standard deviation over the chains of the test data's mean log likelihood."""
+        logits = x.double() @ self.inputs.T
+        each = (logits * self.labels - softplus(logits)).mean(1)
+        return float(each.mean()), float(each.std())
+
+    def step(self, limit: float) -> float:
+        """Return the h whose h·Γ has the largest eigenvalue `limit` at θ = 0: h·γ + h²·λ/2 with λ that of the cov."""
+        moments = batch_moments(self.posterior, torch.zeros(1, self.posterior.dimension).double(), 1)
+        covariance = moments.second[0] - moments.first[0][:, None] * moments.first[0]
+        largest = float(torch.linalg.eigvalsh(covariance)[-1])
+        return (math.sqrt(FRICTION**2 + 2 * largest * limit) - FRICTION) / largest
+
+    def laplace_draws(self, count: int, seed: int) -> Tensor:
+        """Return draws of the normal law at the mode, shape (count, d), where the reference begins."""
+        posterior = self.posterior
+        x = torch.zeros(1, posterior.dimension).double()
+        for _ in range(30):  # Newton's method: U is convex
+            p = (x @ posterior.inputs.T).sigmoid()[0]
+            hessian = (posterior.inputs.T * (p * (1 - p))) @ posterior.inputs
+            hessian += torch.eye(posterior.dimension).double() / PRIOR_VARIANCE
+            x = x - torch.linalg.solve(hessian, posterior.gradient(x)[0])
+        noise = torch.randn(count, posterior.dimension, generator=torch.Generator().manual_seed(seed)).double()
+        return x + noise @ torch.linalg.cholesky(torch.linalg.inv(hessian)).T
+
+
+def job(table: str, split: int, limit: float, options: Options) -> dict[str, list[tuple[float, float]]]:
+    """Return mean and standard deviation of the log likelihood at the marks, by method."""
+    torch.set_num_threads(1)
+    problem = Problem.load(table, split, options)
+    passes, steps, chains = PASSES[table][options.scale], FULL_STEPS[options.scale], CHAINS[options.scale]
+    zero = torch.zeros(problem.posterior.dimension)
+    starts = dict.fromkeys((*METHODS, FULL), zero)
+    starts["reference"] = problem.laplace_draws(chains, derive_seed(options.seed, "Laplace", table, split))
+    found = {}
+    for name, start in starts.items():
+        last = passes if name in METHODS else steps
+        run = sample_sum(
+            problem.posterior,
+            functools.partial(UnderdampedLangevin, friction=FRICTION),
+            METHODS.get(name, FullGradient()),
+            lr=problem.step(limit),
+            num_passes=last,
+            at_passes=[last * (k + 1) / MARKS for k in range(MARKS)],
+            num_chains=chains,
+            initial=start,
+            seed=derive_seed(options.seed, name, table, split),
+        )
+        found[name] = [problem.log_likelihood(x) for x in run.positions]
+    return found
+
+
+def run(options: Options) -> list[Row]:
+    """Run all methods on all splits, draw the pictures, return the table."""
+    splits = range(SPLITS[options.scale])
+    jobs = [(table, split, limit) for limit in LIMITS for table in TABLES for split in splits]
+    found = run_jobs(job, jobs, options, in_turn=False)
+    rows: list[Row] = []
+    for limit in LIMITS:
+        curves = {
+            table: {
+                name: np.array([found[table, split, limit][name] for split in splits])
+                for name in (*METHODS, FULL, "reference")
+            }
+            for table in TABLES
+        }
+        for table in TABLES:
+            rows += _rows(f"{table}, h·Γ={limit:g}", curves[table])
+        picture = likelihood_figure(curves, options)
+        picture.savefig(options.out / f"log_likelihood_{limit:g}.png", dpi=120)
+    return rows
+
+
+def _rows(label: str, curves: dict[str, np.ndarray]) -> list[Row]:
+    """Return values in the end, distances to the full gradient, and their paired differences over splits."""
+    rows, ends = [], {name: values[:, -LATE:].mean(1) for name, values in curves.items()}
+    words = ("mean of test log likelihood", "sd of test log likelihood")
+    for name, values in ends.items():
+        rows += [mean_row(f"{label}: {name}", word, values[:, i].tolist()) for i, word in enumerate(words)]
+    distances = {name: np.abs(ends[name] - ends["reference"]) for name in METHODS}
+    for name, values in distances.items():
+        for i, word in enumerate(words):
+            rows.append(
+                mean_row(f"{label}: {name}", f"distance to full gradient, {word[:4].strip()}", values[:, i].tolist())
+            )
+    for one, other in (("EWSG", "SGHMC"), ("EWSG-VR", "EWSG")):
+        less = distances[one] - distances[other]
+        for i, word in enumerate(words):
+            rows.append(
+                mean_row(f"{label}: {one} less {other}", f"distance, {word[:4].strip()}, by split", less[:, i].tolist())
+            )
+    return rows
+
+
+def likelihood_figure(curves: dict[str, dict[str, np.ndarray]], options: Options) -> "Figure":
+    """Draw mean (left) and standard deviation (right) of the test log likelihood against passes, of the first split."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    grid = figure.subplots(len(curves), 2, squeeze=False)
+    for row, (table, by_method) in zip(grid, curves.items(), strict=True):
+        for column, axes in enumerate(row):
+            for index, name in enumerate((*METHODS, FULL)):
+                last = FULL_STEPS[options.scale] if name == FULL else PASSES[table][options.scale]
+                passes = np.arange(1, MARKS + 1) * last / MARKS
+                axes.plot(passes, by_method[name][0, :, column], ".-", color=f"C{index}", linewidth=1.2, label=name)
+            level = by_method["reference"][0, -LATE:, column].mean()
+            axes.axhline(level, color="black", linestyle=":", linewidth=1, label="full gradient, from Laplace")
+            axes.set_xscale("log")
+            axes.set_title(f"{table}: {('mean', 'standard deviation')[column]} over chains", fontsize=10)
+            axes.set_xlabel("data passes")
+    grid[0][0].set_ylabel("test log likelihood")
+    grid[-1][0].set_ylabel("test log likelihood")
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return figure
