@@ -77,8 +77,10 @@ PANELS = {
 METHODS = {name: method for panel in PANELS.values() for name, method in panel.items()}
 
 TIMES, H_OF_TIMES = (1, 2, 4, 8), 4e-4
-SMALL_STEPS, TIME_OF_SMALL, LIMIT_STEP = (2.5e-4, 5e-4, 1e-3, 2e-3), 1.0, 1.25e-4
+SMALL_STEPS, TIME_OF_SMALL, LIMIT_STEP = (5e-4, 1e-3, 2e-3), 1.0, 1.25e-4
 LARGE_STEPS, TIME_OF_LARGE = (5e-3, 1e-2, 2e-2, 4e-2), 50.0
+POWERS = {"T": -1, "small h": 1, "large h": 2}  # of the theorem
+SCALED = {"EWSG": ExponentialGradient(), "SGHMC": UniformGradient()}
 SCALING_CHAINS = {"T": 200, "small h": 2_000, "large h": 50}  # of quick; ten times as many in full
 SCALES = {"T": TIMES, "small h": SMALL_STEPS, "large h": LARGE_STEPS}
 
@@ -143,20 +145,19 @@ def squared_errors(
 
 
 def scaling_job(draw: int, options: Options) -> dict[str, list[float]]:
-    """Return relative mean squared errors of EWSG with M = 1 against T, small h and large h."""
+    """Return relative mean squared errors of EWSG with M = 1 and of SGHMC against T, small h and large h."""
     target, factor = centres(draw, options.seed), 10 if options.full else 1
 
-    def at(gradient: GradientEstimator, h: float, times: Sequence[float], scale: str) -> list[float]:
-        chains = factor * SCALING_CHAINS[scale]
-        return squared_errors(target, gradient, h, times, chains, derive_seed(options.seed, "scaling", draw, str(h)))
+    def at(name: str, gradient: GradientEstimator, h: float, times: Sequence[float], scale: str) -> list[float]:
+        seed = derive_seed(options.seed, "scaling", draw, name, str(h))
+        return squared_errors(target, gradient, h, times, factor * SCALING_CHAINS[scale], seed)
 
-    ewsg = ExponentialGradient()
-    return {
-        "T": at(ewsg, H_OF_TIMES, TIMES, "T"),
-        "small h": [at(ewsg, h, [TIME_OF_SMALL], "small h")[0] for h in SMALL_STEPS],
-        "h to 0": at(FullGradient(), LIMIT_STEP, [TIME_OF_SMALL], "small h"),
-        "large h": [at(ewsg, h, [TIME_OF_LARGE], "large h")[0] for h in LARGE_STEPS],
-    }
+    found = {"h to 0": at("limit", FullGradient(), LIMIT_STEP, [TIME_OF_SMALL], "small h")}
+    for name, gradient in SCALED.items():
+        found[f"{name}, T"] = at(name, gradient, H_OF_TIMES, TIMES, "T")
+        for scale, steps, time in (("small h", SMALL_STEPS, TIME_OF_SMALL), ("large h", LARGE_STEPS, TIME_OF_LARGE)):
+            found[f"{name}, {scale}"] = [at(name, gradient, h, [time], scale)[0] for h in steps]
+    return found
 
 
 def job(kind: str, draw: int, options: Options) -> dict[str, list]:
@@ -165,22 +166,22 @@ def job(kind: str, draw: int, options: Options) -> dict[str, list]:
     return scaling_job(draw, options) if kind == "scaling" else divergence_job(draw, options)  # type: ignore[return-value]
 
 
-def slope(x: Sequence[float], errors: np.ndarray, less: np.ndarray | None = None) -> tuple[float, float]:
+def slope(x: Sequence[float], errors: np.ndarray) -> tuple[float, float] | None:
     """Return the slope of log mean errors against log x, and its standard error by the jackknife over draws.
+
+    None if a mean is not positive.
 
     Args:
         x: shape (G,).
         errors: shape (draws, G).
-        less: taken from the errors first, shape (draws, 1).
     """
-    left = errors if less is None else errors - less
-
-    def fitted(rows: np.ndarray) -> float:
-        return float(np.polyfit(np.log(x), np.log(np.maximum(rows.mean(0), 1e-12)), 1)[0])
-
-    parts = [fitted(np.delete(left, row, 0)) for row in range(len(left))]
+    rows = [errors, *(np.delete(errors, row, 0) for row in range(len(errors)))]
+    means = [part.mean(0) for part in rows]
+    if any((mean <= 0).any() for mean in means):
+        return None
+    whole, *parts = (float(np.polyfit(np.log(x), np.log(mean), 1)[0]) for mean in means)
     count = len(parts)
-    return fitted(left), float(np.sqrt((count - 1) / count * np.square(np.array(parts) - np.mean(parts)).sum()))
+    return whole, float(np.sqrt((count - 1) / count * np.square(np.array(parts) - np.mean(parts)).sum()))
 
 
 def run(options: Options) -> list[Row]:
@@ -189,15 +190,29 @@ def run(options: Options) -> list[Row]:
     jobs = [(kind, draw) for kind in ("scaling", "divergence") for draw in draws]
     found = run_jobs(job, jobs, options, in_turn=False)
     curves = {name: np.array([found["divergence", draw][name] for draw in draws]) for name in METHODS}
-    errors = {name: np.array([found["scaling", draw][name] for draw in draws]) for name in (*SCALES, "h to 0")}
+    errors = {name: np.array([found["scaling", draw][name] for draw in draws]) for name in found["scaling", 0]}
+    limit = errors.pop("h to 0")
+    for name in SCALED:
+        errors[f"{name}, small h"] = errors[f"{name}, small h"] - limit
     rows = _divergence_rows(curves)
     rows += [_friction_row(h, [centres(draw, options.seed) for draw in draws]) for h in (H_OF_FRICTION, H)]
-    slopes = {name: slope(x, errors[name]) for name, x in SCALES.items()}
-    slopes["small h"] = slope(SMALL_STEPS, errors["small h"], errors["h to 0"])
-    for name, expected in (("T", -1), ("small h", 1), ("large h", 2)):
-        rows.append(Row("EWSG", f"exponent of the MSE of the variance in {name}", *slopes[name], paper=expected))
+    rows += _scaling_rows(errors)
     divergence_figure(curves).savefig(options.out / "divergence.png", dpi=120)
-    scaling_figure(errors, slopes).savefig(options.out / "scaling.png", dpi=120)
+    scaling_figure(errors).savefig(options.out / "scaling.png", dpi=120)
+    return rows
+
+
+def _scaling_rows(errors: dict[str, np.ndarray]) -> list[Row]:
+    rows = []
+    for name in SCALED:
+        for scale, power in POWERS.items():
+            values = errors[f"{name}, {scale}"]
+            if scale == "small h":
+                growth = f"MSE / variance² of the variance at h={SMALL_STEPS[-1]:g}, less its limit h to 0"
+                rows.append(mean_row(name, growth, values[:, -1].tolist()))
+            fitted = slope(SCALES[scale], values)
+            if fitted is not None:
+                rows.append(Row(name, f"exponent of the MSE of the variance in {scale}", *fitted, paper=power))
     return rows
 
 
@@ -250,26 +265,26 @@ def divergence_figure(curves: dict[str, np.ndarray]) -> "Figure":
     return figure
 
 
-def scaling_figure(errors: dict[str, np.ndarray], slopes: dict[str, tuple[float, float]]) -> "Figure":
-    """Draw relative mean squared errors against T and h, on log axes, with the lines of the theorem's powers."""
-    figure, panels = _panels(3, 1, 11, 3.6)
-    for axes, (name, x), power in zip(panels, SCALES.items(), (-1, 1, 2), strict=True):
-        values = errors[name] - errors["h to 0"] if name == "small h" else errors[name]
-        mean, error = values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
-        axes.errorbar(
-            x, mean, error, fmt="o", color="C0", label=f"exponent {slopes[name][0]:.2f} ± {slopes[name][1]:.2f}"
-        )
-        line = np.array(x, dtype=float) ** power
-        axes.plot(
-            x,
-            line * np.exp(np.mean(np.log(np.maximum(mean, 1e-12)) - np.log(line))),
-            ":",
-            color="black",
-            label=f"power {power}",
-        )
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlabel("T" if name == "T" else "h")
+def scaling_figure(errors: dict[str, np.ndarray]) -> "Figure":
+    """Draw relative mean squared errors against T and h, with lines of the theorem's powers."""
+    figure, panels = _panels(3, 1, 11, 3.8)
+    for axes, (scale, x) in zip(panels, SCALES.items(), strict=True):
+        for index, name in enumerate(SCALED):
+            values, fitted = errors[f"{name}, {scale}"], slope(x, errors[f"{name}, {scale}"])
+            mean, error = values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
+            label = name if fitted is None else f"{name}, exponent {fitted[0]:.2f} ± {fitted[1]:.2f}"
+            axes.errorbar(x, mean, error, fmt="o", color=f"C{index}", label=label)
+            if fitted is not None:
+                line = np.array(x, dtype=float) ** POWERS[scale]
+                factor = np.exp(np.mean(np.log(mean / line)))
+                axes.plot(x, factor * line, ":", color=f"C{index}", label=f"power {POWERS[scale]}")
+        if scale == "small h":  # may be negative
+            axes.axhline(0, color="black", linewidth=0.6)
+        else:
+            axes.loglog()
+        axes.set_xlabel("T" if scale == "T" else "h")
+        axes.minorticks_off()
+        axes.set_xticks(x, [f"{value:g}" for value in x])
         axes.legend(fontsize=8, frameon=False)
     titles = (f"h={H_OF_TIMES:g}", f"T={TIME_OF_SMALL:g}, less the limit h to 0", f"T={TIME_OF_LARGE:g}")
     for axes, title in zip(panels, titles, strict=True):

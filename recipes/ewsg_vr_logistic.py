@@ -150,21 +150,20 @@ def run(options: Options) -> list[Row]:
 def _rows(label: str, curves: dict[str, np.ndarray]) -> list[Row]:
     """Return values in the end, distances to the full gradient, and their paired differences over splits."""
     rows, ends = [], {name: values[:, -LATE:].mean(1) for name, values in curves.items()}
-    words = ("mean of test log likelihood", "sd of test log likelihood")
+    words = ("mean", "sd")
     for name, values in ends.items():
-        rows += [mean_row(f"{label}: {name}", word, values[:, i].tolist()) for i, word in enumerate(words)]
+        rows += [
+            mean_row(f"{label}: {name}", f"{word} of test log likelihood", values[:, i].tolist())
+            for i, word in enumerate(words)
+        ]
     distances = {name: np.abs(ends[name] - ends["reference"]) for name in METHODS}
+    pairs = [("EWSG", "SGHMC"), ("EWSG-VR", "EWSG")]
+    distances |= {f"{one} less {other}": distances[one] - distances[other] for one, other in pairs}
     for name, values in distances.items():
-        for i, word in enumerate(words):
-            rows.append(
-                mean_row(f"{label}: {name}", f"distance to full gradient, {word[:4].strip()}", values[:, i].tolist())
-            )
-    for one, other in (("EWSG", "SGHMC"), ("EWSG-VR", "EWSG")):
-        less = distances[one] - distances[other]
-        for i, word in enumerate(words):
-            rows.append(
-                mean_row(f"{label}: {one} less {other}", f"distance, {word[:4].strip()}, by split", less[:, i].tolist())
-            )
+        rows += [
+            mean_row(f"{label}: {name}", f"distance of the {word} to the reference", values[:, i].tolist())
+            for i, word in enumerate(words)
+        ]
     return rows
 
 

@@ -60,8 +60,10 @@ def test_slopes_are_the_powers_of_power_laws() -> None:
     x = (1.0, 2.0, 4.0)
     errors = np.outer([0.5, 1.0, 3.0], np.array(x) ** -1.5)
     assert ewsg_gaussian.slope(x, errors) == pytest.approx((-1.5, 0))
-    assert ewsg_gaussian.slope(x, errors + 7, np.full((3, 1), 7.0)) == pytest.approx((-1.5, 0))
-    assert ewsg_gaussian.slope(x, errors * np.array([[1, 1, 1], [1, 2, 1], [1, 1, 3]]))[1] > 0.1
+    bent = ewsg_gaussian.slope(x, errors * np.array([[1, 1, 1], [1, 2, 1], [1, 1, 3]]))
+    assert bent is not None
+    assert bent[1] > 0.1
+    assert ewsg_gaussian.slope(x, errors - 5) is None
 
 
 def write_table(root: Path, name: str) -> None:
@@ -84,8 +86,10 @@ def test_ewsg_vr_logistic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_tu
     values = {(row.method, row.metric): row.value for row in rows}
     assert all(math.isfinite(value) for value in values.values())
     assert values["pima, h·Γ=0.5: EWSG", "mean of test log likelihood"] < 0
-    distances = [values[f"pima, h·Γ=0.5: {name}", "distance to full gradient, mean"] for name in ("EWSG-VR", "EWSG")]
-    less = values["pima, h·Γ=0.5: EWSG-VR less EWSG", "distance, mean, by split"]
+    distances = [
+        values[f"pima, h·Γ=0.5: {name}", "distance of the mean to the reference"] for name in ("EWSG-VR", "EWSG")
+    ]
+    less = values["pima, h·Γ=0.5: EWSG-VR less EWSG", "distance of the mean to the reference"]
     assert less == pytest.approx(distances[0] - distances[1])
     assert (tmp_path / "log_likelihood_0.5.png").exists()
 
