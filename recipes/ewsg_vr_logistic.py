@@ -204,6 +204,10 @@ def likelihood_figure(curves: dict[str, dict[str, np.ndarray]], options: Options
                 axes.plot(passes, by_method[name][0, :, column], ".-", color=f"C{index}", linewidth=1.2, label=name)
             level = by_method["reference"][0, -LATE:, column].mean()
             axes.axhline(level, color="black", linestyle=":", linewidth=1, label="full gradient, from Laplace")
+            # A method that left for far places would hide the others.
+            shown = np.array([by_method[name][0, :, column] for name in ("SGHMC", "EWSG", "EWSG-VR", FULL)])
+            margin = 0.2 * (shown.max() - shown.min())
+            axes.set_ylim(min(shown.min(), level) - margin, max(shown.max(), level) + margin)
             axes.set_xscale("log")
             axes.set_title(f"{table}: {('mean', 'standard deviation')[column]} over chains", fontsize=10)
             axes.set_xlabel("data passes")
