@@ -99,7 +99,7 @@ def sample_sum(
     run = SumRun(target, rule, rule.param_groups[0], place, seed)
     walk = _Walk(run, gradient.begin(run))
     record = _Record(observe, place)
-    marks = [round(p * target.num_data) for p in at_passes]
+    marks, wanted = [round(p * target.num_data) for p in at_passes], set(at_steps)
     budget = None if num_passes is None else round(num_passes * target.num_data)
     with torch.no_grad():
         while True:
@@ -107,7 +107,7 @@ def sample_sum(
             if at_passes:
                 for _ in range(len(record.steps), sum(mark < after for mark in marks)):
                     record.note(walk, at_passes[len(record.steps)])
-            elif walk.steps in at_steps:
+            elif walk.steps in wanted:
                 record.note(walk, walk.spent / target.num_data)
             if walk.steps == num_steps or (budget is not None and after > budget):
                 break

@@ -104,6 +104,26 @@ def test_a_long_index_chain_has_the_law_of_eq_4(name: str, lr: float, guess: Gue
     assert distance(torch.full_like(law, 1 / len(law))) > limit
 
 
+@pytest.mark.parametrize("proposals", [1, None])
+def test_the_choice_is_a_friction_to_first_order(proposals: int | None) -> None:
+    """With x = √hγr/σ, E[g] moves with r by h·cov·r/(2τ), under eq. (4) as after one proposal already.
+
+    Half the difference between r and -r, enumerated.
+    """
+    h, tau, momentum = 1e-6, 0.7, torch.tensor([0.9, -0.6]).double()
+    every = GAUSSIAN.batch_gradients(torch.zeros(1, 2).double(), torch.arange(50)[None, :, None])[0]
+
+    def mean(sign: int) -> Tensor:
+        law = exact_law(every, sign * momentum, "UnderdampedLangevin", "unchanged", h)
+        if proposals is None:
+            return law @ every
+        accepted = (law / law[:, None]).clamp(max=1)  # from i, in rows, to j
+        return (accepted[..., None] * every + (1 - accepted[..., None]) * every[:, None]).mean((0, 1))
+
+    expected = h * torch.cov(every.T, correction=0) @ momentum / (2 * tau)
+    torch.testing.assert_close((mean(1) - mean(-1)) / 2, expected, rtol=1e-2, atol=0.0)
+
+
 @pytest.mark.parametrize("sampler", [SGLD, UNDERDAMPED, functools.partial(SGHMC, friction=0.2), SGNHT])
 def test_no_proposals_are_uniform_batches(sampler: Callable[..., Sampler]) -> None:
     """Bit for bit."""

@@ -1,0 +1,321 @@
+"""E1: exponentially weighted gradients on a sum of Gaussians: KL against data passes, x, M, and the error's scaling.
+
+Li et al. 2021 (EWSG), section 5.1 and appendix F: V = Σ½‖θ - c_i‖², 50 centres c_i ~ N(0, I), b = 1, 30 data passes,
+γ = 10, the paper's step sizes. The figures hang on the centres, so that all are means over draws of them (± standard
+error), where the paper has one. The paper's KL(p‖q) "between the target distribution and generated samples" is read as
+KL(target‖samples), with a Gaussian fitted to the chains; the other direction, which punishes too large variances more,
+stands beside it. Chains begin in N(0, I); the paper does not say where.
+
+Measured (`python -m recipes ewsg_gaussian`: 6 draws, 1,000 chains, 125 s of CPU time). KL(target‖samples) after 30
+passes: SGHMC 1.43±0.06, SGLD 1.25±0.06, pSGLD 1.19±0.02, EWSG 1.05±0.07, SVRG-LD 0.002; by draw EWSG lies below SGHMC
+by 0.380±0.013, below SGLD by 0.193±0.011, below pSGLD by 0.137±0.048. SVRG-LD is the slowest of these, though it needs
+6 passes only. pSGLD is so far off only with the preconditioner of the gradient of U/N; with that of U, whose steps are
+50 times smaller at the same nominal ε, it comes to 0.02. At h = 0.07 x = √hγr/σ is best, as in the paper.
+
+M = 1 lies below M = 0 by 0.365±0.008, and M = 9 below M = 1 (by 0.21±0.18; in the other direction by 1.8±0.5), but
+M = 19 not below M = 9 (above by 0.19±0.17): long index chains shift the mean, by an amount that hangs on the centres'
+skewness.
+
+EWSG-VR cannot run at the paper's h = 0.05: the largest eigenvalue of h·Γ is 4.1, and Euler's step leaves for infinity
+beyond 2. At h = 0.02 it has 0.17±0.07, EWSG 0.34±0.05, SGHMC 0.64±0.04, and sooner than the full gradient, whose 0.035
+is Euler's bias. But uniform batches with EWSG-VR's friction have 0.003: EWSG's choice with x = √hγr/σ is, to first
+order and with M = 1 already, a friction h·cov/(2T) itself, and EWSG-VR adds it once more.
+
+Mean squared errors of the variance: against T both fall with exponents of -0.87±0.01 and -0.85±0.05 (-1 in the limit).
+At small h and T = 1 SGHMC's grows with h (exponent 1.43±0.16, as the square of the bias adds to the theorem's h/T), but
+EWSG's does not: at h = 0.002 it is 0.014±0.007 below the limit, SGHMC's 0.158±0.008 above. At large h and T = 50
+SGHMC's has the theorem's power, 2.19±0.003, EWSG's 2.94±0.13: friction and noise of batches cancel in first order. The
+paper has the powers 1 and 2 for EWSG; they are upper bounds.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.finite_sums import GaussianSum
+from lightning_sgmcmc.gradient_estimators import (
+    CalibratedFriction,
+    ControlVariateGradient,
+    ExponentialGradient,
+    FullGradient,
+    GradientEstimator,
+    UniformGradient,
+)
+from lightning_sgmcmc.samplers import SGLD, Sampler, UnderdampedLangevin, pSGLD
+from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.subsampled_chains import sample_sum
+from recipes.jobs import run_jobs
+from recipes.results import Options, Row, mean_row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DATA, PASSES = 50, 30
+DRAWS = {"quick": 6, "full": 50}
+CHAINS = {"quick": 1_000, "full": 10_000}
+MARKS = (0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+FRICTION = 10.0
+UNDERDAMPED = functools.partial(UnderdampedLangevin, friction=FRICTION)
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a line of a picture is run."""
+
+    sampler: Callable[..., Sampler]
+    gradient: GradientEstimator
+    lr: float
+
+
+H, H_OF_GUESSES, H_OF_FRICTION = 0.05, 0.07, 0.02
+COMPARED = {
+    "SGLD": Method(SGLD, UniformGradient(), 5e-3),
+    # The preconditioner of the gradient of U/N, as in Li et al. 2016; beside it that of the gradient of U.
+    "pSGLD": Method(functools.partial(pSGLD, eps=1e-5 * DATA), UniformGradient(), 5e-3 * DATA),
+    "pSGLD, of the gradient of U": Method(pSGLD, UniformGradient(), 5e-3),
+    "SGHMC": Method(UNDERDAMPED, UniformGradient(), H),
+    "EWSG": Method(UNDERDAMPED, ExponentialGradient(), H),
+    "SVRG-LD": Method(SGLD, ControlVariateGradient(), 5e-4),
+}
+LETTERS = {"unchanged": "√hγr/σ", "zero": "0", "one": "1", "stopped": "(-1+hγ)r/(σ√h)"}
+GUESSES = {
+    f"x = {LETTERS[guess]}": Method(UNDERDAMPED, ExponentialGradient(guess=guess), H_OF_GUESSES)  # type: ignore[arg-type]
+    for guess in LETTERS
+}
+PROPOSALS = {f"M = {m}": Method(UNDERDAMPED, ExponentialGradient(num_proposals=m), H) for m in (0, 1, 9, 19)}
+WITH_FRICTION = {
+    "SGHMC, h=0.02": Method(UNDERDAMPED, UniformGradient(), H_OF_FRICTION),
+    "EWSG, h=0.02": Method(UNDERDAMPED, ExponentialGradient(), H_OF_FRICTION),
+    "EWSG-VR, h=0.02": Method(UNDERDAMPED, CalibratedFriction(ExponentialGradient()), H_OF_FRICTION),
+    "SGHMC with EWSG-VR's friction, h=0.02": Method(UNDERDAMPED, CalibratedFriction(UniformGradient()), H_OF_FRICTION),
+    "full gradient, h=0.02": Method(UNDERDAMPED, FullGradient(), H_OF_FRICTION),
+}
+PANELS = {
+    "methods": COMPARED,
+    "choices of x, h=0.07": GUESSES,
+    "index chain's length, h=0.05": PROPOSALS,
+    "friction": WITH_FRICTION,
+}
+METHODS = {name: method for panel in PANELS.values() for name, method in panel.items()}
+
+TIMES, H_OF_TIMES = (1, 2, 4, 8), 4e-4
+SMALL_STEPS, TIME_OF_SMALL, LIMIT_STEP = (5e-4, 1e-3, 2e-3), 1.0, 1.25e-4
+LARGE_STEPS, TIME_OF_LARGE = (5e-3, 1e-2, 2e-2, 4e-2), 50.0
+POWERS = {"T": -1, "small h": 1, "large h": 2}  # of the theorem
+SCALED = {"EWSG": ExponentialGradient(), "SGHMC": UniformGradient()}
+SCALING_CHAINS = {"T": 200, "small h": 2_000, "large h": 50}  # of quick; ten times as many in full
+SCALES = {"T": TIMES, "small h": SMALL_STEPS, "large h": LARGE_STEPS}
+
+
+def centres(draw: int, seed: int) -> GaussianSum:
+    """Return the target of a draw of the centres c_i from N(0, I)."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, "centres", draw))
+    return GaussianSum(torch.randn(DATA, 2, generator=generator, dtype=torch.float64))
+
+
+def divergences(places: Tensor, target: GaussianSum) -> tuple[float, float]:
+    """Return KL(target‖q) and KL(q‖target) of the Gaussian q with the places' mean and covariance."""
+    places = places.double()
+    offset = places.mean(0) - target.mean
+    ratio = torch.cov(places.T) * target.num_data
+    inverse, log_volume = torch.linalg.inv(ratio), torch.logdet(ratio)
+    square = target.num_data * offset
+    forward = 0.5 * (inverse.trace() - 2 + log_volume + square @ inverse @ offset)
+    backward = 0.5 * (ratio.trace() - 2 - log_volume + square @ offset)
+    return float(forward), float(backward)
+
+
+def divergence_job(draw: int, options: Options) -> dict[str, list[tuple[float, float]]]:
+    """Return both divergences of all methods at the marks, for one draw of the centres."""
+    target, found = centres(draw, options.seed), {}
+    for name, method in METHODS.items():
+        run = sample_sum(
+            target,
+            method.sampler,
+            method.gradient,
+            lr=method.lr,
+            num_passes=PASSES,
+            at_passes=MARKS,
+            num_chains=CHAINS[options.scale],
+            seed=derive_seed(options.seed, name, draw),
+        )
+        found[name] = [divergences(places, target) for places in run.positions]
+    return found
+
+
+def squared_errors(
+    target: GaussianSum, gradient: GradientEstimator, h: float, times: Sequence[float], chains: int, seed: int
+) -> list[float]:
+    """Return E(φ̂ - φ̄)²/φ̄² of time averages of φ = ‖θ - c̄‖² at times T = Kh, from chains that begin in the target."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, "target"))
+    start = torch.randn(chains, 2, generator=generator, dtype=torch.float64) / DATA**0.5 + target.mean
+    centre = target.mean.float()
+    steps = [round(time / h) for time in times]
+    run = sample_sum(
+        target,
+        UNDERDAMPED,
+        gradient,
+        lr=h,
+        num_steps=steps[-1],
+        at_steps=steps,
+        num_chains=chains,
+        initial=start,
+        observe=lambda x: (x - centre).square().sum(1, keepdim=True),
+        seed=seed,
+    )
+    return (run.averages[:, :, 0] / (2 / DATA) - 1).square().mean(1).tolist()
+
+
+def scaling_job(draw: int, options: Options) -> dict[str, list[float]]:
+    """Return relative mean squared errors of EWSG with M = 1 and of SGHMC against T, small h and large h."""
+    target, factor = centres(draw, options.seed), 10 if options.full else 1
+
+    def at(name: str, gradient: GradientEstimator, h: float, times: Sequence[float], scale: str) -> list[float]:
+        seed = derive_seed(options.seed, "scaling", draw, name, str(h))
+        return squared_errors(target, gradient, h, times, factor * SCALING_CHAINS[scale], seed)
+
+    found = {"h to 0": at("limit", FullGradient(), LIMIT_STEP, [TIME_OF_SMALL], "small h")}
+    for name, gradient in SCALED.items():
+        found[f"{name}, T"] = at(name, gradient, H_OF_TIMES, TIMES, "T")
+        for scale, steps, time in (("small h", SMALL_STEPS, TIME_OF_SMALL), ("large h", LARGE_STEPS, TIME_OF_LARGE)):
+            found[f"{name}, {scale}"] = [at(name, gradient, h, [time], scale)[0] for h in steps]
+    return found
+
+
+def job(kind: str, draw: int, options: Options) -> dict[str, list]:
+    """Run one of the two kinds of job for one draw."""
+    torch.set_num_threads(1)
+    return scaling_job(draw, options) if kind == "scaling" else divergence_job(draw, options)  # type: ignore[return-value]
+
+
+def slope(x: Sequence[float], errors: np.ndarray) -> tuple[float, float] | None:
+    """Return the slope of log mean errors against log x, and its standard error by the jackknife over draws.
+
+    None if a mean is not positive.
+
+    Args:
+        x: shape (G,).
+        errors: shape (draws, G).
+    """
+    rows = [errors, *(np.delete(errors, row, 0) for row in range(len(errors)))]
+    means = [part.mean(0) for part in rows]
+    if any((mean <= 0).any() for mean in means):
+        return None
+    whole, *parts = (float(np.polyfit(np.log(x), np.log(mean), 1)[0]) for mean in means)
+    count = len(parts)
+    return whole, float(np.sqrt((count - 1) / count * np.square(np.array(parts) - np.mean(parts)).sum()))
+
+
+def run(options: Options) -> list[Row]:
+    """Run all methods on all draws, draw the pictures, return the table."""
+    draws = range(DRAWS[options.scale])
+    jobs = [(kind, draw) for kind in ("scaling", "divergence") for draw in draws]
+    found = run_jobs(job, jobs, options, in_turn=False)
+    curves = {name: np.array([found["divergence", draw][name] for draw in draws]) for name in METHODS}
+    errors = {name: np.array([found["scaling", draw][name] for draw in draws]) for name in found["scaling", 0]}
+    limit = errors.pop("h to 0")
+    for name in SCALED:
+        errors[f"{name}, small h"] = errors[f"{name}, small h"] - limit
+    rows = _divergence_rows(curves)
+    rows += [_friction_row(h, [centres(draw, options.seed) for draw in draws]) for h in (H_OF_FRICTION, H)]
+    rows += _scaling_rows(errors)
+    divergence_figure(curves).savefig(options.out / "divergence.png", dpi=120)
+    scaling_figure(errors).savefig(options.out / "scaling.png", dpi=120)
+    return rows
+
+
+def _scaling_rows(errors: dict[str, np.ndarray]) -> list[Row]:
+    rows = []
+    for name in SCALED:
+        for scale, power in POWERS.items():
+            values = errors[f"{name}, {scale}"]
+            if scale == "small h":
+                growth = f"MSE / variance² of the variance at h={SMALL_STEPS[-1]:g}, less its limit h to 0"
+                rows.append(mean_row(name, growth, values[:, -1].tolist()))
+            fitted = slope(SCALES[scale], values)
+            if fitted is not None:
+                rows.append(Row(name, f"exponent of the MSE of the variance in {scale}", *fitted, paper=power))
+    return rows
+
+
+def _divergence_rows(curves: dict[str, np.ndarray]) -> list[Row]:
+    rows = []
+    for name, values in curves.items():
+        for direction, word in enumerate(("KL(target‖samples)", "KL(samples‖target)")):
+            rows.append(mean_row(name, f"{word} at {PASSES} passes", values[:, -1, direction].tolist()))
+    pairs = [("EWSG", other) for other in ("SGHMC", "SGLD", "pSGLD")]
+    pairs += [("M = 1", "M = 0"), ("M = 9", "M = 1"), ("M = 19", "M = 9")]
+    for one, other in pairs:
+        for direction, word in enumerate(("KL(target‖samples)", "KL(samples‖target)")):
+            less = curves[one][:, -1, direction] - curves[other][:, -1, direction]
+            rows.append(mean_row(f"{one} less {other}", f"{word}, by draw of c", less.tolist()))
+    return rows
+
+
+def _friction_row(h: float, targets: Sequence[GaussianSum]) -> Row:
+    """Say how far h·Γ is from 2, where Euler's step has its limit."""
+    largest = [torch.linalg.eigvalsh(torch.cov(t.centres.T, correction=0))[-1] * DATA**2 for t in targets]
+    values = [float(h * (FRICTION + h * one / 2)) for one in largest]
+    return mean_row(f"EWSG-VR, h={h}", "largest eigenvalue of h·Γ (limit 2)", values)
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def _panels(columns: int, rows: int, width: float, height: float) -> "tuple[Figure, list[Axes]]":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+
+
+def divergence_figure(curves: dict[str, np.ndarray]) -> "Figure":
+    """Draw KL(target‖samples) against passes, in a panel for each question; bands are standard errors over draws."""
+    figure, panels = _panels(2, 2, 10, 8)
+    for axes, (title, methods) in zip(panels, PANELS.items(), strict=True):
+        for index, name in enumerate(methods):
+            values = curves[name][:, :, 0]
+            mean, error = values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
+            axes.plot(MARKS, mean, color=f"C{index}", linewidth=1.2, label=name)
+            axes.fill_between(MARKS, np.maximum(mean - error, 1e-5), mean + error, color=f"C{index}", alpha=0.2)
+        axes.set_yscale("log")
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("data passes")
+        axes.legend(fontsize=7, frameon=False)
+    for axes in panels[::2]:
+        axes.set_ylabel("KL(target‖samples)")
+    return figure
+
+
+def scaling_figure(errors: dict[str, np.ndarray]) -> "Figure":
+    """Draw relative mean squared errors against T and h, with lines of the theorem's powers."""
+    figure, panels = _panels(3, 1, 11, 3.8)
+    for axes, (scale, x) in zip(panels, SCALES.items(), strict=True):
+        for index, name in enumerate(SCALED):
+            values, fitted = errors[f"{name}, {scale}"], slope(x, errors[f"{name}, {scale}"])
+            mean, error = values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
+            label = name if fitted is None else f"{name}, exponent {fitted[0]:.2f} ± {fitted[1]:.2f}"
+            axes.errorbar(x, mean, error, fmt="o", color=f"C{index}", label=label)
+            if fitted is not None:
+                line = np.array(x, dtype=float) ** POWERS[scale]
+                factor = np.exp(np.mean(np.log(mean / line)))
+                axes.plot(x, factor * line, ":", color=f"C{index}", label=f"power {POWERS[scale]}")
+        if scale == "small h":  # may be negative
+            axes.axhline(0, color="black", linewidth=0.6)
+        else:
+            axes.loglog()
+        axes.set_xlabel("T" if scale == "T" else "h")
+        axes.minorticks_off()
+        axes.set_xticks(x, [f"{value:g}" for value in x])
+        axes.legend(fontsize=8, frameon=False)
+    titles = (f"h={H_OF_TIMES:g}", f"T={TIME_OF_SMALL:g}, less the limit h to 0", f"T={TIME_OF_LARGE:g}")
+    for axes, title in zip(panels, titles, strict=True):
+        axes.set_title(title, fontsize=10)
+    panels[0].set_ylabel("MSE of the variance / variance²")
+    return figure
