@@ -42,9 +42,12 @@ class CovarianceFriction(SnapshotCallback):
     by the same weight.)
 
     Alone it corrects `UnderdampedLangevin` with uniform batches; with `EWSG` it is EWSG-VR, where every candidate tells
-    of C. Each chain has a friction of its own. While the temperature is 0 it rests. The price is the gradient of all
-    data for each calibration, and the gradient of each batch at ω, so a step costs about twice as much. The gradient at
-    ω is computed in evaluation mode (see `ControlVariates`), so noise of dropout is not seen by a calibration.
+    of C. (To first order in h EWSG's own choice acts as a friction of h·C/(2τ) already, so that EWSG-VR counts the
+    noise twice; where it could be measured, alone is nearer to the posterior: `recipes/ewsg_gaussian.py`.)
+
+    Each chain has a friction of its own. While the temperature is 0 it rests. The price is the gradient of all data for
+    each calibration, and the gradient of each batch at ω, so a step costs about twice as much. The gradient at ω is
+    computed in evaluation mode (see `ControlVariates`), so noise of dropout is not seen by a calibration.
 
     Every `trainer.log_every_n_steps` it logs `sampler/extra_friction`, the mean of the diagonal of Γ-γ, per unit of
     time, and `sampler/gradient_evaluations` and `sampler/data_passes` as `ControlVariates` does.

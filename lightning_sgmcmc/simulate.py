@@ -459,6 +459,15 @@ def _start(
             for chain in range(chains)
         ]
         initial = torch.stack(rows)
+    return starting_places(initial, chains, dimension, dtype, device)
+
+
+def starting_places(initial: Tensor, chains: int, dimension: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a copy of the places where chains start, shape (C, d), from places of that shape or one for all, (d,).
+
+    Raises:
+        ValueError: for another shape, or numbers that are not finite.
+    """
     if initial.shape not in ((dimension,), (chains, dimension)) or not bool(initial.isfinite().all()):
         raise ValueError(
             f"initial should be finite numbers of shape ({dimension},) or ({chains}, {dimension}), got "

@@ -17,6 +17,7 @@ from lightning_sgmcmc.gradient_estimators import GradientEstimator
 from lightning_sgmcmc.gradient_runs import Gradients, SumRun
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.simulate import starting_places
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,10 @@ def sample_sum(
     _check(num_passes, num_steps, num_chains, lr, temperature, at_passes, at_steps)
     device = torch.device(device)
     target = target.to(device, dtype)
-    place = nn.Parameter(_start(initial, num_chains, target.dimension, seed, dtype, device))
+    if initial is None:
+        generator = torch.Generator().manual_seed(derive_seed(seed, "start"))
+        initial = torch.randn(num_chains, target.dimension, generator=generator)
+    place = nn.Parameter(starting_places(initial, num_chains, target.dimension, dtype, device))
     rule = sampler([place], lr=lr, num_data=1, temperature=temperature, num_chains=num_chains, seed=seed)
     run = SumRun(target, rule, rule.param_groups[0], place, seed)
     walk = _Walk(run, gradient.begin(run))
@@ -187,19 +191,6 @@ class _Record:
             walk.spent,
             walk.gradients.acceptance,
         )
-
-
-def _start(
-    initial: Tensor | None, chains: int, dimension: int, seed: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    if initial is None:
-        initial = torch.randn(chains, dimension, generator=torch.Generator().manual_seed(derive_seed(seed, "start")))
-    if initial.shape not in ((dimension,), (chains, dimension)) or not bool(initial.isfinite().all()):
-        raise ValueError(
-            f"initial should be finite numbers of shape ({dimension},) or ({chains}, {dimension}), got "
-            f"{tuple(initial.shape)}"
-        )
-    return initial.to(device, dtype).expand(chains, dimension).clone()
 
 
 def _check(
