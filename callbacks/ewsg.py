@@ -114,7 +114,8 @@ class EWSG(SamplerCallback):
         module.chain_state.candidates = self.num_proposals + 1
         self._parameters = [p for group in self._sampler.param_groups for p in group["params"]]
         self._has_gradient = [False] * len(self._parameters)
-        self._accepted = torch.zeros((), dtype=torch.int64, device=module.device)
+        self._accepted = torch.zeros(module.num_chains, dtype=torch.int64, device=module.device)
+        self._each_chain = torch.arange(module.num_chains, device=module.device)
         if self._restored is not None:
             self._restore(self._restored)
             self._restored = None
@@ -183,10 +184,9 @@ class EWSG(SamplerCallback):
         weights = self._log_weights(candidates)
         chances = self._log_uniforms(self._sampler.step_count)[:, : self._filled - 1]
         index, accepted = metropolis_index(weights, chances)
-        self._accepted += accepted.sum()
+        self._accepted += accepted
         self._proposed += chances.numel()
-        chains = torch.arange(len(index), device=index.device)
-        chosen = candidates[chains, index]
+        chosen = candidates[self._each_chain, index]
         # Bit for bit the candidate's, and NaN if any candidate is not finite: then the step is refused on every rank.
         chosen.mul_((weights.sum(1) * 0 + 1).to(chosen.dtype)[:, None])
         self._hand_over(chosen)
@@ -194,16 +194,15 @@ class EWSG(SamplerCallback):
 
     def _log_weights(self, candidates: Tensor) -> Tensor:
         """Return log p of each candidate up to a constant, shape (C, J), for gradients of shape (C, J, d)."""
-        sampler, start = self._sampler, 0
-        weights = torch.zeros(candidates.shape[:2], dtype=torch.float64, device=candidates.device)
-        for group in sampler.param_groups:
-            stop = start + sum(p.numel() for p in group["params"]) // len(candidates)
+        sampler = self._sampler
+        sizes = [sum(p.numel() for p in group["params"]) // len(candidates) for group in sampler.param_groups]
+        weights = []
+        for group, gradients in zip(sampler.param_groups, candidates.split(sizes, -1), strict=True):
             transition = sampler.transition(group)
             assert transition is not None
             momentum = self._flat_momentum(group, len(candidates)) if self.guess in ("unchanged", "stopped") else None
-            weights += index_log_weights(candidates[..., start:stop], momentum, transition, self.guess)
-            start = stop
-        return weights
+            weights.append(index_log_weights(gradients, momentum, transition, self.guess))
+        return weights[0] if len(weights) == 1 else torch.stack(weights).sum(0)
 
     def _flat_momentum(self, group: dict[str, Any], chains: int) -> Tensor | None:
         momenta = self._sampler.momenta(group)
@@ -252,7 +251,7 @@ class EWSG(SamplerCallback):
             return
         log_cost(trainer, module)
         if self._proposed and self._accepted is not None:
-            log_scalars(trainer, {"ewsg/acceptance": self._accepted.item() / self._proposed}, trainer.global_step)
+            log_scalars(trainer, {"ewsg/acceptance": self._accepted.sum().item() / self._proposed}, trainer.global_step)
             self._accepted.zero_()
             self._proposed = 0
 
@@ -279,7 +278,7 @@ class EWSG(SamplerCallback):
         return {
             "candidates": candidates,
             "has_gradient": list(self._has_gradient),
-            "accepted": int(self._accepted),
+            "accepted": int(self._accepted.sum()),
             "proposed": self._proposed,
             "num_proposals": self.num_proposals,
         }
@@ -301,7 +300,7 @@ class EWSG(SamplerCallback):
                 "on with the same number"
             )
         assert self._accepted is not None
-        self._accepted += state["accepted"]
+        self._accepted[0] += state["accepted"]
         self._proposed = state["proposed"]
         if state["candidates"] is not None:
             self._has_gradient = state["has_gradient"]

@@ -35,17 +35,18 @@ def index_log_weights(gradients: Tensor, momentum: Tensor | None, transition: Tr
     Source: Li et al. 2021 (EWSG), eq. (4) and (6), appendices D and E.
     """
     damping, force, variance = (_along_candidates(control) for control in transition)
-    squares = torch.linalg.vector_norm(gradients, dim=-1, dtype=torch.float64).square()
-    product: Tensor | float = 0.0
+    inverse: Control
+    if isinstance(variance, Tensor):
+        inverse = torch.where(variance > 0, 1 / variance, 0.0)
+    else:
+        inverse = 1 / variance if variance > 0 else 0.0
+    weights = torch.linalg.vector_norm(gradients, dim=-1, dtype=torch.float64).square_() * (force * force * inverse / 2)
     if guess == "one":
-        product = square_root(variance) * gradients.sum(-1, dtype=torch.float64)
+        weights += gradients.sum(-1, dtype=torch.float64) * (force * square_root(variance) * inverse)
     elif guess != "zero" and momentum is not None:
         factor = damping if guess == "unchanged" else damping - 1
-        product = factor * (gradients @ momentum[..., None])[..., 0].double()
-    weights = force * (force * squares / 2 + product)
-    if not isinstance(variance, Tensor):
-        return weights / variance if variance > 0 else torch.zeros_like(weights)
-    return torch.where(variance > 0, weights / variance, 0.0)
+        weights += (gradients @ momentum[..., None])[..., 0] * (force * factor * inverse)
+    return weights
 
 
 def _along_candidates(control: Control) -> Control:
@@ -64,15 +65,13 @@ def metropolis_index(log_weights: Tensor, log_uniforms: Tensor) -> tuple[Tensor,
 
     Source: Li et al. 2021 (EWSG), eq. (6) and Algorithm 1.
     """
-    index = torch.zeros(log_weights.shape[:-1], dtype=torch.int64, device=log_weights.device)
-    accepted = torch.zeros_like(index)
-    present = log_weights[..., 0]
-    for candidate in range(1, log_weights.shape[-1]):
-        proposed = log_weights[..., candidate]
-        accepts = log_uniforms[..., candidate - 1] < proposed - present
+    present, *candidates = log_weights.unbind(-1)
+    index = accepted = torch.zeros_like(present, dtype=torch.int64)
+    for candidate, (proposed, chance) in enumerate(zip(candidates, log_uniforms.unbind(-1), strict=True), 1):
+        accepts = chance < proposed - present
         present = torch.where(accepts, proposed, present)
         index = torch.where(accepts, candidate, index)
-        accepted += accepts
+        accepted = accepted + accepts
     return index, accepted
 
 
