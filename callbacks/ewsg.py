@@ -113,6 +113,7 @@ class EWSG(SamplerCallback):
         self._check(trainer, self._sampler)
         module.chain_state.candidates = self.num_proposals + 1
         self._parameters = [p for group in self._sampler.param_groups for p in group["params"]]
+        self._sizes = [p.numel() // module.num_chains for p in self._parameters]
         self._has_gradient = [False] * len(self._parameters)
         self._accepted = torch.zeros(module.num_chains, dtype=torch.int64, device=module.device)
         self._each_chain = torch.arange(module.num_chains, device=module.device)
@@ -148,14 +149,11 @@ class EWSG(SamplerCallback):
             return
         if not any(sampler._is_noisy(group) for group in sampler.param_groups):
             return  # the gradients add up to their mean
-        row = self._next_row()
-        gradients = [p.grad for p in self._parameters]
-        self._has_gradient = [has or g is not None for has, g in zip(self._has_gradient, gradients, strict=True)]
-        chains = module.num_chains
-        parts = [
-            (torch.zeros_like(p) if g is None else g).reshape(chains, -1)
-            for p, g in zip(self._parameters, gradients, strict=True)
-        ]
+        row, parts = self._next_row(), []
+        for place, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            self._has_gradient[place] |= gradient is not None
+            parts.append((torch.zeros_like(parameter) if gradient is None else gradient).reshape(module.num_chains, -1))
         torch.cat(parts, 1, out=row)
         if state.accumulating:  # the last one is reduced by the backward pass itself
             if self._layout.ranks_per_chain > 1:
@@ -167,8 +165,7 @@ class EWSG(SamplerCallback):
         """Return where the coming candidate's gradient goes, shape (C, d)."""
         if self._gradients is None:
             first = self._parameters[0]
-            chains = self._layout.num_chains
-            shape = (self.num_proposals + 1, chains, sum(p.numel() for p in self._parameters) // chains)
+            shape = (self.num_proposals + 1, self._layout.num_chains, sum(self._sizes))
             self._gradients = torch.empty(shape, dtype=first.dtype, device=first.device)
         self._filled += 1
         return self._gradients[self._filled - 1]
@@ -194,15 +191,18 @@ class EWSG(SamplerCallback):
 
     def _log_weights(self, candidates: Tensor) -> Tensor:
         """Return log p of each candidate up to a constant, shape (C, J), for gradients of shape (C, J, d)."""
-        sampler = self._sampler
-        sizes = [sum(p.numel() for p in group["params"]) // len(candidates) for group in sampler.param_groups]
-        weights = []
-        for group, gradients in zip(sampler.param_groups, candidates.split(sizes, -1), strict=True):
-            transition = sampler.transition(group)
-            assert transition is not None
-            momentum = self._flat_momentum(group, len(candidates)) if self.guess in ("unchanged", "stopped") else None
-            weights.append(index_log_weights(gradients, momentum, transition, self.guess))
-        return weights[0] if len(weights) == 1 else torch.stack(weights).sum(0)
+        groups = self._sampler.param_groups
+        if len(groups) == 1:
+            return self._log_weights_of(groups[0], candidates)
+        sizes = [sum(p.numel() for p in group["params"]) // len(candidates) for group in groups]
+        parts = zip(groups, candidates.split(sizes, -1), strict=True)
+        return torch.stack([self._log_weights_of(group, part) for group, part in parts]).sum(0)
+
+    def _log_weights_of(self, group: dict[str, Any], gradients: Tensor) -> Tensor:
+        transition = self._sampler.transition(group)
+        assert transition is not None
+        momentum = self._flat_momentum(group, len(gradients)) if self.guess in ("unchanged", "stopped") else None
+        return index_log_weights(gradients, momentum, transition, self.guess)
 
     def _flat_momentum(self, group: dict[str, Any], chains: int) -> Tensor | None:
         momenta = self._sampler.momenta(group)
@@ -230,10 +230,10 @@ class EWSG(SamplerCallback):
 
     def _hand_over(self, chosen: Tensor) -> None:
         """Give the parameters their gradients of the chosen batches, shape (C, d)."""
-        sizes = [p.numel() // len(chosen) for p in self._parameters]
         present: list[Tensor] = []
         sources: list[Tensor] = []
-        for parameter, piece, has in zip(self._parameters, chosen.split(sizes, 1), self._has_gradient, strict=True):
+        pieces = chosen.split(self._sizes, 1)
+        for parameter, piece, has in zip(self._parameters, pieces, self._has_gradient, strict=True):
             if not has:
                 continue
             if parameter.grad is None:
