@@ -287,7 +287,7 @@ def divergence_figure(curves: dict[str, np.ndarray]) -> "Figure":
         axes.set_yscale("log")
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("data passes")
-        axes.legend(fontsize=7, frameon=False)
+        axes.legend(fontsize=7, framealpha=0.8, edgecolor="none")
     for axes in panels[::2]:
         axes.set_ylabel("KL(target‖samples)")
     return figure
