@@ -46,8 +46,8 @@ class EWSG(SamplerCallback):
     last time, `sampler/gradient_evaluations` (data whose gradient was computed, for each chain) and
     `sampler/data_passes`, the same over N.
 
-    What it does to a chain is, to first order in h and with "unchanged", a friction of h·cov/(2τ) with the covariance of
-    the batches' ∇Ũ, which takes heat of their noise out; beyond that it prefers large gradients, and shifts the law
+    What it does to a chain is, to first order in h and with "unchanged", a friction of h·cov/(2τ), with the covariance
+    of the batches' ∇Ũ, which takes heat of their noise out; beyond that it prefers large gradients, and shifts the law
     where their distribution is skew. `recipes/ewsg_gaussian.py`, `covertype_logistic.py` and `misspecified.py` tell
     where it helps and where not.
 
