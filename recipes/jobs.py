@@ -1,4 +1,4 @@
-"""Many runs of a recipe: side by side on a CPU's cores, or one after the other on a GPU."""
+"""Many runs of a recipe: side by side on a CPU's cores, or one after the other on a GPU, without a word."""
 
 import functools
 import logging
@@ -7,9 +7,12 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from recipes.results import Options
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
 
 Job = TypeVar("Job")
 
@@ -56,3 +59,16 @@ def hush(options: Options) -> None:
     warnings.filterwarnings("ignore", module="pytorch_lightning")
     warnings.filterwarnings("ignore", message=".*has no validation data to evaluate the samples on")  # meant so
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+
+
+def quiet_trainer(**options: Any) -> "pl.Trainer":
+    """Return a trainer with these options that writes and shows nothing."""
+    import pytorch_lightning as pl
+
+    return pl.Trainer(
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )

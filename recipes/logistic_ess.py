@@ -38,6 +38,7 @@ from lightning_sgmcmc.callbacks import CyclicalSchedule, SamplerCallback, Sampli
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
 from lightning_sgmcmc.diagnostics import autocorrelation, effective_sample_size
 from lightning_sgmcmc.inference_data import import_arviz
+from recipes.jobs import quiet_trainer
 from recipes.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
@@ -233,15 +234,11 @@ def sample_chain(
         decay = PolynomialDecay(lr, gamma=DECAY) if falling else None
         steps, schedule = BURN_IN + SAMPLES, SamplingSchedule(BURN_IN, every_n_steps=1, lr_decay=decay)
     collector = WeightCollector()
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         max_steps=steps,
         max_epochs=-1,
         accelerator="cpu",
         devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[schedule, collector],
     )
     with warnings.catch_warnings():

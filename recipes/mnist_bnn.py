@@ -47,7 +47,7 @@ from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior, Posteri
 from lightning_sgmcmc.callbacks import EWSG, SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.clustered_order import ClusteredOrder, cluster_data
 from lightning_sgmcmc.datamodules import MNISTDataModule, Split
-from recipes.jobs import hush, run_jobs
+from recipes.jobs import hush, quiet_trainer, run_jobs
 from recipes.results import Options, Row, mean_row
 
 NUM_DATA = 60_000
@@ -273,14 +273,10 @@ def one(case: Case, seed: int, chains: int, clusters: Tensor, setting: Setting, 
         num_chains=chains,
     )
     curves = ErrorCurves(data, setting.epochs // 2)
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         accelerator="auto" if options.full else "cpu",
         max_epochs=setting.epochs,
         callbacks=[*callbacks_of(case, setting), curves],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, datamodule=data)
     return curves.curves

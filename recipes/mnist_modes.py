@@ -56,7 +56,7 @@ from lightning_sgmcmc.datamodules import MNISTDataModule, Split
 from lightning_sgmcmc.figures_contour import energy_walk_figure
 from lightning_sgmcmc.figures_samples import weight_paths_figure
 from lightning_sgmcmc.geometry import classical_scaling, squared_distances, weight_sketch
-from recipes.jobs import run_jobs
+from recipes.jobs import quiet_trainer, run_jobs
 from recipes.results import Options, Row, mean_row
 
 WIDE = "ICSGLD, wide bins"
@@ -249,14 +249,10 @@ def one(method: str, setting: Setting, options: Options) -> Walk:
         num_chains=setting.chains,
     )
     recorder = Recorder(setting.snapshots)
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         accelerator="auto" if options.full else "cpu",
         max_epochs=setting.epochs,
         callbacks=[contour(method, setting), recorder] if "ICSGLD" in method else [recorder],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, datamodule=data)
     return Walk(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from recipes.jobs import run_jobs
+from recipes.jobs import quiet_trainer, run_jobs
 from recipes.results import Options, Row, mean_row
 
 NUM_DATA = 60_000
@@ -116,14 +116,10 @@ def one(method: Method, seed: int, options: Options) -> tuple[dict[str, float], 
     average = BayesianModelAverage(ood={"notmnist": unknown})
     # One cycle is as long as all cycles together, so its noise is on for as long as theirs.
     schedule = CyclicalSchedule(method.cycles, EXPLORATION, method.samples_per_cycle)
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         accelerator="cpu",
         max_epochs=EPOCHS[options.scale],
         callbacks=[schedule, SampleCollector(in_memory=True), average],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, datamodule=data)
     trainer.test(module, datamodule=data, verbose=False)

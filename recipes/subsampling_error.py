@@ -40,7 +40,7 @@ from lightning_sgmcmc import SGLD, BayesianModule, Bernoulli, GaussianPrior, Pos
 from lightning_sgmcmc.callbacks import SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
 from lightning_sgmcmc.switching_diffusion import coupled_ornstein_uhlenbeck
-from recipes.jobs import hush, run_jobs
+from recipes.jobs import hush, quiet_trainer, run_jobs
 from recipes.results import Options, Row, mean_row
 from recipes.switching_diffusion import (
     CENTRES,
@@ -184,15 +184,11 @@ def logistic_places(eta: float | None, batch_size: int | None, options: Options)
     )
     steps = round(LOGISTIC_TIME / step)
     places = Places()
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         max_steps=steps,
         max_epochs=-1,
         accelerator="cpu",
         devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[SamplingSchedule(every_n_steps=steps), places],
     )
     trainer.fit(module, datamodule=data)

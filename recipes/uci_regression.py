@@ -30,7 +30,7 @@ import functools
 import itertools
 from typing import Any, NamedTuple
 
-from recipes.jobs import run_jobs
+from recipes.jobs import quiet_trainer, run_jobs
 from recipes.results import Options, Row, mean_row
 
 HIDDEN, BATCH, MODELS = 50, 50, 50
@@ -136,14 +136,10 @@ def one(table: str, method: str, split: int, options: Options, epochs: int | Non
     if method.startswith("C"):
         weights = {"weighting": "bin", "weight_exponent": 1 / place.zeta} if place.zeta > 1 else {}
         callbacks.append(ContourGradient(place.zeta, BINS, width=WIDTH, warm_up_steps=steps // 4, **weights))
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         accelerator="cpu",
         max_epochs=epochs,
         callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, datamodule=data)
     trainer.test(module, datamodule=data, verbose=False)
