@@ -111,6 +111,30 @@ def bayesian(module: pl.LightningModule, callback: pl.Callback) -> BayesianModul
     return module
 
 
+def refuse_loss_scaler(trainer: pl.Trainer, why: str) -> None:
+    """Refuse a run whose gradients a loss scaler scales.
+
+    Args:
+        trainer: the run's.
+        why: what is done with gradients, the beginning of the message.
+
+    Raises:
+        ValueError: if there is one.
+    """
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ValueError(
+            f"{why}, and a loss scaler keeps them at another scale, or makes some infinite: take "
+            "precision='bf16-mixed' in place of '16-mixed'"
+        )
+
+
+def name_behind(trainer: pl.Trainer, callback: pl.Callback, kinds: tuple[type, ...]) -> str | None:
+    """Return the class name of the first callback of these kinds that stands behind a callback, None if none does."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    behind = callbacks[callbacks.index(callback) :]
+    return next((type(c).__name__ for c in behind if isinstance(c, kinds)), None)
+
+
 def run_length(trainer: pl.Trainer) -> float:
     """Return the optimizer steps that the run will make, infinite where that is not known."""
     steps = trainer.estimated_stepping_batches

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.cost import log_cost
+from lightning_sgmcmc.callbacks.logger_output import is_logged
 from lightning_sgmcmc.callbacks.snapshot_callback import SnapshotCallback
 from lightning_sgmcmc.callbacks.variance_reduced_energy import VarianceReducedEnergy
 from lightning_sgmcmc.snapshot import Snapshot
@@ -77,5 +78,5 @@ class ControlVariates(SnapshotCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not self._state.accumulating and self._module.sampler.step_count % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        if is_logged(trainer, self._module):
             log_cost(trainer, self._module)

@@ -8,10 +8,10 @@ import torch
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import Schedule
+from lightning_sgmcmc.callbacks.base import Schedule, name_behind
 from lightning_sgmcmc.callbacks.control_variates import ControlVariates
 from lightning_sgmcmc.callbacks.cost import log_cost
-from lightning_sgmcmc.callbacks.logger_output import log_scalars
+from lightning_sgmcmc.callbacks.logger_output import is_logged, log_scalars
 from lightning_sgmcmc.callbacks.snapshot_callback import SnapshotCallback
 from lightning_sgmcmc.chain_layout import layout_of
 from lightning_sgmcmc.checks import check_choice
@@ -109,9 +109,8 @@ class CovarianceFriction(SnapshotCallback):
                 "CovarianceFriction is for batches of one size, and a GradientAccumulationScheduler changes it: give "
                 "the trainer one accumulate_grad_batches"
             )
-        late = next((c for c in callbacks[callbacks.index(self) :] if isinstance(c, Schedule)), None)
-        if late is not None:
-            name = type(late).__name__
+        name = name_behind(trainer, self, (Schedule,))
+        if name is not None:
             raise ValueError(
                 f"{name} sets the temperature of a step, and without one CovarianceFriction rests: put "
                 f"CovarianceFriction behind {name}"
@@ -264,7 +263,7 @@ class CovarianceFriction(SnapshotCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._sampler is not None
-        if self._state.accumulating or self._sampler.step_count % trainer.log_every_n_steps:  # type: ignore[attr-defined]
+        if not is_logged(trainer, self._module):
             return
         log_cost(trainer, self._module)
         if self._moments is not None and not self.rests():

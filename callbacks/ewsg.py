@@ -7,15 +7,16 @@ import torch
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, name_behind, refuse_loss_scaler
 from lightning_sgmcmc.callbacks.contour_gradient import ContourGradient
 from lightning_sgmcmc.callbacks.cost import log_cost
-from lightning_sgmcmc.callbacks.logger_output import log_scalars
+from lightning_sgmcmc.callbacks.logger_output import is_logged, log_scalars
 from lightning_sgmcmc.callbacks.replica_exchange import ReplicaExchange
 from lightning_sgmcmc.checks import check_choice, check_count
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.snapshot import rows_of
 from lightning_sgmcmc.subsampling import Guess, index_log_weights, metropolis_index
 
 STEPS_DRAWN = 256
@@ -98,15 +99,9 @@ class EWSG(SamplerCallback):
                 "EWSG takes the batches of a step as candidates, and a GradientAccumulationScheduler changes how many "
                 "there are: give the trainer one accumulate_grad_batches"
             )
-        if getattr(trainer.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                "EWSG compares gradients, and a loss scaler keeps them at another scale, or makes some infinite: take "
-                "precision='bf16-mixed' in place of '16-mixed'"
-            )
-        behind = callbacks[callbacks.index(self) :]
-        late = next((c for c in behind if isinstance(c, ContourGradient | ReplicaExchange)), None)
-        if late is not None:
-            name = type(late).__name__
+        refuse_loss_scaler(trainer, "EWSG compares gradients")
+        name = name_behind(trainer, self, (ContourGradient, ReplicaExchange))
+        if name is not None:
             raise ValueError(f"{name} sets the controls of a step that EWSG looks at: put EWSG behind {name}")
         self._given_accumulation = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches *= self.num_proposals + 1
@@ -154,12 +149,12 @@ class EWSG(SamplerCallback):
             return
         if not any(sampler._is_noisy(group) for group in sampler.param_groups):
             return  # the gradients add up to their mean
-        row, parts = self._next_row(), []
+        row, gradients = self._next_row(), []
         for place, parameter in enumerate(self._parameters):
             gradient = parameter.grad
             self._has_gradient[place] |= gradient is not None
-            parts.append((torch.zeros_like(parameter) if gradient is None else gradient).reshape(module.num_chains, -1))
-        torch.cat(parts, 1, out=row)
+            gradients.append(torch.zeros_like(parameter) if gradient is None else gradient)
+        rows_of(gradients, module.num_chains, out=row)
         if state.accumulating:  # the last one is reduced by the backward pass itself
             if self._layout.ranks_per_chain > 1:
                 row.copy_(self._layout.mean_over_data(row))
@@ -213,12 +208,10 @@ class EWSG(SamplerCallback):
         momenta = self._sampler.momenta(group)
         if momenta is None:
             return None
-        parts = [momentum.reshape(chains, -1) for momentum in momenta]
         if len(self._sampler.param_groups) > 1:
-            return torch.cat(parts, 1)
-        if self._momentum is None:
-            self._momentum = torch.cat(parts, 1)
-        return torch.cat(parts, 1, out=self._momentum)
+            return rows_of(momenta, chains)
+        self._momentum = rows_of(momenta, chains, out=self._momentum)
+        return self._momentum
 
     def _log_uniforms(self, step: int) -> Tensor:
         """Return logarithms of uniform numbers for the step after so many, shape (C, M): a function of (seed, chain,
@@ -252,7 +245,7 @@ class EWSG(SamplerCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         module: BayesianModule = pl_module  # type: ignore[assignment]
-        if module.chain_state.accumulating or self._sampler.step_count % trainer.log_every_n_steps:  # type: ignore[attr-defined]
+        if not is_logged(trainer, module):
             return
         log_cost(trainer, module)
         if self._proposed and self._accepted is not None:

@@ -21,8 +21,17 @@ from lightning_sgmcmc import figures
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from lightning_sgmcmc.module import BayesianModule
+
 Cell = str | float | int | None
 DPI = 120
+
+
+def is_logged(trainer: pl.Trainer, module: "BayesianModule") -> bool:
+    """Return whether the step that has just been made is one of those that `trainer.log_every_n_steps` logs."""
+    if module.chain_state.accumulating:
+        return False
+    return module.sampler.step_count % trainer.log_every_n_steps == 0  # type: ignore[attr-defined, no-any-return]
 
 
 def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float], step: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, schedule_of
 from lightning_sgmcmc.callbacks.chain_health import ChainHealth
 from lightning_sgmcmc.callbacks.contour_gradient import ContourGradient
-from lightning_sgmcmc.callbacks.logger_output import log_scalars
+from lightning_sgmcmc.callbacks.logger_output import is_logged, log_scalars
 from lightning_sgmcmc.chain_layout import layout_of
 from lightning_sgmcmc.checks import check_count, check_number
 from lightning_sgmcmc.replica_exchange import attempted_pairs, log_swap_rate, swapped
@@ -254,7 +254,7 @@ class ReplicaExchange(SamplerCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._tally is not None
-        if self._sampler.step_count % trainer.log_every_n_steps or self._module.chain_state.accumulating:  # type: ignore[attr-defined]
+        if not is_logged(trainer, self._module):
             return
         tried, accepted = self._tally.tolist()
         pairs = enumerate(zip(tried, accepted, strict=True))

@@ -6,7 +6,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, refuse_loss_scaler
 from lightning_sgmcmc.callbacks.full_data import pass_over_data
 from lightning_sgmcmc.chain_state import ChainState
 from lightning_sgmcmc.checks import check_count
@@ -53,11 +53,8 @@ class SnapshotCallback(SamplerCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        if stage == "fit" and self.gradients and getattr(trainer.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                f"{type(self).__name__} computes with gradients, and a loss scaler keeps them at another scale, or "
-                "makes some infinite: take precision='bf16-mixed' in place of '16-mixed'"
-            )
+        if stage == "fit" and self.gradients:
+            refuse_loss_scaler(trainer, f"{type(self).__name__} computes with gradients")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._module = bayesian(pl_module, self)
