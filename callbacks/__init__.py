@@ -4,18 +4,17 @@ from lightning_sgmcmc.callbacks.base import SamplerCallback
 from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage
 from lightning_sgmcmc.callbacks.chain_health import ChainHealth
 from lightning_sgmcmc.callbacks.contour_gradient import ContourGradient
-from lightning_sgmcmc.callbacks.control_variates import ControlVariates
+from lightning_sgmcmc.callbacks.control_variates import ControlVariates, VarianceReducedEnergy
 from lightning_sgmcmc.callbacks.covariance_friction import CovarianceFriction
 from lightning_sgmcmc.callbacks.cyclical_schedule import CyclicalSchedule
 from lightning_sgmcmc.callbacks.ewsg import EWSG
-from lightning_sgmcmc.callbacks.loader_average import Evaluation
 from lightning_sgmcmc.callbacks.posterior_dashboard import PosteriorDashboard
 from lightning_sgmcmc.callbacks.prediction_writer import PredictionWriter
 from lightning_sgmcmc.callbacks.replica_exchange import ReplicaExchange
 from lightning_sgmcmc.callbacks.run_summary import RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
 from lightning_sgmcmc.callbacks.sampling_schedule import SamplingSchedule
-from lightning_sgmcmc.callbacks.variance_reduced_energy import VarianceReducedEnergy
+from lightning_sgmcmc.evaluation.loader_average import Evaluation
 
 __all__ = [
     "EWSG",

@@ -7,15 +7,16 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import RandomSampler
 
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, require_schedule
-from lightning_sgmcmc.callbacks.evaluation_share import share_of
-from lightning_sgmcmc.callbacks.full_data import full_log_likelihood, unnoticed
-from lightning_sgmcmc.callbacks.loader_average import LoaderAverage, loaders_of
-from lightning_sgmcmc.callbacks.out_of_distribution import OutOfDistributionData, OutOfDistributionSource
+from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.schedule import require_schedule
+from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import check_choice
-from lightning_sgmcmc.evaluation import evaluate
+from lightning_sgmcmc.evaluation.full_data import full_log_likelihood, unnoticed
+from lightning_sgmcmc.evaluation.loader_average import LoaderAverage, loaders_of
+from lightning_sgmcmc.evaluation.out_of_distribution import OutOfDistributionData, OutOfDistributionSource
+from lightning_sgmcmc.evaluation.scoring import evaluate
+from lightning_sgmcmc.evaluation.share import share_of
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.store import PosteriorSample
 
 
 class BayesianModelAverage(SamplerCallback):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,23 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
-from lightning_sgmcmc.callbacks.run_folder import run_folder
-from lightning_sgmcmc.energy_guard import NonFiniteEnergyError
-from lightning_sgmcmc.health import (
+from lightning_sgmcmc.diagnostics.batch_means import BatchMeans, merge_batches, without_warm_up
+from lightning_sgmcmc.diagnostics.health import (
     ANCHOR,
     DIVERGENCE,
     KINETIC,
     NOISE,
     PLAIN,
     ROWS,
-    BatchMeans,
     Record,
     assess,
     inner_products,
-    merge_batches,
     square_norms,
-    without_warm_up,
 )
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.folder import run_folder
+from lightning_sgmcmc.run.guard import NonFiniteEnergyError
+from lightning_sgmcmc.run.loggers import write_output
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.base import Control
 
@@ -39,10 +37,11 @@ EXTRAS = 4  # energy, its square, temperature, whether the gradient was clipped
 class ChainHealth(SamplerCallback):
     """Says whether the step size is right, from what the chain shows while it samples.
 
-    For each parameter tensor the kinetic and the configurational temperature against the target's τ, the share of
-    mini-batch noise in the variance of a step, and whether the energy still drifts: see `lightning_sgmcmc.health`. Only
-    steps of a sampling stage count, each with its own step size and temperature. A report is made at the end of every
-    sampling stage, after a validation if there is a quarter more to go by, and at the end of the fit: it stands in
+    For each parameter tensor the kinetic and the configurational temperature against the target's τ, the share of mini-
+    batch noise in the variance of a step, and whether the energy still drifts: see
+    `lightning_sgmcmc.diagnostics.health`. Only steps of a sampling stage count, each with its own step size and
+    temperature. A report is made at the end of every sampling stage, after a validation if there is a quarter more to
+    go by, and at the end of the fit: it stands in
     `module.health` and in the run folder's `health.json`, its totals go to the loggers as `health/…`, and each kind of
     warning is given once.
 
@@ -295,7 +294,7 @@ class ChainHealth(SamplerCallback):
                 self._warned.add(kind)
                 rank_zero_warn(f"ChainHealth: {warning}.")
         if trainer.is_global_zero and self.warn and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            _write(self._folder / "health.json", report)
+            write_output(self._folder / "health.json", (json.dumps(report, indent=2) + "\n").encode())
         scalars = _scalars(report)
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step)
@@ -365,11 +364,3 @@ def _scalars(report: dict[str, Any]) -> dict[str, float]:
     if report["gradient_noise_share"]:
         scalars["health/gradient_noise_share_max"] = max(report["gradient_noise_share"].values())
     return scalars
-
-
-def _write(path: Path, report: dict[str, Any]) -> None:
-    """Write a report so that a reader finds the old one or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".json.tmp")
-    temporary.write_text(json.dumps(report, indent=2) + "\n")
-    os.replace(temporary, path)

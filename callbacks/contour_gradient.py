@@ -9,26 +9,27 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, run_length, schedule_of
-from lightning_sgmcmc.callbacks.contour_warnings import ContourWatch
-from lightning_sgmcmc.callbacks.full_data import full_log_likelihood, unnoticed
-from lightning_sgmcmc.callbacks.logger_output import log_scalars
+from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.schedule import run_length, schedule_of
+from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import check_choice, check_count, check_number
-from lightning_sgmcmc.contour import (
+from lightning_sgmcmc.contour.learned import LearnedContour
+from lightning_sgmcmc.contour.partition import EnergyPartition
+from lightning_sgmcmc.contour.rules import (
     Contour,
     ContourState,
     DecayingStepSize,
     Difference,
-    EnergyPartition,
-    LearnedContour,
     Location,
     Scheme,
     Weighting,
 )
-from lightning_sgmcmc.energy_range import EnergyRecord
+from lightning_sgmcmc.contour.warm_up import EnergyRecord
+from lightning_sgmcmc.contour.watch import ContourWatch
+from lightning_sgmcmc.evaluation.full_data import full_log_likelihood, unnoticed
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.loggers import log_scalars
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.store import PosteriorSample
 
 
 class ContourGradient(SamplerCallback):

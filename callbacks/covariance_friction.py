@@ -8,18 +8,18 @@ import torch
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import Schedule, name_behind
+from lightning_sgmcmc.callbacks.base import name_behind
 from lightning_sgmcmc.callbacks.control_variates import ControlVariates
-from lightning_sgmcmc.callbacks.cost import log_cost
-from lightning_sgmcmc.callbacks.logger_output import is_logged, log_scalars
-from lightning_sgmcmc.callbacks.snapshot_callback import SnapshotCallback
-from lightning_sgmcmc.chain_layout import layout_of
+from lightning_sgmcmc.callbacks.schedule import Schedule
+from lightning_sgmcmc.callbacks.snapshot import SnapshotCallback
+from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.loggers import is_logged, log_cost, log_scalars
 from lightning_sgmcmc.samplers import UnderdampedLangevin
 from lightning_sgmcmc.samplers.base import Control
-from lightning_sgmcmc.snapshot import Snapshot, rows_of
-from lightning_sgmcmc.subsampling import GradientMoments, advance_moments_
+from lightning_sgmcmc.subsampling.moments import GradientMoments, advance_moments_
+from lightning_sgmcmc.subsampling.snapshot import Snapshot, rows_of
 
 FrictionForm: TypeAlias = Literal["diagonal", "matrix"]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from lightning_sgmcmc.callbacks.base import Schedule, run_length
+from lightning_sgmcmc.callbacks.schedule import Schedule, run_length
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.samplers import Sampler

@@ -9,15 +9,14 @@ from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, name_behind, refuse_loss_scaler
 from lightning_sgmcmc.callbacks.contour_gradient import ContourGradient
-from lightning_sgmcmc.callbacks.cost import log_cost
-from lightning_sgmcmc.callbacks.logger_output import is_logged, log_scalars
 from lightning_sgmcmc.callbacks.replica_exchange import ReplicaExchange
 from lightning_sgmcmc.checks import check_choice, check_count
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.loggers import is_logged, log_cost, log_scalars
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
-from lightning_sgmcmc.snapshot import rows_of
-from lightning_sgmcmc.subsampling import Guess, index_log_weights, metropolis_index
+from lightning_sgmcmc.subsampling.ewsg import Guess, index_log_weights, metropolis_index
+from lightning_sgmcmc.subsampling.snapshot import rows_of
 
 STEPS_DRAWN = 256
 """Steps whose uniform numbers are drawn at once; part of what a seed means."""

@@ -10,20 +10,20 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks import dashboard_parts as parts
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
-from lightning_sgmcmc.callbacks.loader_average import Evaluation
-from lightning_sgmcmc.callbacks.logger_output import log_figure, log_histogram, log_scalars, log_table, write_atomically
-from lightning_sgmcmc.callbacks.run_folder import run_folder
 from lightning_sgmcmc.callbacks.run_summary import STAGE_NAMES
-from lightning_sgmcmc.callbacks.segment_walk import SegmentWalk
-from lightning_sgmcmc.chain_state import ChainState
-from lightning_sgmcmc.figures_samples import segments_figure
-from lightning_sgmcmc.history import RunHistory
+from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.state import ChainState
+from lightning_sgmcmc.evaluation.loader_average import Evaluation
+from lightning_sgmcmc.figures.samples import segments_figure
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.posterior.segments import SegmentWalk
+from lightning_sgmcmc.report import drawings as parts
+from lightning_sgmcmc.run.folder import run_folder
+from lightning_sgmcmc.run.history import RunHistory
+from lightning_sgmcmc.run.loggers import log_figure, log_histogram, log_scalars, log_table, write_output
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
-from lightning_sgmcmc.store import PosteriorSample
 
 PARTS = (
     "schedule",
@@ -309,7 +309,7 @@ class PosteriorDashboard(SamplerCallback):
 
     def _write_history(self) -> None:
         if self._folder is not None:
-            write_atomically(self._folder / "history.json", (json.dumps(self.history.as_json()) + "\n").encode())
+            write_output(self._folder / "history.json", (json.dumps(self.history.as_json()) + "\n").encode())
 
     def _attempt(self, part: str, function: Callable[[], None]) -> None:
         """Do what may fail: hours of sampling are worth more than a picture."""

@@ -11,8 +11,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.run_folder import run_folder
 from lightning_sgmcmc.likelihoods import Prediction
+from lightning_sgmcmc.run.folder import run_folder
 
 
 class PredictionWriter(BasePredictionWriter):

@@ -7,13 +7,14 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, schedule_of
+from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.chain_health import ChainHealth
 from lightning_sgmcmc.callbacks.contour_gradient import ContourGradient
-from lightning_sgmcmc.callbacks.logger_output import is_logged, log_scalars
-from lightning_sgmcmc.chain_layout import layout_of
+from lightning_sgmcmc.callbacks.schedule import schedule_of
+from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.checks import check_count, check_number
 from lightning_sgmcmc.replica_exchange import attempted_pairs, log_swap_rate, swapped
+from lightning_sgmcmc.run.loggers import is_logged, log_scalars
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.base import Control
 from lightning_sgmcmc.seeding import derive_seed

@@ -9,9 +9,9 @@ from typing import Any
 import pytorch_lightning as pl
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
-from lightning_sgmcmc.callbacks.loader_average import Evaluation
-from lightning_sgmcmc.callbacks.run_folder import run_folder
+from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.folder import run_folder
 
 STAGE_NAMES = {"val": "validation data", "test": "test data"}
 

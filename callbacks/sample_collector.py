@@ -8,13 +8,16 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, require_schedule
-from lightning_sgmcmc.callbacks.run_folder import newest_store, run_folder
+from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.schedule import require_schedule
+from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord
 from lightning_sgmcmc.checks import check_count
-from lightning_sgmcmc.description import NotDescribableError, describe
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.posterior import Posterior
-from lightning_sgmcmc.store import MANIFEST, DiskStore, MemoryStore, PosteriorSample, SampleRecord, SampleStore
+from lightning_sgmcmc.posterior.description import NotDescribableError, describe
+from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
+from lightning_sgmcmc.posterior.posterior import Posterior
+from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
+from lightning_sgmcmc.run.folder import newest_store, run_folder
 
 
 class SampleCollector(SamplerCallback):

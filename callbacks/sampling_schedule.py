@@ -4,7 +4,7 @@ import math
 
 import pytorch_lightning as pl
 
-from lightning_sgmcmc.callbacks.base import Schedule, run_length
+from lightning_sgmcmc.callbacks.schedule import Schedule, run_length
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.samplers import Sampler

@@ -10,8 +10,9 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.chain_batches import ChainBatches
-from lightning_sgmcmc.data_order import BatchOrder, ResumableLoader
+from lightning_sgmcmc.batches.loader import ResumableLoader
+from lightning_sgmcmc.batches.order import BatchOrder
+from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader
 
 

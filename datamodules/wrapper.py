@@ -6,7 +6,8 @@ from typing import Any
 import pytorch_lightning as pl
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_sgmcmc.data_order import BatchOrder, ResumableLoader
+from lightning_sgmcmc.batches.loader import ResumableLoader
+from lightning_sgmcmc.batches.order import BatchOrder
 from lightning_sgmcmc.datamodules.base import replica_of
 
 

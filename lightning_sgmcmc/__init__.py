@@ -1,18 +1,20 @@
 """Bayesian deep learning by stochastic-gradient MCMC as ordinary PyTorch Lightning training."""
 
-from lightning_sgmcmc.clustered_order import ClusteredOrder, cluster_data
-from lightning_sgmcmc.contour import Contour, DecayingStepSize, EnergyPartition, LearnedContour
-from lightning_sgmcmc.data_order import ResumableLoader
-from lightning_sgmcmc.distributed import ChainStrategy
-from lightning_sgmcmc.energy_guard import NonFiniteEnergyError
+from lightning_sgmcmc.batches.clustered import ClusteredOrder, cluster_data
+from lightning_sgmcmc.batches.loader import ResumableLoader
+from lightning_sgmcmc.batches.switching import SwitchingBatchSampler, SwitchingOrder
+from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.strategy import ChainStrategy
+from lightning_sgmcmc.contour.learned import LearnedContour
+from lightning_sgmcmc.contour.partition import EnergyPartition
+from lightning_sgmcmc.contour.rules import Contour, DecayingStepSize
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Prediction
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.posterior import Posterior
+from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.priors import FlatPrior, GaussianPrior, LaplacePrior, Prior, StudentTPrior
+from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGLD
 from lightning_sgmcmc.schedules import Annealing, PolynomialDecay
-from lightning_sgmcmc.store import PosteriorSample
-from lightning_sgmcmc.switching import SwitchingBatchSampler, SwitchingOrder
 
 __all__ = [
     "SGHMC",

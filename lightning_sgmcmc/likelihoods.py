@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_sgmcmc.metrics import classification_metrics, predictive_entropy
+from lightning_sgmcmc.diagnostics.metrics import classification_metrics, predictive_entropy
 
 
 @dataclass

@@ -9,33 +9,26 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.chain_energies import ChainEnergies, ChainExecution, check_shape
-from lightning_sgmcmc.chain_module import ChainModule
-from lightning_sgmcmc.chain_state import ChainState
-from lightning_sgmcmc.checks import (
-    check_choice,
-    check_control,
-    check_count,
-    check_part,
-    check_sampler,
-    name_of,
-)
-from lightning_sgmcmc.contour import LearnedContour
-from lightning_sgmcmc.description import record_arguments
-from lightning_sgmcmc.energy_guard import EnergyGuard, NonFiniteEnergy
-from lightning_sgmcmc.exact_resume import ExactResume
-from lightning_sgmcmc.handover import SampleHandover
+from lightning_sgmcmc.batches.count import count_training_data
+from lightning_sgmcmc.chains.chains import ChainModule
+from lightning_sgmcmc.chains.energies import ChainEnergies, ChainExecution, check_shape
+from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.state import ChainState
+from lightning_sgmcmc.checks import check_choice, check_control, check_count, check_part, check_sampler, name_of
+from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.likelihoods import Likelihood, Prediction
+from lightning_sgmcmc.posterior.description import record_arguments
 from lightning_sgmcmc.priors import GaussianPrior, Prior
-from lightning_sgmcmc.progress import SamplingProgress
-from lightning_sgmcmc.safeguards import Safeguards
+from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
+from lightning_sgmcmc.run.handover import SampleHandover
+from lightning_sgmcmc.run.offline import stay_offline_without_login
+from lightning_sgmcmc.run.progress_bar import SamplingProgress
+from lightning_sgmcmc.run.resume import ExactResume
+from lightning_sgmcmc.run.safeguards import Safeguards
 from lightning_sgmcmc.samplers import SGLD, Sampler
-from lightning_sgmcmc.store import PosteriorSample
-from lightning_sgmcmc.training_data import count_training_data
-from lightning_sgmcmc.wandb_mode import stay_offline_without_login
 
 if TYPE_CHECKING:
-    from lightning_sgmcmc.posterior import Posterior
+    from lightning_sgmcmc.posterior.posterior import Posterior
 
 
 class BayesianModule(ChainModule):

@@ -8,10 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from recipes.results import Options, markdown, write_results
+from recipes.shared.results import Options, markdown, write_results
 
 FOLDER = Path(__file__).parent
-MACHINERY = ("__init__", "__main__", "jobs", "resnet", "results", "synthetic_images")
 
 
 def descriptions() -> dict[str, str]:
@@ -20,7 +19,7 @@ def descriptions() -> dict[str, str]:
     for path in sorted(FOLDER.iterdir()):
         if path.suffix == ".yaml":
             found[path.stem] = path.read_text().splitlines()[0].removeprefix("# ")
-        elif path.suffix == ".py" and path.stem not in MACHINERY:
+        elif path.suffix == ".py" and not path.stem.startswith("_"):
             docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
             found[path.stem] = docstring.splitlines()[0]
     return found
@@ -41,7 +40,7 @@ def run(name: str, options: Options) -> None:
 
 def _run_configuration(path: Path, options: Options) -> None:
     """Run a plain configuration as `sgmcmc fit --config` does, into the folder that was asked for."""
-    from lightning_sgmcmc.cli import main
+    from lightning_sgmcmc.cli.fit import main
 
     logger = ["--trainer.logger=pytorch_lightning.loggers.CSVLogger"]
     logger += [f"--trainer.logger.save_dir={options.out.parent}", f"--trainer.logger.name={options.out.name}"]

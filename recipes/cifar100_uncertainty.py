@@ -38,13 +38,14 @@ and 89.6 at τ = 0. The contour itself, 100 steps of four chains, makes no diffe
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from recipes.jobs import hush, run_jobs
-from recipes.results import Options, Row, mean_row
+from recipes.shared.jobs import hush, run_jobs
+from recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
     from lightning_sgmcmc import BayesianModule
+
 
 METHODS = ("cycSGHMC×T4", "M-SGD×P4", "reSGHMC×P4", "ICSGHMC×P4")
 PAPER = {
@@ -125,8 +126,7 @@ QUICK = Setting("synthetic", 8, 1000, 1000, 24, 50, 0.003, (5, 3), 100.0, 20.0, 
 
 def run(options: Options) -> list[Row]:
     """Run all methods with all seeds, draw the pictures, return the table."""
-    from lightning_sgmcmc.figures import entropy_figure
-    from lightning_sgmcmc.figures_ensembles import growth_figure
+    from lightning_sgmcmc.figures.evaluation import entropy_figure, growth_figure
 
     setting = FULL if options.full else QUICK
     jobs = [(method, seed) for method in METHODS for seed in range(setting.seeds)]
@@ -165,7 +165,7 @@ def module_of(method: str, setting: Setting, options: Options) -> "BayesianModul
 
     from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior
     from lightning_sgmcmc.samplers import SGHMC
-    from recipes.resnet import resnet
+    from recipes.shared.resnet import resnet
 
     class SteppedModule(BayesianModule):
         """Divides the step size by five at the milestones, by a scheduler of torch."""
@@ -259,7 +259,7 @@ def callbacks_of(method: str, setting: Setting, unknown: Any) -> "list[pl.Callba
 def datamodules(setting: Setting, options: Options) -> tuple[Any, Any]:
     """Return CIFAR-100 and SVHN in CIFAR's normalisation; or synthetic images, and those of other classes."""
     from lightning_sgmcmc.datamodules import CIFAR100DataModule, SVHNDataModule
-    from recipes.synthetic_images import SyntheticImages
+    from recipes.shared.synthetic_images import SyntheticImages
 
     if setting.data == "synthetic":
         sizes = (setting.num_data, 0, setting.num_test)
@@ -287,7 +287,7 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> dict[str,
     from pytorch_lightning.loggers import CSVLogger
 
     from lightning_sgmcmc.callbacks import PosteriorDashboard
-    from lightning_sgmcmc.metrics import predictive_entropy
+    from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
 
     hush(options)
     pl.seed_everything(options.seed + seed, verbose=False)
@@ -338,8 +338,10 @@ def logit_average(module: "BayesianModule", loader: Any, device: Any) -> dict[st
     """
     import torch
 
-    from lightning_sgmcmc.evaluation import WeightedAverage, evaluate, evaluation_mode
-    from lightning_sgmcmc.metrics import classification_metrics
+    from lightning_sgmcmc.chains.stateless import evaluation_mode
+    from lightning_sgmcmc.diagnostics.metrics import classification_metrics
+    from lightning_sgmcmc.evaluation.averages import WeightedAverage
+    from lightning_sgmcmc.evaluation.scoring import evaluate
 
     assert module.posterior is not None
     total = WeightedAverage()

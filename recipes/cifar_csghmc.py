@@ -22,11 +22,12 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from recipes.jobs import hush, run_jobs
-from recipes.results import Options, Row, mean_row
+from recipes.shared.jobs import hush, run_jobs
+from recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
+
 
 METHODS = ("M-SGD", "SGHMC", "CSGHMC", "saM-SGD", "saSGHMC", "saCSGHMC")
 PAPER = {
@@ -131,7 +132,7 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> tuple[flo
 
     from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior
     from lightning_sgmcmc.samplers import SGHMC
-    from recipes.resnet import resnet, resnet20
+    from recipes.shared.resnet import resnet, resnet20
 
     hush(options)
     pl.seed_everything(options.seed + seed, verbose=False)

@@ -28,13 +28,14 @@ group for each cycle. Momentum 0.9 at this lr₀ is better here (one seed: 16.1 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recipes.jobs import hush, run_jobs
-from recipes.results import Options, Row, mean_row
+from recipes.shared.jobs import hush, run_jobs
+from recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
     from lightning_sgmcmc import BayesianModule
+
 
 WEIGHT_DECAY = 5e-4
 LR = 0.5
@@ -135,7 +136,7 @@ class Outcome:
 
 def run(options: Options) -> list[Row]:
     """Run all methods with all seeds, draw the pictures, return the table."""
-    from lightning_sgmcmc.figures_ensembles import growth_figure
+    from lightning_sgmcmc.figures.evaluation import growth_figure
 
     rows: list[Row] = []
     for place, setting in enumerate(FULL if options.full else QUICK):
@@ -164,7 +165,7 @@ def module_of(method: Method, setting: Setting, options: Options) -> "BayesianMo
     import functools
 
     from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior, samplers
-    from recipes.resnet import resnet, resnet18
+    from recipes.shared.resnet import resnet, resnet18
 
     networks: dict[str, Any] = {
         "CIFAR-10": lambda: resnet18(10),
@@ -204,7 +205,7 @@ def callbacks_of(method: Method, setting: Setting) -> "list[pl.Callback]":
 def datamodule(setting: Setting, options: Options) -> Any:
     """Return CIFAR with crops and flips, all of it for training; or synthetic images."""
     from lightning_sgmcmc.datamodules import CIFAR10DataModule, CIFAR100DataModule
-    from recipes.synthetic_images import SyntheticImages
+    from recipes.shared.synthetic_images import SyntheticImages
 
     if setting.data == "synthetic":
         return SyntheticImages(setting.batch, options.seed)

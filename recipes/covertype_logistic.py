@@ -31,13 +31,18 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.datamodules import CovertypeDataModule
-from lightning_sgmcmc.finite_sums import FiniteSum, LogisticRegressionSum
-from lightning_sgmcmc.firefly import firefly
-from lightning_sgmcmc.gradient_estimators import ExponentialGradient, FullGradient, GradientEstimator, UniformGradient
-from lightning_sgmcmc.likelihood_bounds import LogisticBound
 from lightning_sgmcmc.samplers import SGLD, UnderdampedLangevin, pSGLD
-from lightning_sgmcmc.subsampled_chains import sample_sum
-from recipes.results import Options, Row, mean_row
+from lightning_sgmcmc.simulation.finite_sums import FiniteSum, LogisticRegressionSum
+from lightning_sgmcmc.simulation.firefly import firefly
+from lightning_sgmcmc.simulation.gradient_estimators import (
+    ExponentialGradient,
+    FullGradient,
+    GradientEstimator,
+    UniformGradient,
+)
+from lightning_sgmcmc.simulation.likelihood_bounds import LogisticBound
+from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
+from recipes.shared.results import Options, Row, mean_row
 
 BATCH_SIZE = 50
 PRIOR_VARIANCE = 10.0

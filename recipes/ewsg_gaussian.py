@@ -37,8 +37,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.finite_sums import GaussianSum
-from lightning_sgmcmc.gradient_estimators import (
+from lightning_sgmcmc.samplers import SGLD, Sampler, UnderdampedLangevin, pSGLD
+from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.simulation.finite_sums import GaussianSum
+from lightning_sgmcmc.simulation.gradient_estimators import (
     CalibratedFriction,
     ControlVariateGradient,
     ExponentialGradient,
@@ -46,15 +48,14 @@ from lightning_sgmcmc.gradient_estimators import (
     GradientEstimator,
     UniformGradient,
 )
-from lightning_sgmcmc.samplers import SGLD, Sampler, UnderdampedLangevin, pSGLD
-from lightning_sgmcmc.seeding import derive_seed
-from lightning_sgmcmc.subsampled_chains import sample_sum
-from recipes.jobs import run_jobs
-from recipes.results import Options, Row, mean_row
+from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
+from recipes.shared.jobs import run_jobs
+from recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 DATA, PASSES = 50, 30
 DRAWS = {"quick": 6, "full": 50}

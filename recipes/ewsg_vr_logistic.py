@@ -34,22 +34,23 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
-from lightning_sgmcmc.finite_sums import LogisticRegressionSum, batch_moments
-from lightning_sgmcmc.gradient_estimators import (
+from lightning_sgmcmc.samplers import UnderdampedLangevin
+from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.simulation.finite_sums import LogisticRegressionSum, batch_moments
+from lightning_sgmcmc.simulation.gradient_estimators import (
     CalibratedFriction,
     ExponentialGradient,
     FullGradient,
     GradientEstimator,
     UniformGradient,
 )
-from lightning_sgmcmc.samplers import UnderdampedLangevin
-from lightning_sgmcmc.seeding import derive_seed
-from lightning_sgmcmc.subsampled_chains import sample_sum
-from recipes.jobs import run_jobs
-from recipes.results import Options, Row, mean_row
+from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
+from recipes.shared.jobs import run_jobs
+from recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
 
 TABLES = ("pima", "parkinsons")
 TEST_FRACTION = 0.2

@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_sgmcmc.contour import Contour, ContourState, DecayingStepSize, EnergyPartition
-from lightning_sgmcmc.figures_contour import energy_histogram_figure, multiplier_figure
-from lightning_sgmcmc.figures_targets import densities_figure, errors_figure, path_figure
-from lightning_sgmcmc.simulate import ContourRun, Simulation, simulate
-from lightning_sgmcmc.targets import GaussianMixture
-from recipes.results import Options, Row, mean_row
+from lightning_sgmcmc.contour.partition import EnergyPartition
+from lightning_sgmcmc.contour.rules import Contour, ContourState, DecayingStepSize
+from lightning_sgmcmc.figures.contour import energy_histogram_figure, multiplier_figure
+from lightning_sgmcmc.figures.targets import densities_figure, errors_figure, path_figure
+from lightning_sgmcmc.simulation.loop import ContourRun, Simulation, simulate
+from lightning_sgmcmc.simulation.targets import GaussianMixture
+from recipes.shared.results import Options, Row, mean_row
 
 REPEATS = 10
 STEPS = {"quick": 1_000_000, "full": 10_000_000}

@@ -36,14 +36,15 @@ from torch import Tensor, nn
 from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Bernoulli, GaussianPrior, PolynomialDecay, PosteriorSample
 from lightning_sgmcmc.callbacks import CyclicalSchedule, SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
-from lightning_sgmcmc.diagnostics import autocorrelation, effective_sample_size
-from lightning_sgmcmc.inference_data import import_arviz
-from recipes.jobs import quiet_trainer
-from recipes.results import Options, Row, mean_row
+from lightning_sgmcmc.diagnostics.chains import import_arviz
+from lightning_sgmcmc.diagnostics.samples import autocorrelation, effective_sample_size
+from recipes.shared.jobs import quiet_trainer
+from recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 SAMPLES, BURN_IN = 5_000, 1_000
 BATCH_SIZE = 100

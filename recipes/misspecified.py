@@ -36,21 +36,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.diagnostics import autocorrelation, autocorrelation_time
-from lightning_sgmcmc.figures import canvas, integer_ticks, legend_above
-from lightning_sgmcmc.finite_sums import NormalModelSum
-from lightning_sgmcmc.firefly import firefly
-from lightning_sgmcmc.gradient_estimators import ExponentialGradient, FullGradient, GradientEstimator, UniformGradient
-from lightning_sgmcmc.likelihood_bounds import TaylorBound
-from lightning_sgmcmc.random_walk import random_walk_metropolis
+from lightning_sgmcmc.diagnostics.samples import autocorrelation, autocorrelation_time
+from lightning_sgmcmc.figures.canvas import canvas, integer_ticks, legend_above
 from lightning_sgmcmc.samplers import UnderdampedLangevin
 from lightning_sgmcmc.seeding import derive_seed
-from lightning_sgmcmc.subsampled_chains import sample_sum
-from recipes.jobs import run_jobs
-from recipes.results import Options, Row, mean_row
+from lightning_sgmcmc.simulation.finite_sums import NormalModelSum
+from lightning_sgmcmc.simulation.firefly import firefly
+from lightning_sgmcmc.simulation.gradient_estimators import (
+    ExponentialGradient,
+    FullGradient,
+    GradientEstimator,
+    UniformGradient,
+)
+from lightning_sgmcmc.simulation.likelihood_bounds import TaylorBound
+from lightning_sgmcmc.simulation.random_walk import random_walk_metropolis
+from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
+from recipes.shared.jobs import run_jobs
+from recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
 
 DATA = 100_000
 REPEATS = {"quick": 4, "full": 20}

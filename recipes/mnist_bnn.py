@@ -44,11 +44,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior, PosteriorSample, samplers
+from lightning_sgmcmc.batches.clustered import ClusteredOrder, cluster_data
 from lightning_sgmcmc.callbacks import EWSG, SamplerCallback, SamplingSchedule
-from lightning_sgmcmc.clustered_order import ClusteredOrder, cluster_data
 from lightning_sgmcmc.datamodules import MNISTDataModule, Split
-from recipes.jobs import hush, quiet_trainer, run_jobs
-from recipes.results import Options, Row, mean_row
+from recipes.shared.jobs import hush, quiet_trainer, run_jobs
+from recipes.shared.results import Options, Row, mean_row
 
 NUM_DATA = 60_000
 CLUSTERS = 10

@@ -53,11 +53,11 @@ from torch import Tensor, nn
 from lightning_sgmcmc import BayesianModule, Categorical, DecayingStepSize, GaussianPrior
 from lightning_sgmcmc.callbacks import ContourGradient
 from lightning_sgmcmc.datamodules import MNISTDataModule, Split
-from lightning_sgmcmc.figures_contour import energy_walk_figure
-from lightning_sgmcmc.figures_samples import weight_paths_figure
-from lightning_sgmcmc.geometry import classical_scaling, squared_distances, weight_sketch
-from recipes.jobs import quiet_trainer, run_jobs
-from recipes.results import Options, Row, mean_row
+from lightning_sgmcmc.diagnostics.geometry import classical_scaling, squared_distances, weight_sketch
+from lightning_sgmcmc.figures.contour import energy_walk_figure
+from lightning_sgmcmc.figures.samples import weight_paths_figure
+from recipes.shared.jobs import quiet_trainer, run_jobs
+from recipes.shared.results import Options, Row, mean_row
 
 WIDE = "ICSGLD, wide bins"
 METHODS = ("SGD", "SGLD", "ICSGLD", WIDE)

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from recipes.jobs import quiet_trainer, run_jobs
-from recipes.results import Options, Row, mean_row
+from recipes.shared.jobs import quiet_trainer, run_jobs
+from recipes.shared.results import Options, Row, mean_row
 
 NUM_DATA = 60_000
 HIDDEN = 200
@@ -91,7 +91,7 @@ def one(method: Method, seed: int, options: Options) -> tuple[dict[str, float], 
     from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior, samplers
     from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector
     from lightning_sgmcmc.datamodules import MNISTDataModule, NotMNISTDataModule
-    from lightning_sgmcmc.metrics import predictive_entropy
+    from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
 
     data = MNISTDataModule(options.data_root, batch_size=BATCH, val_size=0, flatten=True)
     unknown = NotMNISTDataModule(options.data_root, batch_size=1000, flatten=True)

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from lightning_sgmcmc.contour import Contour, DecayingStepSize, EnergyPartition
-from lightning_sgmcmc.diagnostics import cell_masses, divergence, mode_coverage, resample
-from lightning_sgmcmc.figures_targets import plane_figure, trajectories_figure
+from lightning_sgmcmc.contour.partition import EnergyPartition
+from lightning_sgmcmc.contour.rules import Contour, DecayingStepSize
+from lightning_sgmcmc.diagnostics.samples import cell_masses, divergence, mode_coverage, resample
+from lightning_sgmcmc.figures.targets import plane_figure, trajectories_figure
 from lightning_sgmcmc.schedules import CyclicalPlan
-from lightning_sgmcmc.simulate import ContourRun, Simulation, simulate
-from lightning_sgmcmc.targets import CosineTarget
-from recipes.results import Options, Row, mean_row
+from lightning_sgmcmc.simulation.loop import ContourRun, Simulation, simulate
+from lightning_sgmcmc.simulation.targets import CosineTarget
+from recipes.shared.results import Options, Row, mean_row
 
 REPEATS = 10
 STEPS = 200_000

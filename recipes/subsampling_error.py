@@ -39,9 +39,9 @@ from torch import nn
 from lightning_sgmcmc import SGLD, BayesianModule, Bernoulli, GaussianPrior, PosteriorSample, SwitchingOrder
 from lightning_sgmcmc.callbacks import SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
-from lightning_sgmcmc.switching_diffusion import coupled_ornstein_uhlenbeck
-from recipes.jobs import hush, quiet_trainer, run_jobs
-from recipes.results import Options, Row, mean_row
+from lightning_sgmcmc.simulation.switching_diffusion import coupled_ornstein_uhlenbeck
+from recipes.shared.jobs import hush, quiet_trainer, run_jobs
+from recipes.shared.results import Options, Row, mean_row
 from recipes.switching_diffusion import (
     CENTRES,
     CHAINS,
@@ -56,6 +56,7 @@ from recipes.switching_diffusion import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 STATIONARY_BOUND, STRONG_BOUND = 5 / (32 * 16 + 4 * 5), 0.25
 """The exponents of Theorem 1.3, with L = 15, K = 5 and R → 0, so c = K, and of Theorem 1.1."""

@@ -17,13 +17,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_sgmcmc.diagnostics import wasserstein_distance
-from lightning_sgmcmc.switching_diffusion import SwitchingPaths, stationary_moments, switching_ornstein_uhlenbeck
-from recipes.results import Options, Row
+from lightning_sgmcmc.diagnostics.samples import wasserstein_distance
+from lightning_sgmcmc.simulation.switching_diffusion import (
+    SwitchingPaths,
+    stationary_moments,
+    switching_ornstein_uhlenbeck,
+)
+from recipes.shared.results import Options, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 SLOPES, CENTRES = (5.0, 15.0), (5.0, -5 / 3)
 MEAN_SLOPE = 10.0

@@ -24,11 +24,12 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_sgmcmc.contour import Contour, DecayingStepSize, EnergyPartition
-from lightning_sgmcmc.figures_targets import estimates_figure
-from lightning_sgmcmc.simulate import ContourRun, simulate
-from lightning_sgmcmc.targets import GaussianMixture
-from recipes.results import Options, Row
+from lightning_sgmcmc.contour.partition import EnergyPartition
+from lightning_sgmcmc.contour.rules import Contour, DecayingStepSize
+from lightning_sgmcmc.figures.targets import estimates_figure
+from lightning_sgmcmc.simulation.loop import ContourRun, simulate
+from lightning_sgmcmc.simulation.targets import GaussianMixture
+from recipes.shared.results import Options, Row
 
 REPEATS = 100
 PARALLEL = 10

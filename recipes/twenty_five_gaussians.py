@@ -13,12 +13,12 @@ import itertools
 
 import torch
 
-from lightning_sgmcmc.diagnostics import cell_masses, mode_coverage
-from lightning_sgmcmc.figures_targets import plane_figure
+from lightning_sgmcmc.diagnostics.samples import cell_masses, mode_coverage
+from lightning_sgmcmc.figures.targets import plane_figure
 from lightning_sgmcmc.schedules import CyclicalPlan
-from lightning_sgmcmc.simulate import simulate
-from lightning_sgmcmc.targets import GaussianMixture
-from recipes.results import Options, Row, mean_row
+from lightning_sgmcmc.simulation.loop import simulate
+from lightning_sgmcmc.simulation.targets import GaussianMixture
+from recipes.shared.results import Options, Row, mean_row
 
 RUNS, PARALLEL = 10, 4
 STEPS = 50_000

@@ -50,16 +50,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.contour import Contour, ContourState, DecayingStepSize, EnergyPartition, bin_index
-from lightning_sgmcmc.diagnostics import cell_masses, divergence
-from lightning_sgmcmc.figures_targets import plane_figure, progress_figure
-from lightning_sgmcmc.replica_exchange import ExchangeRun
+from lightning_sgmcmc.contour.partition import EnergyPartition, bin_index
+from lightning_sgmcmc.contour.rules import Contour, ContourState, DecayingStepSize
+from lightning_sgmcmc.diagnostics.samples import cell_masses, divergence
+from lightning_sgmcmc.figures.targets import plane_figure, progress_figure
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.seeding import derive_seed
-from lightning_sgmcmc.simulate import CHUNK, ContourRun, simulate
-from lightning_sgmcmc.svgd import descend
-from lightning_sgmcmc.targets import CosineTarget
-from recipes.results import Options, Row
+from lightning_sgmcmc.simulation.exchange_run import ExchangeRun
+from lightning_sgmcmc.simulation.loop import CHUNK, ContourRun, simulate
+from lightning_sgmcmc.simulation.svgd import descend
+from lightning_sgmcmc.simulation.targets import CosineTarget
+from recipes.shared.results import Options, Row
 
 REPEATS = 20
 STEPS, PARALLEL = 80_000, 5

@@ -30,8 +30,8 @@ import functools
 import itertools
 from typing import Any, NamedTuple
 
-from recipes.jobs import quiet_trainer, run_jobs
-from recipes.results import Options, Row, mean_row
+from recipes.shared.jobs import quiet_trainer, run_jobs
+from recipes.shared.results import Options, Row, mean_row
 
 HIDDEN, BATCH, MODELS = 50, 50, 50
 EPOCHS = {"quick": 300, "full": 5000}

@@ -48,8 +48,7 @@ from lightning_sgmcmc.callbacks import (
     VarianceReducedEnergy,
 )
 from lightning_sgmcmc.datamodules import DigitsDataModule
-
-MAIN_JOB = Path(__file__).resolve().parent.parent / "recipes" / "digits_csghmc.yaml"
+from tests.support.paths import RECIPE as MAIN_JOB
 
 
 class Network(BayesianModule):
@@ -58,9 +57,7 @@ class Network(BayesianModule):
     def __init__(self, num_chains: int = 1, **options: Any) -> None:
         chosen: dict[str, Any] = {"sampler": SGHMC, "lr": 0.02, "seed": 3} | options
         super().__init__(likelihood=Categorical(), prior=GaussianPrior(std=1.0), num_chains=num_chains, **chosen)
-        self.net = nn.Sequential(
-            nn.Linear(64, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.1), nn.Linear(24, 10)
-        )
+        self.net = nn.Sequential(nn.Linear(64, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.1), nn.Linear(24, 10))
 
 
 class Plain(BayesianModule):
@@ -126,7 +123,7 @@ def run(folder: Path, module: Any, callbacks: Iterable[Any] = (), **options: Any
 
 def main_job(folder: Path) -> dict[str, Any]:
     """The YAML that README runs."""
-    from lightning_sgmcmc.cli import main
+    from lightning_sgmcmc.cli.fit import main
 
     main(["fit", f"--config={MAIN_JOB}", f"--trainer.logger.save_dir={folder}"])
     (path,) = folder.glob("digits_csghmc/*/samples")

@@ -32,8 +32,8 @@ from lightning_sgmcmc.callbacks import (
     SamplerCallback,
     SamplingSchedule,
 )
-from lightning_sgmcmc.store import PosteriorSample
-from tests.conjugate import quiet_trainer
+from lightning_sgmcmc.chains.sample import PosteriorSample
+from tests.support.conjugate import quiet_trainer
 
 
 def blobs(count: int = 96, seed: int = 0) -> TensorDataset:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_sgmcmc.cli import main
+from lightning_sgmcmc.cli.fit import main
 from lightning_sgmcmc.samplers import SGHMC, SGLD
 from lightning_sgmcmc.tune import propose_lr
-from tests.conjugate import ConjugateRegression, quiet_trainer
+from tests.support.conjugate import ConjugateRegression, quiet_trainer
+from tests.support.paths import RECIPE
 
 PROBLEM = ConjugateRegression()
-RECIPE = str(Path(__file__).parents[1] / "recipes" / "digits_csghmc.yaml")
 propose = functools.partial(propose_lr, make_trainer=quiet_trainer)
 
 

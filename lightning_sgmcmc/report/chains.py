@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_sgmcmc.inference_data import ChainGrid, chain_diagnostics, choose_parameters, parameter_draws
+from lightning_sgmcmc.diagnostics.chains import ChainGrid, chain_diagnostics
+from lightning_sgmcmc.posterior.export import choose_parameters, parameter_draws
 from lightning_sgmcmc.report.html_page import Cell, paragraph, table
 from lightning_sgmcmc.report.run_record import RunError, RunRecord
 

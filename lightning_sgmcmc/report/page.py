@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_sgmcmc.diagnostics import effective_sample_size
+from lightning_sgmcmc.diagnostics.samples import effective_sample_size
 from lightning_sgmcmc.report import html_page
 from lightning_sgmcmc.report.chains import Chains
 from lightning_sgmcmc.report.health import tensors

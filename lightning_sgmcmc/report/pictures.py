@@ -10,6 +10,7 @@ from lightning_sgmcmc.report.run_record import RunRecord
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+
 CAPTIONS = {
     "energy": "Mini-batch estimates of the potential energy along the run; the samples are marked.",
     "sample_energy": "Energies of the samples, by chain.",

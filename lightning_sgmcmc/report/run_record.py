@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_sgmcmc.store import MANIFEST, DiskStore, SampleRecord
+from lightning_sgmcmc.chains.sample import SampleRecord
+from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
 
 RESULTS, HISTORY, HEALTH = "results.json", "history.json", "health.json"
 MARKS = (RESULTS, HISTORY, HEALTH, f"samples/{MANIFEST}")

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from lightning_sgmcmc.diagnostics import effective_sample_size, normalised_weights
+from lightning_sgmcmc.chains.sample import SampleRecord
+from lightning_sgmcmc.diagnostics.samples import effective_sample_size, normalised_weights
 from lightning_sgmcmc.report import html_page
 from lightning_sgmcmc.report.html_page import folded, paragraph, table
 from lightning_sgmcmc.report.run_record import RunRecord
-from lightning_sgmcmc.store import SampleRecord
 
 SHORT_TABLE = 12
 """Longer tables of samples are folded."""

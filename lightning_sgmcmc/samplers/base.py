@@ -192,7 +192,7 @@ class Sampler(Optimizer):
         """Update `params` in place by one step; `noise` is None at temperature 0, else free to be overwritten."""
         raise NotImplementedError
 
-    # -- the rule's own fluctuations, for diagnostics (`lightning_sgmcmc.health`) -------------------------------------
+    # -- the rule's own fluctuations, for diagnostics (`lightning_sgmcmc.diagnostics.health`) -------------------------
 
     def momentum_variance(self, group: dict[str, Any], before: "Control | None") -> "Control | None":
         """Return the variance of a momentum coordinate after a step without force, None for rules without momentum.

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical
-from lightning_sgmcmc.data_order import BatchOrder, ResumableLoader
+from lightning_sgmcmc.batches.loader import ResumableLoader
+from lightning_sgmcmc.batches.order import BatchOrder
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.datamodules.augmentation import Augmentation
 from lightning_sgmcmc.datamodules.loading import evaluation_loader

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
-from lightning_sgmcmc.contour import Contour, DecayingStepSize, EnergyPartition
-from lightning_sgmcmc.simulate import CHUNK, ContourRun, simulate
-from lightning_sgmcmc.targets import GaussianMixture
+from lightning_sgmcmc.contour.partition import EnergyPartition
+from lightning_sgmcmc.contour.rules import Contour, DecayingStepSize
+from lightning_sgmcmc.simulation.loop import CHUNK, ContourRun, simulate
+from lightning_sgmcmc.simulation.targets import GaussianMixture
 
 PEERS = Path(__file__).parent / "peers"
 CHAINS = (1, 10, 100, 1000)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from lightning_sgmcmc import BayesianModule, Categorical, UnderdampedLangevin
+from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.callbacks import EWSG, SamplingSchedule
-from lightning_sgmcmc.data_order import ResumableLoader
 from lightning_sgmcmc.datamodules import TensorBatches
 from tests.benchmarks.networks import mlp, resnet20
 from tests.benchmarks.timing import interleaved, ratios

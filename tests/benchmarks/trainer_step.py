@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical
+from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.callbacks import (
     BayesianModelAverage,
     CyclicalSchedule,
@@ -23,7 +24,6 @@ from lightning_sgmcmc.callbacks import (
     RunSummary,
     SampleCollector,
 )
-from lightning_sgmcmc.data_order import ResumableLoader
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.datamodules.loading import evaluation_loader
 from tests.benchmarks.networks import mlp, resnet20

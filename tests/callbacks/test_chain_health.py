@@ -22,8 +22,8 @@ from lightning_sgmcmc import (
     pSGLD,
 )
 from lightning_sgmcmc.callbacks import ChainHealth, CyclicalSchedule, SamplerCallback, SamplingSchedule
-from lightning_sgmcmc.figures_samples import temperatures_figure
-from tests.conjugate import ConjugateRegression, quiet_trainer
+from lightning_sgmcmc.figures.samples import temperatures_figure
+from tests.support.conjugate import ConjugateRegression, quiet_trainer
 from tests.test_training import classifier, loaders
 
 PROBLEM = ConjugateRegression()

@@ -34,10 +34,10 @@ from lightning_sgmcmc.callbacks import (
     SamplerCallback,
     SamplingSchedule,
 )
-from lightning_sgmcmc.contour import LearnedContour
+from lightning_sgmcmc.contour.learned import LearnedContour
 from tests import contour_reference as reference
-from tests.conjugate import ConjugateRegression, quiet_trainer
-from tests.test_ddp import RankData
+from tests.chains.test_ddp import RankData
+from tests.support.conjugate import ConjugateRegression, quiet_trainer
 
 PROBLEM = ConjugateRegression(num_data=120, features=2, outputs=3)
 PARTITION = {"first_edge": 390.0, "width": 6.0, "num_bins": 30}
@@ -284,7 +284,7 @@ class SaveAt(pl.callbacks.Checkpoint):
 
 @pytest.mark.parametrize("learns_range", [True, False])
 def test_a_resumed_run_learns_on_bit_for_bit(tmp_path: Path, learns_range: bool) -> None:
-    from tests.test_exact_resume import InMemory, network
+    from tests.run.test_exact_resume import InMemory, network
 
     def run(ckpt_path: Path | None = None) -> Any:
         module = BayesianModule(net=network(), likelihood=Categorical(), sampler=SGHMC, lr=0.05, seed=3)
@@ -462,7 +462,7 @@ def test_dropout_and_full_energies_do_not_go_together() -> None:
 
 def test_the_average_weighs_by_importance() -> None:
     """The running average of the validation data is that of the samples with their weights."""
-    from tests.test_exact_resume import InMemory
+    from tests.run.test_exact_resume import InMemory
 
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))

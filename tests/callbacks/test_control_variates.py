@@ -19,16 +19,23 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
     VarianceReducedEnergy,
 )
-from lightning_sgmcmc.posterior import Posterior
-from lightning_sgmcmc.snapshot import rows_of
+from lightning_sgmcmc.posterior.posterior import Posterior
+from lightning_sgmcmc.subsampling.snapshot import rows_of
 from tests.callbacks.test_variance_reduced_energy import Energies, Nudge, full_energy
-from tests.conjugate import Array, ConjugateRegression, Draws, covariance_with_error, mean_with_error, quiet_trainer
-from tests.test_chain_strategy import Even, Plain
-from tests.test_chain_strategy import fit as fit_in_layout
-from tests.test_chains import CHAINS, Net, OneOfMany, assert_same, seeded
-from tests.test_chains import fit as fit_chains
-from tests.test_exact_resume import InMemory, SaveEverywhere, differences
-from tests.test_exact_resume import run as resumable_run
+from tests.chains.test_chain_strategy import Even, Plain
+from tests.chains.test_chain_strategy import fit as fit_in_layout
+from tests.chains.test_chains import CHAINS, Net, OneOfMany, assert_same, seeded
+from tests.chains.test_chains import fit as fit_chains
+from tests.run.test_exact_resume import InMemory, SaveEverywhere, differences
+from tests.run.test_exact_resume import run as resumable_run
+from tests.support.conjugate import (
+    Array,
+    ConjugateRegression,
+    Draws,
+    covariance_with_error,
+    mean_with_error,
+    quiet_trainer,
+)
 
 
 class Gradients(SamplerCallback):
@@ -172,7 +179,7 @@ def svrg_covariance(lr: float, batch_size: int) -> Array:
 
 def test_svrg_langevin_dynamics_is_nearer_to_the_posterior() -> None:
     """At a step where batches' noise makes up most of SGLD's error, SVRG-LD has the law that theory says; false alarms
-    as in tests/test_conjugate_regression.py, Student's t with 39 degrees of freedom at 5 and 6: below 2e-4."""
+    as in tests/samplers/test_conjugate_regression.py, Student's t with 39 degrees of freedom at 5 and 6: below 2e-4."""
     lr, batch = 0.05, 10
     exact, sgld, svrg = (np.trace(c) for c in (PROBLEM.covariance, *(f(lr, batch) for f in LAWS)))
     assert sgld / exact - 1 > 10 * abs(svrg / exact - 1)

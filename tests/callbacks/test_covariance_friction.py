@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc import SGHMC, BayesianModule, ChainStrategy, UnderdampedLangevin
+from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.callbacks import (
     ControlVariates,
     CovarianceFriction,
@@ -20,15 +21,14 @@ from lightning_sgmcmc.callbacks import (
     SamplerCallback,
     SamplingSchedule,
 )
-from lightning_sgmcmc.chain_layout import ChainLayout
-from lightning_sgmcmc.data_order import ResumableLoader
-from lightning_sgmcmc.posterior import Posterior
-from tests.conjugate import Array, ConjugateRegression, Draws, covariance_with_error, quiet_trainer
-from tests.test_chain_strategy import Even, Plain
-from tests.test_chain_strategy import fit as fit_in_layout
-from tests.test_chains import CHAINS, Net, OneOfMany, assert_same, seeded
-from tests.test_chains import fit as fit_chains
-from tests.test_exact_resume import InMemory, SaveEverywhere, differences
+from lightning_sgmcmc.chains.layout import ChainLayout
+from lightning_sgmcmc.posterior.posterior import Posterior
+from tests.chains.test_chain_strategy import Even, Plain
+from tests.chains.test_chain_strategy import fit as fit_in_layout
+from tests.chains.test_chains import CHAINS, Net, OneOfMany, assert_same, seeded
+from tests.chains.test_chains import fit as fit_chains
+from tests.run.test_exact_resume import InMemory, SaveEverywhere, differences
+from tests.support.conjugate import Array, ConjugateRegression, Draws, covariance_with_error, quiet_trainer
 
 Langevin = functools.partial(UnderdampedLangevin, friction=2.0)
 SMALL = ConjugateRegression(num_data=24, features=3, outputs=2, seed=1)

@@ -13,16 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from lightning_sgmcmc import (
-    SGHMC,
-    SGLD,
-    SGNHT,
-    BayesianModule,
-    Gaussian,
-    Posterior,
-    UnderdampedLangevin,
-    pSGLD,
-)
+from lightning_sgmcmc import SGHMC, SGLD, SGNHT, BayesianModule, Gaussian, Posterior, UnderdampedLangevin, pSGLD
 from lightning_sgmcmc.callbacks import (
     EWSG,
     ContourGradient,
@@ -35,11 +26,11 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
 )
 from lightning_sgmcmc.samplers import Sampler
-from tests.conjugate import quiet_trainer
-from tests.test_chain_strategy import Even, Plain
-from tests.test_chain_strategy import fit as fit_in_layout
-from tests.test_chains import CHAINS, Data, Net, OneOfMany, assert_same, fit, seeded
-from tests.test_exact_resume import SETTINGS, SaveEverywhere, differences, run
+from tests.chains.test_chain_strategy import Even, Plain
+from tests.chains.test_chain_strategy import fit as fit_in_layout
+from tests.chains.test_chains import CHAINS, Data, Net, OneOfMany, assert_same, fit, seeded
+from tests.run.test_exact_resume import SETTINGS, SaveEverywhere, differences, run
+from tests.support.conjugate import quiet_trainer
 
 Underdamped = partial(UnderdampedLangevin, friction=5.0)
 
@@ -137,8 +128,8 @@ class Held(SamplerCallback):
 def test_the_index_chain_has_its_law(sampler: Any, lr: float, guess: Any) -> None:
     """Six data, one a batch, drawn with replacement: the law after three proposals, from the chain's matrix.
 
-    (`tests/test_subsampling.py` shows that it tends to eq. (4).) Chi-square of 1,000 steps over six data; a false alarm
-    has a chance of 1e-4 in each case.
+    (`tests/subsampling/test_subsampling.py` shows that it tends to eq. (4).) Chi-square of 1,000 steps over six data; a
+    false alarm has a chance of 1e-4 in each case.
     """
     x, y = torch.randn(6, 2, generator=torch.Generator().manual_seed(1)), torch.tensor([0.4, -0.3, 1.0, 0.1, -1.2, 0.6])
     prior_free = torch.stack([-x[i] * y[i] for i in range(6)])  # at θ = 0 the prior's gradient is 0

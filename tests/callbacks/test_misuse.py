@@ -32,7 +32,7 @@ from lightning_sgmcmc.callbacks import (
     SamplerCallback,
     SamplingSchedule,
 )
-from tests.conjugate import quiet_trainer
+from tests.support.conjugate import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no validation data to evaluate")
 

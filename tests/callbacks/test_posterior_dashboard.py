@@ -21,14 +21,14 @@ from lightning_sgmcmc.callbacks import (
     SampleCollector,
     SamplerCallback,
     SamplingSchedule,
-    dashboard_parts,
-    logger_output,
 )
 from lightning_sgmcmc.callbacks.posterior_dashboard import PARTS
-from lightning_sgmcmc.geometry import interpolate, squared_distances
-from lightning_sgmcmc.store import PosteriorSample
-from tests.conjugate import quiet_trainer
-from tests.test_ddp import Blobs
+from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.diagnostics.geometry import interpolate, squared_distances
+from lightning_sgmcmc.report import drawings as dashboard_parts
+from lightning_sgmcmc.run import loggers as logger_output
+from tests.chains.test_ddp import Blobs
+from tests.support.conjugate import quiet_trainer
 from tests.test_training import classifier, loaders
 
 
@@ -220,8 +220,8 @@ def test_a_full_disk_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> No
     def full(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(logger_output, "write_atomically", full)
-    monkeypatch.setattr("lightning_sgmcmc.callbacks.posterior_dashboard.write_atomically", full)
+    monkeypatch.setattr(logger_output, "write_output", full)
+    monkeypatch.setattr("lightning_sgmcmc.callbacks.posterior_dashboard.write_output", full)
     module = classifier()
     callbacks = [CyclicalSchedule(1, 0.5, 2), PosteriorDashboard(), BayesianModelAverage()]
     trainer = quiet_trainer(max_epochs=5, callbacks=callbacks)

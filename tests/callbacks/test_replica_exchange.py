@@ -19,10 +19,10 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
     VarianceReducedEnergy,
 )
-from lightning_sgmcmc.target_module import TargetDataModule, TargetModule
-from lightning_sgmcmc.targets import GaussianMixture
-from tests.conjugate import quiet_trainer
-from tests.test_chains import Data, Net, seeded
+from lightning_sgmcmc.simulation.target_module import TargetDataModule, TargetModule
+from lightning_sgmcmc.simulation.targets import GaussianMixture
+from tests.chains.test_chains import Data, Net, seeded
+from tests.support.conjugate import quiet_trainer
 
 LADDERS = 12
 

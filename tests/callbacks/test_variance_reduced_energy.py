@@ -8,8 +8,8 @@ from torch import nn
 
 from lightning_sgmcmc import BayesianModule, Categorical
 from lightning_sgmcmc.callbacks import ContourGradient, SamplerCallback, SamplingSchedule, VarianceReducedEnergy
-from tests.conjugate import quiet_trainer
-from tests.test_chain_strategy import Even
+from tests.chains.test_chain_strategy import Even
+from tests.support.conjugate import quiet_trainer
 
 
 class Energies(SamplerCallback):

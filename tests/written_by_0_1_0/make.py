@@ -13,10 +13,10 @@ from torch import nn
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, GaussianPrior
 from lightning_sgmcmc.callbacks import (
+    EWSG,
     BayesianModelAverage,
     ChainHealth,
     ContourGradient,
-    EWSG,
     SampleCollector,
     SamplingSchedule,
 )

@@ -18,8 +18,8 @@ from torch import nn
 from torch_problem import INPUTS, LABELS, LEARNING_RATE, NUM_DATA, WARM_UP, Batches, mlp, time_fit, time_sgd
 
 from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Categorical, Gaussian, GaussianPrior
+from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector, SamplingSchedule
-from lightning_sgmcmc.data_order import ResumableLoader
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.datamodules.loading import evaluation_loader
 

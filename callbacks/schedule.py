@@ -1,0 +1,90 @@
+"""The base class of schedules: when samples are drawn, and with which controls."""
+
+from typing import Any
+
+import pytorch_lightning as pl
+
+from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.samplers import Sampler
+
+
+class Schedule(SamplerCallback):
+    """Base of the callbacks that say when samples are drawn; a run has exactly one.
+
+    Subclasses implement `plan`, `controls` and `draws`. The step k = 1, 2, … is the number of the coming optimizer
+    step, from the sampler's own counter: it survives a resume, and does not count steps that a loss scaler skipped.
+    """
+
+    _sampler: Sampler
+    _step: int = 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        schedules = [c for c in trainer.callbacks if isinstance(c, Schedule)]  # type: ignore[attr-defined]
+        if len(schedules) > 1:
+            names = " and ".join(type(c).__name__ for c in schedules)
+            raise ValueError(f"a run has one schedule, got {names}: remove one of them")
+
+    def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        """Work out what depends on the run's length; called once, before the first step."""
+        raise NotImplementedError
+
+    def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:
+        """Set the controls for step k."""
+        raise NotImplementedError
+
+    def draws(self, step: int) -> bool:
+        """Return whether the states after step k are samples."""
+        raise NotImplementedError
+
+    sets_lr = True
+    """Whether the schedule sets the step size."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        module = bayesian(pl_module, self)
+        self._sampler = module.sampler
+        if self.sets_lr and trainer.lr_scheduler_configs:
+            scheduler = type(trainer.lr_scheduler_configs[0].scheduler).__name__
+            raise ValueError(f"both {type(self).__name__} and the {scheduler} set the step size: remove one of them")
+        for group in self._sampler.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        module.chain_state.cycle, module.chain_state.num_cycles = 0, None  # of an earlier fit with another schedule
+        self.plan(trainer, module)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._step = self._sampler.step_count + 1
+        self.apply(self._step, pl_module, self._sampler)  # type: ignore[arg-type]
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # Micro-batches that only accumulate, and steps that a loss scaler skipped, leave the counter where it was.
+        if self._sampler.step_count == self._step and self.draws(self._step):
+            pl_module.chain_state.sample_due = True  # type: ignore[union-attr]
+
+
+def run_length(trainer: pl.Trainer) -> float:
+    """Return the optimizer steps that the run will make, infinite where that is not known."""
+    steps = trainer.estimated_stepping_batches
+    return steps if steps >= 0 else float("inf")  # -1 for epochs of a loader without length
+
+
+def schedule_of(trainer: pl.Trainer) -> Schedule | None:
+    """Return the run's schedule, if it has one."""
+    return next((c for c in trainer.callbacks if isinstance(c, Schedule)), None)  # type: ignore[attr-defined]
+
+
+def require_schedule(trainer: pl.Trainer, callback: pl.Callback) -> None:
+    """Refuse a run in which no sample would ever be drawn.
+
+    Raises:
+        ValueError: if the trainer has no schedule.
+    """
+    if schedule_of(trainer) is None:
+        raise ValueError(
+            f"{type(callback).__name__} would never see a sample: add a CyclicalSchedule or a SamplingSchedule, which "
+            "say when samples are drawn"
+        )

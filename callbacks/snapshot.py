@@ -1,0 +1,193 @@
+"""What the callbacks share that hold mini-batches against a snapshot of the chains."""
+
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, refuse_loss_scaler
+from lightning_sgmcmc.chains.state import ChainState
+from lightning_sgmcmc.checks import check_count
+from lightning_sgmcmc.evaluation.full_data import pass_over_data
+from lightning_sgmcmc.subsampling.snapshot import Snapshot
+
+
+class SnapshotCallback(SamplerCallback):
+    """Takes a snapshot θ_q of the chains at the beginning of every q-th epoch, goes over all data there, and computes
+    each mini-batch at θ_q, too: its energy, its gradient, or both from the same forward pass.
+
+    Subclasses say in `take_in` and `end_pass` what a pass over all data is for, and in `correct_gradient` what happens
+    to the gradient of a whole batch.
+
+    Args:
+        start_epoch: first epoch, from 0, with a snapshot.
+        every_n_epochs: q.
+        energy: whether energies are corrected.
+        gradients: whether gradients at θ_q are wanted.
+
+    Raises:
+        ValueError: for an argument out of range; at setup, for gradients under a loss scaler.
+    """
+
+    shuffles_pass = False
+    """Whether a pass over all data goes in batches of random data."""
+
+    def __init__(self, start_epoch: int, every_n_epochs: int, energy: bool, gradients: bool) -> None:
+        check_count("start_epoch", start_epoch, least=0)
+        check_count("every_n_epochs", every_n_epochs)
+        self.start_epoch = start_epoch
+        self.every_n_epochs = every_n_epochs
+        self.energy = energy
+        self.gradients = gradients
+        self.reset()
+
+    def reset(self) -> None:
+        self._snapshot: Snapshot | None = None
+        self._period = -1
+        """The number of the snapshot, -1 before the first one."""
+        self._correction: Tensor | None = None
+        """Of this step's energies, the mean over its micro-batches so far."""
+        self._restored: dict[str, Any] = {}
+        self._state = ChainState()
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and self.gradients:
+            refuse_loss_scaler(trainer, f"{type(self).__name__} computes with gradients")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._module = bayesian(pl_module, self)
+        self._layout, self._state = self._module.layout, self._module.chain_state
+        if self._restored:
+            self.restore(self._restored)
+        if self.gradients:
+            self._state.correct_gradient = self._batch_is_complete
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned, when a fit begins."""
+        if saved["snapshot"] is not None:
+            self._snapshot = Snapshot(self._module, self.gradients)
+            self._snapshot.load_state_dict(saved["snapshot"])
+        self._period = saved["period"]
+        if saved["correction"] is not None:
+            self._correction = self._layout.own_unreduced(saved["correction"]).to(self._module.device).reshape(-1)
+        self._restored = {}
+
+    # -- the snapshot -------------------------------------------------------------------------------------------------
+
+    def rests(self) -> bool:
+        """Return whether the coming step needs no snapshot."""
+        return False
+
+    def take_in(self, log_likelihood: Tensor) -> None:
+        """Do with a batch of the pass over all data what it is for.
+
+        Args:
+            log_likelihood: log p(y|x,θ_q) of each datum, shape (C, n), with its graph if gradients are wanted.
+        """
+
+    def end_pass(self) -> None:
+        """Put together what `take_in` has found."""
+
+    def _refresh(self, trainer: pl.Trainer) -> None:
+        """Take a snapshot of the chains, and go over all data."""
+        module = self._module
+        if self._snapshot is None:
+            self._snapshot = Snapshot(module, self.gradients)
+        self._snapshot.take()
+        total = torch.zeros_like(self._snapshot.log_likelihood)
+        devices = [module.device] if module.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            for batch in pass_over_data(trainer, module, type(self).__name__, "snapshot", self.shuffles_pass):
+                each = self._at_snapshot(trainer, self._snapshot, batch)
+                total += each.detach().double().sum(1)
+                self.take_in(each)
+        ranks = self._layout.ranks_per_chain
+        self._snapshot.log_likelihood.copy_(self._layout.mean_over_data(total) * ranks)
+        self.end_pass()
+        if self.gradients:
+            self._state.gradient_evaluations += self._state.num_data
+
+    @staticmethod
+    def _at_snapshot(trainer: pl.Trainer, snapshot: Snapshot, batch: Any) -> Tensor:
+        with trainer.strategy.precision_plugin.val_step_context():
+            return snapshot.of_batch(batch)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        since = trainer.current_epoch - self.start_epoch
+        if since < 0 or self.rests():
+            return
+        position = batch_idx % trainer.accumulate_grad_batches
+        if position == 0 and since // self.every_n_epochs != self._period:
+            self._refresh(trainer)
+            self._period = since // self.every_n_epochs
+        if self._snapshot is None:
+            return
+        each = self._at_snapshot(trainer, self._snapshot, batch)
+        if self.gradients:
+            size = each.shape[1]
+            self._snapshot.add_gradients(each, size)
+            self._state.gradient_evaluations += size * self._layout.ranks_per_chain
+        if self.energy:
+            self._correct_energy(self._snapshot, each.detach(), position)
+
+    def _correct_energy(self, snapshot: Snapshot, each: Tensor, position: int) -> None:
+        state = self._state
+        state.reference_log_likelihood = each
+        correction = state.num_data * each.double().mean(1) - snapshot.log_likelihood
+        if position > 0 and self._correction is not None:
+            correction = self._correction + (correction - self._correction) / (position + 1)
+        self._correction = state.energy_correction = correction
+
+    def _batch_is_complete(self) -> None:
+        if self._snapshot is not None and self._snapshot.count > 0:
+            with torch.no_grad():
+                self.correct_gradient(self._snapshot)
+            self._snapshot.clear()
+
+    def correct_gradient(self, snapshot: Snapshot) -> None:
+        """Look at the gradient of a whole batch, in the parameters, `batch_share` times its own.
+
+        Args:
+            snapshot: with the sums of the gradients of the batch's micro-batches there.
+        """
+
+    # -- the end, checkpoints -----------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Let go of the run, so that the module can be copied and pickled."""
+        self._state.correct_gradient = None
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.release()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.release()  # the snapshot may yet be saved
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit" or self._snapshot is None:
+            return
+        if not self._layout.is_spread:  # the state can be saved after the fit, too
+            self._restored = self.state_dict()
+        self._snapshot = None  # it holds the module
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._restored:
+            return self._restored
+        snapshot, correction = self._snapshot, None
+        if self._correction is not None and self._state.accumulating:
+            own = self._correction if self._module.num_chains > 1 else self._correction[0]
+            correction = self._layout.gather_unreduced(own).cpu()
+        return {
+            "snapshot": snapshot.state_dict() if snapshot is not None else None,
+            "period": self._period,
+            "correction": correction,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict

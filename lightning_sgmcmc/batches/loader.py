@@ -1,0 +1,235 @@
+"""The order of the training data: a function of (seed, chain, epoch, position), so that a run can go on anywhere."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from lightning_sgmcmc.batches.order import BatchOrder, batches_per_epoch
+from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything
+
+
+class ResumableLoader:
+    """A training loader whose batches are a function of (seed, chain, epoch, position), with the position as state.
+
+    In a checkpoint it is one number, the batches handed out so far; a run that goes on from the checkpoint gets exactly
+    the batches that it would have had, in mid-epoch too, and with any number of workers. Data sets that hand out whole
+    batches (`__getitems__`, as `TensorBatches`) are indexed by whole batches. Before each batch the default generators
+    are seeded by (seed, chain, batch), so augmentation that draws from them is repeatable as well: torch's for whole
+    batches in this process, torch's, NumPy's and Python's where items are loaded one by one.
+
+    Each pass through it hands out as many batches as an epoch has and goes on where the last one stopped.
+
+    Args:
+        dataset: a data set with a length.
+        batch_size: data in a batch (of each rank), > 0.
+        seed: seed of the order; None takes the run's, which the trainer's module hands in, else torch's initial seed.
+        drop_last: leave out the last batch of an epoch where it is short.
+        num_workers: processes that load; 0 loads in this one.
+        collate: makes a batch of a list of items; None is torch's default. Whole batches are not collated.
+        chain: global index of the chain; a run with several chains hands in their indices.
+        num_replicas: data-parallel ranks that share the data; None asks torch.distributed.
+        rank: index of this replica; None asks torch.distributed.
+        pin_memory: copy batches of workers into pinned memory.
+        order: makes a chain's order of the data from the arguments of `BatchOrder`, with batches as many as that has:
+            that class, or a `functools.partial` of another.
+
+    Raises:
+        ValueError: if the data set has no length or is empty, batch_size is below 1, num_workers is negative, or
+            drop_last leaves no batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        seed: int | None = None,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+        chain: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        pin_memory: bool = False,
+        order: Callable[..., "BatchOrder"] = BatchOrder,
+    ) -> None:
+        if not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"{type(dataset).__name__} has no length, so the order of its data cannot be fixed: use a DataLoader"
+            )
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if num_workers < 0:
+            raise ValueError(f"num_workers must not be negative, got {num_workers}")
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_workers = num_workers
+        self.collate_fn = collate if collate is not None else _default_collate_of(dataset)
+        self.chains: tuple[int, ...] = (chain,)
+        """The chains that get a batch of their own each; one gets plain batches, several get `ChainBatches`."""
+        self.num_replicas = num_replicas or (torch.distributed.get_world_size() if distributed else 1)
+        self.rank = rank if rank is not None else (torch.distributed.get_rank() if distributed else 0)
+        self.pin_memory = pin_memory
+        self.order = order
+        self._seed = seed
+        self._length = batches_per_epoch(len(dataset), batch_size, drop_last, self.num_replicas)
+        if self._length == 0:
+            what = f"batch_size={batch_size} with drop_last=True leaves no batch" if drop_last else "there is no batch"
+            raise ValueError(f"{what} of {len(dataset)} data on {self.num_replicas} ranks")
+        self._batches = 0
+        self._fetch: Callable[[int], Any] | None = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def seed(self) -> int:
+        """The seed of the order."""
+        return self._seed if self._seed is not None else torch.initial_seed()
+
+    def adopt_seed(self, seed: int) -> None:
+        """Take the run's seed, unless one was given to the constructor or came from a checkpoint."""
+        if self._seed is None:
+            self._seed, self._fetch = seed, None
+
+    def adopt_chains(self, chains: Sequence[int]) -> None:
+        """Hand out batches of these chains, by their global indices."""
+        if tuple(chains) != self.chains:
+            self.chains, self._fetch = tuple(chains), None
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self._length):
+            if self._fetch is None:
+                self._fetch = self._begin()
+            batch = self._fetch(self._batches)
+            self._batches += 1
+            yield batch
+
+    def _begin(self) -> Callable[[int], Any]:
+        """Return what loads the batches from the present position on."""
+        orders = [
+            self.order(
+                len(self.dataset),  # type: ignore[arg-type]
+                self.batch_size,
+                self.seed,
+                chain,
+                self.drop_last,
+                self.num_replicas,
+                self.rank,
+            )
+            for chain in self.chains
+        ]
+        streams = [f"{chain}/{self.rank}" for chain in self.chains]
+        items = _SeededItems(self.dataset, self.collate_fn, self.seed, streams)
+        if self.num_workers == 0:
+            return lambda batch: items.load_all(batch, [order.indices(batch) for order in orders])
+        stream = _Stream(orders, self._batches)
+        loader = DataLoader(
+            items, batch_sampler=stream, num_workers=self.num_workers, collate_fn=_as_is, pin_memory=self.pin_memory
+        )
+        batches = iter(loader)
+        if len(orders) == 1:
+            return lambda batch: next(batches)
+        return lambda batch: ChainBatches(next(batches) for _ in orders)
+
+    def close(self) -> None:
+        """Stop the workers; the next pass starts new ones."""
+        self._fetch = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_fetch": None}  # a copy in another process has workers of its own
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of batches handed out, and what the order is a function of."""
+        return {"batches": self._batches, "seed": self.seed, "length": self._length}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go to the position that `state_dict` returned.
+
+        Raises:
+            ValueError: if the epochs have another number of batches now.
+        """
+        if state_dict["length"] != self._length:
+            raise ValueError(
+                f"the checkpoint's epochs have {state_dict['length']} batches, this loader's have {self._length}: go "
+                "on with the same data, batch_size, drop_last and number of ranks"
+            )
+        self._batches, self._seed, self._fetch = state_dict["batches"], state_dict["seed"], None
+
+
+class _Stream:
+    """The batch sampler of a loader with workers: for each batch and chain the batch's number, the chain's place and
+    the indices, without an end."""
+
+    def __init__(self, orders: Sequence[BatchOrder], first: int) -> None:
+        self._orders = orders
+        self._first = first
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch = self._first
+        while True:
+            for place, order in enumerate(self._orders):
+                yield [batch, place, *order.indices(batch).tolist()]
+            batch += 1
+
+
+class _SeededItems(Dataset[Any]):
+    """Loads whole batches of a data set, seeding the default generators before each.
+
+    Args:
+        dataset: the data.
+        collate: makes a batch of a list of items.
+        seed: the run's seed.
+        streams: which chain and rank, for each chain.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int, streams: Sequence[str]
+    ) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
+        self._streams = streams
+        self._device = getattr(dataset, "device", None)
+
+    def __getitems__(self, numbered: Sequence[int]) -> Any:
+        batch, place, *indices = numbered
+        return self.load(batch, place, indices)
+
+    def load_all(self, batch: int, indices: Sequence[Tensor]) -> Any:
+        """Return a batch of the stream: of the one chain, or of each."""
+        if len(indices) == 1:
+            return self.load(batch, 0, indices[0])
+        if hasattr(self._dataset, "whole_batch") and self._device is not None and self._device.type != "cpu":
+            # On an accelerator calls are dear, so one makes the batches of all chains.
+            reseed(derive_seed(self._seed, "augmentation", *self._streams, batch), self._device)
+            together = self._dataset.whole_batch(torch.cat(list(indices)))
+            chains = len(indices)
+            return ChainBatches.of_stack(tree_map(lambda t: t.unflatten(0, (chains, -1)), together), chains)
+        return ChainBatches(self.load(batch, place, own) for place, own in enumerate(indices))
+
+    def load(self, batch: int, place: int, indices: Sequence[int] | Tensor) -> Any:
+        """Return a batch of one chain's stream."""
+        seed = derive_seed(self._seed, "augmentation", self._streams[place], batch)
+        if hasattr(self._dataset, "whole_batch"):
+            reseed(seed, self._device)
+            return self._dataset.whole_batch(indices)
+        reseed_everything(seed)
+        indices = indices.tolist() if isinstance(indices, Tensor) else indices
+        if hasattr(self._dataset, "__getitems__"):
+            return self._collate(self._dataset.__getitems__(indices))
+        return self._collate([self._dataset[index] for index in indices])
+
+
+def _default_collate_of(dataset: Dataset[Any]) -> Callable[[list[Any]], Any]:
+    return _as_is if hasattr(dataset, "whole_batch") else default_collate
+
+
+def _as_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,67 @@
+"""The order of the data: batch indices as a function of seed, chain, epoch and position."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.seeding import derive_seed
+
+
+class BatchOrder:
+    """The indices of every mini-batch of an endless stream of epochs.
+
+    Each epoch is a new permutation of the N data, drawn by a generator that is seeded by (seed, chain, epoch). With
+    several replicas (data-parallel ranks of one chain) each takes every `num_replicas`-th datum of it; where they do
+    not divide N, some data of the epoch's beginning are taken again, so that all replicas have as many.
+
+    Args:
+        num_data: N.
+        batch_size: data in a batch of one replica.
+        seed: the run's seed.
+        chain: global index of the chain.
+        drop_last: leave out the last batch of an epoch where it is short.
+        num_replicas: number of replicas that share the data.
+        rank: index of this replica.
+    """
+
+    def __init__(
+        self,
+        num_data: int,
+        batch_size: int,
+        seed: int,
+        chain: int = 0,
+        drop_last: bool = False,
+        num_replicas: int = 1,
+        rank: int = 0,
+    ) -> None:
+        self.num_data = num_data
+        self.batch_size = batch_size
+        self.seed = seed
+        self.chain = chain
+        self.num_replicas = num_replicas
+        self.rank = rank
+        self.batches_per_epoch = batches_per_epoch(num_data, batch_size, drop_last, num_replicas)
+        self._epoch = -1
+        self._order = torch.empty(0, dtype=torch.int64)
+
+    def indices(self, batch: int) -> Tensor:
+        """Return the indices of a batch of the stream, counted from 0 over all epochs."""
+        epoch, position = divmod(batch, self.batches_per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._permutation(epoch)
+        return self._order[position * self.batch_size : (position + 1) * self.batch_size]
+
+    def _permutation(self, epoch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "data order", self.chain, epoch))
+        order = torch.randperm(self.num_data, generator=generator)
+        missing = -self.num_data % self.num_replicas
+        if missing:
+            order = torch.cat([order, order.repeat(math.ceil(missing / self.num_data))[:missing]])
+        return order[self.rank :: self.num_replicas]
+
+
+def batches_per_epoch(num_data: int, batch_size: int, drop_last: bool = False, num_replicas: int = 1) -> int:
+    """Return the mini-batches that each replica makes of an epoch."""
+    share = math.ceil(num_data / num_replicas)
+    return share // batch_size if drop_last else math.ceil(share / batch_size)

@@ -1,0 +1,127 @@
+"""Checkpoints in one form, however the chains were laid out: tensors with one leading axis for all chains of the run.
+
+A process with C chains holds tensors with a leading axis of size C, or plain ones where C = 1; a checkpoint of a run
+with P chains holds them with an axis of size P, or plain ones where P = 1.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.chains.layout import ChainLayout
+
+
+def join_tensors(parts: Sequence[Mapping[str, Tensor]], chains_each: int) -> dict[str, Tensor]:
+    """Return the tensors of all chains.
+
+    Args:
+        parts: those of each process, in the order of the chains.
+        chains_each: C.
+    """
+    return {name: _join([part[name] for part in parts], chains_each) for name in parts[0]}
+
+
+def split_tensors(whole: Mapping[str, Tensor], layout: ChainLayout) -> dict[str, Tensor]:
+    """Return a process's part of what `join_tensors` returned.
+
+    Raises:
+        ValueError: if a tensor is not of as many chains as the run has.
+    """
+    return {name: _split(tensor, layout) for name, tensor in whole.items()}
+
+
+def join_sampler(parts: Sequence[dict[str, Any]], chains_each: int, shapes: Sequence[torch.Size]) -> dict[str, Any]:
+    """Return the sampler state of all chains.
+
+    Args:
+        parts: the `state_dict` of each process's sampler, in the order of the chains.
+        chains_each: C.
+        shapes: of the parameters in each process.
+    """
+    first = parts[0]
+    state: dict[Any, dict[str, Any]] = {}
+    for key, own in first["state"].items():
+        state[key] = {}
+        for name, value in own.items():
+            values = [part["state"][key][name] for part in parts]
+            if isinstance(value, Tensor):
+                # What is no tensor of the parameter's shape is a number for each chain.
+                state[key][name] = _join(values, chains_each if value.shape == shapes[key] else 2)
+            else:
+                state[key][name] = value
+    groups = [
+        {name: _join_control([g[name] for g in same], chains_each) for name in same[0]}
+        for same in zip(*(part["param_groups"] for part in parts), strict=True)
+    ]
+    noise = [part["sampler"]["noise"] for part in parts]
+    sampler = dict(first["sampler"]) | {
+        "num_chains": chains_each * len(parts),
+        "noise": dict(noise[0]) | {"generators": [g for one in noise for g in one["generators"]]},
+    }
+    return dict(first) | {"state": state, "param_groups": groups, "sampler": sampler}
+
+
+def split_sampler(whole: dict[str, Any], layout: ChainLayout, shapes: Sequence[torch.Size]) -> dict[str, Any]:
+    """Return a process's part of what `join_sampler` returned.
+
+    Args:
+        whole: the state of all chains.
+        layout: which of them are this process's.
+        shapes: of the parameters in this process.
+
+    Raises:
+        ValueError: if the state is of another number of chains.
+    """
+    if "sampler" not in whole:
+        return whole
+    if whole["sampler"]["num_chains"] != layout.total_chains:
+        raise ValueError(
+            f"the checkpoint has {whole['sampler']['num_chains']} chains, this run has {layout.total_chains}: lay the "
+            "same number out (processes x num_chains / ranks_per_chain)"
+        )
+    state = {}
+    for key, own in whole["state"].items():
+        state[key] = dict(own)
+        for name, value in own.items():
+            if isinstance(value, Tensor):
+                plain = layout.num_chains == 1 and value.shape[1:] == shapes[key]
+                state[key][name] = _split(value, layout) if plain else layout.own(value)
+    groups = [{name: _split_control(v, layout) for name, v in g.items()} for g in whole["param_groups"]]
+    noise = dict(whole["sampler"]["noise"])
+    if noise["generators"]:
+        noise["generators"] = [noise["generators"][chain] for chain in layout.chains]
+    sampler = dict(whole["sampler"]) | {"num_chains": layout.num_chains, "noise": noise}
+    return dict(whole) | {"state": state, "param_groups": groups, "sampler": sampler}
+
+
+def _join(tensors: Sequence[Tensor], chains_each: int) -> Tensor:
+    return torch.cat(list(tensors)) if chains_each > 1 else torch.stack(list(tensors))
+
+
+def _split(tensor: Tensor, layout: ChainLayout) -> Tensor:
+    if tensor.dim() == 0 or len(tensor) != layout.total_chains:
+        raise ValueError(
+            f"the checkpoint holds a tensor of shape {tuple(tensor.shape)}, and this run has {layout.total_chains} "
+            "chains, which should be its first axis: lay as many chains out as the checkpoint has"
+        )
+    return layout.own_stored(tensor)
+
+
+def _join_control(values: Sequence[Any], chains_each: int) -> Any:
+    """Return a number where all chains have the same, else one for each chain."""
+    first = values[0]
+    if not isinstance(first, float | Tensor):
+        return first
+    if not any(isinstance(value, Tensor) for value in values) and all(value == first for value in values):
+        return first
+    each = [torch.as_tensor(value).detach().cpu().reshape(-1).expand(chains_each) for value in values]
+    return torch.cat(each)
+
+
+def _split_control(value: Any, layout: ChainLayout) -> Any:
+    if not isinstance(value, Tensor) or value.numel() != layout.total_chains:
+        return value
+    own = layout.own(value)
+    return own.item() if layout.num_chains == 1 else own

@@ -1,0 +1,62 @@
+"""One posterior sample, and its record in a store."""
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+
+@dataclass
+class PosteriorSample:
+    """One draw from the posterior: a chain's parameters and buffers, and where in the run they come from.
+
+    Attributes:
+        step: optimizer steps made when it was drawn.
+        cycle: index of the cycle, from 0 (0 throughout without cycles).
+        chain: global index of the chain.
+        energy: the step's mini-batch estimate Ũ of the potential energy (before the step's update), in nats; or U
+            of the sample itself over all data, where a callback computed that.
+        log_weight: log of its importance weight, up to a constant; 0 where samples are equally weighted.
+        parameters: all parameters of this chain's module by name, without a chain axis.
+        buffers: all buffers likewise (BatchNorm's running statistics, ...).
+        bin: bin of the energy, from 0; None without an energy partition.
+    """
+
+    step: int
+    cycle: int
+    chain: int
+    energy: float
+    log_weight: float = 0.0
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    bin: int | None = None
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Parameters and buffers together."""
+        return {**self.parameters, **self.buffers}
+
+
+@dataclass(frozen=True)
+class SampleRecord:
+    """What the manifest says of one sample (see `PosteriorSample`), the name of its file ("" in memory), and the CRC-32
+    of the file's bytes in hexadecimal ("" where it is not known)."""
+
+    step: int
+    cycle: int
+    chain: int
+    energy: float
+    log_weight: float
+    file: str = ""
+    checksum: str = field(default="", compare=False)  # equal samples may lie in files of another order
+    bin: int | None = None
+
+
+def _record(sample: PosteriorSample, file: str = "", checksum: str = "") -> SampleRecord:
+    place = (sample.step, sample.cycle, sample.chain, sample.energy, sample.log_weight)
+    return SampleRecord(*place, file=file, checksum=checksum, bin=sample.bin)
+
+
+def _on_cpu(sample: PosteriorSample) -> PosteriorSample:
+    parameters = {k: v.detach().to("cpu", copy=True) for k, v in sample.parameters.items()}
+    buffers = {k: v.detach().to("cpu", copy=True) for k, v in sample.buffers.items()}
+    return replace(sample, parameters=parameters, buffers=buffers)

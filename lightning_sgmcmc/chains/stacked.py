@@ -1,0 +1,197 @@
+"""Several chains of one network: its parameters and buffers stacked along a leading chain axis.
+
+The stacked tensors take the places of the module's own, so that optimizers, checkpoints, devices and data-parallel
+wrappers see them. To compute with a chain, its slices are put in their places for a moment: one chain after the other
+(on a CPU, bit for bit as that chain alone), or all at once under `torch.vmap`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Home = tuple[dict[str, Any], str]
+"""Where a module keeps a tensor: the dictionary and the key."""
+
+
+class StackedChains:
+    """The stacked tensors of a module and their slices, one for each chain.
+
+    Args:
+        module: the module with one chain's tensors; they are replaced by stacked ones.
+        num_chains: C.
+        initialise: puts the start of chain c, an index in this process, into the module's own tensors.
+    """
+
+    def __init__(self, module: nn.Module, num_chains: int, initialise: Callable[[int], None]) -> None:
+        self.num_chains = num_chains
+        self.homes = _homes(module)
+        """For each tensor, parameters first, the places that it has in the module."""
+        self.names = [name for name, _ in module.named_parameters()] + [name for name, _ in module.named_buffers()]
+        self.num_parameters = sum(1 for _ in module.named_parameters())
+        given = [tensor.detach().clone() for tensor in self._present()]
+        starts = []
+        for chain in range(num_chains):
+            with torch.no_grad():
+                initialise(chain)
+                starts.append([tensor.detach().clone() for tensor in self._present()])
+                for tensor, value in zip(self._present(), given, strict=True):
+                    tensor.copy_(value)
+        for index, one in enumerate(self._present()):
+            stacked = torch.stack([start[index] for start in starts])
+            self._put(index, nn.Parameter(stacked, one.requires_grad) if isinstance(one, nn.Parameter) else stacked)
+        self._dim = self._present()[0].dim()
+        self._stacked: list[Tensor] = []
+        self._slices: list[list[Tensor]] = []
+        self._gradients: list[Tensor | None] = []
+        self._trainable: list[dict[str, Tensor]] = []
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the module holds the stacked tensors, and not those of one network."""
+        home, key = self.homes[0][0]
+        return bool(home[key].dim() == self._dim)
+
+    # -- the tensors --------------------------------------------------------------------------------------------------
+
+    def _present(self) -> list[Tensor]:
+        """Return the tensors that are in the module now."""
+        return [places[0][0][places[0][1]] for places in self.homes]
+
+    def _put(self, index: int, tensor: Tensor) -> None:
+        for home, key in self.homes[index]:
+            home[key] = tensor
+
+    def refresh(self) -> None:
+        """Make the slices anew if the module has been moved, converted or copied."""
+        present = self._present()
+        if self._slices and all(
+            a is b and a.data_ptr() == s.data_ptr()
+            for a, b, s in zip(present, self._stacked, self._slices[0], strict=True)
+        ):
+            return
+        self._stacked = present
+        self._gradients = [None] * len(present)
+        self._slices = []
+        for chain in range(self.num_chains):
+            slices: list[Tensor] = []
+            for tensor in present:
+                piece = tensor.detach()[chain]
+                slices.append(nn.Parameter(piece, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else piece)
+            self._slices.append(slices)
+        names = self.names[: self.num_parameters]
+        self._trainable = [
+            {name: piece for name, piece in zip(names, slices, strict=False) if piece.requires_grad}
+            for slices in self._slices
+        ]
+
+    @property
+    def stacked(self) -> list[Tensor]:
+        """The stacked tensors, parameters first, where the module is at rest."""
+        return self._present()
+
+    @property
+    def slices(self) -> list[list[Tensor]]:
+        """Each chain's tensors: leaves whose data are slices of the stacked ones."""
+        self.refresh()
+        return self._slices
+
+    def trainable(self, chain: int) -> dict[str, Tensor]:
+        """Return the trainable parameters of a chain by name: leaves, whose data are slices of the stacked ones."""
+        return self._trainable[chain]
+
+    @contextmanager
+    def swapped(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Put these tensors into the module's places for a moment.
+
+        A buffer that the module replaces meanwhile is copied into the one that was put there.
+        """
+        before = self._present()
+        try:
+            for index, tensor in enumerate(tensors):
+                self._put(index, tensor)
+            yield
+            for index in range(self.num_parameters, len(tensors)):
+                home, key = self.homes[index][0]
+                if home[key] is not tensors[index]:
+                    tensors[index].copy_(home[key])
+        finally:
+            for index, tensor in enumerate(before):
+                self._put(index, tensor)
+
+    @contextmanager
+    def at(self, chain: int) -> Iterator[None]:
+        """Put the slices of a chain into the module's places for a moment."""
+        with self.swapped(self.slices[chain]):
+            yield
+
+    def unbound(self) -> list[list[Tensor]]:
+        """Return each chain's tensors, with parameters that are part of the stacked ones' graph."""
+        self.refresh()
+        columns = [tensor.unbind(0) for tensor in self._stacked[: self.num_parameters]]
+        buffers = [slices[self.num_parameters :] for slices in self._slices]
+        return [[column[c] for column in columns] + buffers[c] for c in range(self.num_chains)]
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def clear_gradients(self) -> None:
+        """Forget the slices' gradients."""
+        for slices in self._slices:
+            for piece in slices[: self.num_parameters]:
+                piece.grad = None
+
+    def collect_gradients(self) -> None:
+        """Give the stacked parameters the gradients of their slices, in buffers that are kept."""
+        for index, stacked in enumerate(self._stacked[: self.num_parameters]):
+            gradients = [slices[index].grad for slices in self._slices]
+            if all(gradient is None for gradient in gradients):
+                continue
+            kept = self._gradients[index]
+            if kept is None:
+                kept = self._gradients[index] = torch.empty_like(stacked)
+            torch.stack([torch.zeros_like(kept[0]) if g is None else g for g in gradients], out=kept)
+            stacked.grad = kept
+
+    def spread_gradients(self) -> None:
+        """Give the slices the gradients of the stacked parameters, to go on accumulating."""
+        self.refresh()
+        for index, stacked in enumerate(self._stacked[: self.num_parameters]):
+            if stacked.grad is not None:
+                for chain, slices in enumerate(self._slices):
+                    slices[index].grad = stacked.grad[chain].clone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies have slices of their own.
+        return self.__dict__ | {"_stacked": [], "_slices": [], "_gradients": [], "_trainable": []}
+
+
+def _homes(module: nn.Module) -> list[list[Home]]:
+    """Return the places of every parameter and then of every buffer, in the order of `named_parameters` and
+    `named_buffers`; a tensor that layers share has several."""
+    found: dict[int, list[Home]] = {}
+    for kind in ("_parameters", "_buffers"):
+        for part in module.modules():
+            home: dict[str, Any] = getattr(part, kind)
+            for key, tensor in home.items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), []).append((home, key))
+    return list(found.values())
+
+
+def clip_each_chain(gradients: Sequence[Tensor], limit: float) -> None:
+    """Scale each chain's gradient down to a norm of at most `limit`, as `torch.nn.utils.clip_grad_norm_` does.
+
+    Args:
+        gradients: tensors with a leading chain axis.
+        limit: the largest norm of one chain's gradient over all tensors.
+    """
+    if gradients[0].device.type == "cpu":
+        for pieces in zip(*(gradient.unbind(0) for gradient in gradients), strict=True):
+            norm = nn.utils.get_total_norm(pieces)
+            torch._foreach_mul_(list(pieces), (limit / (norm + 1e-6)).clamp(max=1.0))
+        return
+    squares = [gradient.flatten(1).square().sum(1) for gradient in gradients]
+    factor = (limit / (torch.stack(squares).sum(0).sqrt() + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(list(gradients), [factor.view(-1, *[1] * (g.dim() - 1)) for g in gradients])

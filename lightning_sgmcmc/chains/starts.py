@@ -1,0 +1,48 @@
+"""Initial states of chains, and the layer at which an exception was raised."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+
+def draw_start(module: nn.Module, rebuild: Callable[[], nn.Module] | None) -> list[str]:
+    """Give a module's trainable parameters a new start: its constructor's, else its layers' own.
+
+    Args:
+        module: the module, changed in place.
+        rebuild: makes another one as the user did; None where that is not known.
+
+    Returns:
+        the names of the trainable parameters that have kept their values.
+    """
+    frozen = [(p, p.detach().clone()) for p in module.parameters() if not p.requires_grad]
+    own = dict(module.named_parameters()) | dict(module.named_buffers())
+    renewed: set[int] = set()
+    fresh = rebuild() if rebuild is not None else None
+    if fresh is not None:
+        theirs = dict(fresh.named_parameters()) | dict(fresh.named_buffers())
+        for name, tensor in own.items():
+            if name in theirs and theirs[name] is not tensor and theirs[name].shape == tensor.shape:
+                tensor.copy_(theirs[name])
+                renewed.add(id(tensor))
+    for part in reversed(list(module.modules())):  # inner layers first, as when they are made
+        reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+        # A frozen part is left alone: to reset it would lose its buffers.
+        if callable(reset) and any(id(p) not in renewed for p in part.parameters() if p.requires_grad):
+            reset()
+            renewed.update(id(p) for p in part.parameters(recurse=False))
+    for parameter, value in frozen:
+        parameter.copy_(value)
+    return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in renewed]
+
+
+def layer_at_fault(error: BaseException, module: nn.Module) -> str | None:
+    """Return the name of the innermost layer of a module in which an exception was raised, None if there is none."""
+    names = {id(part): f"'{name}' ({type(part).__name__})" for name, part in module.named_modules() if name}
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        found = names.get(id(owner), found)
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,41 @@
+"""Calls of a module with given tensors instead of its own, and evaluation mode for a while."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+
+class StatelessCall(nn.Module):
+    """Calls `function(module, *args)` with a sample's tensors in place of the module's own.
+
+    Args:
+        module: the module whose parameters and buffers are replaced; its own stay untouched.
+        function: what to call.
+    """
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self._function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self._function(self.module, *args)
+
+    def call(self, state: Mapping[str, Tensor], *args: Any) -> Any:
+        """Call the function with the tensors of `state`, by the module's own names."""
+        return functional_call(self, {f"module.{name}": tensor for name, tensor in state.items()}, args)
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode, and every part of it back into its own mode at the end."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training

@@ -1,0 +1,290 @@
+"""Chains over processes: a rank for each chain, or a group of data-parallel ranks for each."""
+
+import atexit
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+from pytorch_lightning.trainer.states import TrainerFn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lightning_sgmcmc.chains.checkpoint import join_sampler, join_tensors, split_sampler, split_tensors
+from lightning_sgmcmc.chains.layout import ChainLayout
+from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.seeding import derive_seed
+
+TENSORS = ("parameters", "buffers")
+"""The parts of a sample that are tensors by name."""
+
+
+class ChainStrategy(DDPStrategy):
+    """Spreads chains over processes: each process, or each group of processes, runs chains of its own.
+
+    With W processes, `ranks_per_chain=g` and a module with `num_chains=C` the run has W/g·C chains. Process r holds
+    those from C·⌊r/g⌋ on. Parameters, noise and data order of a chain are functions of the seed and the chain's index
+    alone, so the chains are the same in every layout. Nothing travels between chains but what callbacks exchange, the
+    samples when they are drawn, and Lightning's own sign of life before each batch. Within a group the training data
+    are shared out, gradients are averaged as by DDP, and all ranks draw the same noise.
+
+    Every process hands every chain's samples to its callbacks; evaluations are shared out over all processes. A
+    checkpoint holds all chains in one file, in a form that does not depend on the layout: 4 processes with one chain
+    each can go on from one process with 4 chains, and the other way round. `Trainer(strategy="chains")` is the one
+    with a rank for each chain.
+
+    Args:
+        ranks_per_chain: g, data-parallel ranks that share a chain; it divides the number of processes.
+        options: those of `DDPStrategy`.
+
+    Raises:
+        ValueError: if ranks_per_chain is below 1; at setup, if it does not divide the number of processes.
+    """
+
+    strategy_name = "chains"
+
+    def __init__(self, ranks_per_chain: int = 1, **options: Any) -> None:
+        if ranks_per_chain < 1:
+            raise ValueError(f"ranks_per_chain must be at least 1, got {ranks_per_chain}")
+        super().__init__(**options)
+        self.ranks_per_chain = ranks_per_chain
+        self._group: Any = None
+        """The ranks that share this process's chains."""
+        self._across: Any = None
+        """One rank of each group, those at this process's place in theirs."""
+        self._across_host: Any = None
+        """The same for tensors in the host's memory."""
+
+    # -- who is who ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of ranks, each with chains of its own."""
+        return self.world_size // self.ranks_per_chain
+
+    @property
+    def group_index(self) -> int:
+        """Index of this process's group."""
+        return self.global_rank // self.ranks_per_chain
+
+    @property
+    def rank_in_group(self) -> int:
+        """Index of this process in its group."""
+        return self.global_rank % self.ranks_per_chain
+
+    def chain_layout(self, num_chains: int) -> ChainLayout:
+        """Return which chains this process holds, with `num_chains` of them in each process."""
+        return ChainLayout(
+            first_chain=self.group_index * num_chains,
+            num_chains=num_chains,
+            total_chains=self.num_groups * num_chains,
+            ranks_per_chain=self.ranks_per_chain,
+            rank_in_chain=self.rank_in_group,
+            strategy=self,
+        )
+
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        size = self.ranks_per_chain
+        if self.world_size % size:
+            raise ValueError(
+                f"ranks_per_chain={size} does not divide the {self.world_size} processes: take devices x num_nodes as "
+                f"a multiple of {size}"
+            )
+        if self._across is not None:
+            return
+        # Every process takes part in the making of every group.
+        for chain in range(self.num_groups):
+            group = dist.new_group(list(range(chain * size, (chain + 1) * size)))
+            if chain == self.group_index:
+                self._group = group
+        for place in range(size):
+            ranks = list(range(place, self.world_size, size))
+            across, host = dist.new_group(ranks), dist.new_group(ranks, backend="gloo")
+            if place == self.rank_in_group:
+                self._across, self._across_host = across, host
+        atexit.register(_leave)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """A chain's ranks share its data; chains see all of them, each in an order of its own. Outside of a fit there
+        are samples and no chains, and all processes share the data."""
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        if trainer is not None and trainer.state.fn != TrainerFn.FITTING:
+            return super().distributed_sampler_kwargs
+        seed = derive_seed(torch.initial_seed(), "loader", self.group_index) % 2**32 if self.group_index else 0
+        return {"num_replicas": self.ranks_per_chain, "rank": self.rank_in_group, "seed": seed}
+
+    # -- the model ----------------------------------------------------------------------------------------------------
+
+    def _setup_model(self, model: Any) -> DistributedDataParallel:
+        device_ids = self.determine_ddp_device_ids()
+        return DistributedDataParallel(model, device_ids=device_ids, process_group=self._group, **self._ddp_kwargs)
+
+    def configure_ddp(self) -> None:
+        if self.ranks_per_chain > 1:
+            super().configure_ddp()  # else there is nothing to exchange
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self._layer_sync is not None:
+            raise ValueError(
+                "sync_batchnorm=True takes the statistics of all processes together, and chains have their own: leave "
+                "it out"
+            )
+        if trainer.state.fn == TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        # DDP's own would give all processes the first one's parameters.
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.setup_precision_plugin()
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self.world_size == 1:  # processes that are forked later would take this group for theirs
+            self._group = self._across = self._across_host = None
+            _leave()
+
+    # -- exchange -----------------------------------------------------------------------------------------------------
+
+    def mean_in_group(self, tensor: Tensor) -> Tensor:
+        """Return the mean over the ranks that share this process's chains."""
+        total = tensor.to(self.root_device, copy=True)
+        dist.all_reduce(total, group=self._group)
+        return (total / self.ranks_per_chain).to(tensor.device)
+
+    def gather_groups(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all groups, in the order of their chains."""
+        group = self._across if tensor.device.type == self.root_device.type else self._across_host
+        everyone = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.num_groups)]
+        dist.all_gather(everyone, tensor.contiguous(), group=group)
+        return everyone
+
+    def share_samples(self, samples: Iterable[PosteriorSample], chains_each: int) -> Iterator[PosteriorSample]:
+        """Yield the samples of all chains, in their order, on every process.
+
+        Args:
+            samples: those of this process's chains.
+            chains_each: how many there are, in every process.
+        """
+        own = iter(samples)
+        for group in range(self.num_groups):
+            source = group * self.ranks_per_chain
+            for _ in range(chains_each):
+                mine = next(own) if group == self.group_index else None
+                yield self._broadcast_sample(mine, source)
+
+    def _broadcast_sample(self, sample: PosteriorSample | None, source: int) -> PosteriorSample:
+        header: list[Any] = [None]
+        if sample is not None and self.global_rank == source:
+            numbers = {f.name: getattr(sample, f.name) for f in fields(sample) if f.name not in TENSORS}
+            shapes = {
+                part: {n: (tuple(t.shape), t.dtype) for n, t in getattr(sample, part).items()} for part in TENSORS
+            }
+            header = [(numbers, shapes)]
+        dist.broadcast_object_list(header, source)
+        numbers, shapes = header[0]
+        received: dict[str, Any] = {part: {} for part in TENSORS}
+        for part, kinds in shapes.items():
+            for name, (shape, dtype) in kinds.items():
+                if self.global_rank == source:
+                    tensor = getattr(sample, part)[name].contiguous()
+                else:
+                    tensor = torch.empty(shape, dtype=dtype, device=self.root_device)
+                dist.broadcast(tensor, source)
+                received[part][name] = tensor
+        return PosteriorSample(**numbers, **received)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _layout(self) -> ChainLayout:
+        return self.chain_layout(getattr(self.lightning_module, "num_chains", 1))
+
+    def _collect(self, tree: Any) -> list[Any] | None:
+        """Return every group's tree of tensors and plain values on the first process, None on the others."""
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "the chains' processes have ended, and this one holds the first one's alone, so a checkpoint of all "
+                "cannot be made here: let a ModelCheckpoint make it during the fit"
+            )
+        leaves, structure = pytree.tree_flatten(tree)
+        tensors = [leaf.detach().cpu().contiguous() for leaf in leaves if isinstance(leaf, Tensor)]
+        first = self.rank_in_group == 0 and self.group_index == 0
+        if self.rank_in_group > 0:
+            return None
+        rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        plain: list[Any] | None = [None] * self.num_groups if first else None
+        dist.gather_object((rest, structure), plain, dst=0, group=self._across_host)
+        columns: list[list[Tensor]] = []
+        for tensor in tensors:
+            into = [torch.empty_like(tensor) for _ in range(self.num_groups)] if first else None
+            dist.gather(tensor, into, dst=0, group=self._across_host)
+            columns.append(into or [])
+        if not first:
+            return None
+        assert plain is not None
+        trees = []
+        for index, (values, shape) in enumerate(plain):
+            own = iter([column[index] for column in columns])
+            is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+            whole = [next(own) if t else value for t, value in zip(is_tensor, values, strict=True)]
+            trees.append(pytree.tree_unflatten(whole, shape))
+        return trees
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = super().lightning_module_state_dict()
+        layout = self._layout()
+        if not layout.is_spread:
+            return state
+        everyone = self._collect(dict(state))
+        return state if everyone is None else join_tensors(everyone, layout.num_chains)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        layout = self._layout()
+        if not layout.is_spread or "sampler" not in state:
+            return state
+        everyone = self._collect(state)
+        return state if everyone is None else join_sampler(everyone, layout.num_chains, _shapes(optimizer))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        layout = self._layout()
+        if layout.is_spread:
+            checkpoint = dict(checkpoint) | {"state_dict": split_tensors(checkpoint["state_dict"], layout)}
+        super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        layout = self._layout()
+        if layout.is_spread and all(isinstance(optimizer, Sampler) for optimizer in self.optimizers):
+            saved = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+            states = [split_sampler(state, layout, _shapes(optimizer)) for optimizer, state in saved]
+            checkpoint = dict(checkpoint) | {"optimizer_states": states}
+        super().load_optimizer_state_dict(checkpoint)
+
+
+def _shapes(optimizer: Any) -> list[torch.Size]:
+    return [p.shape for group in optimizer.param_groups for p in group["params"]]
+
+
+def _leave() -> None:
+    """Leave the process group at exit: a process that does not now and then ends in an abort."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+for _name, _start in (("chains", "popen"), ("chains_fork", "fork"), ("chains_spawn", "spawn")):
+    StrategyRegistry.register(
+        _name,
+        ChainStrategy,
+        description=f"A rank for each chain, by start_method '{_start}'",
+        start_method=_start,
+    )

@@ -1,0 +1,113 @@
+"""A partition of the energy axis into bins."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.checks import check_count
+
+PLACES = 2**16
+"""Places in an energy bin that a whole number tells apart."""
+FAR = 2**40
+
+
+@dataclass(frozen=True)
+class EnergyPartition:
+    """m energy bins of equal width between two open ones: (-∞, u_1], (u_1, u_2], …, (u_{m-1}, ∞).
+
+    Args:
+        first_edge: u_1 in nats; it must lie above the lowest energies that the chain reaches.
+        width: Δu in nats, > 0.
+        num_bins: m ≥ 2.
+
+    Raises:
+        ValueError: for an argument out of range.
+
+    Source: Deng et al. 2020, eq. (8).
+    """
+
+    first_edge: float
+    width: float
+    num_bins: int
+
+    def __post_init__(self) -> None:
+        check_count("num_bins", self.num_bins, least=2)
+        if not math.isfinite(self.first_edge):
+            raise ValueError(f"first_edge must be finite, got {self.first_edge}")
+        if not 0 < self.width < math.inf:
+            raise ValueError(f"width must be positive and finite, got {self.width}")
+
+    @property
+    def last_edge(self) -> float:
+        """u_{m-1}, in nats."""
+        return self.first_edge + (self.num_bins - 2) * self.width
+
+    def edges(self, device: torch.device | str | None = None) -> Tensor:
+        """Return u_1, …, u_{m-1}, shape (m-1,), float64."""
+        steps = torch.arange(self.num_bins - 1, dtype=torch.float64, device=device)
+        return self.first_edge + steps * self.width
+
+    def encode(self, energy: Tensor, index: Tensor) -> Tensor:
+        """Return one whole number for each energy: its bin and its place in it, in steps of width/65536, int64.
+
+        Args:
+            energy: finite, in nats.
+            index: bins of the energies.
+        """
+        place = (energy.double() - self.first_edge) / self.width * PLACES
+        above = (index == self.num_bins - 1).long() * FAR
+        code = place.clamp(-FAR, FAR).ceil().long()
+        # Rounding must not move an energy across an edge.
+        lowest = torch.where(index == 0, -FAR, (index - 1) * PLACES + 1)
+        return code.clamp(min=lowest).clamp(max=index * PLACES + above)
+
+    def decode(self, code: Tensor) -> Tensor:
+        """Return the energies that `encode` made numbers of, in the same bins, float64."""
+        return self.first_edge + code.double() / PLACES * self.width
+
+    @classmethod
+    def from_energies(
+        cls, energies: Tensor, num_bins: int, width: float | None = None, lowest: float = 0.05, headroom: float = 1.0
+    ) -> "EnergyPartition":
+        """Return the partition that suits the energies of a warm-up run.
+
+        Args:
+            energies: of the run, any shape, in nats.
+            num_bins: m.
+            width: Δu; None spreads the bins up to the largest energy, and beyond by `headroom`.
+            lowest: share of the energies that lie below the first edge, in (0, 1).
+            headroom: how far the bins reach above the largest energy, in units of the energies' range.
+
+        Raises:
+            ValueError: for energies that are not finite or all the same.
+        """
+        energies = energies.detach().double().reshape(-1)
+        if energies.numel() == 0 or not bool(energies.isfinite().all()):
+            raise ValueError("the energies of the warm-up must be finite numbers, and there must be some")
+        low = float(energies.sort().values[round(lowest * (energies.numel() - 1))])
+        high = float(energies.max())
+        if width is None:
+            if not high > low:
+                raise ValueError(
+                    f"the energies of the warm-up are all {high:.6g}, so they say nothing of the range: lengthen the "
+                    "warm-up, or give first_edge and width"
+                )
+            width = (high - low) * (1 + headroom) / max(num_bins - 2, 1)
+        return cls(low, width, num_bins)
+
+
+def bin_index(energy: Tensor, edges: Tensor) -> Tensor:
+    """Return the bin of each energy, int64 from 0: how many edges are below it (an edge belongs to its lower bin).
+
+    Args:
+        energy: any shape, in nats.
+        edges: u_1, …, u_{m-1}, rising, shape (m-1,).
+
+    Raises:
+        ValueError: for a NaN among energies in the host's memory.
+    """
+    if energy.device.type == "cpu" and not torch.compiler.is_compiling() and bool(energy.isnan().any()):
+        raise ValueError("an energy is NaN, so it lies in no bin")
+    return torch.bucketize(energy, edges)

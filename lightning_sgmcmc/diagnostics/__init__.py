@@ -1,0 +1,1 @@
+"""Numbers about draws: R-hat, effective sizes, temperatures, calibration, geometry."""

@@ -1,0 +1,123 @@
+"""Split R-hat and effective sample sizes of several chains."""
+
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightning_sgmcmc.chains.sample import SampleRecord
+
+
+@dataclass(frozen=True)
+class ChainGrid:
+    """Where the samples stand in an array of shape (chain, draw).
+
+    Attributes:
+        chains: the chains' global indices.
+        positions: index of each sample in the store's order, shape (chain, draw).
+        dropped: how many samples have no place in it.
+    """
+
+    chains: list[int]
+    positions: np.ndarray
+    dropped: int
+
+    @classmethod
+    def of(cls, records: Sequence[SampleRecord]) -> "ChainGrid":
+        """Arrange samples, at least one; of longer chains the newest draws."""
+        return cls.of_chains([record.chain for record in records])
+
+    @classmethod
+    def of_chains(cls, chains_of_samples: Sequence[int]) -> "ChainGrid":
+        """Arrange samples by the chain of each."""
+        by_chain: dict[int, list[int]] = {}
+        for position, chain in enumerate(chains_of_samples):
+            by_chain.setdefault(chain, []).append(position)
+        chains = sorted(by_chain)
+        draws = min(len(positions) for positions in by_chain.values())
+        positions = np.array([by_chain[chain][-draws:] for chain in chains])
+        return cls(chains, positions, len(chains_of_samples) - positions.size)
+
+    @property
+    def draws(self) -> int:
+        """How many draws each chain has."""
+        return int(self.positions.shape[1])
+
+    def arrange(self, values: Any) -> np.ndarray:
+        """Return one value for each sample, shape (S, …), as an array of shape (chain, draw, …)."""
+        return np.asarray(values)[self.positions]
+
+
+@dataclass(frozen=True)
+class ChainDiagnostics:
+    """R-hat and effective sample sizes of one quantity; NaN where there are too few draws, or they do not vary.
+
+    Attributes:
+        rhat: rank-normalised split R-hat.
+        ess_bulk: effective number of draws for the centre of the distribution.
+        ess_tail: the lesser one for its 5 % and 95 % quantiles.
+
+    Source: Vehtari et al. 2021.
+    """
+
+    rhat: float
+    ess_bulk: float
+    ess_tail: float
+
+
+def chain_diagnostics(values: np.ndarray) -> ChainDiagnostics:
+    """Return ArviZ's diagnostics of a quantity along chains.
+
+    Args:
+        values: shape (chain, draw). Of a single chain, R-hat takes the halves as two chains; it cannot see that another
+            chain would be elsewhere.
+
+    Raises:
+        ImportError: if ArviZ is not installed.
+    """
+    arviz = import_arviz()
+    values = np.asarray(values, dtype=np.float64)
+    half = values.shape[1] // 2
+    halves = values[:, : 2 * half].reshape(2, half) if len(values) == 1 else values
+    if halves.shape[1] < 4 or not np.isfinite(values).all() or np.ptp(values) == 0:
+        return ChainDiagnostics(math.nan, math.nan, math.nan)
+    with _silent():
+        return ChainDiagnostics(
+            rhat=float(arviz.rhat(halves)),
+            ess_bulk=float(arviz.ess(values, method="bulk")),
+            ess_tail=float(arviz.ess(values, method="tail", prob=(0.05, 0.95))),
+        )
+
+
+def import_arviz() -> Any:
+    """Return the module `arviz`.
+
+    Raises:
+        ImportError: if it is not installed.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it announces its next version at every import
+            import arviz
+    except ImportError as error:
+        raise ImportError("ArviZ is not installed; it comes with `pip install 'lightning-sgmcmc[arviz]'`") from error
+    return arviz
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep ArviZ's remarks about short chains off the screen; the result says it by a NaN."""
+    logger = logging.getLogger("arviz")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

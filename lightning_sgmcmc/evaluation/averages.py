@@ -1,0 +1,171 @@
+"""The running weighted average of predictive distributions, in memory that does not grow with the samples."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Terms = dict[str, Tensor]
+
+
+class WeightedAverage:
+    """Running weighted mean of tensors, and log of the running weighted mean of densities.
+
+    With weights w_j = exp(l_j) it holds Σ_j w_j·t_j / Σ_j w_j for each tensor t, and log(Σ_j w_j·exp(d_j) / Σ_j w_j)
+    for the log densities d; all in log space, so any constant may be added to the l_j.
+    """
+
+    def __init__(self) -> None:
+        self.log_total = -math.inf
+        """log Σ_j w_j."""
+        self.terms: Terms = {}
+        self.log_density = torch.empty(0)
+
+    def add(self, terms: Mapping[str, Tensor], log_density: Tensor, log_weight: float) -> None:
+        """Take one more member into the average.
+
+        Args:
+            terms: tensors, the same names and shapes at every call.
+            log_density: log densities, shape (n,).
+            log_weight: l, finite or -inf (then the member does not count).
+
+        Raises:
+            ValueError: if the log-weight is NaN or +inf.
+        """
+        if math.isnan(log_weight) or log_weight == math.inf:
+            raise ValueError(f"a sample's log-weight must be a number or -inf, got {log_weight}")
+        if log_weight == -math.inf:
+            return
+        if log_density.device.type != "mps":  # which has no float64
+            log_density = log_density.double()
+        if self.log_total == -math.inf:
+            self.log_total = log_weight
+            self.terms = {name: term.clone() for name, term in terms.items()}
+            self.log_density = log_density.clone()
+            return
+        new_total = _logaddexp(self.log_total, log_weight)
+        log_share, log_rest = log_weight - new_total, self.log_total - new_total
+        for name, term in terms.items():
+            self.terms[name] = self.terms[name].to(term.device)  # a checkpoint's state comes on the CPU
+            self.terms[name].lerp_(term, math.exp(log_share))
+        before = self.log_density.to(log_density.device)
+        self.log_density = torch.logaddexp(before + log_rest, log_density + log_share)
+        self.log_total = new_total
+
+    def copy(self) -> "WeightedAverage":
+        """Return an average of its own memory."""
+        twin = WeightedAverage()
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: numbers and tensors."""
+        return {"log_total": self.log_total, "terms": dict(self.terms), "log_density": self.log_density}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.log_total = state["log_total"]
+        self.terms = {name: term.clone() for name, term in state["terms"].items()}
+        self.log_density = state["log_density"]
+
+
+@dataclass
+class _OpenCycle:
+    """A cycle of one chain that may still get samples."""
+
+    cycle: int
+    average: WeightedAverage = field(default_factory=WeightedAverage)
+    count: int = 0
+    log_inverse: float = -math.inf
+    """logsumexp over the cycle's samples of -log p(D|θ)."""
+
+    def log_weight(self) -> float:
+        """log ŵ = log K - logsumexp_j(-log p(D|θ_j)), the harmonic mean of the likelihoods (cSG-MCMC, section 4)."""
+        return math.log(self.count) - self.log_inverse
+
+
+class CycleAverage:
+    """Average over cycles, each weighted by the harmonic mean of its samples' full-data likelihoods.
+
+        f̂ = Σ_m w_m·f̂_m,   ŵ_m = [K_m⁻¹·Σ_j 1/p(D|θ_j)]⁻¹, normalised over m
+
+    A chain's cycle is closed by the first sample of its next one; memory is one average for all closed cycles and one
+    for each chain's open cycle.
+
+    Source: Zhang et al. 2020 (cSG-MCMC), eq. (4).
+    """
+
+    def __init__(self) -> None:
+        self._closed = WeightedAverage()
+        self._open: dict[int, _OpenCycle] = {}
+
+    def add(
+        self,
+        terms: Mapping[str, Tensor],
+        log_density: Tensor,
+        log_weight: float,
+        *,
+        chain: int,
+        cycle: int,
+        log_likelihood: float,
+    ) -> None:
+        """Take one more sample in.
+
+        Args:
+            terms, log_density, log_weight: as in `WeightedAverage.add`; the weight counts within the cycle.
+            chain: the sample's chain.
+            cycle: the sample's cycle, never falling within a chain.
+            log_likelihood: log p(D|θ) of all training data.
+        """
+        current = self._open.get(chain)
+        if current is None or current.cycle != cycle:
+            if current is not None:
+                self._close(self._closed, current)
+            current = self._open[chain] = _OpenCycle(cycle)
+        current.average.add(terms, log_density, log_weight)
+        current.count += 1
+        current.log_inverse = _logaddexp(current.log_inverse, -log_likelihood)
+
+    def combined(self) -> WeightedAverage:
+        """Return the average of all cycles so far."""
+        total = self._closed.copy()
+        for cycle in self._open.values():
+            self._close(total, cycle)
+        return total
+
+    @staticmethod
+    def _close(total: WeightedAverage, cycle: _OpenCycle) -> None:
+        if cycle.average.log_total > -math.inf:  # else none of its samples counts
+            total.add(cycle.average.terms, cycle.average.log_density, cycle.log_weight())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: numbers and tensors."""
+        return {
+            "closed": self._closed.state_dict(),
+            "open": {
+                chain: {
+                    "cycle": c.cycle,
+                    "count": c.count,
+                    "log_inverse": c.log_inverse,
+                    "average": c.average.state_dict(),
+                }
+                for chain, c in self._open.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._closed.load_state_dict(state["closed"])
+        self._open = {}
+        for chain, saved in state["open"].items():
+            cycle = _OpenCycle(saved["cycle"], count=saved["count"], log_inverse=saved["log_inverse"])
+            cycle.average.load_state_dict(saved["average"])
+            self._open[chain] = cycle
+
+
+def _logaddexp(a: float, b: float) -> float:
+    high, low = max(a, b), min(a, b)
+    return high if low == -math.inf or high == math.inf else high + math.log1p(math.exp(low - high))

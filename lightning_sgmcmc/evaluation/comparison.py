@@ -1,0 +1,179 @@
+"""How the chains of a run compare: in energies, in predictions, and with all of them together."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.diagnostics.chains import ChainDiagnostics, ChainGrid, chain_diagnostics
+from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
+from lightning_sgmcmc.evaluation.averages import WeightedAverage
+
+PROBES = 256
+"""Data, evenly spread over an evaluation set, on which chains are compared."""
+FOLLOWED = 32
+"""Of these, so many whose log densities are kept for every sample."""
+KEPT = ("probabilities", "mean", "square", "variance")
+"""Terms of the predictive by which chains are compared."""
+
+
+class ChainComparison:
+    """Each chain's own average on some data of an evaluation set, and the samples' log densities on fewer."""
+
+    def __init__(self) -> None:
+        self.averages: dict[int, WeightedAverage] = {}
+        """By chain."""
+        self.chains: list[int] = []
+        """Each sample's chain."""
+        self._densities: list[Tensor] = []
+
+    def take(self, chain: int, log_weight: float, terms: Mapping[str, Tensor], log_density: Tensor) -> None:
+        """Take a sample in.
+
+        Args:
+            chain: the sample's chain.
+            log_weight: its log importance weight.
+            terms: the likelihood's terms on the evaluation data, first axis n.
+            log_density: log p(y|x,θ) of each datum, shape (n,).
+        """
+        probes = _spread(len(log_density), PROBES).to(log_density.device)
+        average = self.averages.setdefault(chain, WeightedAverage())
+        average.add({name: terms[name][probes] for name in KEPT if name in terms}, log_density[probes], log_weight)
+        self.chains.append(chain)
+        self._densities.append(log_density[_spread(len(log_density), FOLLOWED).to(log_density.device)].float().cpu())
+
+    @property
+    def disagreement(self) -> float:
+        """How far the chains' predictives are apart, 0 if all agree, NaN with one chain.
+
+        With classes the entropy of the chains' mean predictive over that of each chain, H(mean_c p_c) - mean_c H(p_c),
+        in nats, averaged over the data; with real targets the share of the variance between chains' predictive means in
+        the predictive variance of all chains together.
+        """
+        known = [average for average in self.averages.values() if average.log_total > -math.inf]
+        if len(known) < 2:
+            return math.nan
+        if "probabilities" in known[0].terms:
+            each = torch.stack([average.terms["probabilities"].double().cpu() for average in known])
+            return float((predictive_entropy(each.mean(0)) - predictive_entropy(each).mean(0)).mean())
+        if "mean" in known[0].terms:
+            means = torch.stack([average.terms["mean"].double().cpu() for average in known])
+            squares = torch.stack([average.terms["square"].double().cpu() for average in known])
+            noise = torch.stack([average.terms["variance"].double().cpu() for average in known])
+            between = means.var(0, correction=0)
+            total = squares.mean(0) - means.mean(0).square() + noise.mean(0)
+            return float((between / total).mean())
+        return math.nan
+
+    def nll(self, chain: int) -> float:
+        """Return the mean negative log likelihood of a chain's own average, in nats per datum."""
+        average = self.averages[chain]
+        return -float(average.log_density.mean()) if average.log_total > -math.inf else math.nan
+
+    @property
+    def densities(self) -> np.ndarray:
+        """The samples' log densities on the data that are followed, shape (S, K)."""
+        return torch.stack(self._densities).numpy() if self._densities else np.zeros((0, 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: numbers and tensors."""
+        return {
+            "averages": {chain: average.state_dict() for chain, average in self.averages.items()},
+            "chains": list(self.chains),
+            "densities": torch.stack(self._densities) if self._densities else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.averages = {}
+        for chain, saved in state["averages"].items():
+            self.averages[chain] = WeightedAverage()
+            self.averages[chain].load_state_dict(saved)
+        self.chains = list(state["chains"])
+        self._densities = list(state["densities"]) if state["densities"] is not None else []
+
+
+@dataclass(frozen=True)
+class ChainRow:
+    """What there is to say of one chain, or of all.
+
+    Attributes:
+        chain: its index, None for all together.
+        samples: how many.
+        energy, energy_std: mean and standard deviation of the samples' energies, in nats.
+        diagnostics: of the energies; of one chain by its halves.
+        nll: of the average's predictive on the compared data, NaN where nothing was evaluated.
+    """
+
+    chain: int | None
+    samples: int
+    energy: float
+    energy_std: float
+    diagnostics: ChainDiagnostics
+    nll: float
+
+
+def chain_rows(
+    chains: Sequence[int], energies: Sequence[float], comparison: ChainComparison | None = None
+) -> list[ChainRow]:
+    """Return a row for each chain and one for all, which comes last.
+
+    Args:
+        chains: each sample's chain.
+        energies: each sample's energy, in nats.
+        comparison: of the chains' predictions, where there is one.
+
+    Raises:
+        ImportError: if ArviZ is not installed.
+    """
+    values, labels = np.asarray(energies, dtype=float), np.asarray(chains)
+    rows = []
+    for chain in sorted(set(chains)):
+        own = values[labels == chain]
+        nll = comparison.nll(chain) if comparison is not None and chain in comparison.averages else math.nan
+        rows.append(ChainRow(chain, *_summary(own), chain_diagnostics(own[None]), nll))
+    pooled = math.nan
+    if comparison is not None and comparison.averages:
+        together = WeightedAverage()
+        for average in comparison.averages.values():
+            together.add({}, average.log_density.cpu(), average.log_total)
+        pooled = -float(together.log_density.mean()) if together.log_total > -math.inf else math.nan
+    rows.append(
+        ChainRow(None, *_summary(values), chain_diagnostics(ChainGrid.of_chains(chains).arrange(values)), pooled)
+    )
+    return rows
+
+
+def prediction_diagnostics(comparison: ChainComparison) -> ChainDiagnostics:
+    """Return the worst diagnostics over the data that are followed, of log p(y|x,θ) along the chains.
+
+    Raises:
+        ImportError: if ArviZ is not installed.
+    """
+    densities = comparison.densities
+    if not len(densities):
+        return ChainDiagnostics(math.nan, math.nan, math.nan)
+    grid = ChainGrid.of_chains(comparison.chains)
+    each = [chain_diagnostics(grid.arrange(column)) for column in densities.T]
+    known = [one for one in each if math.isfinite(one.rhat)]
+    if not known:
+        return ChainDiagnostics(math.nan, math.nan, math.nan)
+    return ChainDiagnostics(
+        rhat=max(one.rhat for one in known),
+        ess_bulk=min(one.ess_bulk for one in known),
+        ess_tail=min(one.ess_tail for one in known),
+    )
+
+
+def _summary(energies: np.ndarray) -> tuple[int, float, float]:
+    deviation = float(np.std(energies, ddof=1)) if len(energies) > 1 else math.nan
+    return len(energies), float(np.mean(energies)), deviation
+
+
+def _spread(count: int, most: int) -> Tensor:
+    """Return indices of at most so many data, evenly spread."""
+    return torch.linspace(0, count - 1, min(count, most)).round().long()

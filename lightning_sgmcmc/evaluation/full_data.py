@@ -1,0 +1,136 @@
+"""Evaluation in the middle of a run, also on all training data."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+
+from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.chains.stateless import evaluation_mode
+from lightning_sgmcmc.evaluation.loader_average import loaders_of
+from lightning_sgmcmc.evaluation.scoring import evaluate
+from lightning_sgmcmc.evaluation.share import EvaluationShare
+from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.seeding import derive_seed, reseed
+
+
+@contextmanager
+def unnoticed(trainer: pl.Trainer, module: BayesianModule) -> Iterator[None]:
+    """Evaluate as Lightning does, and so that the chain does not notice.
+
+    Going through a loader draws from the global generator.
+    """
+    devices = [module.device] if module.device.type == "cuda" else []
+    precision = trainer.strategy.precision_plugin
+    with torch.random.fork_rng(devices), evaluation_mode(module), precision.val_step_context():
+        yield
+
+
+def full_log_likelihood(
+    trainer: pl.Trainer,
+    module: BayesianModule,
+    state: Mapping[str, Tensor],
+    reason: str,
+    of_own_chain: bool = False,
+) -> float:
+    """Return log p(D|θ) of all training data, without augmentation; the processes share the data among them.
+
+    Args:
+        trainer: the run's.
+        module: the module, in evaluation mode.
+        state: θ, parameters and buffers by name.
+        reason: the option that needs it, for the message.
+        of_own_chain: θ is a chain of this process's, so only the ranks of its group share the data; else all processes
+            have the same θ.
+
+    Raises:
+        ValueError: if there are no training data.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    layout = module.layout
+    rank, ranks = trainer.global_rank, trainer.world_size
+    if of_own_chain:
+        rank, ranks = layout.rank_in_chain, layout.ranks_per_chain
+    plain = getattr(getattr(trainer, "datamodule", None), "training_data", None)
+    for loader in _training_loaders(trainer, reason):
+        dataset = plain() if plain is not None else loader.dataset
+        again = _again(loader, dataset, range(rank, len(dataset), ranks))
+        _, log_density, _ = evaluate(module, state, EvaluationShare(again, math.inf).batches(trainer, module))
+        total += log_density.double().sum().cpu()
+    if ranks == 1:
+        return float(total)
+    if of_own_chain:
+        return float(layout.mean_over_data(total)) * ranks
+    return float(trainer.strategy.reduce(total, reduce_op="sum"))
+
+
+def pass_over_data(
+    trainer: pl.Trainer, module: BayesianModule, reason: str, purpose: str, shuffled: bool = False
+) -> Iterator[Any]:
+    """Yield the batches of a pass of the chains over all training data, with their augmentation, on the module's
+    device: plain ones of one chain, `ChainBatches` of several. The ranks that share a chain share the data.
+
+    The default generators are reseeded before each batch: the augmentation, and the order if there is one, are
+    functions of (seed, purpose, chain, steps made), wherever the chain runs.
+
+    Args:
+        trainer: the run's.
+        module: the module.
+        reason: the callback that needs it, for the message.
+        purpose: names the random numbers.
+        shuffled: whether batches are made of data at random, as in training; else in the data set's order.
+
+    Raises:
+        ValueError: if there are no training data, or a data set has no length.
+    """
+    layout, step = module.layout, module.sampler.step_count
+    for place, loader in enumerate(_training_loaders(trainer, reason)):
+        iterators = []
+        for chain in layout.chains:
+            indices = torch.arange(_length(loader.dataset, reason))
+            if shuffled:
+                seed = derive_seed(module.sampler.seed, f"{purpose} order", chain, step, place)
+                indices = torch.randperm(len(indices), generator=torch.Generator().manual_seed(seed))
+            again = _again(loader, loader.dataset, indices[layout.rank_in_chain :: layout.ranks_per_chain].tolist())
+            iterators.append(EvaluationShare(again, math.inf).batches(trainer, module))
+        for number in itertools.count():
+            batches: list[Any] = []
+            for chain, iterator in zip(layout.chains, iterators, strict=True):
+                stream = layout.stream(chain)
+                reseed(derive_seed(module.sampler.seed, purpose, stream, step, place, number), module.device)
+                batches.extend(itertools.islice(iterator, 1))
+            if not batches:
+                break
+            yield ChainBatches(batches) if module.num_chains > 1 else batches[0]
+
+
+def _training_loaders(trainer: pl.Trainer, reason: str) -> list[Any]:
+    if trainer.train_dataloader is None:
+        try:
+            trainer.fit_loop.setup_data()
+        except MisconfigurationException as error:
+            raise ValueError(
+                f"{reason} needs the training data, and there are none here: hand the trainer the fit's datamodule"
+            ) from error
+    return loaders_of(trainer.train_dataloader)
+
+
+def _length(dataset: Any, reason: str) -> int:
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"{reason} goes over all training data, and {type(dataset).__name__} has no length: hand over a data set "
+            "with one"
+        )
+    return len(dataset)
+
+
+def _again(loader: Any, dataset: Any, indices: Sequence[int]) -> DataLoader[Any]:
+    """Return a loader of a part of a data set, in batches as another loader's."""
+    return DataLoader(Subset(dataset, indices), batch_size=loader.batch_size or 1, collate_fn=loader.collate_fn)

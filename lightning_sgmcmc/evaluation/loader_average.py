@@ -1,0 +1,202 @@
+"""What is known of the collected samples on one set of data, and how it grows with every sample."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.diagnostics.metrics import out_of_distribution_metrics
+from lightning_sgmcmc.diagnostics.samples import effective_sample_size
+from lightning_sgmcmc.evaluation.averages import CycleAverage, WeightedAverage
+from lightning_sgmcmc.evaluation.comparison import ChainComparison
+from lightning_sgmcmc.evaluation.share import EvaluationShare
+from lightning_sgmcmc.module import BayesianModule
+
+MEMBER_KEYS = ("step", "chain", "cycle")
+
+
+@dataclass
+class Evaluation:
+    """What is known of the collected samples on one data set.
+
+    Attributes:
+        members: for each sample its step, chain, cycle and own metrics.
+        running: for each sample the metrics of the average of all samples so far.
+        average: the average's tensors (see `WeightedAverage`), for figures.
+        target: the targets, shape (n, …), None where the module has no likelihood.
+        ood: for each set of out-of-distribution data, the average's tensors there.
+        log_weights: for each sample its log importance weight.
+        chains: how the chains compare.
+    """
+
+    members: list[dict[str, float]] = field(default_factory=list)
+    running: list[dict[str, float]] = field(default_factory=list)
+    average: WeightedAverage | None = None
+    target: Tensor | None = None
+    ood: dict[str, WeightedAverage] = field(default_factory=dict)
+    log_weights: list[float] = field(default_factory=list)
+    chains: ChainComparison = field(default_factory=ChainComparison)
+
+    @property
+    def effective_sample_size(self) -> float | None:
+        """(Σw)²/Σw² of the importance weights, None where all weigh the same or none has a weight."""
+        weights = torch.tensor(self.log_weights, dtype=torch.float64)
+        if len(weights) < 2 or bool((weights == weights[0]).all()) or not bool((weights > -torch.inf).any()):
+            return None
+        return effective_sample_size(weights)
+
+    @property
+    def bma(self) -> dict[str, float]:
+        """The metrics of the average of all samples."""
+        return self.running[-1] if self.running else {}
+
+    @property
+    def single(self) -> dict[str, float]:
+        """The single samples' metrics, averaged over the samples."""
+        names = [name for name in self.bma if self.members]
+        return {name: sum(m[name] for m in self.members) / len(self.members) for name in names}
+
+    @property
+    def single_std(self) -> dict[str, float]:
+        """The single samples' standard deviation of each metric (NaN for one sample)."""
+        count = len(self.members)
+        deviations = {}
+        for name, mean in self.single.items():
+            squares = sum((m[name] - mean) ** 2 for m in self.members)
+            deviations[name] = math.sqrt(squares / (count - 1)) if count > 1 else math.nan
+        return deviations
+
+
+class LoaderAverage:
+    """The running average over the data of one loader, and over out-of-distribution data beside them.
+
+    Args:
+        cycle_weights: as in `BayesianModelAverage`.
+    """
+
+    def __init__(self, cycle_weights: str) -> None:
+        self.evaluation = Evaluation()
+        self._cycle_weights = cycle_weights
+        self._total = self._new()
+        self._ood: dict[str, WeightedAverage | CycleAverage] = {}
+
+    def _new(self) -> WeightedAverage | CycleAverage:
+        return WeightedAverage() if self._cycle_weights == "uniform" else CycleAverage()
+
+    def take(
+        self,
+        module: BayesianModule,
+        sample: PosteriorSample,
+        scores: tuple[dict[str, Tensor], Tensor, Tensor | None],
+        share: EvaluationShare,
+        scale: float,
+        log_likelihood: float,
+        ood_terms: Mapping[str, dict[str, Tensor]],
+    ) -> None:
+        """Take a sample in.
+
+        Args:
+            module: the module whose sample it is.
+            sample: the sample.
+            scores: what `lightning_sgmcmc.evaluation.evaluate` said of this process's data.
+            share: which those are.
+            scale: what targets were divided by.
+            log_likelihood: log p(D|θ) of all training data, where the weights ask for it.
+            ood_terms: the likelihood's terms on each set of out-of-distribution data, of all ranks.
+        """
+        terms, log_density, target = scores
+        log_density = share.whole(log_density)
+        terms = {name: share.whole(term) for name, term in terms.items()}
+        target = share.whole(target) if target is not None else None
+        self._check_order(target)
+
+        def add(total: WeightedAverage | CycleAverage, terms: dict[str, Tensor], density: Tensor) -> WeightedAverage:
+            if isinstance(total, WeightedAverage):
+                total.add(terms, density, sample.log_weight)
+                return total
+            place = {"chain": sample.chain, "cycle": sample.cycle, "log_likelihood": log_likelihood}
+            total.add(terms, density, sample.log_weight, **place)  # type: ignore[arg-type]
+            return total.combined()
+
+        average = add(self._total, terms, log_density)
+        own = metrics_of(module, terms, log_density, target, scale)
+        running = metrics_of(module, average.terms, average.log_density, target, scale)
+        for name, unknown in ood_terms.items():
+            ood = add(self._ood.setdefault(name, self._new()), unknown, log_density[:0])
+            self.evaluation.ood[name] = ood
+            own |= _ood_figures(name, terms, unknown)
+            running |= _ood_figures(name, average.terms, ood.terms)
+        place = {key: getattr(sample, key) for key in MEMBER_KEYS}
+        self.evaluation.members.append(place | own)
+        self.evaluation.log_weights.append(sample.log_weight)
+        self.evaluation.running.append(running)
+        self.evaluation.average = average
+        self.evaluation.chains.take(sample.chain, sample.log_weight, terms, log_density)
+
+    def _check_order(self, target: Tensor | None) -> None:
+        known = self.evaluation.target
+        if known is not None and target is not None and not torch.equal(known.to(target.device), target):
+            raise ValueError(
+                "the evaluation data came in another order than for the sample before, so predictions cannot be "
+                "averaged: make the validation or test loader with shuffle=False"
+            )
+        self.evaluation.target = target
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: numbers and tensors."""
+        evaluation = self.evaluation
+        return {
+            "total": self._total.state_dict(),
+            "members": evaluation.members,
+            "running": evaluation.running,
+            "target": evaluation.target,
+            "ood": {name: total.state_dict() for name, total in self._ood.items()},
+            "log_weights": evaluation.log_weights,
+            "chains": evaluation.chains.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._total.load_state_dict(state["total"])
+        self._ood = {}
+        for name, saved in state["ood"].items():
+            self._ood[name] = self._new()
+            self._ood[name].load_state_dict(saved)
+        ood = {name: _combined(total) for name, total in self._ood.items()}
+        members, running = list(state["members"]), list(state["running"])
+        average, log_weights = _combined(self._total), list(state["log_weights"])
+        chains = ChainComparison()
+        chains.load_state_dict(state["chains"])
+        self.evaluation = Evaluation(members, running, average, state["target"], ood, log_weights, chains)
+
+
+def metrics_of(
+    module: BayesianModule, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor | None, scale: float
+) -> dict[str, float]:
+    """Return the likelihood's figures of merit of a predictive, or its NLL where the module has no likelihood."""
+    if module.likelihood is None or target is None:
+        return {"nll": -log_density.mean().item()}
+    metrics = module.likelihood.metrics(terms, log_density, target, scale)
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _ood_figures(name: str, known: Mapping[str, Tensor], unknown: Mapping[str, Tensor]) -> dict[str, float]:
+    metrics = out_of_distribution_metrics(known["probabilities"], unknown["probabilities"])
+    return {f"ood_{name}_{metric}": float(value) for metric, value in metrics.items()}
+
+
+def _combined(total: WeightedAverage | CycleAverage) -> WeightedAverage:
+    return total.combined() if isinstance(total, CycleAverage) else total
+
+
+def loaders_of(source: Any) -> list[Any]:
+    """Return the loaders of what the trainer calls its dataloaders: None, one, a list or a dictionary."""
+    if source is None:
+        return []
+    if isinstance(source, Mapping):
+        return list(source.values())
+    return list(source) if isinstance(source, list | tuple) else [source]

@@ -1,0 +1,141 @@
+"""Data of another distribution, on which predictions should be uncertain."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler
+
+from lightning_sgmcmc.chains.stateless import StatelessCall
+from lightning_sgmcmc.evaluation.scoring import concatenate
+from lightning_sgmcmc.evaluation.share import EvaluationShare, share_of_plain
+from lightning_sgmcmc.module import BayesianModule
+
+OutOfDistributionSource: TypeAlias = pl.LightningDataModule | DataLoader[Any]
+METRICS = ("auroc", "entropy", "brier")
+
+
+class OutOfDistributionData:
+    """The out-of-distribution sets of a `BayesianModelAverage`: their loaders, and what a sample says of them.
+
+    Args:
+        sources: a datamodule or a loader, or several by name, or None.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: for a loader that shuffles.
+    """
+
+    def __init__(self, sources: Any) -> None:
+        if sources is None:
+            sources = {}
+        elif not isinstance(sources, Mapping):
+            sources = {_name_of(sources): sources}
+        for name, source in sources.items():
+            if not isinstance(source, pl.LightningDataModule | DataLoader):
+                raise TypeError(
+                    f"out-of-distribution data '{name}' should be a datamodule or a DataLoader, got a "
+                    f"{type(source).__name__}"
+                )
+            _check_order(name, source)
+        self.sources: dict[str, Any] = dict(sources)
+        self._loaders: dict[str, Any] = {}
+
+    @property
+    def metric_names(self) -> list[str]:
+        """The names of the metrics, as they stand in an `Evaluation`."""
+        return [f"ood_{name}_{metric}" for name in self.sources for metric in METRICS]
+
+    def setup(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        """Read the data, once.
+
+        Raises:
+            ValueError: if the likelihood has no class probabilities, a set is empty, or its loader shuffles.
+        """
+        if not self.sources:
+            return
+        if module.likelihood is None or module.likelihood.per_sample_term != "probabilities":
+            raise ValueError(
+                "out-of-distribution data are judged by the entropy of class probabilities, which "
+                f"likelihood={module.likelihood!r} does not have: leave ood out"
+            )
+        for name, source in self.sources.items():
+            if name not in self._loaders:
+                self._loaders[name] = _test_loader(trainer, source)
+            _check_order(name, self._loaders[name])
+            if len(self._loaders[name]) == 0:
+                raise ValueError(f"there are no out-of-distribution data in '{name}'")
+
+    def terms(
+        self, trainer: pl.Trainer, module: BayesianModule, state: Mapping[str, Tensor]
+    ) -> dict[str, dict[str, Tensor]]:
+        """Return the likelihood's terms of a sample on each set, gathered from all ranks, in evaluation mode."""
+        return {name: self._terms_on(trainer, module, state, name) for name in self.sources}
+
+    def _terms_on(
+        self, trainer: pl.Trainer, module: BayesianModule, state: Mapping[str, Tensor], name: str
+    ) -> dict[str, Tensor]:
+        limit = 1 if trainer.fast_dev_run else math.inf  # type: ignore[attr-defined]
+        share = share_of_plain(trainer, self._loaders[name], limit)
+        terms = self._evaluate(share.batches(trainer, module), module, state, name)
+        return {key: share.whole(term) for key, term in terms.items()}
+
+    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        """Let the network see a batch of each set, so that what it cannot take is said before hours of training.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: as the network does, naming the set.
+        """
+        with module.at_chain(0):
+            state = {name: t.detach() for name, t in (*module.named_parameters(), *module.named_buffers())}
+        for name in self.sources:
+            batches = EvaluationShare(self._loaders[name], 1).batches(trainer, module)
+            self._evaluate(batches, module, state, name)
+
+    def _evaluate(
+        self, batches: Iterable[Any], module: BayesianModule, state: Mapping[str, Tensor], name: str
+    ) -> dict[str, Tensor]:
+        """Return the terms on some of a set's batches."""
+        caller = StatelessCall(module, _terms_of_batch)
+        with torch.no_grad():
+            try:
+                return concatenate(caller.call(state, batch) for batch in batches)
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise type(error)(f"the network cannot take the out-of-distribution data '{name}': {error}") from error
+
+
+def _terms_of_batch(module: BayesianModule, batch: Any) -> dict[str, Tensor]:
+    assert module.likelihood is not None
+    pair = isinstance(batch, list | tuple) and len(batch) == 2
+    if pair or type(module).output_and_target is not BayesianModule.output_and_target:
+        return module.likelihood.terms(module.output_and_target(batch)[0])
+    return module.likelihood.terms(module(batch[0] if isinstance(batch, list | tuple) else batch))
+
+
+def _test_loader(trainer: pl.Trainer, source: Any) -> Any:
+    if isinstance(source, DataLoader):
+        return source
+    source.trainer = trainer
+    per_node = source.prepare_data_per_node
+    if trainer.local_rank == 0 if per_node else trainer.global_rank == 0:
+        source.prepare_data()
+    trainer.strategy.barrier("out-of-distribution data")
+    source.setup("test")
+    return source.test_dataloader()
+
+
+def _check_order(name: str, loader: Any) -> None:
+    if isinstance(getattr(loader, "sampler", None), RandomSampler):
+        raise ValueError(
+            f"the loader of the out-of-distribution data '{name}' shuffles, so predictions of several samples cannot "
+            "be averaged: make it with shuffle=False"
+        )
+
+
+def _name_of(source: Any) -> str:
+    if isinstance(source, DataLoader):
+        return "ood"
+    return type(source).__name__.removesuffix("DataModule").lower()

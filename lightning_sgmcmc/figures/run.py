@@ -1,0 +1,86 @@
+"""The pictures of a run: each function draws one figure from plain numbers and returns it."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightning_sgmcmc.figures.canvas import SAMPLE_COLOUR, _finite, _marker, canvas, integer_ticks, legend_above
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def schedule_figure(
+    steps: Sequence[float], lr: Sequence[float], temperature: Sequence[float], sample_steps: Sequence[float]
+) -> "Figure":
+    """Draw step size and temperature against the step, with the samples marked."""
+    figure, (upper, lower) = canvas(2, height=4.5)
+    upper.plot(steps, lr, color="black", linewidth=1, marker=_marker(steps))
+    if len(sample_steps):
+        heights = np.interp(sample_steps, steps, lr)
+        upper.plot(sample_steps, heights, "o", color=SAMPLE_COLOUR, markersize=4, label="samples")
+    upper.set_ylabel("step size lr")
+    legend_above(upper)
+    lower.step(steps, temperature, where="post", color="black", linewidth=1, marker=_marker(steps))
+    lower.set_ylabel("temperature τ")
+    lower.set_xlabel("optimizer step")
+    return figure
+
+
+def energy_figure(
+    steps: Sequence[float], energy: Sequence[float], sample_steps: Sequence[float], sample_energy: Sequence[float]
+) -> "Figure":
+    """Draw the mini-batch energies against the step, with the samples marked, on a log axis where the range is wide.
+
+    Where the start of the run dwarfs what comes later, a second row shows the range since the first sample.
+    """
+    since = np.asarray(steps) >= (sample_steps[0] if len(sample_steps) else np.inf)
+    later = _finite([*np.asarray(energy, dtype=float)[since], *sample_energy])
+    everything = _finite(energy)
+    closer = everything.size > 0 and later.size > 1 and 0 < np.ptp(later) < np.ptp(everything) / 3
+    figure, rows = canvas(2 if closer else 1, height=6 if closer else 4)
+    for axes in rows:
+        axes.plot(steps, energy, color="black", linewidth=0.8, marker=_marker(steps), label="mini-batch")
+        if len(sample_steps):
+            axes.plot(sample_steps, sample_energy, "o", color=SAMPLE_COLOUR, markersize=4, label="samples")
+        axes.set_ylabel("potential energy Ũ (nats)")
+    if everything.size and everything.min() > 0 and everything.max() > 20 * everything.min():
+        rows[0].set_yscale("log")
+    if closer:
+        margin = 0.06 * np.ptp(later)
+        rows[1].set_ylim(later.min() - margin, later.max() + margin)
+        rows[1].set_title("the range since the first sample", fontsize="small", loc="right", pad=2)
+    rows[-1].set_xlabel("optimizer step")
+    legend_above(rows[0])
+    return figure
+
+
+def traces_figure(
+    steps: Sequence[float], traces: Mapping[str, Sequence[float]], sample_steps: Sequence[float]
+) -> "Figure":
+    """Draw the paths of a few quantities (energy, single weights) one below the other, with the samples marked."""
+    figure, rows = canvas(len(traces), height=0.8 + 1.25 * len(traces))
+    for axes, (name, values) in zip(rows, traces.items(), strict=True):
+        axes.plot(steps, values, color="black", linewidth=0.8, marker=_marker(steps))
+        if len(sample_steps):
+            heights = np.interp(sample_steps, steps, values)
+            axes.plot(sample_steps, heights, "o", color=SAMPLE_COLOUR, markersize=3, label="samples")
+        axes.set_title(name, fontsize="small", loc="right", pad=2)
+    legend_above(rows[0])
+    rows[-1].set_xlabel("optimizer step")
+    return figure
+
+
+def sample_energy_figure(chains: Mapping[int, tuple[Sequence[int], Sequence[float]]]) -> "Figure":
+    """Draw the samples' energies against the step, one line for each chain: its steps and its energies."""
+    figure, (axes,) = canvas()
+    for chain, (steps, energy) in chains.items():
+        axes.plot(steps, energy, "-o", linewidth=0.8, markersize=4, label=f"chain {chain}")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("potential energy Ũ (nats)")
+    axes.ticklabel_format(axis="y", useOffset=False)
+    axes.xaxis.set_major_locator(integer_ticks())
+    if 1 < len(chains) <= 10:
+        axes.legend(loc="upper right")
+    return figure

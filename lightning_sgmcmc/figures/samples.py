@@ -1,0 +1,244 @@
+"""The pictures of weighted samples and of where they lie in weight space; plain numbers in, a figure out."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lightning_sgmcmc.figures.canvas import AVERAGE_COLOUR, SAMPLE_COLOUR, canvas, integer_ticks, legend_above
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from lightning_sgmcmc.evaluation.comparison import ChainRow
+
+
+KIND_COLOURS = {"within a cycle": "tab:blue", "between cycles": "tab:red", "between chains": "tab:purple"}
+GROUPS_WITH_NAMES = 12
+"""More cycles or chains than this get a colour bar in place of a legend."""
+TENSORS_SHOWN = 40
+
+
+def weights_figure(weights: Sequence[float], effective: Sequence[float]) -> "Figure":
+    """Draw the samples' normalised weights, and how many equally weighted samples they are worth as they come.
+
+    Args:
+        weights: of all samples, summing to 1.
+        effective: (Σw)²/Σw² of the first 1, 2, … samples.
+    """
+    figure, (upper, lower) = canvas(2, height=5)
+    count = np.arange(1, len(weights) + 1)
+    upper.vlines(count, 0, weights, color=AVERAGE_COLOUR, linewidth=max(0.5, min(6.0, 200 / len(weights))))
+    upper.axhline(1 / len(weights), color="black", linestyle=":", linewidth=1, label=f"equal weights, 1/{len(weights)}")
+    upper.set_ylabel("normalised weight")
+    upper.set_ylim(0, 1.08 * max(weights))
+    legend_above(upper)
+    lower.plot(count, count, color="black", linestyle=":", linewidth=1, label="equal weights")
+    lower.plot(count, effective, "-o", color=AVERAGE_COLOUR, markersize=3, label=f"ESS, at last {effective[-1]:.1f}")
+    lower.set_ylabel("effective sample size")
+    lower.set_xlabel("number of samples")
+    lower.set_ylim(bottom=0)
+    lower.set_xlim(0.5, len(weights) + 0.5)
+    lower.xaxis.set_major_locator(integer_ticks())
+    legend_above(lower)
+    return figure
+
+
+def geometry_figure(
+    coordinates: Sequence[Sequence[float]], share: Sequence[float], groups: Sequence[int], chains: Sequence[int]
+) -> "Figure":
+    """Draw the samples' weights in the plane that keeps their distances best, each chain's joined in order of drawing.
+
+    Args:
+        coordinates: two for each sample, in the weights' own unit.
+        share: the share of the variance that each coordinate holds.
+        groups: each sample's cycle, for the colour.
+        chains: each sample's chain; with more than one, they are the colour.
+    """
+    figure, (axes,) = canvas(width=6.4, height=5)
+    points, of_chain = np.asarray(coordinates, dtype=float), np.asarray(chains)
+    for chain in np.unique(of_chain):
+        path = points[of_chain == chain]
+        axes.plot(path[:, 0], path[:, 1], color="lightgray", linewidth=0.8, zorder=1)
+    kind, colours = ("chain", of_chain) if len(np.unique(of_chain)) > 1 else ("cycle", np.asarray(groups))
+    _coloured_points(figure, axes, points, colours, kind)
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.margins(0.08)
+    first, second = (f"coordinate {name} ({part:.0%} of the variance)" for name, part in zip("12", share, strict=True))
+    axes.set_xlabel(first)
+    axes.set_ylabel(second)
+    return figure
+
+
+def _coloured_points(figure: "Figure", axes: "Axes", points: Any, colours: Any, kind: str) -> None:
+    names = np.unique(colours)
+    if 1 < len(names) <= GROUPS_WITH_NAMES:
+        from matplotlib import colormaps
+
+        palette = colormaps["tab10" if len(names) <= 10 else "tab20"].colors  # type: ignore[attr-defined]
+        for index, name in enumerate(names):
+            own = points[colours == name]
+            axes.scatter(own[:, 0], own[:, 1], s=28, color=palette[index], label=f"{kind} {name}", zorder=2)
+        legend_above(axes, columns=6 if len(names) > 4 else 4)
+        return
+    label, shown = (kind, colours) if len(names) > 1 else ("sample", np.arange(len(points)))
+    drawn = axes.scatter(points[:, 0], points[:, 1], s=28, c=shown, cmap="viridis", zorder=2)
+    figure.colorbar(drawn, ax=axes, label=label, ticks=integer_ticks())
+
+
+def weight_paths_figure(
+    paths: Mapping[str, Sequence[Sequence[float]]],
+    energies: Mapping[str, Sequence[float]],
+    share: Sequence[float],
+    label: str,
+) -> "Figure":
+    """Draw paths of the weights on one plane, a picture for each method, coloured by the energy on a log scale.
+
+    Args:
+        paths: two coordinates for each place in the order of the steps, by method; a path's start is marked.
+        energies: positive, of the same places.
+        share: the share of the variance that each coordinate holds.
+        label: what the energies are.
+    """
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.4 * len(paths) + 0.8, 3.9), layout="constrained")
+    row = figure.subplots(1, len(paths), sharex=True, sharey=True, squeeze=False)[0]
+    everything = np.concatenate([np.asarray(values, dtype=float) for values in energies.values()])
+    scale = LogNorm(float(everything.min()), float(everything.max()))
+    for axes, (name, path) in zip(row, paths.items(), strict=True):
+        places = np.asarray(path, dtype=float)
+        axes.plot(places[:, 0], places[:, 1], color="lightgray", linewidth=0.6, zorder=1)
+        drawn = axes.scatter(places[:, 0], places[:, 1], s=9, c=energies[name], cmap="viridis", norm=scale, zorder=2)
+        axes.plot(*places[0], "o", color=SAMPLE_COLOUR, markersize=7, zorder=3, label="start")
+        axes.plot(*places[-1], "X", color=SAMPLE_COLOUR, markersize=8, zorder=3, label="end")
+        axes.set_title(name, fontsize="medium")
+        axes.set_xlabel(f"coordinate 1 ({share[0]:.0%} of the variance)")
+    row[0].set_ylabel(f"coordinate 2 ({share[1]:.0%} of the variance)")
+    row[0].legend(loc="best", fontsize="small")
+    figure.colorbar(drawn, ax=list(row), label=label)
+    return figure
+
+
+def segments_figure(
+    positions: Sequence[float], segments: Sequence[tuple[str, str, Mapping[str, Sequence[float]]]], data: str
+) -> "Figure":
+    """Draw figures of merit along the straight lines between pairs of samples, one row for each figure of merit.
+
+    Args:
+        positions: t of the points, from 0 (the first sample) to 1 (the second).
+        segments: kind ("within a cycle", "between cycles", "between chains"), name and values by figure of merit.
+        data: what the values were computed on.
+
+    Source: Zhang et al. 2020 (cSG-MCMC), figure 4.
+    """
+    metrics = list(segments[0][2])
+    figure, rows = canvas(len(metrics), height=1 + 2.2 * len(metrics))
+    for axes, metric in zip(rows, metrics, strict=True):
+        named: set[str] = set()
+        for kind, _, values in segments:
+            label = kind if kind not in named else None
+            named.add(kind)
+            colour = KIND_COLOURS.get(kind, "black")
+            axes.plot(positions, values[metric], "-o", color=colour, markersize=3, linewidth=1, alpha=0.8, label=label)
+        axes.set_ylabel(metric)
+    legend_above(rows[0])
+    rows[-1].set_xlabel(f"place on the segment between two samples, t (on the {data})")
+    rows[-1].set_xlim(-0.02, 1.02)
+    return figure
+
+
+def temperatures_figure(
+    tensors: Mapping[str, Mapping[str, Any]], temperature: float, tolerance: float = 0.2, shown: int = TENSORS_SHOWN
+) -> "Figure":
+    """Draw each tensor's kinetic and configurational temperature with their intervals beside the target's.
+
+    Args:
+        tensors: by name the numbers `kinetic` and `configurational` and the pairs `kinetic_interval` and
+            `configurational_interval`, any of them None where it does not exist.
+        temperature: the target's τ.
+        tolerance: the relative deviation that is accepted.
+        shown: of more tensors than this, those farthest from the target are drawn.
+    """
+
+    def distance(name: str) -> float:
+        values = [tensors[name].get(kind) for kind in ("kinetic", "configurational")]
+        return max((abs(value - temperature) for value in values if value is not None), default=0.0)
+
+    far = set(sorted(tensors, key=distance, reverse=True)[:shown])
+    names = [name for name in tensors if name in far]
+    figure, (axes,) = canvas(width=7.5, height=1.4 + 0.3 * len(names))
+    band = (1 - tolerance) * temperature, (1 + tolerance) * temperature
+    axes.axvspan(*band, color="lightgray", alpha=0.6, linewidth=0, label=f"± {tolerance:.0%}")
+    axes.axvline(temperature, color="black", linestyle=":", linewidth=1, label=f"target τ = {temperature:g}")
+    drawn = [temperature]
+    for kind, colour, offset in (("kinetic", AVERAGE_COLOUR, -0.14), ("configurational", SAMPLE_COLOUR, 0.14)):
+        places = [(i, tensors[n]) for i, n in enumerate(names) if _finite(tensors[n].get(kind))]
+        if not places:
+            continue
+        values = np.array([record[kind] for _, record in places], dtype=float)
+        spans = [record.get(f"{kind}_interval") or (record[kind], record[kind]) for _, record in places]
+        low, high = np.asarray(spans, dtype=float).T
+        below, above = np.clip(values - low, 0, None), np.clip(high - values, 0, None)
+        height = [i + offset for i, _ in places]
+        drawn += values.tolist()
+        axes.errorbar(values, height, xerr=[below, above], fmt="o", color=colour, markersize=4, capsize=2, label=kind)
+    # A tensor of few numbers may have an interval many times the target; it must not hide the others.
+    margin = 0.5 * temperature + 0.1 * (max(drawn) - min(drawn))
+    axes.set_xlim(min(drawn) - margin, max(drawn) + margin)
+    axes.set_yticks(range(len(names)), names, fontsize="small")
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    chosen = f" (the {len(names)} of {len(tensors)} tensors farthest from the target)"
+    axes.set_xlabel("temperature" + chosen * (len(names) < len(tensors)))
+    legend_above(axes)
+    return figure
+
+
+def _finite(value: Any) -> bool:
+    return value is not None and bool(np.isfinite(value))
+
+
+def chains_figure(
+    chains: Mapping[int, tuple[Sequence[int], Sequence[float]]], rows: "Sequence[ChainRow]", disagreement: float
+) -> "Figure":
+    """Draw the samples' energies by chain, and the NLL of each chain's average beside that of all.
+
+    Args:
+        chains: by chain its samples' steps and energies.
+        rows: of the chains and, last, of all together.
+        disagreement: between the chains' predictives, NaN where it is not known.
+    """
+    evaluated = [row for row in rows if math.isfinite(row.nll)]
+    figure, panels = canvas(rows=2 if evaluated else 1, height=6.0 if evaluated else 4.0, shared=False)
+    upper = panels[0]
+    for chain, (steps, energy) in chains.items():
+        upper.plot(steps, energy, _marker(len(steps)), linewidth=0.8, markersize=3, label=f"chain {chain}")
+    upper.set_xlabel("optimizer step")
+    upper.set_ylabel("potential energy Ũ (nats)")
+    upper.ticklabel_format(axis="y", useOffset=False)
+    upper.xaxis.set_major_locator(integer_ticks())
+    rhat = rows[-1].diagnostics.rhat
+    if len(chains) <= 10:
+        legend_above(upper, columns=5)
+    if math.isfinite(rhat):
+        upper.annotate(f"split R-hat {rhat:.3f}", (0.99, 0.97), xycoords="axes fraction", ha="right", va="top")
+    if evaluated:
+        lower = panels[1]
+        names = ["all" if row.chain is None else str(row.chain) for row in evaluated]
+        lower.plot(names[:-1], [row.nll for row in evaluated[:-1]], "o", color=SAMPLE_COLOUR)
+        lower.plot(names[-1:], [evaluated[-1].nll], "D", color=AVERAGE_COLOUR)
+        lower.set_xlabel("chain")
+        lower.set_ylabel("NLL of the average (nats)")
+        lower.margins(x=0.1, y=0.25)
+        if math.isfinite(disagreement):
+            lower.annotate(
+                f"disagreement {disagreement:.3g}", (0.99, 0.97), xycoords="axes fraction", ha="right", va="top"
+            )
+    return figure
+
+
+def _marker(count: int) -> str:
+    return "-o" if count <= 100 else "-"

@@ -1,0 +1,178 @@
+"""Pictures of chains on analytic targets: each function draws one figure from plain numbers and returns it."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lightning_sgmcmc.figures.canvas import AVERAGE_COLOUR, SAMPLE_COLOUR, canvas, legend_above
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def densities_figure(x: Sequence[float], truth: Sequence[float], others: Mapping[str, Sequence[float]]) -> "Figure":
+    """Draw densities on the line beside the true one.
+
+    Args:
+        x: places.
+        truth: the target's density there.
+        others: other densities there, by name.
+    """
+    figure, (axes,) = canvas()
+    axes.fill_between(x, truth, color="lightgray", label="target")
+    for index, (name, values) in enumerate(others.items()):
+        axes.plot(x, values, color=f"C{index}", linewidth=1.2, label=name)
+    axes.set_xlabel("x")
+    axes.set_ylabel("density")
+    axes.set_ylim(bottom=0)
+    legend_above(axes, columns=4)
+    return figure
+
+
+def errors_figure(steps: Sequence[float], errors: Mapping[str, Sequence[float]], label: str) -> "Figure":
+    """Draw errors against the number of steps, both on log axes.
+
+    Args:
+        steps: numbers of steps.
+        errors: by method, positive.
+        label: what they are.
+    """
+    figure, (axes,) = canvas()
+    for index, (name, values) in enumerate(errors.items()):
+        axes.loglog(steps, values, "-o", color=f"C{index}", markersize=3, linewidth=1.2, label=name)
+    axes.set_xlabel("steps")
+    axes.set_ylabel(label)
+    legend_above(axes, columns=4)
+    return figure
+
+
+def path_figure(steps: Sequence[float], places: Sequence[float], multipliers: Sequence[float]) -> "Figure":
+    """Draw a chain's path on the line, and its gradient multipliers below."""
+    figure, (upper, lower) = canvas(2, height=5)
+    upper.plot(steps, places, color="black", linewidth=0.6)
+    upper.set_ylabel("x")
+    kappa = np.asarray(multipliers, dtype=float)
+    lower.plot(steps, kappa, ".", markersize=1.5, color=AVERAGE_COLOUR, label="κ")
+    if bool((kappa < 0).any()):
+        lower.axhspan(float(kappa.min()), 0, color=SAMPLE_COLOUR, alpha=0.12, linewidth=0, label="bouncy, κ < 0")
+    lower.axhline(1, color="black", linestyle=":", linewidth=1)
+    low, high = np.percentile(kappa, [0.1, 99.9])  # single outliers would hide the rest
+    lower.set_ylim(low - 0.1 * (high - low) - 0.05, high + 0.1 * (high - low) + 0.05)
+    lower.set_ylabel("multiplier κ")
+    lower.set_xlabel("step")
+    legend_above(lower)
+    return figure
+
+
+def plane_figure(
+    truth: Any, estimates: Mapping[str, Any], bounds: tuple[float, float], modes: Sequence[Sequence[float]] = ()
+) -> "Figure":
+    """Draw densities on the plane side by side, the truth first, all in one colour scale.
+
+    Args:
+        truth: masses of the cells of a square grid, shape (n, n), the first axis being x.
+        estimates: masses of the same cells, by name.
+        bounds: lower and upper end of both axes.
+        modes: marked by crosses in the truth.
+    """
+    from matplotlib.figure import Figure
+
+    pictures = {"truth": truth, **estimates}
+    figure = Figure(figsize=(3.1 * len(pictures), 3.9), layout="constrained")
+    row = figure.subplots(1, len(pictures), sharex=True, sharey=True, squeeze=False)[0]
+    highest = float(np.asarray(truth).max())
+    for axes, (name, masses) in zip(row, pictures.items(), strict=True):
+        grid = np.asarray(masses, dtype=float).T
+        axes.imshow(grid, origin="lower", extent=(*bounds, *bounds), cmap="viridis", vmin=0, vmax=highest)
+        axes.set_title(name, fontsize="medium")
+        axes.set_xlabel("x₁")
+    row[0].set_ylabel("x₂")
+    if len(modes):
+        places = np.asarray(modes, dtype=float)
+        row[0].plot(places[:, 0], places[:, 1], "+", color="white", markersize=4, alpha=0.7)
+    return figure
+
+
+def trajectories_figure(
+    energies: Any, bounds: tuple[float, float], paths: Mapping[str, Sequence[Sequence[float]]]
+) -> "Figure":
+    """Draw paths in the plane over the energy's contour lines, one picture for each method.
+
+    Args:
+        energies: U on a square grid, shape (n, n), the first axis being x.
+        bounds: lower and upper end of both axes.
+        paths: places in their order, shape (steps, 2), by method.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.3 * len(paths), 4.0), layout="constrained")
+    row = figure.subplots(1, len(paths), sharex=True, sharey=True, squeeze=False)[0]
+    grid = np.asarray(energies, dtype=float)
+    axis = np.linspace(*bounds, len(grid))
+    levels = np.linspace(grid.min(), min(float(grid.max()), float(grid.min()) + 20), 12)
+    for axes, (name, path) in zip(row, paths.items(), strict=True):
+        axes.contour(axis, axis, grid.T, levels=levels, colors="lightgray", linewidths=0.5)
+        places = np.asarray(path, dtype=float)
+        axes.plot(places[:, 0], places[:, 1], ".", color=AVERAGE_COLOUR, markersize=1, alpha=0.4)
+        axes.plot(*places[0], "o", color=SAMPLE_COLOUR, markersize=5)
+        axes.set_title(name, fontsize="medium")
+        axes.set_aspect("equal")
+        axes.set_xlim(*bounds)
+        axes.set_ylim(*bounds)
+        axes.set_xlabel("x₁")
+    row[0].set_ylabel("x₂")
+    return figure
+
+
+def estimates_figure(
+    centres: Sequence[float], truth: Sequence[float], estimates: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+) -> "Figure":
+    """Draw estimated masses of bins over repeats: their mean ± standard deviation above, the deviation alone below.
+
+    Args:
+        centres: of the bins.
+        truth: their masses.
+        estimates: mean and standard deviation of each bin's estimate, by method.
+    """
+    figure, (upper, lower) = canvas(2, height=5)
+    width = centres[1] - centres[0]
+    upper.bar(centres, truth, width=0.9 * width, color="lightgray", label="truth")
+    for index, (name, (mean, deviation)) in enumerate(estimates.items()):
+        places = np.asarray(centres) + (index - (len(estimates) - 1) / 2) * 0.25 * width
+        style: dict[str, Any] = {"color": f"C{index}", "markersize": 3, "linewidth": 1.2}
+        upper.errorbar(places, mean, yerr=deviation, fmt="o", capsize=3, label=name, **style)
+        lower.semilogy(centres, deviation, "-o", **style)
+    upper.set_ylabel("mass of the bin")
+    lower.set_ylabel("standard deviation")
+    lower.set_xlabel("energy U (nats)")
+    legend_above(upper)
+    return figure
+
+
+def progress_figure(
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float]]],
+    x_label: str,
+    y_label: str,
+    log_x: bool = False,
+) -> "Figure":
+    """Draw curves with bands, on a log axis: how far methods have come.
+
+    Args:
+        curves: places on the x-axis, means and standard deviations, by method.
+        x_label: what the x-axis is.
+        y_label: what the values are.
+        log_x: whether the x-axis is logarithmic too.
+    """
+    figure, (axes,) = canvas(height=4.6)
+    for index, (name, (places, means, deviations)) in enumerate(curves.items()):
+        mean, deviation = np.asarray(means, dtype=float), np.asarray(deviations, dtype=float)
+        axes.semilogy(places, mean, "-", color=f"C{index}", linewidth=1.2, label=name)
+        lower = np.maximum(mean - deviation, mean / 10)  # a band has no place below 0 on a log axis
+        axes.fill_between(places, lower, mean + deviation, color=f"C{index}", alpha=0.15, linewidth=0)
+    if log_x:
+        axes.set_xscale("log")
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    legend_above(axes, columns=4)
+    return figure

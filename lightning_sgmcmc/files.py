@@ -1,0 +1,60 @@
+"""Files that are written completely or not at all, and sizes for messages about them."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+
+def megabytes(count: int) -> str:
+    """Return a number of bytes in words."""
+    return f"{count / 1e6:.3g} MB"
+
+
+def free_space(folder: Path) -> str:
+    """Return the half sentence on the room that is left in a folder, empty where that is not known."""
+    try:
+        return f" ({megabytes(shutil.disk_usage(folder).free)} are free there)"
+    except OSError:
+        return ""
+
+
+def write_atomically(path: Path, content: bytes | memoryview, durable: bool = True) -> None:
+    """Write a file under a temporary name and rename it, so that a reader finds the old content or the new.
+
+    Args:
+        path: the file; its folder must exist.
+        content: what it holds.
+        durable: flush file and folder to the disk too, so that this survives a power failure.
+
+    Raises:
+        OSError: if it cannot be written; an earlier file of this name is still there.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")  # hidden, since callers look for files by the beginnings of names
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            if durable:
+                flush(file)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        _flush_folder(path.parent)
+
+
+def flush(file: Any) -> None:
+    """Flush an open file to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _flush_folder(path: Path) -> None:
+    if os.name != "posix":  # elsewhere folders cannot be opened
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,282 @@
+"""Samples in a folder: safetensors files and a manifest."""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
+from torch import Tensor
+
+from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, _on_cpu, _record
+from lightning_sgmcmc.contour.learned import LearnedContour
+from lightning_sgmcmc.files import flush, free_space, megabytes, write_atomically
+from lightning_sgmcmc.posterior.store import SampleStore
+
+MANIFEST = "manifest.jsonl"
+CONTOUR = "contour.safetensors"
+FORMAT = "lightning-sgmcmc samples"
+VERSION = 1
+LEAVE_OUT = "Posterior.load(…, skip_damaged=True) leaves out"
+
+
+class DiskStore(SampleStore):
+    """Samples in a folder: `sample-….safetensors` files and `manifest.jsonl`.
+
+    A sample is written under a temporary name, flushed to the disk and renamed, and only then named by a line of the
+    manifest; so what the manifest names is complete, whenever the process is killed. A last line cut short is ignored.
+    Checksums in the manifest tell a file that was damaged later. `contour.safetensors` holds what a contour sampler has
+    learned.
+
+    Args:
+        path: an existing store's folder (see `create`).
+        verify: compare each file's checksum when it is read for the first time.
+        skip_damaged: leave out lines of the manifest that cannot be read (`damaged_lines`), in place of an error.
+
+    Raises:
+        FileNotFoundError: if there is no store.
+        ValueError: if the manifest is damaged, not one of ours, or of a newer version.
+    """
+
+    def __init__(self, path: str | Path, verify: bool = True, skip_damaged: bool = False) -> None:
+        self.path = Path(path)
+        self.verify = verify
+        self.damaged_lines: list[int] = []
+        """Numbers of the manifest's lines that were left out, from 1."""
+        self._skip_damaged = skip_damaged
+        self._verified: set[str] = set()
+        self.model_description: Any = None
+        self.records = []
+        self.reload()
+
+    @classmethod
+    def create(cls, path: str | Path, model_description: Any = None) -> "DiskStore":
+        """Make an empty store.
+
+        Args:
+            path: folder, made if needed; it must not hold a store yet.
+            model_description: plain data that describe the network (see `lightning_sgmcmc.posterior.description`),
+                or None.
+
+        Raises:
+            FileExistsError: if the folder holds a store.
+        """
+        path = Path(path)
+        if (path / MANIFEST).exists():
+            raise FileExistsError(f"{path} holds a sample store already")
+        header = {"format": FORMAT, "version": VERSION, "model": model_description}
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            write_atomically(path / MANIFEST, (json.dumps(header) + "\n").encode())
+        except OSError as error:
+            message = (
+                f"no sample store can be made at {path}: {error.strerror}; make it a folder that can be written, or"
+            )
+            raise OSError(error.errno, f"{message} give another dirpath") from error
+        return cls(path)
+
+    @property
+    def contour(self) -> LearnedContour | None:  # type: ignore[override]
+        """What a contour sampler had learned when it last drew a sample, None without one.
+
+        Raises:
+            ValueError: if the file is damaged.
+        """
+        path = self.path / CONTOUR
+        if not path.is_file():
+            return None
+        try:
+            return LearnedContour.from_bytes(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(
+                f"{path} cannot be read: {error}; weights at the time of each sample need no such file"
+            ) from error
+
+    @contour.setter
+    def contour(self, contour: LearnedContour | None) -> None:
+        if contour is None:
+            (self.path / CONTOUR).unlink(missing_ok=True)
+        else:
+            write_atomically(self.path / CONTOUR, contour.to_bytes())
+
+    def reload(self) -> None:
+        """Read the manifest anew."""
+        manifest = self.path / MANIFEST
+        if not manifest.is_file():
+            raise FileNotFoundError(f"no sample store at {self.path}: there is no {MANIFEST}")
+        lines = manifest.read_bytes().split(b"\n")
+        complete = lines[:-1]  # what follows the last newline was cut short
+        try:
+            header = json.loads(complete[0])
+            newer = header["format"] == FORMAT and header["version"] > VERSION
+            if header["format"] != FORMAT:
+                raise ValueError
+            self.model_description = header["model"]
+        except (ValueError, TypeError, LookupError):
+            raise ValueError(f"{manifest} is not the manifest of a sample store") from None
+        if newer:
+            raise ValueError(f"{manifest} has version {header['version']}, this library reads up to {VERSION}")
+        self.records, self.damaged_lines = [], []
+        for number, line in enumerate(complete[1:], start=2):
+            try:
+                self.records.append(SampleRecord(**json.loads(line)))
+            except (ValueError, TypeError):
+                self.damaged_lines.append(number)
+        if self.damaged_lines and not self._skip_damaged:
+            raise ValueError(
+                f"line {self.damaged_lines[0]} of {manifest} is damaged, so that it is not the manifest of a sample "
+                f"store any more; {LEAVE_OUT} its sample"
+            )
+
+    def append(self, sample: PosteriorSample) -> None:
+        name = f"sample-{sample.step:08d}-chain-{sample.chain:03d}.safetensors"
+        sample = _on_cpu(sample)
+        tensors = {f"parameter.{k}": v.contiguous() for k, v in sample.parameters.items()}
+        tensors |= {f"buffer.{k}": v.contiguous() for k, v in sample.buffers.items()}
+        metadata = {k: str(v) for k, v in asdict(_record(sample)).items() if k not in ("file", "checksum")}
+        metadata["names"] = json.dumps(list(tensors))  # safetensors does not keep their order
+        content = save(tensors, metadata)
+        record = _record(sample, name, _checksum(content))
+        try:
+            write_atomically(self.path / name, content)
+            self._add_line(json.dumps(asdict(record)))
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"the sample of step {sample.step} could not be written to {self.path / name} "
+                f"({megabytes(len(content))}): {error.strerror}{free_space(self.path)}; the {len(self)} samples before "
+                "it are complete: make room, and resume from the last checkpoint",
+            ) from error
+        self.records.append(record)
+        self._verified.add(name)
+
+    def _add_line(self, line: str) -> None:
+        with open(self.path / MANIFEST, "r+b") as manifest:
+            content_end = _end_of_last_line(manifest)
+            manifest.seek(content_end)
+            manifest.truncate()
+            manifest.write((line + "\n").encode())
+            try:
+                flush(manifest)
+            except OSError:
+                manifest.truncate(content_end)
+                raise
+
+    def __getitem__(self, index: int) -> PosteriorSample:
+        record = self.records[index]
+        path = self.path / record.file
+        try:
+            content = path.read_bytes()
+            if self.verify and record.file not in self._verified:
+                _verify(path, content, record)
+                self._verified.add(record.file)
+            tensors = _in_order(load(content), content)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"the sample file {path} is missing or damaged: {error}; {LEAVE_OUT} it") from error
+        parameters = {k.removeprefix("parameter."): v for k, v in tensors.items() if k.startswith("parameter.")}
+        buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
+        own = {name: getattr(record, name) for name in ("step", "cycle", "chain", "energy", "log_weight", "bin")}
+        return PosteriorSample(**own, parameters=parameters, buffers=buffers)
+
+    def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
+        with self._open(index) as file:
+            keys = [key for key in file.keys() if key.startswith("parameter.")]  # noqa: SIM118, not a dictionary
+            return {key.removeprefix("parameter."): tuple(file.get_slice(key).get_shape()) for key in keys}
+
+    def parameters(self, index: int, names: Iterable[str]) -> dict[str, Tensor]:
+        with self._open(index) as file:  # the others stay on the disk
+            return {name: file.get_tensor(f"parameter.{name}") for name in names}
+
+    @contextmanager
+    def _open(self, index: int) -> Iterator[Any]:
+        path = self.path / self.records[index].file
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield file
+        except (FileNotFoundError, SafetensorError) as error:
+            raise ValueError(f"the sample file {path} is missing or damaged: {error}") from error
+
+    def keep(self, records: list[SampleRecord], retire: bool = False) -> None:
+        """Drop all samples but those with the given records.
+
+        Args:
+            records: those to be kept.
+            retire: leave the files of the others where they are, so that `restore` can bring them back.
+        """
+        wanted = {repr(r) for r in records}  # as text, since a NaN among the numbers equals nothing
+        kept = [r for r in self.records if repr(r) in wanted]
+        if len(kept) == len(self.records):
+            return
+        dropped = {r.file for r in self.records} - {r.file for r in kept}
+        self._write_manifest(kept)
+        if not retire:
+            self.discard(dropped)
+
+    def restore(self, records: list[SampleRecord]) -> None:
+        """Let the store hold exactly these samples, retired ones included; all other sample files are deleted.
+
+        Raises:
+            ValueError: if a file is missing.
+        """
+        missing = [r.file for r in records if not (self.path / r.file).is_file()]
+        if missing:
+            raise ValueError(
+                f"{len(missing)} of {len(records)} samples are not in {self.path}, the first is {missing[0]}"
+            )
+        self._write_manifest(list(records))
+        self.discard({path.name for path in self.path.glob("sample-*.safetensors")} - {r.file for r in records})
+
+    def discard(self, files: set[str]) -> None:
+        """Delete files that the manifest does not name."""
+        for file in files:
+            (self.path / file).unlink(missing_ok=True)
+
+    def _write_manifest(self, records: list[SampleRecord]) -> None:
+        header = {"format": FORMAT, "version": VERSION, "model": self.model_description}
+        lines = [json.dumps(header), *(json.dumps(asdict(r)) for r in records)]
+        write_atomically(self.path / MANIFEST, ("\n".join(lines) + "\n").encode())
+        self.records = records
+
+
+def _checksum(content: bytes) -> str:
+    return f"{zlib.crc32(content):08x}"
+
+
+def _verify(path: Path, content: bytes, record: SampleRecord) -> None:
+    """Refuse a file that is not the one that was written, as far as the record tells."""
+    if record.checksum:
+        if _checksum(content) != record.checksum:
+            raise OSError("it has not the checksum of the manifest")
+        return
+    with safe_open(path, "pt") as file:
+        said = file.metadata() or {}
+    if (said.get("step"), said.get("chain")) != (str(record.step), str(record.chain)):
+        raise OSError(
+            f"it is of step {said.get('step')}, chain {said.get('chain')}, and the manifest says step {record.step}, "
+            f"chain {record.chain}"
+        )
+
+
+def _in_order(tensors: dict[str, Tensor], content: bytes) -> dict[str, Tensor]:
+    """Return a file's tensors in the order in which the module has them."""
+    length = int.from_bytes(content[:8], "little")
+    said = json.loads(content[8 : 8 + length]).get("__metadata__", {})
+    return {name: tensors[name] for name in json.loads(said.get("names", "[]")) or sorted(tensors) if name in tensors}
+
+
+def _end_of_last_line(file: Any, block: int = 4096) -> int:
+    """Return the position behind the last newline, reading from the end."""
+    position = file.seek(0, os.SEEK_END)
+    while position > 0:
+        start = max(0, position - block)
+        file.seek(start)
+        found = file.read(position - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        position = start
+    return 0

@@ -1,0 +1,93 @@
+"""Error and negative log likelihood along the straight lines between samples."""
+
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.chains.stateless import evaluation_mode
+from lightning_sgmcmc.diagnostics.geometry import interpolate, segment_pairs
+from lightning_sgmcmc.evaluation.loader_average import loaders_of, metrics_of
+from lightning_sgmcmc.evaluation.scoring import evaluate
+from lightning_sgmcmc.evaluation.share import EvaluationShare
+from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.posterior.posterior import Posterior
+
+Segment = tuple[str, str, dict[str, list[float]]]
+
+
+class SegmentWalk:
+    """Evaluates points of the segments between chosen pairs of samples, each segment once.
+
+    Parameters and floating-point buffers are interpolated, BatchNorm's running statistics with them. The samples come
+    from the module's posterior, two at a time; the data are the first batches of this process's share.
+
+    Args:
+        pairs: at most so many segments (see `segment_pairs`).
+        points: points on each, both ends included.
+        batches: batches of data.
+    """
+
+    def __init__(self, pairs: int, points: int, batches: int) -> None:
+        self.pairs = pairs
+        self.batches = batches
+        self.positions = torch.linspace(0, 1, points, dtype=torch.float64).tolist()
+        self._known: dict[tuple[Any, ...], dict[str, list[float]]] = {}
+
+    def walk(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> list[Segment]:
+        """Return kind, name and values of each segment, empty where there are no pairs or no data."""
+        posterior = module.posterior
+        if posterior is None or self.pairs == 0:
+            return []
+        records = posterior.records
+        chosen = segment_pairs([(record.chain, record.cycle) for record in records], self.pairs)
+        segments: list[Segment] = []
+        data: list[Any] | None = None
+        devices = [module.device] if module.device.type == "cuda" else []
+        # As for every evaluation: the chain must not notice it.
+        with torch.random.fork_rng(devices), evaluation_mode(module):
+            for first, second, kind in chosen:
+                ends = [(records[i].step, records[i].chain) for i in (first, second)]
+                key = (stage, *ends)
+                if key not in self._known:
+                    data = self._data(trainer, module, stage) if data is None else data
+                    if not data:
+                        return []
+                    self._known[key] = self._walk_one(trainer, module, posterior, (first, second), data)
+                name = " to ".join(f"step {step}" for step, _ in ends)
+                segments.append((kind, name, self._known[key]))
+        return segments
+
+    def _data(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> list[Any]:
+        loaders = loaders_of(trainer.test_dataloaders if stage == "test" else trainer.val_dataloaders)
+        limits = trainer.num_test_batches if stage == "test" else trainer.num_val_batches
+        if not loaders or not limits:
+            return []
+        return list(EvaluationShare(loaders[0], min(self.batches, limits[0])).batches(trainer, module))
+
+    def _walk_one(
+        self, trainer: pl.Trainer, module: BayesianModule, posterior: Posterior, ends: tuple[int, int], data: list[Any]
+    ) -> dict[str, list[float]]:
+        first, second = ({k: t.to(module.device) for k, t in posterior[i].state.items()} for i in ends)
+        scale = float(getattr(getattr(trainer, "datamodule", None), "target_std", None) or 1.0)
+        values: dict[str, list[float]] = {}
+        for position in self.positions:
+            state: dict[str, Tensor] = interpolate(first, second, position)
+            with trainer.strategy.precision_plugin.val_step_context():
+                terms, log_density, target = evaluate(module, state, data)
+            for name, value in _shown(metrics_of(module, terms, log_density, target, scale)).items():
+                values.setdefault(name, []).append(value)
+        return values
+
+
+def _shown(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the error and the negative log likelihood under the names that a picture gives them."""
+    shown = {}
+    if "accuracy" in metrics:
+        shown["error"] = 1 - metrics["accuracy"]
+    elif "rmse" in metrics:
+        shown["RMSE"] = metrics["rmse"]
+    if "nll" in metrics:
+        shown["NLL (nats per datum)"] = metrics["nll"]
+    return shown

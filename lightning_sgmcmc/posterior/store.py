@@ -1,0 +1,105 @@
+"""Where posterior samples are kept: in memory, or one safetensors file each beside a manifest."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, _on_cpu, _record
+from lightning_sgmcmc.contour.learned import LearnedContour
+
+
+class SampleStore(ABC):
+    """An ordered collection of samples with a record of each."""
+
+    records: list[SampleRecord]
+
+    contour: LearnedContour | None = None
+    """What a contour sampler has learned in the end, for weights by the final π."""
+
+    @abstractmethod
+    def append(self, sample: PosteriorSample) -> None:
+        """Add a sample at the end."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> PosteriorSample: ...
+
+    def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a sample's parameters by name."""
+        return {name: tuple(tensor.shape) for name, tensor in self[index].parameters.items()}
+
+    def parameters(self, index: int, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return some of a sample's parameters."""
+        parameters = self[index].parameters
+        return {name: parameters[name] for name in names}
+
+    @abstractmethod
+    def keep(self, records: list[SampleRecord]) -> None:
+        """Drop all samples but those with the given records."""
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __iter__(self) -> Iterator[PosteriorSample]:
+        return (self[index] for index in range(len(self)))
+
+
+class MemoryStore(SampleStore):
+    """Samples in the host's memory."""
+
+    def __init__(self) -> None:
+        self.records = []
+        self._samples: list[PosteriorSample] = []
+
+    def append(self, sample: PosteriorSample) -> None:
+        self._samples.append(_on_cpu(sample))
+        self.records.append(_record(sample))
+
+    def __getitem__(self, index: int) -> PosteriorSample:
+        return self._samples[index]
+
+    def keep(self, records: list[SampleRecord]) -> None:
+        wanted = {repr(r) for r in records}
+        self._samples = [s for s, r in zip(self._samples, self.records, strict=True) if repr(r) in wanted]
+        self.records = [r for r in self.records if repr(r) in wanted]
+
+
+class StoreView(SampleStore):
+    """Chosen samples of another store, in any order and with repetition, with weights of their own; it cannot grow.
+
+    Args:
+        store: the other store.
+        indices: which of its samples.
+        log_weights: their log importance weights here.
+    """
+
+    def __init__(self, store: SampleStore, indices: Sequence[int], log_weights: Sequence[float]) -> None:
+        self._store = store
+        self._indices = list(indices)
+        self.records = [
+            replace(store.records[index], log_weight=log_weight)
+            for index, log_weight in zip(indices, log_weights, strict=True)
+        ]
+
+    @property
+    def contour(self) -> LearnedContour | None:  # type: ignore[override]
+        """The other store's."""
+        return self._store.contour
+
+    def append(self, sample: PosteriorSample) -> None:
+        raise TypeError("these are samples chosen from a store, to which none can be added: use in_memory() first")
+
+    def __getitem__(self, index: int) -> PosteriorSample:
+        return replace(self._store[self._indices[index]], log_weight=self.records[index].log_weight)
+
+    def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
+        return self._store.shapes(self._indices[index])
+
+    def parameters(self, index: int, names: Iterable[str]) -> dict[str, Tensor]:
+        return self._store.parameters(self._indices[index], names)
+
+    def keep(self, records: list[SampleRecord]) -> None:
+        wanted = {repr(r) for r in records}
+        kept = [(i, r) for i, r in zip(self._indices, self.records, strict=True) if repr(r) in wanted]
+        self._indices, self.records = [i for i, _ in kept], [r for _, r in kept]

@@ -1,0 +1,229 @@
+"""What a dashboard shows, made from a run's history and evaluations: figures, histograms and tables by name."""
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from lightning_sgmcmc import figures
+from lightning_sgmcmc.contour.learned import LearnedContour
+from lightning_sgmcmc.contour.rules import ContourState
+from lightning_sgmcmc.diagnostics.chains import ChainGrid, chain_diagnostics
+from lightning_sgmcmc.diagnostics.geometry import classical_scaling, squared_distances
+from lightning_sgmcmc.diagnostics.metrics import predictive_entropy, reliability
+from lightning_sgmcmc.evaluation.comparison import chain_rows, prediction_diagnostics
+from lightning_sgmcmc.evaluation.loader_average import Evaluation
+from lightning_sgmcmc.figures import contour as figures_contour
+from lightning_sgmcmc.figures import samples as figures_samples
+from lightning_sgmcmc.run.history import RunHistory
+
+Figures = dict[str, Any]
+"""matplotlib figures by name."""
+Histograms = dict[str, tuple[list[float], str]]
+"""Values and what they are, by name."""
+Table = tuple[list[str], list[list[Any]]]
+"""Columns and rows."""
+
+
+def schedule(history: RunHistory) -> Figures:
+    """Draw step size and temperature."""
+    if not len(history.scalars):
+        return {}
+    steps, marks = history.scalars.column(0), history.samples.column(0)
+    lr, temperature = history.scalar("sampler/lr"), history.scalar("sampler/temperature")
+    return {"schedule": figures.schedule_figure(steps, lr, temperature, marks)}
+
+
+def energy(history: RunHistory) -> Figures:
+    """Draw the mini-batch energies."""
+    if not len(history.scalars):
+        return {}
+    marks, heights = history.samples.column(0), history.samples.column(3)
+    drawn = figures.energy_figure(history.scalars.column(0), history.scalar("sampler/energy"), marks, heights)
+    return {"energy": drawn}
+
+
+def traces(history: RunHistory) -> Figures:
+    """Draw the paths of the energy and of the traced weights."""
+    if not len(history.scalars):
+        return {}
+    paths = {"potential energy Ũ (nats)": history.scalar("sampler/energy")}
+    paths |= {name: history.scalar(name) for name in history.trace_names}
+    return {"traces": figures.traces_figure(history.scalars.column(0), paths, history.samples.column(0))}
+
+
+def weights(history: RunHistory) -> Figures:
+    """Draw the samples' weights and their effective number."""
+    normalised = history.weights
+    if not normalised:
+        return {}
+    return {"weights": figures_samples.weights_figure(normalised, history.samples.column(5))}
+
+
+def geometry(history: RunHistory) -> Figures:
+    """Draw where the samples lie to each other."""
+    if len(history.sketches) < 2:
+        return {}
+    rows = history.sketches.tensor()
+    coordinates, share = classical_scaling(squared_distances(rows[:, 2:]))
+    cycles, chains = rows[:, 0].long().tolist(), rows[:, 1].long().tolist()
+    return {"geometry": figures_samples.geometry_figure(coordinates.tolist(), share.tolist(), cycles, chains)}
+
+
+def temperatures(health: Any) -> Figures:
+    """Draw each tensor's temperatures from a chain's health, where it has been checked."""
+    tensors = health.get("tensors") if isinstance(health, dict) else None
+    if not tensors:
+        return {}
+    return {
+        "temperatures": figures_samples.temperatures_figure(
+            tensors, health["temperature"], health.get("tolerance", 0.2)
+        )
+    }
+
+
+def contour(learned: LearnedContour | None, temperature: float) -> Figures:
+    """Draw which energies a contour run visited beside the target's, and its multipliers, of the first chain's π."""
+    if learned is None or not bool((learned.state.visits > 0).any()):
+        return {}
+    rules, state = learned.rules, learned.state
+    first = ContourState(*(part[0] for part in state)) if state.log_vector.dim() == 2 else state
+    partition = rules.partition
+    centres = [partition.first_edge + (i - 0.5) * partition.width for i in range(partition.num_bins)]
+    visits, masses = first.visits.tolist(), rules.log_masses(first).exp().tolist()
+    return {
+        "contour": figures_contour.energy_histogram_figure(centres, visits, masses),
+        "multiplier": figures_contour.multiplier_figure(
+            centres, rules.multipliers(first, temperature).tolist(), visits
+        ),
+    }
+
+
+def chains(history: RunHistory, evaluation: Evaluation | None) -> Figures:
+    """Draw the samples' energies and each chain's NLL, where there are several chains."""
+    if len(set(history.samples.column(2))) < 2:
+        return {}
+    rows = chain_rows(*_chains_and_energies(history), evaluation.chains if evaluation is not None else None)
+    samples: dict[int, tuple[list[int], list[float]]] = {}
+    for step, _, chain, own_energy, *_ in history.samples.rows:
+        steps, energies = samples.setdefault(int(chain), ([], []))
+        steps.append(int(step))
+        energies.append(own_energy)
+    disagreement = evaluation.chains.disagreement if evaluation is not None else math.nan
+    return {"chains": figures_samples.chains_figure(samples, rows, disagreement)}
+
+
+def _chains_and_energies(history: RunHistory) -> tuple[list[int], list[float]]:
+    return [int(chain) for chain in history.samples.column(2)], history.samples.column(3)
+
+
+def chain_scalars(history: RunHistory, evaluation: Evaluation | None) -> dict[str, float]:
+    """Return R-hat and effective sample sizes of energies and, the worst of some data, of predictions."""
+    of_chains, energies = _chains_and_energies(history)
+    if len(set(of_chains)) < 2:
+        return {}
+    found = {"energy": chain_diagnostics(ChainGrid.of_chains(of_chains).arrange(energies))}
+    if evaluation is not None and len(evaluation.chains.chains):
+        found["prediction"] = prediction_diagnostics(evaluation.chains)
+    values = {
+        f"chains/{figure}_{quantity}": value
+        for quantity, diagnostics in found.items()
+        for figure, value in asdict(diagnostics).items()
+    }
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def chain_table(history: RunHistory, evaluation: Evaluation | None) -> Table:
+    """Return one row for each chain and one for all, where there are several."""
+    columns = ["chain", "samples", "mean energy", "standard deviation", "split R-hat", "bulk ESS", "tail ESS", "NLL"]
+    if len(set(history.samples.column(2))) < 2:
+        return columns, []
+    rows = chain_rows(*_chains_and_energies(history), evaluation.chains if evaluation is not None else None)
+    return columns, [
+        [
+            "all" if row.chain is None else str(row.chain),
+            row.samples,
+            row.energy,
+            row.energy_std,
+            row.diagnostics.rhat,
+            row.diagnostics.ess_bulk,
+            row.diagnostics.ess_tail,
+            row.nll,
+        ]
+        for row in rows
+    ]
+
+
+def running(evaluation: Evaluation) -> Figures:
+    """Draw every metric of the running average beside the single samples'."""
+    return {
+        f"running_{metric}": figures.running_average_figure(
+            metric, [m[metric] for m in evaluation.running], [m[metric] for m in evaluation.members]
+        )
+        for metric in evaluation.bma
+    }
+
+
+def reliability_diagram(evaluation: Evaluation) -> Figures:
+    """Draw accuracy against confidence, where there are classes."""
+    average, target = evaluation.average, evaluation.target
+    if average is None or target is None or "probabilities" not in average.terms:
+        return {}
+    binned = reliability(average.terms["probabilities"], target.long().reshape(-1))
+    confidence, accuracy, count = (part.tolist() for part in binned)
+    return {"reliability": figures.reliability_figure(confidence, accuracy, count, evaluation.bma["ece"])}
+
+
+def entropies(evaluation: Evaluation, data: str) -> dict[str, list[float]]:
+    """Return the averages' predictive entropies in nats, by data set; empty where there are no classes."""
+    averages = {data: evaluation.average, **evaluation.ood}
+    return {
+        name: predictive_entropy(average.terms["probabilities"]).tolist()
+        for name, average in averages.items()
+        if average is not None and "probabilities" in average.terms
+    }
+
+
+def entropy(evaluation: Evaluation, data: str) -> Figures:
+    """Draw the distribution of the predictive entropy on the evaluation's data and on out-of-distribution data."""
+    values = entropies(evaluation, data)
+    if not values or evaluation.average is None:
+        return {}
+    classes = evaluation.average.terms["probabilities"].shape[-1]
+    return {"entropy": figures.entropy_figure(values, classes)}
+
+
+def chain_histograms(history: RunHistory) -> Histograms:
+    """Return the samples' energies and weights."""
+    return {
+        "energy_histogram": (history.samples.column(3), "potential energy Ũ of the samples (nats)"),
+        "weight_histogram": (history.weights, "normalised weight of the samples"),
+    }
+
+
+def entropy_histograms(evaluation: Evaluation, data: str) -> Histograms:
+    """Return the predictive entropies, by data set."""
+    return {
+        "entropy_histogram" if name == data else f"entropy_histogram_{name}": (
+            values,
+            f"predictive entropy on {name} (nats)",
+        )
+        for name, values in entropies(evaluation, data).items()
+    }
+
+
+def sample_table(history: RunHistory, evaluation: Evaluation | None) -> Table:
+    """Return one row for each sample: where it comes from, its weight, and its own metrics where it was evaluated."""
+    known = {(m["step"], m["chain"]): m for m in evaluation.members} if evaluation is not None else {}
+    metrics = list(evaluation.bma) if evaluation is not None else []
+    rows: list[list[Any]] = []
+    for step, cycle, chain, own_energy, log_weight, _ in history.samples.rows:
+        own = known.get((step, chain), {})
+        rows.append([int(step), int(chain), int(cycle), own_energy, log_weight, *(own.get(name) for name in metrics)])
+    return ["step", "chain", "cycle", "energy", "log_weight", *metrics], rows
+
+
+def metric_table(evaluation: Evaluation) -> Table:
+    """Return one row for each metric: the single samples' mean and standard deviation, and the model average's."""
+    single, deviation = evaluation.single, evaluation.single_std
+    rows = [[metric, single[metric], deviation[metric], value] for metric, value in evaluation.bma.items()]
+    return ["metric", "mean single sample", "standard deviation", "model average"], rows

@@ -1,0 +1,1 @@
+"""What surrounds a fit: checks, guards, checkpoints, exact resume, folders, loggers, the progress bar."""

@@ -1,0 +1,68 @@
+"""Checkpoints that are complete or not there."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning_fabric.utilities.cloud_io import get_filesystem
+
+from lightning_sgmcmc.files import free_space, megabytes, write_atomically
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint beside its place, flushes it to the disk, and then renames it.
+
+    Lightning's own goes by way of the system's folder for temporary files. Where that is another disk, the checkpoint
+    is copied over the one of the same name (`last.ckpt`), and a full disk or a kill leaves neither.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint.
+
+        Raises:
+            OSError: if it cannot be written; an earlier one of this name is still there.
+        """
+        if storage_options is not None or not isinstance(get_filesystem(path), LocalFileSystem):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        place = Path(str(path).removeprefix("file://"))
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(place, buffer.getbuffer())
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"the checkpoint {place} of {megabytes(buffer.getbuffer().nbytes)} could not be written: "
+                f"{error.strerror}{free_space(place.parent)}; the checkpoints and samples before it are complete, so "
+                "mend the disk and resume from the last one",
+            ) from error
+
+
+def protect_checkpoints(trainer: pl.Trainer) -> None:
+    """Let a trainer write its checkpoints by `AtomicCheckpointIO`, unless the user chose a way of his own."""
+    strategy = trainer.strategy
+    if type(strategy.checkpoint_io) is TorchCheckpointIO:
+        strategy.checkpoint_io = AtomicCheckpointIO()
+
+
+def last_good_checkpoint(trainer: pl.Trainer) -> Path | None:
+    """Return the newest checkpoint file of this run or the one that it resumed from, or None."""
+    names: set[str] = {str(trainer.ckpt_path)} if trainer.ckpt_path else set()
+    for callback in trainer.checkpoint_callbacks:
+        for attribute in ("last_model_path", "best_model_path", "_last_checkpoint_saved"):
+            names.add(str(getattr(callback, attribute, "") or ""))
+        names.update(getattr(callback, "best_k_models", ()))
+    paths = [Path(name) for name in names if name and Path(name).is_file()]
+    return max(paths, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def describe_checkpoint(trainer: pl.Trainer) -> str:
+    """Return the half sentence that says where to go on from."""
+    path = last_good_checkpoint(trainer)
+    return f"the last good checkpoint is {path}" if path is not None else "there is no checkpoint to go on from"

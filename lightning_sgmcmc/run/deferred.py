@@ -1,0 +1,60 @@
+"""Numbers that are read from the device some steps after they were computed."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class DeferredCheck:
+    """Reads numbers from the device some steps after they were computed, when reading no longer waits.
+
+    Two halves of `interval` steps take turns: while one is filled, the other, complete since `interval` steps, is read.
+
+    Args:
+        num_chains: numbers a step.
+        pinned: keep them in pinned memory, where copies from a CUDA device do not wait.
+        interval: steps in a half.
+    """
+
+    def __init__(self, num_chains: int, pinned: bool, interval: int = 16) -> None:
+        self._host = torch.zeros(2, interval, num_chains, pin_memory=pinned)
+        self._steps = [[0] * interval, [0] * interval]
+        self._events: list[Any] = [torch.cuda.Event() if pinned else None for _ in range(2)]
+        self._filled = [False, False]
+        self._interval = interval
+        self._count = 0
+
+    def note(self, values: Tensor, step: int) -> tuple[int, int, float] | None:
+        """Take a step's numbers, shape () or (C,); return step, chain and value of an earlier bad one, or None."""
+        half, place = divmod(self._count % (2 * self._interval), self._interval)
+        bad = self._read(half) if place == 0 else None
+        self._host[half, place].copy_(values.reshape(-1), non_blocking=True)
+        self._steps[half][place] = step
+        if place == self._interval - 1:
+            self._filled[half] = True
+            if self._events[half] is not None:
+                self._events[half].record()
+        self._count += 1
+        return bad
+
+    def rest(self) -> tuple[int, int, float] | None:
+        """Return the first bad number among those not read yet, or None; waits for the device."""
+        if self._events[0] is not None:
+            torch.cuda.synchronize()
+        newest = (self._count // self._interval) % 2
+        self._filled = [True, True]
+        first = self._read(1 - newest)
+        return first if first is not None else self._read(newest)
+
+    def _read(self, half: int) -> tuple[int, int, float] | None:
+        if not self._filled[half]:
+            return None
+        self._filled[half] = False
+        if self._events[half] is not None:
+            self._events[half].synchronize()
+        bad = (~self._host[half].isfinite()).nonzero()
+        if len(bad) == 0:
+            return None
+        place, chain = bad[0].tolist()
+        return self._steps[half][place], chain, self._host[half, place, chain].item()

@@ -1,0 +1,167 @@
+"""What a run was like, as plain numbers for pictures and `history.json`, in memory that its length does not fill."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.diagnostics.geometry import weight_sketch
+from lightning_sgmcmc.diagnostics.samples import normalised_weights
+
+SCALARS = ("sampler/lr", "sampler/temperature", "sampler/energy")
+
+
+class RunHistory:
+    """The scalars of the logged steps, the samples, and sketches of their weights.
+
+    Args:
+        max_points: at most so many logged steps, and so many samples, are kept; a longer run is thinned by halving.
+        max_sketches: at most so many samples' weights are kept, as sketches (see `weight_sketch`); 0 keeps none.
+        sketch_dimension: numbers in a sketch.
+    """
+
+    def __init__(self, max_points: int = 20_000, max_sketches: int = 200, sketch_dimension: int = 1024) -> None:
+        self.trace_names: list[str] = []
+        """What is traced beside the scalars, such as single weights."""
+        self.scalars = ThinnedSeries(max_points)
+        self.samples = ThinnedSeries(max_points)
+        self.sketches = ThinnedSeries(max(2, max_sketches))
+        self._sketching = max_sketches > 0
+        self._sketch_dimension = sketch_dimension
+        self._log_weight_sum = -math.inf
+        self._log_square_sum = -math.inf
+
+    def add_scalars(self, step: int, values: Sequence[float], traces: Sequence[float] = ()) -> None:
+        """Take in the scalars of a step, in the order of `SCALARS`, and the traced quantities."""
+        self.scalars.append((step, *values, *traces))
+
+    def add_sample(self, sample: Any, parameters: Mapping[str, Tensor] | None = None) -> None:
+        """Take in a sample.
+
+        Args:
+            sample: with step, cycle, chain, energy and log_weight.
+            parameters: its weights, to be sketched; None where they are not wanted.
+        """
+        self._log_weight_sum = float(np.logaddexp(self._log_weight_sum, sample.log_weight))
+        self._log_square_sum = float(np.logaddexp(self._log_square_sum, 2 * sample.log_weight))
+        place = (sample.step, sample.cycle, sample.chain)
+        self.samples.append((*place, sample.energy, sample.log_weight, self.effective_sample_size))
+        if parameters is None or not self._sketching:
+            return
+        wanted = self.sketches.takes_next
+        row = weight_sketch(parameters, self._sketch_dimension).tolist() if wanted else ()
+        self.sketches.append((sample.cycle, sample.chain, *row))
+
+    @property
+    def effective_sample_size(self) -> float:
+        """(Σw)²/Σw² of all samples so far, 0 while none has a weight."""
+        if self._log_weight_sum == -math.inf:
+            return 0.0
+        return math.exp(2 * self._log_weight_sum - self._log_square_sum)
+
+    @property
+    def weights(self) -> list[float]:
+        """The normalised weights of the samples kept; empty while none has a weight."""
+        log_weights = torch.tensor(self.samples.column(4), dtype=torch.float64)
+        if not bool((log_weights > -torch.inf).any()):
+            return []
+        return normalised_weights(log_weights).tolist()
+
+    def scalar(self, name: str) -> list[float]:
+        """Return the kept values of one of `SCALARS` or of the traced quantities."""
+        return self.scalars.column(1 + [*SCALARS, *self.trace_names].index(name))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data for `history.json`; a number that is not finite is None."""
+        return {
+            "steps": [int(step) for step in self.scalars.column(0)],
+            "scalars": {name: _finite(self.scalar(name)) for name in SCALARS},
+            "traces": {name: _finite(self.scalar(name)) for name in self.trace_names},
+            "samples": [
+                dict(zip(("step", "cycle", "chain"), map(int, row[:3]), strict=True))
+                | dict(zip(("energy", "log_weight"), _finite(row[3:5]), strict=True))
+                for row in self.samples.rows
+            ],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: numbers, names and tensors."""
+        return {
+            "trace_names": list(self.trace_names),
+            "scalars": self.scalars.state_dict(),
+            "samples": self.samples.state_dict(),
+            "sketches": self.sketches.state_dict(),
+            "log_weight_sum": self._log_weight_sum,
+            "log_square_sum": self._log_square_sum,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.trace_names = list(state["trace_names"])
+        self.scalars.load_state_dict(state["scalars"])
+        self.samples.load_state_dict(state["samples"])
+        self.sketches.load_state_dict(state["sketches"])
+        self._log_weight_sum, self._log_square_sum = state["log_weight_sum"], state["log_square_sum"]
+
+
+def _finite(values: Sequence[float]) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values]
+
+
+class ThinnedSeries:
+    """Keeps evenly spaced rows of numbers: where there are too many, every second one goes, and the spacing doubles.
+
+    Args:
+        limit: at most so many rows are kept, at least 2.
+
+    Attributes:
+        rows: the rows kept, in order.
+        seen: how many rows were offered.
+        stride: every so many of the rows offered are kept, the first one included.
+    """
+
+    def __init__(self, limit: int) -> None:
+        if limit < 2:
+            raise ValueError(f"limit must be at least 2, got {limit}")
+        self.limit = limit
+        self.rows: list[tuple[float, ...]] = []
+        self.seen = 0
+        self.stride = 1
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def takes_next(self) -> bool:
+        """Whether the next row offered will be kept."""
+        return self.seen % self.stride == 0
+
+    def append(self, row: Sequence[float]) -> None:
+        """Offer a row, of the same length as the others."""
+        if self.takes_next:
+            if len(self.rows) == self.limit:
+                self.rows = self.rows[::2]
+                self.stride *= 2
+            if self.takes_next:
+                self.rows.append(tuple(row))
+        self.seen += 1
+
+    def column(self, index: int) -> list[float]:
+        """Return one number of every row."""
+        return [row[index] for row in self.rows]
+
+    def tensor(self) -> Tensor:
+        """Return the rows, shape (rows, numbers), float64."""
+        return torch.tensor(self.rows, dtype=torch.float64)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: numbers and a tensor."""
+        return {"rows": self.tensor(), "seen": self.seen, "stride": self.stride}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.rows = [tuple(row) for row in state["rows"].tolist()]
+        self.seen, self.stride = state["seen"], state["stride"]

@@ -1,0 +1,144 @@
+"""SIGTERM and Ctrl-C: the run ends behind a whole step, with a checkpoint of it."""
+
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_sgmcmc.run.checkpoints import describe_checkpoint
+from lightning_sgmcmc.run.guard import NonFiniteEnergyError
+
+FILE_NAME = "last-interrupted.ckpt"
+"""Begins with "last", so that `Trainer.fit(ckpt_path="last")` finds it if it is the newest."""
+
+SIGTERM_EXIT_CODE = 128 + int(signal.SIGTERM)
+
+
+class Interruption:
+    """Ends a run on request, so that nothing is lost: the chain's state is written if the trainer keeps checkpoints.
+
+    Ctrl-C lets the step in hand be finished, since half a step is not a state of the chain; a second one ends the run
+    at once. SIGTERM is dealt with alike; the process then ends with the code 143. With several ranks, SIGTERM to the
+    first one ends all of them behind the same batch; after Ctrl-C the samples and checkpoints that were written are
+    what is kept there.
+    """
+
+    def __init__(self) -> None:
+        self._trainer: pl.Trainer | None = None
+        self._previous: Any = None
+        self._previous_term: Any = None
+        self._behind_a_step = False
+        self._together = False
+        self.requested = False
+        self.term_requested = False
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Listen for Ctrl-C, in the main thread of a single process and where nobody else does."""
+        self.requested = self.term_requested = self._behind_a_step = self._together = False
+        self._trainer = trainer
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if trainer.world_size > 1 and in_main_thread:
+            self._begin_together(trainer)
+        alone = trainer.world_size == 1 and in_main_thread
+        if alone and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+
+    def _begin_together(self, trainer: pl.Trainer) -> None:
+        """Let SIGTERM wait for the place before a batch where Lightning has the ranks agree on it.
+
+        Lightning's own handler makes the ranks exchange the signal where it strikes, in the middle of other exchanges,
+        and so they wait for each other for ever.
+        """
+        loop = trainer.fit_loop.epoch_loop
+        agree = getattr(loop, "_broadcast_sigterm_tensor", None)
+        if agree is None:
+            return
+
+        def wait_and_agree() -> None:
+            if self.term_requested:
+                trainer._signal_connector.received_sigterm = True
+            try:
+                agree()
+            except SIGTERMException:
+                self._together = True
+                raise
+
+        loop._broadcast_sigterm_tensor = wait_and_agree  # type: ignore[method-assign]
+        self._previous_term = signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, number: int, frame: Any) -> None:
+        launcher = self._trainer.strategy.launcher if self._trainer is not None else None
+        if not self.term_requested and launcher is not None:
+            launcher.kill(number)  # type: ignore[arg-type]
+        self.term_requested = True
+
+    def end(self) -> None:
+        """Listen no longer."""
+        if self._previous_term is not None:
+            if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+                signal.signal(signal.SIGTERM, self._previous_term)
+            self._previous_term = None
+        if self._trainer is not None:
+            self._trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+        if self._previous is not None:
+            if signal.getsignal(signal.SIGINT) == self._on_signal:
+                signal.signal(signal.SIGINT, self._previous)
+            self._previous = None
+        self._trainer = None
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self._trainer is None or self.requested or not in_a_step(self._trainer):
+            raise KeyboardInterrupt
+        self.requested = True
+        rank_zero_info("\nStopping behind this step; press Ctrl-C again to stop at once.")
+
+    def after_step(self, trainer: pl.Trainer) -> None:
+        """Stop here, if it was asked for: at a place where checkpoints are written in every run, so resuming is exact.
+
+        Raises:
+            KeyboardInterrupt: after Ctrl-C.
+            SIGTERMException: after SIGTERM; Lightning would raise it a little later.
+        """
+        if self.requested:
+            self._behind_a_step = True
+            raise KeyboardInterrupt
+        if trainer.received_sigterm and trainer.world_size == 1:  # type: ignore[attr-defined]
+            self._behind_a_step = True
+            raise SIGTERMException
+
+    def save(self, trainer: pl.Trainer, exception: BaseException) -> None:
+        """Write the chain's present state after SIGTERM or Ctrl-C, if it is one and the trainer keeps checkpoints."""
+        if isinstance(exception, SIGTERMException):
+            if exception.code is None:
+                exception.code = SIGTERM_EXIT_CODE
+        elif not isinstance(exception, KeyboardInterrupt):
+            return
+        if trainer.state.fn != "fit" or trainer.global_step == 0 or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        whole = self._behind_a_step or isinstance(exception, SIGTERMException) or not in_a_step(trainer)
+        # Saving is a common act of all ranks, and elsewhere they may have stopped at different places.
+        alone = trainer.world_size == 1 or self._together
+        folder = next((d for c in trainer.checkpoint_callbacks if (d := getattr(c, "dirpath", None))), None)
+        if folder is None or not whole or not alone:
+            rank_zero_info(f"Interrupted at step {trainer.global_step}: {describe_checkpoint(trainer)}.")
+            return
+        path = Path(folder) / FILE_NAME
+        try:
+            trainer.save_checkpoint(path)
+        except (OSError, NonFiniteEnergyError) as error:
+            rank_zero_warn(f"The state at step {trainer.global_step} was not saved: {error}")
+            return
+        rank_zero_info(
+            f"Interrupted at step {trainer.global_step}: the run's state is in {path}; go on with "
+            f"trainer.fit(…, ckpt_path='{path}')."
+        )
+
+
+def in_a_step(trainer: pl.Trainer) -> bool:
+    """Return whether a training step has begun and is not complete."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(progress.ready > progress.completed)

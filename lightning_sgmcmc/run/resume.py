@@ -1,0 +1,213 @@
+"""What a run needs, beside the states of sampler, schedule and callbacks, to go on bit for bit from a checkpoint."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_sgmcmc.batches.loader import ResumableLoader
+from lightning_sgmcmc.seeding import derive_seed, reseed
+
+if TYPE_CHECKING:
+    from lightning_sgmcmc.module import BayesianModule
+
+
+ACCUMULATED = "accumulated_gradients"
+MEAN_POTENTIAL = "mean_potential of the micro-batches"
+
+
+class ExactResume(pl.Callback):
+    """Makes every batch of a run a function of the checkpoint and the seed; every `BayesianModule` brings one along.
+
+    * The default generators (dropout, augmentation on the device) are seeded before each batch by (seed, rank, batch).
+    * A `ResumableLoader` gets the run's seed.
+    * A checkpoint between the micro-batches of an accumulated step keeps their gradients.
+    * Lightning's own counts of batches and epochs, which drift in a run that goes on several times, are put right; and
+      a run that is limited by epochs ends by the number of optimizer steps that they have.
+    """
+
+    def __init__(self) -> None:
+        self._batches = 0
+        """Batches that the run has trained on, micro-batches included."""
+        self._epoch_length: int | None = None
+        """Batches of an epoch, where they are known."""
+        self._seed = 0
+        self._streams: list[str] = []
+        """Names of the chains' own random numbers in this process."""
+        self._device = torch.device("cpu")
+        self._accumulated: dict[str, Tensor] = {}
+        """What a checkpoint between micro-batches kept: gradients by parameter, and the mean potential."""
+        self._loaders: list[ResumableLoader] = []
+        self._positions: list[dict[str, Any]] = []
+        """The loaders' states in the checkpoint."""
+        self._limited_steps = False
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._batches, self._accumulated, self._loaders, self._positions = 0, {}, [], []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        module = cast("BayesianModule", pl_module)
+        self._seed = module.sampler.seed  # a checkpoint's, if there is one
+        layout = module.layout
+        self._streams = [layout.stream(chain) for chain in layout.chains]
+        self._device = module.device
+        length = trainer.num_training_batches
+        self._epoch_length = int(length) if math.isfinite(length) else None
+        self._prepare_loaders(trainer, layout.chains if not module.shared_batch else range(1))
+        self._end_by_steps(trainer)
+        self._restore_accumulated(module)
+        module.chain_state.begin_chain = self.begin_chain
+        self._reseed("epoch")
+
+    def _restore_accumulated(self, module: "BayesianModule") -> None:
+        parameters = dict(module.named_parameters())
+        for name, tensor in self._accumulated.items():
+            if name == MEAN_POTENTIAL:
+                module.chain_state.mean_potential = tensor.to(module.device)
+            else:
+                parameters[name].grad = tensor.to(parameters[name].device)
+        if self._accumulated and module.chains is not None:
+            module.chains.spread_gradients()
+        self._accumulated = {}
+
+    def begin_chain(self, index: int) -> None:
+        """Seed the default generators for a chain's turn in a step, by its index in this process."""
+        reseed(derive_seed(self._seed, "batch", self._streams[index], self._batches), self._device)
+
+    def _prepare_loaders(self, trainer: pl.Trainer, chains: Sequence[int]) -> None:
+        loaders = _flat(trainer.train_dataloader)
+        self._loaders = [loader for loader in loaders if isinstance(loader, ResumableLoader)]
+        # Lightning leaves out to load their states at an epoch's end, and where they were asked for early.
+        for loader, position in zip(self._loaders, self._positions, strict=False):
+            loader.load_state_dict(position)
+        for loader in loaders:
+            if isinstance(loader, ResumableLoader):
+                loader.adopt_seed(self._seed)
+                loader.adopt_chains(chains)
+            elif isinstance(loader, torch.utils.data.DataLoader) and loader.generator is None:
+                # Each epoch begins with a draw of the workers' seed; what is drawn after it should not depend on it.
+                loader.generator = torch.Generator().manual_seed(derive_seed(self._seed, "workers"))
+        if len(self._loaders) < len(loaders) and len(chains) > 1:
+            rank_zero_warn(
+                "The training data come by a loader that knows of no chains, so all chains of a process see the same "
+                "batches: hand the data over in a datamodule (DatasetDataModule takes any data set) or by a "
+                "ResumableLoader for batches of their own, or pass shared_batch=True."
+            )
+        if len(self._loaders) < len(loaders) and trainer.checkpoint_callbacks:
+            rank_zero_warn(
+                "The training data come by a loader without a state, so a run can go on exactly only from checkpoints "
+                "at the end of an epoch. Hand the data over in a datamodule (DatasetDataModule takes any data set), or "
+                "by a ResumableLoader, to go on exactly from any step."
+            )
+
+    def _end_by_steps(self, trainer: pl.Trainer) -> None:
+        by_epochs = trainer.max_steps == -1 and trainer.max_epochs not in (None, -1)
+        changing = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # type: ignore[attr-defined]
+        if by_epochs and self._epoch_length is not None and not changing:
+            trainer.fit_loop.epoch_loop.max_steps = int(trainer.estimated_stepping_batches)
+            self._limited_steps = True
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._reseed("epoch")
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._reseed("batch")
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._batches += 1
+
+    def _reseed(self, purpose: str) -> None:
+        reseed(derive_seed(self._seed, purpose, *self._streams, self._batches), self._device)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if self._limited_steps:
+            trainer.fit_loop.epoch_loop.max_steps, self._limited_steps = -1, False
+        for loader in self._loaders:
+            loader.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "batches": self._batches,
+            "epoch_length": self._epoch_length,
+            "loaders": [loader.state_dict() for loader in self._loaders],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._batches, self._positions = state_dict["batches"], state_dict["loaders"]
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        module = cast("BayesianModule", pl_module)
+        state = module.chain_state
+        if not state.accumulating:
+            return
+        if module.chains is not None:
+            module.chains.collect_gradients()
+        kept = {name: p.grad.detach() for name, p in pl_module.named_parameters() if p.grad is not None}
+        kept[MEAN_POTENTIAL] = state.mean_potential
+        layout = module.layout
+        if layout.is_spread:  # in the form of all chains; a group's ranks have not exchanged them yet
+            kept = {name: layout.gather_stored(layout.mean_over_data(t))[None] for name, t in kept.items()}
+        elif trainer.world_size > 1:
+            kept = {name: trainer.strategy.all_gather(tensor) for name, tensor in kept.items()}
+        else:
+            kept = {name: tensor[None] for name, tensor in kept.items()}
+        checkpoint[ACCUMULATED] = kept
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        saved: Mapping[str, Tensor] = checkpoint.get(ACCUMULATED, {})
+        layout = cast("BayesianModule", pl_module).layout
+        if layout.is_spread:
+            self._accumulated = {name: layout.own_stored(tensor.mean(0)) for name, tensor in saved.items()}
+        else:
+            same = all(len(tensor) == trainer.world_size for tensor in saved.values())
+            self._accumulated = {name: t[trainer.global_rank] if same else t.mean(0) for name, t in saved.items()}
+        own = checkpoint["callbacks"].get(self.state_key, {})
+        if own.get("epoch_length") and own["batches"] > 0:
+            put_right(checkpoint["loops"]["fit_loop"], own["batches"], own["epoch_length"], accumulating=bool(saved))
+
+
+def put_right(fit_loop: dict[str, Any], batches: int, epoch_length: int, accumulating: bool) -> None:
+    """Set the counts of a saved fit loop to those of a run without a stop, at the end of its last batch.
+
+    Args:
+        fit_loop: the loop's part of a checkpoint; changed in place.
+        batches: batches that the run has trained on, > 0.
+        epoch_length: batches of an epoch.
+        accumulating: whether the last batch was not the last of its step.
+    """
+    epoch, before = divmod(batches - 1, epoch_length)
+    last = before + 1 == epoch_length
+    _set_counts(fit_loop["epoch_loop.batch_progress"], "total", begun=batches, processed=batches, ended=batches - 1)
+    _set_counts(fit_loop["epoch_loop.batch_progress"], "current", begun=before + 1, processed=before + 1, ended=before)
+    fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = last
+    for count in ("total", "current"):
+        _set_counts(fit_loop["epoch_progress"], count, begun=epoch + 1, processed=epoch, ended=epoch)
+    steps = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
+    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = steps if accumulating else steps - 1
+
+
+def _set_counts(progress: dict[str, Any], count: str, begun: int, processed: int, ended: int) -> None:
+    progress[count].update(ready=begun, started=begun, processed=processed, completed=ended)
+
+
+def _flat(loaders: Any) -> list[Any]:
+    """Return the loaders of what the trainer calls its training loader: one, or a collection of them."""
+    if isinstance(loaders, Mapping):
+        loaders = list(loaders.values())
+    return [part for loader in loaders for part in _flat(loader)] if isinstance(loaders, list | tuple) else [loaders]

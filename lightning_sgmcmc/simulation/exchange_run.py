@@ -1,0 +1,79 @@
+"""Replica exchange in the light loop."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.checks import check_count, check_number
+from lightning_sgmcmc.replica_exchange import attempted_pairs
+
+
+@dataclass(frozen=True)
+class ExchangeRun:
+    """How chains of a simulation exchange their temperatures.
+
+    Chains form ladders by their order: the first R chains are one, the next R another, and ladders do not meet. At the
+    start chain r of a ladder stands in slot r.
+
+    Args:
+        temperatures: of the slots, rising, in units of the run's temperature, R ≥ 2 of them.
+        lrs: step sizes of the slots in units of the run's lr; None is the run's own for all.
+        every: steps from one attempt to the next.
+        variance: of the noise of one energy, in nats², a number or a function of the step.
+        correction: F ≥ 1, see `log_swap_rate`.
+
+    Raises:
+        ValueError: for an argument out of range.
+    """
+
+    temperatures: tuple[float, ...]
+    lrs: tuple[float, ...] | None = None
+    every: int = 1
+    variance: float | Callable[[int], float] = 0.0
+    correction: float = 1.0
+
+    def __post_init__(self) -> None:
+        slots = list(self.temperatures)
+        if len(slots) < 2 or not all(0 < t < math.inf for t in slots) or slots != sorted(set(slots)):
+            raise ValueError(f"temperatures must be two or more positive numbers that rise, got {self.temperatures}")
+        if self.lrs is not None and (len(self.lrs) != len(slots) or not all(0 <= lr < math.inf for lr in self.lrs)):
+            raise ValueError(f"lrs must be {len(slots)} numbers, one for each temperature, and ≥ 0, got {self.lrs}")
+        check_count("every", self.every)
+        if not callable(self.variance):
+            check_number("variance", self.variance)
+        if not 1 <= self.correction < math.inf:
+            raise ValueError(f"correction must be at least 1, and finite, got {self.correction}")
+
+    @property
+    def num_slots(self) -> int:
+        """R."""
+        return len(self.temperatures)
+
+    def variance_at(self, step: int) -> float:
+        """Return the variance that is reckoned with at step k = 1, 2, …"""
+        return float(self.variance(step)) if callable(self.variance) else float(self.variance)
+
+    def log_limits(self, first: int, count: int, generators: list[torch.Generator]) -> Tensor:
+        """Return log u, u uniform in (0, 1), for each step, ladder and pair, shape (count, L, R-1).
+
+        A swap is made where it lies below the log rate. It is +inf where none is tried, so that a loop needs no branch.
+
+        Args:
+            first: the first step.
+            count: how many steps.
+            generators: of the ladders; each draws for its attempts alone.
+        """
+        pairs = self.num_slots - 1
+        limits = torch.full((count, len(generators), pairs), math.inf, device=generators[0].device)
+        attempts = [k for k in range(first, first + count) if k % self.every == 0]
+        if not attempts:
+            return limits
+        rows = [torch.rand(len(attempts), pairs, generator=g, device=g.device) for g in generators]
+        tried = torch.stack([attempted_pairs(k // self.every - 1, self.num_slots) for k in attempts])
+        drawn = torch.stack(rows, 1).log()
+        drawn = drawn.masked_fill(~tried[:, None].to(drawn.device), math.inf)
+        limits[torch.tensor(attempts, device=limits.device) - first] = drawn
+        return limits

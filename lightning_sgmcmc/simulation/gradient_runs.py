@@ -1,0 +1,190 @@
+"""The gradients of one run, step after step: the state behind `lightning_sgmcmc.simulation.gradient_estimators`."""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sgmcmc.samplers import Sampler, UnderdampedLangevin
+from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.simulation.finite_sums import FiniteSum, batch_moments
+from lightning_sgmcmc.subsampling.ewsg import Guess, index_log_weights, metropolis_index
+from lightning_sgmcmc.subsampling.moments import GradientMoments, advance_moments_, extra_friction
+
+
+@dataclass(frozen=True)
+class SumRun:
+    """What an estimator sees of a run.
+
+    Attributes:
+        target: the posterior.
+        rule: the sampler, with N = 1.
+        group: its parameter group, with the controls of the run.
+        place: the chains' places, shape (C, d).
+        seed: the run's seed.
+    """
+
+    target: FiniteSum
+    rule: Sampler
+    group: dict[str, Any]
+    place: nn.Parameter
+    seed: int
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """Return the generator of a purpose, for all chains."""
+        return torch.Generator(self.place.device).manual_seed(derive_seed(self.seed, purpose))
+
+
+class Gradients(ABC):
+    """The gradients of one run, step after step."""
+
+    @property
+    @abstractmethod
+    def cost(self) -> int:
+        """Evaluations that the next step takes, of each chain."""
+
+    @abstractmethod
+    def take(self) -> Tensor:
+        """Return the gradient of the full potential for the next step, shape (C, d)."""
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of proposed candidates that were accepted so far, over all chains; None where none were proposed."""
+        return None
+
+
+class OfAllData(Gradients):
+    """∇U at each step."""
+
+    def __init__(self, run: SumRun) -> None:
+        self._run = run
+
+    @property
+    def cost(self) -> int:
+        return self._run.target.num_data
+
+    def take(self) -> Tensor:
+        return self._run.target.gradient(self._run.place)
+
+
+class OfBatches(Gradients):
+    """A batch's gradient, of J = M+1 candidates, with or without control variates.
+
+    Attributes:
+        shape: chains, candidates of each, and data of a candidate: (C, J, b).
+        indices: the data of the last step's batch, shape (C, b).
+    """
+
+    def __init__(
+        self,
+        run: SumRun,
+        batch_size: int,
+        num_proposals: int = 0,
+        guess: Guess = "unchanged",
+        refresh: float | None = None,
+        stored: bool = True,
+    ) -> None:
+        self._run = run
+        self.shape = (len(run.place), num_proposals + 1, batch_size)
+        self._guess = guess
+        self._batches = run.generator("batches")
+        self._uniforms = run.generator("acceptance")
+        self._every = _steps(refresh, run.target, self.shape) if refresh is not None else None
+        self._of_step = (num_proposals + 1) * batch_size * (1 if stored or refresh is None else 2)
+        self._step = 0
+        self._snapshot = self._full = self.indices = torch.zeros(0)
+        self._accepted = torch.zeros((), dtype=torch.int64, device=run.place.device)
+
+    def _is_due(self) -> bool:
+        return self._every is not None and self._step % self._every == 0
+
+    @property
+    def cost(self) -> int:
+        return self._of_step + self._is_due() * self._run.target.num_data
+
+    def take(self) -> Tensor:
+        target, place = self._run.target, self._run.place
+        if self._is_due():
+            self._snapshot, self._full = place.detach().clone(), target.gradient(place)
+        self._step += 1
+        indices = torch.randint(target.num_data, self.shape, generator=self._batches, device=place.device)
+        candidates = target.batch_gradients(place, indices)
+        if self._every is not None:
+            candidates += self._full[:, None] - target.batch_gradients(self._snapshot, indices)
+        if self.shape[1] == 1:
+            self.indices = indices[:, 0]
+            return candidates[:, 0]
+        chains, chosen = torch.arange(self.shape[0], device=place.device), self._choose(candidates)
+        self.indices = indices[chains, chosen]
+        return candidates[chains, chosen]
+
+    def _choose(self, candidates: Tensor) -> Tensor:
+        """Return the index of each chain's candidate, shape (C,)."""
+        run, (chains, count, _) = self._run, self.shape
+        momenta, transition = run.rule.momenta(run.group), run.rule.transition(run.group)
+        assert transition is not None
+        weights = index_log_weights(candidates, momenta[0] if momenta else None, transition, self._guess)
+        of_run: dict[str, Any] = {"generator": self._uniforms, "dtype": torch.float64, "device": candidates.device}
+        uniforms = torch.rand(chains, count - 1, **of_run)
+        chosen, accepted = metropolis_index(weights, uniforms.log())
+        self._accepted += accepted.sum()
+        return chosen
+
+    @property
+    def acceptance(self) -> float | None:
+        proposed = self._step * self.shape[0] * (self.shape[1] - 1)
+        return float(self._accepted) / proposed if proposed else None
+
+
+class WithFriction(Gradients):
+    """A batch's gradient, and the moments that give the sampler its friction."""
+
+    def __init__(self, run: SumRun, inner: OfBatches, calibrate: float, matrix: bool, stored: bool) -> None:
+        self._run = run
+        self._inner = inner
+        self._every = _steps(calibrate, run.target, inner.shape)
+        self._matrix = matrix
+        self._stored = stored
+        self._batch_size = inner.shape[2]
+        self._step = 0
+        self._reference = torch.zeros(0)
+        self._moments = GradientMoments(self._reference, self._reference)
+        self.friction = torch.zeros(0)
+        """Γ - γ·I of the last step, shape (C, d, d), or its diagonal, (C, d)."""
+        assert isinstance(run.rule, UnderdampedLangevin)
+        run.rule.extra_drag = self._drag
+
+    @property
+    def cost(self) -> int:
+        again = 0 if self._stored else self._batch_size
+        return self._inner.cost + again + (self._step % self._every == 0) * self._run.target.num_data
+
+    @property
+    def acceptance(self) -> float | None:
+        return self._inner.acceptance
+
+    def _drag(self, momenta: list[Tensor]) -> list[Tensor]:
+        (momentum,) = momenta
+        if not self._matrix:
+            return [self.friction * momentum]
+        return [(self.friction @ momentum[:, :, None])[:, :, 0]]
+
+    def take(self) -> Tensor:
+        run, target = self._run, self._run.target
+        if self._step % self._every == 0:
+            self._reference = run.place.detach().clone()
+            self._moments = batch_moments(target, self._reference, self._batch_size, self._matrix)
+        self._step += 1
+        self.friction = extra_friction(self._moments, run.group["lr"], run.group["temperature"])
+        present = self._inner.take()
+        reference = target.batch_gradients(self._reference, self._inner.indices[:, None])[:, 0]
+        advance_moments_(self._moments, present, reference, self._batch_size / target.num_data)
+        return present
+
+
+def _steps(passes: float, target: FiniteSum, shape: tuple[int, int, int]) -> int:
+    """Return how many steps of J batches of b data make so many passes, as in Algorithm 2 rounded up."""
+    return max(1, math.ceil(passes * target.num_data / (shape[1] * shape[2]) - 1e-9))

@@ -1,0 +1,1 @@
+"""Mini-batch gradients with less noise: exponentially weighted choices, snapshots, gradient moments."""

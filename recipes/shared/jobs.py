@@ -1,0 +1,75 @@
+"""Many runs of a recipe: side by side on a CPU's cores, or one after the other on a GPU, without a word."""
+
+import functools
+import logging
+import multiprocessing
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from recipes.shared.results import Options
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+
+
+Job = TypeVar("Job")
+
+
+def run_jobs(
+    function: Callable[..., Any], jobs: Sequence[Job], options: Options, *shared: Any, in_turn: bool
+) -> dict[Job, Any]:
+    """Return what `function(*job, *shared, options)` returns, by job.
+
+    Args:
+        function: of a module's top level, since other processes import it by its name.
+        jobs: tuples of arguments; the longest ones should come first.
+        options: the recipe's.
+        shared: arguments that all jobs have.
+        in_turn: one after the other in this process, as one device wants it; else as many at a time as there are cores,
+            each on one thread.
+    """
+    call = functools.partial(_call, function, (*shared, options))
+    if in_turn:
+        return {job: call(job) for job in jobs}
+    workers = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    call = functools.partial(_call_on_one_thread, function, (*shared, options))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        return dict(zip(jobs, pool.map(call, jobs), strict=True))
+
+
+def _call(function: Callable[..., Any], shared: tuple[Any, ...], job: Any) -> Any:
+    return function(*job, *shared)
+
+
+def _call_on_one_thread(function: Callable[..., Any], shared: tuple[Any, ...], job: Any) -> Any:
+    import torch
+
+    torch.set_num_threads(1)
+    return _call(function, shared, job)
+
+
+def hush(options: Options) -> None:
+    """Keep the trainer's remarks out of a recipe's output, and a quick run on one thread."""
+    import torch
+
+    if not options.full:
+        torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="pytorch_lightning")
+    warnings.filterwarnings("ignore", message=".*has no validation data to evaluate the samples on")  # meant so
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+
+
+def quiet_trainer(**options: Any) -> "pl.Trainer":
+    """Return a trainer with these options that writes and shows nothing."""
+    import pytorch_lightning as pl
+
+    return pl.Trainer(
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )

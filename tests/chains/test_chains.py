@@ -1,0 +1,587 @@
+"""Several chains in one process: each is, bit for bit, the chain that it would be alone."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_sgmcmc import (
+    SGHMC,
+    SGLD,
+    SGNHT,
+    BayesianModule,
+    Categorical,
+    GaussianPrior,
+    LaplacePrior,
+    Posterior,
+    pSGLD,
+)
+from lightning_sgmcmc.batches.loader import ResumableLoader
+from lightning_sgmcmc.batches.order import BatchOrder
+from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.callbacks import (
+    BayesianModelAverage,
+    ChainHealth,
+    ContourGradient,
+    CyclicalSchedule,
+    PosteriorDashboard,
+    RunSummary,
+    SampleCollector,
+    SamplingSchedule,
+)
+from lightning_sgmcmc.chains.layout import ChainLayout
+from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.stacked import clip_each_chain
+from lightning_sgmcmc.datamodules import ArrayDataModule, DatasetDataModule, Split, TensorBatches
+from lightning_sgmcmc.tune import propose_lr
+from tests.run.test_exact_resume import Decoded, Noisy, data
+from tests.samplers.test_conjugate_regression import check_law
+from tests.support.conjugate import ConjugateRegression, Draws, quiet_trainer
+
+CHAINS = 3
+
+
+class Data(ArrayDataModule):
+    """60 data in the plane of five, with augmentation that draws from the default generator."""
+
+    def __init__(self, batch_size: int = 8) -> None:
+        super().__init__(batch_size)
+
+    def load(self) -> tuple[Split, Split, Split]:
+        return data(60, 0), data(20, 1), data(20, 2)
+
+    def train_transform(self) -> Any:
+        return Noisy()
+
+
+class Net(BayesianModule):
+    """A network with BatchNorm and dropout; `first` tells which chain of the run it starts with."""
+
+    def __init__(self, num_chains: int = 1, first: int = 0, **options: Any) -> None:
+        chosen = {"likelihood": Categorical(), "sampler": SGHMC, "lr": 0.05, "seed": 5} | options
+        super().__init__(num_chains=num_chains, **chosen)
+        self.first = first
+        self.net = nn.Sequential(
+            nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3, bias=False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+class OneOfMany(pl.strategies.SingleDeviceStrategy):
+    """A process of a run with chains in others: this one holds chain `chain`."""
+
+    def __init__(self, chain: int, total: int) -> None:
+        super().__init__("cpu")
+        self._place = ChainLayout(chain, 1, 1, 1, 0, None)
+        self.total = total
+
+    def chain_layout(self, num_chains: int) -> ChainLayout:
+        return self._place
+
+
+def fit(module: BayesianModule, steps: int = 20, callbacks: Any = (), **options: Any) -> list[PosteriorSample]:
+    """Return the samples of every tenth step."""
+    collector = SampleCollector(in_memory=True)
+    trainer = quiet_trainer(
+        max_steps=steps, callbacks=[SamplingSchedule(every_n_steps=10), collector, *callbacks], **options
+    )
+    trainer.fit(module, datamodule=Data())
+    assert collector.posterior is not None
+    return list(collector.posterior.store)
+
+
+def seeded(make: Callable[[], BayesianModule]) -> BayesianModule:
+    torch.manual_seed(0)
+    return make()
+
+
+def assert_same(first: list[PosteriorSample], second: list[PosteriorSample]) -> None:
+    assert [(s.step, s.chain, s.energy) for s in first] == [(s.step, s.chain, s.energy) for s in second]
+    for one, other in zip(first, second, strict=True):
+        assert one.state.keys() == other.state.keys()
+        for name, tensor in one.state.items():
+            assert torch.equal(tensor, other.state[name]), name
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer"),
+    [
+        ({}, {}),
+        ({"sampler": SGLD}, {"gradient_clip_val": 0.3}),
+        ({"sampler": pSGLD, "lr": 0.001}, {"accumulate_grad_batches": 3}),
+        ({"sampler": SGNHT}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
+        ({"prior": LaplacePrior(0.5)}, {"precision": "bf16-mixed"}),
+    ],
+)
+def test_each_chain_is_bit_for_bit_the_chain_alone(options: dict[str, Any], trainer: dict[str, Any]) -> None:
+    together = fit(seeded(lambda: Net(CHAINS, **options)), **trainer)
+    for chain in range(CHAINS):
+        alone = fit(seeded(lambda: Net(1, **options)), strategy=OneOfMany(chain, CHAINS), **trainer)
+        assert_same(alone, [sample for sample in together if sample.chain == chain])
+
+
+def test_chains_differ_in_start_batches_and_noise() -> None:
+    seen: list[Any] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(batch)
+
+    module = seeded(lambda: Net(CHAINS))
+    fit(module, 10, [Look()])
+    assert all(isinstance(batch, ChainBatches) and len(batch) == CHAINS for batch in seen)
+    assert not torch.equal(seen[0][0][0], seen[0][1][0])
+    samples = fit(seeded(lambda: Net(CHAINS, lr=0.0)), 10)
+    for name in ("net.0.weight", "net.4.weight"):
+        starts = torch.stack([sample.parameters[name] for sample in samples])
+        assert float((starts[0] - starts[1]).abs().min()) > 0
+    torch.testing.assert_close(samples[0].parameters, dict(seeded(Net).named_parameters()))
+
+
+def test_chains_start_alike_where_that_is_asked_for() -> None:
+    samples = fit(seeded(lambda: Net(CHAINS, lr=0.0, chain_start="same")), 10)
+    for sample in samples[1:]:
+        assert all(torch.equal(t, samples[0].parameters[n]) for n, t in sample.parameters.items())
+
+
+def test_a_network_that_was_handed_over_is_started_by_its_layers() -> None:
+    """The start of each chain has the layer's own law: uniform in ±1/√fan_in; frozen parameters are the same."""
+    net = nn.Sequential(nn.Linear(400, 50), nn.Linear(50, 3), nn.BatchNorm1d(3))
+    net[1].weight.requires_grad_(False)
+    net[2].requires_grad_(False)
+    net[2].running_mean.fill_(7.0)
+    module = BayesianModule(net=net, likelihood=Categorical(), num_chains=CHAINS, seed=1)
+    frozen = net[1].weight.clone()
+    module.configure_model()
+    assert net[0].weight.shape == (CHAINS, 50, 400)
+    for chain in range(CHAINS):
+        with module.at_chain(chain):
+            assert torch.equal(net[1].weight, frozen)
+            assert net[2].running_mean.tolist() == [7.0] * 3  # of a part that was trained before
+            assert net[0].weight.shape == (50, 400)
+            largest = float(net[0].weight.detach().abs().max())
+        assert 0.99 / 20 < largest <= 1 / 20  # one of 20,000 is nearly always so large
+    assert not torch.equal(net[0].weight[1], net[0].weight[2])
+
+
+def test_a_parameter_without_reset_is_named() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * self.layer(x)
+
+    module = BayesianModule(net=Scaled(), likelihood=Categorical(), num_chains=2, seed=1)
+    with pytest.warns(UserWarning, match=r"start with the same 'net\.scale'"):
+        module.configure_model()
+
+
+def test_shared_batches() -> None:
+    """On request all chains see chain 0's batches; without noise, chains of one start then stay one chain."""
+    options = {"chain_start": "same", "temperature": 0.0, "shared_batch": True}
+    net = lambda: nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))  # noqa: E731
+    torch.manual_seed(0)
+    module = BayesianModule(net=net(), likelihood=Categorical(), lr=0.1, num_chains=2, seed=1, **options)  # type: ignore[arg-type]
+    samples = fit(module)
+    assert all(torch.equal(t, samples[-2].parameters[n]) for n, t in samples[-1].parameters.items())
+
+
+def test_a_plain_loader_gives_all_chains_its_batches_and_says_so() -> None:
+    split = data(60, 0)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(split.inputs, split.targets), 8, shuffle=True)
+    trainer = quiet_trainer(max_steps=3)
+    with pytest.warns(UserWarning, match="all chains of a process see the same batches"):
+        trainer.fit(seeded(lambda: Net(2)), loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_items_that_are_decoded_one_by_one(workers: int) -> None:
+    """Each chain's items and augmentation are those that it has alone, with workers too."""
+
+    def batches(chains: tuple[int, ...], num_workers: int) -> list[Any]:
+        loader = ResumableLoader(Decoded(data(60, 0), True), 8, seed=3, num_workers=num_workers)
+        loader.adopt_chains(chains)
+        found = list(loader)
+        loader.close()
+        return found
+
+    together = batches((0, 2), workers)
+    for place, chain in enumerate((0, 2)):
+        for batch, alone in zip(together, batches((chain,), 0), strict=True):
+            assert torch.equal(batch[place][0], alone[0])
+
+
+def test_batches_of_a_stack_are_views_of_it() -> None:
+    x, y = torch.randn(2, 4, 3), torch.arange(8).view(2, 4)
+    batches = ChainBatches.of_stack((x, y), 2)
+    assert torch.equal(batches[1][0], x[1])
+    assert batches.stacked()[0] is x
+    again = ChainBatches([(x[0], y[0]), (x[1], y[1])]).stacked()
+    assert torch.equal(again[0], x)
+    with pytest.raises(ValueError, match="a batch with a str in it cannot be stacked"):
+        ChainBatches([("a",), ("b",)]).stacked()
+
+
+def test_stacked_batches_of_data_on_an_accelerator() -> None:
+    """There one call makes the batches of all chains, each with its own order of the data."""
+    dataset = TensorBatches(torch.arange(60.0)[:, None], torch.arange(60))
+    loader = ResumableLoader(dataset, 8, seed=3)
+    loader.adopt_chains((0, 5))
+    from lightning_sgmcmc.batches.loader import _SeededItems
+
+    items = _SeededItems(dataset, list, 3, ["0/0", "5/0"])
+    items._device = torch.device("meta")  # stands for one that is not the CPU
+    orders = [BatchOrder(60, 8, 3, chain) for chain in (0, 5)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_sgmcmc.batches.loader.reseed", lambda *args: None)
+        batch = items.load_all(2, [order.indices(2) for order in orders])
+    for place, order in enumerate(orders):
+        assert torch.equal(batch[place][1], order.indices(2))
+    assert batch.stacked()[0].shape == (2, 8, 1)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"prior": LaplacePrior(1.0)}, {"prior": GaussianPrior({"*.bias": 3, "*": 0.5})}]
+)
+def test_vmap_is_the_loop_to_rounding(options: dict[str, Any]) -> None:
+    """Gradients, BatchNorm's statistics and energies; without dropout, whose masks are drawn in another order."""
+
+    def run(execution: str) -> list[PosteriorSample]:
+        module = seeded(lambda: Net(CHAINS, chain_execution=execution, **options))
+        module.net[3].p = 0.0
+        return fit(module, 10)
+
+    for looped, vmapped in zip(run("loop"), run("vmap"), strict=True):
+        assert vmapped.energy == pytest.approx(looped.energy, rel=1e-5)
+        torch.testing.assert_close(vmapped.state, looped.state, rtol=1e-4, atol=1e-5)
+
+
+def test_vmap_with_dropout_gives_chains_masks_of_their_own() -> None:
+    module = seeded(lambda: Net(2, lr=0.0, chain_start="same", shared_batch=True, chain_execution="vmap"))
+    samples = fit(module, 10)
+    assert samples[0].energy != samples[1].energy
+
+
+def test_a_layer_that_vmap_cannot_run_is_named() -> None:
+    class Picky(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if float(x.sum()) > 0 else -x
+
+    net = nn.Sequential(nn.Linear(5, 3), Picky())
+    module = BayesianModule(net=net, likelihood=Categorical(), num_chains=2, chain_execution="vmap")
+    with pytest.raises(RuntimeError, match=r"'net\.1' \(Picky\) cannot be run for all chains at once .*'loop'"):
+        fit(module)
+
+
+def test_a_prior_of_the_users_own_under_vmap() -> None:
+    class Hierarchical(Net):
+        def log_prior(self) -> Tensor:
+            return sum((-(p.square()).sum() for p in self.parameters()), torch.zeros(()))
+
+    def run(execution: str) -> list[float]:
+        module = seeded(lambda: Hierarchical(2, chain_execution=execution))
+        module.net[3].p = 0.0
+        return [sample.energy for sample in fit(module, 10)]
+
+    assert run("vmap") == pytest.approx(run("loop"), rel=1e-5)
+
+
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+@pytest.mark.parametrize("chains", [1, 2])
+def test_compiled_networks(chains: int, execution: Any) -> None:
+    """Compiled with full graphs, once, whatever the step size does; equal to rounding."""
+
+    def run(compiled: bool) -> tuple[list[PosteriorSample], int]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        module = seeded(lambda: Net(chains, compile=compiled, chain_execution=execution))
+        module.net[3].p = 0.0
+        collector = SampleCollector(in_memory=True)
+        schedule = CyclicalSchedule(num_cycles=2, exploration=0.5, samples_per_cycle=1)
+        trainer = quiet_trainer(max_steps=14, callbacks=[schedule, collector])
+        trainer.fit(module, datamodule=Data(batch_size=12))
+        assert collector.posterior is not None
+        assert not torch._dynamo.utils.counters["graph_break"]
+        return list(collector.posterior.store), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    eager, _ = run(False)
+    compiled, graphs = run(True)
+    assert graphs == 1
+    for one, other in zip(eager, compiled, strict=True):
+        assert other.energy == pytest.approx(one.energy, rel=1e-4)
+        torch.testing.assert_close(other.state, one.state, rtol=1e-3, atol=1e-4)
+
+
+def test_gradients_that_a_cuda_graph_would_overwrite_are_added_up() -> None:
+    """Stands in for a device: gradients in kept memory, over micro-batches, are those in fresh memory."""
+
+    class Kept(Net):
+        def begin_energies(self, trainer: pl.Trainer) -> None:
+            super().begin_energies(trainer)
+            assert self._energies is not None
+            self._energies._replays = True
+
+    def run(model: Any) -> list[PosteriorSample]:
+        module = seeded(lambda: model(2, chain_execution="vmap"))
+        return fit(module, 10, accumulate_grad_batches=2)
+
+    assert_same(run(Net), run(Kept))
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path) -> None:
+    def checkpoint() -> pl.Callback:
+        return pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=7, save_top_k=-1)
+
+    def go_on(path: Path | None) -> list[PosteriorSample]:
+        collector = SampleCollector(in_memory=True)
+        trainer = quiet_trainer(
+            max_steps=20,
+            accumulate_grad_batches=2,
+            enable_checkpointing=True,
+            callbacks=[SamplingSchedule(every_n_steps=4), collector, BayesianModelAverage(), checkpoint()],
+        )
+        torch.manual_seed(1 if path else 0)
+        trainer.fit(Net(CHAINS, seed=None if path else 5), datamodule=Data(), ckpt_path=path)
+        assert collector.posterior is not None
+        return list(collector.posterior.store)
+
+    whole = go_on(None)
+    assert_same(whole, go_on(tmp_path / "step=14.ckpt"))
+
+
+def test_the_state_between_micro_batches_survives(tmp_path: Path) -> None:
+    class Save(pl.callbacks.Checkpoint):  # these come after all others
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 2 and module.chain_state.accumulating and not (tmp_path / "mid.ckpt").exists():
+                trainer.save_checkpoint(tmp_path / "mid.ckpt")
+
+    whole = fit(seeded(lambda: Net(2)), 10, [Save()], accumulate_grad_batches=3, enable_checkpointing=True)
+    collector = SampleCollector(in_memory=True)
+    trainer = quiet_trainer(
+        max_steps=10, callbacks=[SamplingSchedule(every_n_steps=10), collector], accumulate_grad_batches=3
+    )
+    trainer.fit(Net(2), datamodule=Data(), ckpt_path=tmp_path / "mid.ckpt")
+    assert collector.posterior is not None
+    assert_same(whole, list(collector.posterior.store))
+
+
+def test_chains_with_temperatures_and_step_sizes_of_their_own() -> None:
+    """Each chain has the exact law of its own step size and temperature; false alarms as for one chain."""
+    problem = ConjugateRegression()
+    draws = Draws()
+    module = problem.module(
+        sampler=SGLD, lr=[0.05, 0.1], temperature=[1.0, 4.0], num_chains=2, chain_start="same", seed=3
+    )
+    trainer = quiet_trainer(max_steps=5000, callbacks=[SamplingSchedule(burn_in_steps=500, every_n_steps=3), draws])
+    trainer.fit(module, problem.loader(50))
+    array = draws.array()
+    for chain, (lr, temperature) in enumerate([(0.05, 1.0), (0.1, 4.0)]):
+        check_law(array[chain::2], problem.sgld_covariance(lr, 50, temperature))
+
+
+def test_a_module_with_chains_speaks_of_one_network_at_a_time() -> None:
+    module = seeded(lambda: Net(CHAINS))
+    fit(module, 10)
+    x = torch.randn(4, 5)
+    with pytest.raises(RuntimeError, match="holds 3 chains, and an output is of one"):
+        module(x)
+    module.eval()
+    outputs = []
+    for chain in range(CHAINS):
+        with module.at_chain(chain), torch.no_grad():
+            outputs.append(module(x))
+            assert set(module.state_dict()) == set(Net().state_dict())
+            assert module.net[0].weight.shape == (16, 5)
+    assert not torch.equal(outputs[0], outputs[1])
+    with pytest.raises(IndexError, match="chain must be between 0 and 2, got 3"), module.at_chain(3):
+        pass
+    energies = module.potential_energy((x, torch.zeros(4, dtype=torch.int64)))
+    assert energies.shape == (CHAINS,)
+    module.zero_grad()
+    energies[1].backward()
+    gradient = module.net[0].weight.grad
+    assert gradient is not None
+    assert float(gradient[1].abs().sum()) > 0
+    assert float(gradient[0].abs().sum()) == 0
+
+
+def test_copies_and_moves_keep_the_chains_together(tmp_path: Path) -> None:
+    module = seeded(lambda: Net(2))
+    fit(module, 10)
+    twin = copy.deepcopy(module)
+    assert_same(fit(module, 10), fit(twin, 10))
+    torch.save(module, tmp_path / "module.pt")
+    again = torch.load(tmp_path / "module.pt", weights_only=False)
+    double = again.double().float()
+    assert_same(fit(module, 10), fit(double, 10))
+
+
+def test_a_checkpoint_loads_without_a_trainer(tmp_path: Path) -> None:
+    module = seeded(lambda: Net(2))
+    trainer = quiet_trainer(max_steps=3, callbacks=[])
+    trainer.fit(module, datamodule=Data())
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    loaded = Net.load_from_checkpoint(tmp_path / "run.ckpt", num_chains=2)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name])
+
+
+def test_everything_after_a_fit(tmp_path: Path) -> None:
+    """Test, predictions, re-estimated BatchNorm and the chain's health with several chains, from the fit's own module;
+    predictions are those of a module with one chain."""
+    module = seeded(lambda: Net(CHAINS))
+    callbacks = [SamplingSchedule(every_n_steps=8), SampleCollector(tmp_path / "samples"), BayesianModelAverage()]
+    contour = ContourGradient(0.3, warm_up_steps=6)
+    trainer = quiet_trainer(
+        max_steps=24,
+        default_root_dir=tmp_path,
+        gradient_clip_val=50.0,
+        callbacks=[*callbacks, ChainHealth(every_n_steps=2, warn=False), PosteriorDashboard(), RunSummary(), contour],
+    )
+    trainer.fit(module, datamodule=Data())
+    assert module.health is not None
+    assert set(module.health["tensors"]) == {name for name, _ in Net().named_parameters()}
+    (metrics,) = trainer.test(module, datamodule=Data(), verbose=False)
+    assert 0 < metrics["test/bma_accuracy"] <= 1
+    (prediction,) = trainer.predict(module, datamodule=Data(batch_size=20))
+    inputs = data(20, 2).inputs
+    again = Posterior.load(tmp_path / "samples", model=Net()).predict(inputs)
+    torch.testing.assert_close(prediction.probabilities, again.probabilities)
+    assert len(module.posterior.update_batch_norm([data(60, 0).inputs])) == 9
+
+
+def test_health_of_several_chains_is_the_mean_of_theirs() -> None:
+    """Chains at temperatures of their own are each held against its own; SGHMC's kinetic one is right with any."""
+    problem = ConjugateRegression()
+    module = problem.module(sampler=SGHMC, lr=[0.005, 0.01], temperature=[1.0, 8.0], num_chains=2, seed=3)
+    health = ChainHealth(every_n_steps=2, warn=False)
+    trainer = quiet_trainer(max_steps=3000, callbacks=[SamplingSchedule(every_n_steps=100), health])
+    trainer.fit(module, problem.loader(100))
+    assert module.health is not None
+    kinetic = module.health["total"]["kinetic"] / module.health["temperature"]
+    assert kinetic == pytest.approx(1, abs=0.08)  # the mini-batches' share and five standard errors
+
+
+def test_a_step_size_for_several_chains() -> None:
+    """Tuning leaves the chains where they were, each at its own start."""
+    module = seeded(lambda: Net(2))
+    proposal = propose_lr(
+        module, datamodule=Data(), steps=100, burn_in_steps=20, max_probes=2, make_trainer=quiet_trainer
+    )
+    assert proposal.probes
+    tuned = fit(module, 10)
+    assert_same(fit(seeded(lambda: Net(2)), 10), tuned)
+
+
+def test_the_store_holds_single_networks(tmp_path: Path) -> None:
+    """Samples open without the number of chains, and predict as the run's own average does."""
+    module = seeded(lambda: Net(CHAINS))
+    collector = SampleCollector(tmp_path / "samples")
+    trainer = quiet_trainer(
+        max_steps=16, callbacks=[SamplingSchedule(every_n_steps=8), collector, BayesianModelAverage()]
+    )
+    trainer.fit(module, datamodule=Data())
+    posterior = Posterior.load(tmp_path / "samples", model=Net())
+    assert [record.chain for record in posterior.records] == [0, 1, 2, 0, 1, 2]
+    validation = data(20, 1)
+    predicted = posterior.predict(validation.inputs).probabilities
+    assert predicted is not None
+    nll = -predicted[torch.arange(20), validation.targets].double().log().mean().item()
+    assert float(trainer.callback_metrics["val/bma_nll"]) == pytest.approx(nll, rel=1e-5)
+
+
+def test_clipping_bounds_each_chain_by_its_own_norm() -> None:
+    gradients = [torch.randn(3, 4, 2), torch.randn(3, 5)]
+    gradients[0][1] *= 1e-3
+    gradients[1][1] *= 1e-3
+    before = [gradient.clone() for gradient in gradients]
+    clip_each_chain(gradients, 0.5)
+    for chain in range(3):
+        alone = [nn.Parameter(torch.zeros_like(gradient[chain])) for gradient in before]
+        for parameter, gradient in zip(alone, before, strict=True):
+            parameter.grad = gradient[chain].clone()
+        nn.utils.clip_grad_norm_(alone, 0.5)
+        for parameter, gradient in zip(alone, gradients, strict=True):
+            assert torch.equal(parameter.grad, gradient[chain])
+    assert torch.equal(gradients[0][1], before[0][1])
+
+
+def test_tied_and_replaced_tensors() -> None:
+    """Layers that share a weight share it in every chain; a buffer that is replaced is kept by chain."""
+
+    class Tied(nn.Module):
+        calls: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(5, 5)
+            self.second = nn.Linear(5, 5)
+            self.second.weight = self.first.weight
+            self.out = nn.Linear(5, 3)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.calls = self.calls + 1
+            return self.out(self.second(self.first(x)))  # type: ignore[no-any-return]
+
+    module = BayesianModule(net=Tied(), likelihood=Categorical(), lr=0.01, num_chains=2, seed=1)
+    samples = fit(module, 10)
+    assert module.net.first.weight is module.net.second.weight
+    assert module.net.first.weight.shape == (2, 5, 5)
+    assert module.net.calls.tolist() == [10.0, 10.0]
+    assert "net.second.weight" not in samples[0].parameters
+
+
+def test_misuse() -> None:
+    with pytest.raises(ValueError, match="lr has 3 values, and the run has 2 chains"):
+        fit(Net(2, lr=[0.1, 0.1, 0.1]))
+    with pytest.raises(ValueError, match="LearningRateMonitor logs one number"):
+        fit(Net(2, lr=[0.1, 0.2]), callbacks=[pl.callbacks.LearningRateMonitor()], logger=True)
+    with pytest.raises(ValueError, match="pass the plain network, and compile=True"):
+        BayesianModule(net=torch.compile(nn.Linear(2, 2)), likelihood=Categorical(), num_chains=2)
+    with pytest.raises(ValueError, match="chain_execution must be 'auto' or 'loop' or 'vmap'"):
+        Net(2, chain_execution="parallel")
+    with pytest.raises(ValueError, match="temperature has no values"):
+        Net(2, temperature=[])
+
+
+def test_a_chain_that_leaves_for_infinity_is_named() -> None:
+    from lightning_sgmcmc import NonFiniteEnergyError
+
+    class Broken(Net):
+        def log_likelihood(self, batch: Any) -> Tensor:
+            value = super().log_likelihood(batch)
+            worst = self.trainer.global_step == 4 and self.net[0].weight.data_ptr() == self.third
+            return value * float("nan") if worst else value
+
+    module = seeded(lambda: Broken(CHAINS))
+    module.third = -1
+
+    class Find(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            with pl_module.at_chain(2):
+                pl_module.third = pl_module.net[0].weight.data_ptr()
+
+    with pytest.raises(NonFiniteEnergyError, match="of chain 2 is not made") as caught:
+        fit(module, callbacks=[Find()])
+    assert caught.value.chain == 2
+
+
+def test_user_hooks_and_data_sets(tmp_path: Path) -> None:
+    """A datamodule of a data set that is decoded item by item runs with several chains too."""
+    train = Decoded(data(60, 0), True)
+    module = seeded(lambda: Net(2))
+    trainer = quiet_trainer(max_epochs=2, callbacks=[SamplingSchedule(every_n_steps=5)])
+    trainer.fit(module, datamodule=DatasetDataModule(train, batch_size=8))
+    assert module.sampler.step_count == 16

@@ -1,0 +1,303 @@
+"""Temperatures and gradient noise of a chain against the exact stationary law of the conjugate model, and the judgement
+on simulated records.
+
+Intervals in the reports hold jointly with a false-alarm rate of 1 % a report (`assess`), for records within the
+tolerance; comparisons with exact values here grant no tolerance, so with 8 tests a record a single record's rate is
+below 1 %, and seeds are fixed.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.callbacks import ChainHealth, SamplingSchedule
+from lightning_sgmcmc.diagnostics.batch_means import (
+    BatchMeans,
+    chi_square_interval,
+    mean_and_error,
+    merge_batches,
+    without_warm_up,
+)
+from lightning_sgmcmc.diagnostics.health import Record, assess, inner_products, square_norms
+from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, UnderdampedLangevin, pSGLD
+from tests.support.conjugate import ConjugateRegression, quiet_trainer
+
+PROBLEM = ConjugateRegression()
+BATCH = 50
+UNDERDAMPED = functools.partial(UnderdampedLangevin, friction=10.0)
+PRECISION = np.linalg.inv(PROBLEM.covariance)
+
+
+def fit(sampler: Any, lr: float, steps: int = 1800, every: int = 2, seed: int = 0, **options: Any) -> dict[str, Any]:
+    """Return the report of a run on the conjugate model."""
+    module = PROBLEM.module(sampler=sampler, lr=lr, seed=seed, **options)
+    health = ChainHealth(every_n_steps=every, warn=False)
+    schedule = SamplingSchedule(burn_in_steps=100, every_n_steps=steps - 100)
+    quiet_trainer(max_steps=steps, callbacks=[schedule, health]).fit(module, PROBLEM.loader(BATCH, seed))
+    assert module.health is not None
+    return module.health
+
+
+# -- numerics ---------------------------------------------------------------------------------------------------------
+
+
+def test_products_and_norms() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = [torch.randn(shape, generator=generator) for shape in ((3, 4), (1,), (), (2, 2, 2))]
+    b = [torch.randn_like(t) for t in a]
+    torch.testing.assert_close(inner_products(a, b), torch.stack([(x * y).sum() for x, y in zip(a, b, strict=True)]))
+    torch.testing.assert_close(square_norms(a), torch.stack([x.square().sum() for x in a]))
+
+
+@pytest.mark.parametrize("count", [1, 7, 40, 81, 500])
+def test_batch_means_lose_nothing_that_is_full(count: int) -> None:
+    stream = torch.arange(count, dtype=torch.float32)[:, None] * torch.tensor([1.0, -2.0])
+    batches = BatchMeans(2, stream)
+    for row in stream:
+        batches.add(row)
+    means, counts = batches.full()
+    covered = int(counts.sum())
+    assert len(counts) <= 40
+    assert count - covered < max(counts.tolist(), default=1)
+    if covered > 40:
+        assert len(counts) >= 20
+    position = 0
+    for mean, length in zip(means, counts.int().tolist(), strict=True):
+        torch.testing.assert_close(mean, stream[position : position + length].double().mean(0))
+        position += length
+
+
+def test_warm_up_and_merging_keep_the_mean() -> None:
+    counts = torch.tensor([1.0, 2.0, 1.0, 3.0, 2.0, 1.0, 5.0], dtype=torch.float64)
+    means = torch.arange(7, dtype=torch.float64)[:, None]
+    kept_means, kept = without_warm_up(means, counts, 0.2)
+    assert kept.tolist() == counts[2:].tolist()
+    merged_means, merged = merge_batches(kept_means, kept, 3)
+    assert len(merged) <= 3
+    assert merged.sum() == kept.sum()
+    torch.testing.assert_close((merged_means[:, 0] * merged).sum(), (kept_means[:, 0] * kept).sum())
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5])
+def test_error_of_the_mean_over_batches(correlation: float) -> None:
+    """Over 2000 streams (mean/error)² has a mean of about 1, and is held down where batches are still correlated."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(30, 2000, generator=generator, dtype=torch.float64)
+    stream = noise.clone()
+    for i in range(1, len(stream)):
+        stream[i] = correlation * stream[i - 1] + np.sqrt(1 - correlation**2) * noise[i]
+    mean, error = mean_and_error(stream, torch.ones(30, dtype=torch.float64))
+    ratio = float((mean / error).square().mean())
+    naive = float((mean.square() / stream.var(0) * 30).mean())
+    if correlation == 0:
+        assert 0.6 < ratio < 1.2
+    else:
+        assert naive > 3
+        assert ratio < 0.7 * naive
+
+
+def test_chi_square_interval_has_its_coverage() -> None:
+    """8 degrees of freedom, known error, 20,000 draws: each side misses 2.5 %, with a standard error of 0.11 %."""
+    draws = np.random.default_rng(0).chisquare(8, 20000) / 8
+    intervals = np.array([chi_square_interval(d, d * 0.5, 0.025, 10**6) for d in draws[:4000]])
+    assert np.mean(intervals[:, 0] > 1) == pytest.approx(0.025, abs=0.01)
+    assert np.mean(intervals[:, 1] < 1) == pytest.approx(0.025, abs=0.01)
+
+
+def record(
+    kinetic: float = 1.0, configurational: float = 1.0, noise: float = 0.0, drift: float = 0.0, seed: int = 0
+) -> Record:
+    """A record of 24 batches of 50 steps: 20 tensors of 1 to 2000 numbers, with the scatter of Gaussians."""
+    generator = torch.Generator().manual_seed(seed)
+    numels = [1, 3, 10, 100, 2000] * 4
+    spread = (2 / (50 * torch.tensor(numels, dtype=torch.float64))).sqrt()
+
+    def scattered(mean: float) -> Tensor:
+        return mean * (1 + spread * torch.randn(24, 20, generator=generator, dtype=torch.float64))
+
+    swamp = torch.tensor([30.0, 0.0] * 10) * torch.randn(24, 20, generator=generator, dtype=torch.float64)
+    ratio = torch.full((24, 20), noise, dtype=torch.float64)
+    rows = [scattered(kinetic), scattered(configurational) + swamp, swamp, ratio]
+    thermal = sum(numels) / 2
+    energies = 1e4 + drift * thermal * torch.linspace(-1, 1, 24) + 5 * torch.randn(24, generator=generator)
+    return Record(
+        names=[f"tensor{i}" for i in range(20)],
+        numels=numels,
+        values=torch.stack(rows, 1),
+        energies=energies.double(),
+        square_energies=energies.double().square() + 100,
+        counts=torch.full((24,), 50.0, dtype=torch.float64),
+        temperature=1.0,
+        allowance=[0.0] * 20,
+    )
+
+
+def test_a_healthy_record_raises_no_alarm() -> None:
+    """200 records, exactly on target and a little off it: at 1 % each (and far less, as the tolerance is granted)."""
+    alarms = [assess(record(1.02, 0.98, seed=seed), 1)["verdict"] for seed in range(200)]
+    assert set(alarms) == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [
+        ({"kinetic": 1.5}, ["kinetic temperature", "above", "smaller lr"]),
+        ({"kinetic": 0.6}, ["kinetic temperature", "below", "burn-in"]),
+        ({"configurational": 1.5}, ["configurational temperature", "above", "smaller lr"]),
+        ({"configurational": 0.5}, ["configurational temperature", "below", "burn-in"]),
+        ({"noise": 0.5}, ["gradient noise", "more data per batch"]),
+        ({"drift": -1.0}, ["energy", "fallen", "longer burn-in"]),
+        ({"drift": 1.0}, ["energy", "risen", "longer burn-in or a smaller lr"]),
+    ],
+)
+def test_each_trouble_is_named_with_advice(trouble: dict[str, float], words: list[str]) -> None:
+    for seed in range(5):
+        report = assess(record(**trouble, seed=seed), 1)
+        assert report["verdict"] == "warning"
+        (warning,) = report["warnings"]
+        assert all(word in warning for word in words)
+
+
+def test_tolerance_allows_what_it_says() -> None:
+    assert assess(record(1.15, 1.15), 1)["verdict"] == "ok"
+    assert assess(record(1.15, 1.15), 1, tolerance=0.05)["verdict"] == "warning"
+    assert assess(record(noise=0.15), 1)["verdict"] == "ok"
+
+
+def test_too_little_to_go_by_is_unknown() -> None:
+    short = record()
+    few = Record(
+        **{**vars(short), **{k: vars(short)[k][:4] for k in ("values", "energies", "square_energies", "counts")}}
+    )
+    assert assess(few, 1)["verdict"] == "unknown"
+    none = Record(
+        **{**vars(short), **{k: vars(short)[k][:0] for k in ("values", "energies", "square_energies", "counts")}}
+    )
+    report = assess(none, 1)
+    assert (report["verdict"], report["tensors"]) == ("unknown", {})
+
+
+# -- the conjugate model ----------------------------------------------------------------------------------------------
+
+
+def exact(name: str, step: float) -> dict[str, float]:
+    """The stationary values of what a report estimates, from the exact covariance of θ and momentum."""
+    friction = 0.1
+    system = {
+        "SGLD": lambda: PROBLEM.sgld_system(step),
+        "SGHMC": lambda: PROBLEM.sghmc_system(step, friction),
+        "UnderdampedLangevin": lambda: PROBLEM.underdamped_system(step, 10.0),
+    }[name]()
+    drift, push, _ = system
+    state = PROBLEM._stationary_state(*system, BATCH)
+    d, n = PROBLEM.features, PROBLEM.num_data
+    covariance, hessian = state[:d, :d], PRECISION / PROBLEM.num_data
+    noise = PROBLEM.gradient_covariance(covariance, BATCH)
+    second_moment = hessian @ covariance @ hessian + noise  # E[g gᵀ]
+    # θ' = F·z - P·g + …, and g' = H·(θ' - μ) + new noise; z and g share E[z gᵀ] = E[z (θ-μ)ᵀ] H.
+    successive = np.trace(hessian @ (drift[:d] @ state[:, :d] @ hessian - push[:d] @ second_moment))
+    change = (np.trace(second_moment) - successive) / d  # E[(g' - g)²]/2 in a coordinate
+    variance = np.trace(second_moment) / d
+    if name == "SGLD":
+        factor, kinetic = step * n / 2, 1 + step * n / 2 * variance
+    elif name == "SGHMC":
+        factor = step * n / (2 * friction)
+        kinetic = np.trace(state[d:, d:]) / d / (step / n / (1 - friction / 2))
+    else:
+        factor, kinetic = step * n**2 / 20, np.trace(state[d:, d:]) / d * (1 - step * 10 / 2)
+    ratio, true_ratio = factor * change, factor * np.trace(noise) / d
+    return {
+        "kinetic": kinetic,
+        "configurational": np.trace(PRECISION @ covariance) / d,
+        "share": ratio / (1 + ratio),
+        "true share": true_ratio / (1 + true_ratio),
+        "curvature": step * np.linalg.eigvalsh(hessian).max() if name != "UnderdampedLangevin" else 0.02,
+    }
+
+
+CASES = [
+    pytest.param("SGLD", SGLD, 0.2, 0.025, id="SGLD"),
+    pytest.param("SGHMC", SGHMC, 0.03, 0.004, id="SGHMC"),
+    pytest.param("UnderdampedLangevin", UNDERDAMPED, 0.01, 0.0015, id="UnderdampedLangevin"),
+]
+
+
+@pytest.mark.parametrize(("name", "sampler", "large", "right"), CASES)
+def test_a_large_step_is_flagged_and_a_right_one_passes(name: str, sampler: Any, large: float, right: float) -> None:
+    """What is flagged is off, and what passes is not: the exact temperatures say which is which."""
+    for seed in range(2):
+        assert exact(name, large)["configurational"] > 1.4
+        report = fit(sampler, large, seed=seed)
+        assert report["verdict"] == "warning"
+        assert all("smaller lr" in warning for warning in report["warnings"])
+        assert {warning.split(":")[0] for warning in report["warnings"]} >= {"kinetic temperature", "gradient noise"}
+
+        assert exact(name, right)["configurational"] < 1.12
+        report = fit(sampler, right, seed=seed)
+        assert (report["verdict"], report["warnings"]) == ("ok", [])
+
+
+@pytest.mark.parametrize(("name", "sampler", "large", "right"), CASES)
+def test_estimates_have_their_exact_values(name: str, sampler: Any, large: float, right: float) -> None:
+    truth = exact(name, large)
+    if name != "UnderdampedLangevin":
+        # On a harmonic target the momentum is as hot as the configuration, to the order of the noise's anisotropy.
+        assert truth["kinetic"] == pytest.approx(truth["configurational"], rel=0.03)
+    report = fit(sampler, large, steps=4000, seed=5)
+    (entry,) = report["tensors"].values()
+    for kind in ("kinetic", "configurational"):
+        low, high = entry[f"{kind}_interval"]
+        assert low < truth[kind] < high
+        assert (high - low) / 2 < 0.15 * truth[kind], "the test must be able to see an error of a fifth"
+    (share,) = report["gradient_noise_share"].values()
+    # 1500 observed differences of 60 coordinates of a heavy-tailed gradient: a standard error below 1 %
+    assert share == pytest.approx(truth["share"], rel=0.04)
+    # and what is estimated is the true share but for lr·λ
+    assert truth["true share"] <= truth["share"] * 1.001
+    assert truth["share"] < truth["true share"] * (1 + truth["curvature"])
+
+
+def test_temperature_of_the_target() -> None:
+    report = fit(SGHMC, 0.004, temperature=0.5)
+    assert report["temperature"] == 0.5
+    # noise of the gradient does not fall with the temperature: heat in terms of τ doubles
+    heat = exact("SGHMC", 0.004)["kinetic"] - 1
+    (entry,) = report["tensors"].values()
+    low, high = entry["kinetic_interval"]
+    assert low < 0.5 * (1 + 2 * heat) < high
+
+
+@pytest.mark.parametrize(
+    ("sampler", "large", "right"),
+    [
+        pytest.param(pSGLD, 0.08, 0.008, id="pSGLD"),
+        pytest.param(functools.partial(SGHMC, noise_estimate=0.01), 0.03, 0.004, id="noise_estimate"),
+    ],
+)
+def test_the_rules_that_are_not_linear(sampler: Any, large: float, right: float) -> None:
+    assert fit(sampler, large)["verdict"] == "warning"
+    assert fit(sampler, right)["verdict"] == "ok"
+
+
+def test_the_thermostat_takes_the_noise_out() -> None:
+    report = fit(SGNHT, 0.02)
+    assert report["verdict"] == "ok"
+    (share,) = report["gradient_noise_share"].values()
+    assert share > 0.2, "noise that would heat SGHMC by a quarter"
+
+
+def test_energy_of_a_chain_that_still_falls() -> None:
+    """A chain that starts ten standard deviations off falls by 50·d nats, in some 2/(lr·λ) steps: a longer burn-in."""
+    module = PROBLEM.module(sampler=SGLD, lr=0.0005, seed=0)
+    with torch.no_grad():
+        module.net.weight.add_(10 * float(np.sqrt(np.trace(PROBLEM.covariance) / 3)))
+    callbacks = [SamplingSchedule(burn_in_steps=0, every_n_steps=1500), ChainHealth(every_n_steps=2, warn=False)]
+    quiet_trainer(max_steps=1500, callbacks=callbacks).fit(module, PROBLEM.loader(BATCH))
+    assert module.health is not None
+    (warning,) = [w for w in module.health["warnings"] if w.startswith("energy")]
+    assert "fallen" in warning
+    assert "longer burn-in" in warning

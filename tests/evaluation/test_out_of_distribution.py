@@ -1,0 +1,182 @@
+"""Out-of-distribution evaluation: closed forms of the metrics, and what a run says against direct computations."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sgmcmc import BayesianModule, Gaussian, Posterior
+from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector
+from lightning_sgmcmc.cli.fit import main
+from lightning_sgmcmc.datamodules import NotMNISTDataModule
+from lightning_sgmcmc.diagnostics.metrics import out_of_distribution_metrics, predictive_entropy
+from tests.support.conjugate import quiet_trainer
+from tests.test_training import blobs, classifier, loaders
+
+PARTS = ("train", "test")
+
+
+def far_away(count: int = 40, **options: Any) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    x = 3 * torch.randn(count, 2, generator=generator)
+    return DataLoader(TensorDataset(x, torch.zeros(count).long()), 16, **options)
+
+
+def test_metrics_in_closed_form() -> None:
+    certain, uniform = torch.eye(4)[[0, 1, 2]], torch.full((5, 4), 0.25)
+    metrics = out_of_distribution_metrics(certain, uniform)
+    assert metrics["auroc"] == 1
+    assert metrics["entropy"] == pytest.approx(math.log(4))
+    assert metrics["brier"] == pytest.approx(1 / 16)
+    metrics = out_of_distribution_metrics(uniform, certain)
+    assert metrics["auroc"] == 0
+    assert metrics["brier"] == pytest.approx(1 / 4)
+    assert out_of_distribution_metrics(uniform, uniform)["auroc"] == 0.5, "ties count half"
+
+
+def test_auroc_is_the_probability_of_the_right_order() -> None:
+    generator = torch.Generator().manual_seed(0)
+    known, unknown = (torch.randn(n, 3, generator=generator).mul(s).softmax(1) for n, s in ((60, 4), (50, 2)))
+    entropies = predictive_entropy(known)[:, None], predictive_entropy(unknown)[None]
+    expected = (entropies[1] > entropies[0]).double().mean().item()
+    assert float(out_of_distribution_metrics(known, unknown)["auroc"]) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("cycle_weights", ["uniform", "harmonic"])
+def test_a_run_evaluates_its_average_there_too(tmp_path: Path, cycle_weights: Any) -> None:
+    module = classifier()
+    logger = pl.loggers.CSVLogger(tmp_path)
+    average = BayesianModelAverage(cycle_weights, ood={"far": far_away(), "near": loaders()[1]})
+    trainer = quiet_trainer(
+        max_epochs=12, logger=logger, callbacks=[CyclicalSchedule(2, 0.5, 3), SampleCollector(tmp_path / "s"), average]
+    )
+    trainer.fit(module, *loaders())
+    evaluation = module.evaluations["val"]
+    posterior = Posterior.load(tmp_path / "s")
+    inputs = far_away().dataset.tensors[0]  # type: ignore[attr-defined]
+    known, unknown = (posterior.predict(x, return_samples=True) for x in (blobs(64, seed=1).tensors[0], inputs))
+    if cycle_weights == "uniform":
+        expected = out_of_distribution_metrics(known.probabilities, unknown.probabilities)  # type: ignore[arg-type]
+        for name, value in expected.items():
+            assert evaluation.bma[f"ood_far_{name}"] == pytest.approx(float(value), abs=1e-5)
+        torch.testing.assert_close(evaluation.ood["far"].terms["probabilities"], unknown.probabilities)
+    assert unknown.sample_probabilities is not None
+    brier = unknown.sample_probabilities.square().mean((1, 2))
+    assert [m["ood_far_brier"] for m in evaluation.members] == pytest.approx(brier.tolist(), rel=1e-5)
+    assert evaluation.bma["ood_near_auroc"] == pytest.approx(0.5, abs=1e-6), "the evaluation data against themselves"
+    assert float(trainer.callback_metrics["val/bma_ood_far_auroc"]) == pytest.approx(evaluation.bma["ood_far_auroc"])
+    if cycle_weights == "harmonic":
+        with pytest.raises(ValueError, match="cycle_weights='harmonic' needs the training data, and there are none"):
+            trainer.test(module, loaders()[1], verbose=False)
+        return
+    (metrics,) = trainer.test(module, loaders()[1], verbose=False)
+    assert metrics["test/bma_ood_far_brier"] == pytest.approx(evaluation.bma["ood_far_brier"], rel=1e-5)
+    assert "test/single_ood_near_entropy" in metrics
+
+
+def test_it_survives_a_checkpoint(tmp_path: Path) -> None:
+    def fit(**options: Any) -> BayesianModule:
+        module = classifier()
+        saver = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=8, save_top_k=-1, filename="{step}")
+        callbacks = [CyclicalSchedule(2, 0.5, 4), BayesianModelAverage(ood=far_away()), saver]
+        trainer = quiet_trainer(max_epochs=6, enable_checkpointing=True, callbacks=callbacks)
+        trainer.fit(module, *loaders(), **options)
+        return module
+
+    whole, resumed = fit(), fit(ckpt_path=tmp_path / "step=16.ckpt")
+    torch.load(tmp_path / "step=16.ckpt", weights_only=True)
+    assert whole.evaluations["val"].running == resumed.evaluations["val"].running
+    assert "ood_ood_auroc" in whole.evaluations["val"].bma
+
+
+class KeepMetrics(pl.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        torch.save(pl_module.evaluations["val"].bma, self.path / f"rank-{trainer.global_rank}.pt")
+
+
+def test_two_ranks_share_the_data(tmp_path: Path) -> None:
+    """The ranks' figures are one rank's, on data that they can share and on a set of one batch."""
+    for count in (40, 10):
+        figures = []
+        for devices in (1, 2):
+            # One batch for both ranks would be another step, so the run has none: the start is what is evaluated.
+            module = classifier(lr=0.0, temperature=0.0)
+            callbacks = [CyclicalSchedule(1, 0.5, 1), BayesianModelAverage(ood=far_away(count)), KeepMetrics(tmp_path)]
+            strategy = {"strategy": "ddp_fork"} if devices == 2 else {}
+            module.net[1].momentum = 0.0  # nor do BatchNorm's statistics depend on the batches
+            trainer = quiet_trainer(max_epochs=2, devices=devices, callbacks=callbacks, **strategy)
+            trainer.fit(module, *loaders())
+            figures.append(torch.load(tmp_path / f"rank-{devices - 1}.pt", weights_only=True))
+        assert figures[0].keys() == figures[1].keys()
+        for name, value in figures[0].items():
+            assert figures[1][name] == pytest.approx(value, abs=1e-5), name
+
+
+def test_mistakes() -> None:
+    with pytest.raises(TypeError, match="out-of-distribution data 'far' should be a datamodule or a DataLoader, got a"):
+        BayesianModelAverage(ood={"far": torch.zeros(3)})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="the loader of the out-of-distribution data 'ood' shuffles"):
+        BayesianModelAverage(ood=far_away(shuffle=True))
+    for module, ood, message in (
+        (classifier(), far_away(0), "there are no out-of-distribution data in 'ood'"),
+        (
+            BayesianModule(net=torch.nn.Linear(2, 1), likelihood=Gaussian()),
+            far_away(),
+            "judged by the entropy of class probabilities, which likelihood=Gaussian.* does not have: leave ood out",
+        ),
+    ):
+        trainer = quiet_trainer(max_epochs=2, callbacks=[CyclicalSchedule(1, 0.5, 1), BayesianModelAverage(ood=ood)])
+        with pytest.raises(ValueError, match=message):
+            trainer.fit(module, *loaders())
+    wide = DataLoader(TensorDataset(torch.zeros(4, 3), torch.zeros(4).long()), 4)
+    trainer = quiet_trainer(max_epochs=2, callbacks=[CyclicalSchedule(1, 0.5, 1), BayesianModelAverage(ood=wide)])
+    with pytest.raises(RuntimeError, match=r"cannot take the out-of-distribution data 'ood': .*mat1 and mat2"):
+        trainer.fit(classifier(), *loaders())
+    assert trainer.global_step == 0, "it is said before the first step"
+
+
+def test_a_datamodule_from_the_command_line(tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "notmnist"
+    folder.mkdir(parents=True)
+    images = np.random.default_rng(0).integers(0, 256, size=(20, 28, 28), dtype=np.uint8)
+    np.savez(folder / "notmnist_test.npz", x=images, y=np.arange(20) % 10)
+    assert BayesianModelAverage(ood=NotMNISTDataModule(tmp_path / "data")).ood.sources.keys() == {"notmnist"}
+    arrays = {f"x_{part}": images for part in ("train", "test")} | {
+        f"y_{p}": np.arange(20) % 10 for p in ("train", "test")
+    }
+    (tmp_path / "data" / "mnist").mkdir()
+    np.savez(tmp_path / "data" / "mnist" / "mnist.npz", **arrays)
+    (tmp_path / "run.yaml").write_text(f"""
+model:
+  class_path: lightning_sgmcmc.BayesianModule
+  init_args:
+    net: {{class_path: torchvision.ops.MLP, init_args: {{in_channels: 784, hidden_channels: [10]}}}}
+    likelihood: lightning_sgmcmc.Categorical
+data:
+  class_path: lightning_sgmcmc.datamodules.MNISTDataModule
+  init_args: {{root: {tmp_path / "data"}, flatten: true, val_size: 5, batch_size: 5}}
+trainer:
+  accelerator: cpu
+  max_epochs: 2
+  enable_progress_bar: false
+  logger: {{class_path: pytorch_lightning.loggers.CSVLogger, init_args: {{save_dir: runs}}}}
+  callbacks:
+    - {{class_path: lightning_sgmcmc.callbacks.CyclicalSchedule, init_args: {{num_cycles: 1, samples_per_cycle: 1}}}}
+    - class_path: lightning_sgmcmc.callbacks.BayesianModelAverage
+      init_args:
+        ood:
+          class_path: lightning_sgmcmc.datamodules.NotMNISTDataModule
+          init_args: {{root: {tmp_path / "data"}, flatten: true}}
+    - class_path: lightning_sgmcmc.callbacks.RunSummary
+""")
+    main(["fit", "--config", str(tmp_path / "run.yaml")])
+    (results,) = Path("runs").rglob("results.json")
+    assert '"ood_notmnist_auroc"' in results.read_text()

@@ -1,0 +1,432 @@
+"""The collected posterior: predictions against direct averages, and a model that stays as it was."""
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
+from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.diagnostics.samples import effective_sample_size, normalised_weights
+from lightning_sgmcmc.posterior.description import describe
+from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
+
+FEATURES, CLASSES = 5, 3
+LOG_WEIGHTS = (0.0, 1.5, -0.7, 0.4)
+
+
+def normed(dropout: float = 0.0) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, CLASSES)
+    )
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, FEATURES)), nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(12, CLASSES)
+    )
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.second = nn.Linear(FEATURES, FEATURES)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x).tanh()).tanh())
+
+
+class Subclass(BayesianModule):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__(likelihood=Categorical())
+        self.body = nn.Linear(FEATURES, width)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())
+
+
+def classifier(net: nn.Module | None = None) -> BayesianModule:
+    return BayesianModule(net=net if net is not None else normed(), likelihood=Categorical())
+
+
+MODULES = {
+    "mlp": classifier,
+    "dropout": lambda: classifier(normed(dropout=0.5)),
+    "cnn": lambda: classifier(convolutional()),
+    "torchvision": lambda: classifier(torchvision.ops.MLP(FEATURES, [6, CLASSES])),
+    "subclass": Subclass,
+    "regression": lambda: BayesianModule(net=nn.Linear(FEATURES, 2), likelihood=Gaussian(0.5, learned=True)),
+}
+
+
+def states(module: nn.Module, count: int = len(LOG_WEIGHTS)) -> Iterator[nn.Module]:
+    """Yield networks like the given one, with random parameters and plausible running statistics."""
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(count):
+        twin = copy.deepcopy(module)
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.add_(0.5 * torch.randn(p.shape, generator=generator))
+            for name, b in twin.named_buffers():
+                if name.endswith("running_var"):
+                    b.copy_(0.5 + torch.rand(b.shape, generator=generator))
+                elif name.endswith("running_mean"):
+                    b.copy_(torch.randn(b.shape, generator=generator))
+        yield twin.eval()
+
+
+def filled(store: SampleStore, module: nn.Module, log_weights: Any = LOG_WEIGHTS) -> SampleStore:
+    for step, (twin, log_weight) in enumerate(zip(states(module), log_weights, strict=True)):
+        parameters, buffers = dict(twin.named_parameters()), dict(twin.named_buffers())
+        store.append(PosteriorSample(step, 0, 0, 1.0, log_weight, parameters, buffers))
+    return store
+
+
+def in_memory(module: BayesianModule, log_weights: Any = LOG_WEIGHTS) -> Posterior:
+    return Posterior(filled(MemoryStore(), module, log_weights), module)
+
+
+def inputs(count: int = 23, seed: int = 9) -> Tensor:
+    return torch.randn(count, FEATURES, generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Check that weights, buffers, modes, momenta and gradients are afterwards what they were."""
+
+    def picture() -> list[Any]:
+        layers = [(part.training, getattr(part, "momentum", None)) for part in module.modules()]
+        return [*layers, *((p.requires_grad, p.grad, id(p), p._version) for p in module.parameters())]
+
+    before, state = picture(), copy.deepcopy(module.state_dict())
+    yield
+    assert picture() == before
+    assert all(torch.equal(tensor, state[name]) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if n != "regression"])
+def test_prediction_is_the_weighted_average_of_probabilities(name: str) -> None:
+    """... not the softmax of averaged logits, and without dropout."""
+    torch.manual_seed(0)
+    module = MODULES[name]()
+    x = inputs()
+    with untouched(module):
+        prediction = in_memory(module).predict(x, return_samples=True)
+    weights = torch.tensor(LOG_WEIGHTS, dtype=torch.float64).softmax(0)
+    with torch.no_grad():
+        outputs = torch.stack([twin(x) for twin in states(module)]).double()
+    each = outputs.softmax(-1)
+    mean = (weights[:, None, None] * each).sum(0)
+    assert prediction.probabilities is not None
+    assert prediction.sample_probabilities is not None
+    torch.testing.assert_close(prediction.sample_probabilities.double(), each, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(prediction.probabilities.double(), mean, rtol=1e-5, atol=1e-6)
+    of_logits = (weights[:, None, None] * outputs).sum(0).softmax(-1)
+    assert (of_logits - mean).abs().max() > 1e-3
+    torch.testing.assert_close(prediction.entropy.double(), -(mean * mean.log()).sum(-1), rtol=1e-4, atol=1e-5)  # type: ignore[union-attr]
+    own = -(each * each.log()).sum(-1)
+    information = -(mean * mean.log()).sum(-1) - (weights[:, None] * own).sum(0)
+    torch.testing.assert_close(prediction.mutual_information.double(), information, rtol=1e-3, atol=1e-5)  # type: ignore[union-attr]
+    assert not prediction.probabilities.requires_grad
+
+
+def test_regression_prediction_has_the_samples_own_noise() -> None:
+    module = MODULES["regression"]()
+    x = inputs()
+    prediction = in_memory(module).predict(x)
+    weights = torch.tensor(LOG_WEIGHTS, dtype=torch.float64).softmax(0)[:, None, None]
+    with torch.no_grad():
+        twins = list(states(module))
+        means = torch.stack([twin(x) for twin in twins]).double()
+        variances = torch.stack([(2 * twin.likelihood.log_std).exp() for twin in twins]).double()  # type: ignore[operator, union-attr]
+    mean = (weights * means).sum(0)
+    variance = (weights * (means - mean) ** 2).sum(0) + (weights.view(-1) * variances).sum()
+    torch.testing.assert_close(prediction.mean.double(), mean, rtol=1e-4, atol=1e-5)  # type: ignore[union-attr]
+    torch.testing.assert_close(prediction.std.double(), variance.sqrt(), rtol=1e-4, atol=1e-5)  # type: ignore[union-attr]
+    assert variances.std() > 0.05
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_store_is_loaded_without_a_model(name: str, tmp_path: Path) -> None:
+    """The network built from the description predicts the same bits as the one that was trained."""
+    module = MODULES[name]()
+    filled(DiskStore.create(tmp_path / "s", describe(module)), module)
+    x = inputs()
+    with_model = Posterior.load(tmp_path / "s", model=module).predict(x)
+    torch.manual_seed(99)
+    without = Posterior.load(tmp_path / "s").predict(x)
+    from_memory = in_memory(module).predict(x)
+    for part, value in vars(with_model).items():
+        for other in (without, from_memory):
+            if value is None:
+                assert getattr(other, part) is None
+            else:
+                assert torch.equal(value, getattr(other, part)), part
+
+
+def test_a_dominating_weight_and_a_zero_weight() -> None:
+    module = classifier()
+    x = inputs()
+    posterior = in_memory(module, (-1e6, 3.0, -math.inf, -1e6))
+    twin = list(states(module))[1]
+    with torch.no_grad():
+        expected = twin(x).softmax(-1)
+    torch.testing.assert_close(posterior.predict(x).probabilities, expected)
+    assert posterior.effective_sample_size == pytest.approx(1.0)
+    assert posterior.weights.tolist() == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_tied_weights_follow_the_sample(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = classifier(Tied())
+    filled(DiskStore.create(tmp_path / "s"), module)
+    x = inputs()
+    each = Posterior.load(tmp_path / "s", model=module).predict(x, return_samples=True).sample_probabilities
+    with torch.no_grad():
+        expected = torch.stack([twin(x).softmax(-1) for twin in states(module)])
+    torch.testing.assert_close(each, expected)
+
+
+@pytest.mark.parametrize("batch_size", [1, 10, 23, 50])
+def test_batches_predict_what_one_tensor_does(batch_size: int) -> None:
+    posterior = in_memory(classifier())
+    x = inputs()
+    whole = posterior.predict(x, return_samples=True)
+    pairs = TensorDataset(x, torch.zeros(len(x)))
+    for batches in (
+        DataLoader(pairs, batch_size),
+        DataLoader(TensorDataset(x), batch_size),
+        DataLoader(x, batch_size),  # type: ignore[arg-type]
+        list(x.split(batch_size)),
+        [(part, None, "more") for part in x.split(batch_size)],
+    ):
+        found = posterior.predict(batches, return_samples=True)
+        for part, value in vars(whole).items():
+            if value is not None:
+                torch.testing.assert_close(getattr(found, part), value, rtol=1e-5, atol=1e-6)
+    without = posterior.predict(x)
+    assert without.sample_probabilities is None
+    assert torch.equal(without.probabilities, whole.probabilities)  # type: ignore[arg-type]
+
+
+def test_batches_that_can_be_gone_through_once_are_taken_or_refused() -> None:
+    posterior = in_memory(classifier())
+    x = inputs()
+    try:
+        found = posterior.predict(part for part in x.split(10))
+    except (TypeError, ValueError):
+        return
+    torch.testing.assert_close(found.probabilities, posterior.predict(x).probabilities)
+
+
+def test_a_shuffled_loader_is_taken_or_refused() -> None:
+    """The rows may come in any order, but each must be the prediction of one input."""
+    posterior = in_memory(classifier())
+    x = inputs()
+    torch.manual_seed(0)
+    try:
+        found = posterior.predict(DataLoader(TensorDataset(x), 10, shuffle=True)).probabilities
+    except (TypeError, ValueError):
+        return
+    assert found is not None
+    distance = torch.cdist(found, posterior.predict(x).probabilities)  # type: ignore[arg-type]
+    assert distance.min(1).values.max() < 1e-5
+
+
+def test_iterating_and_weights() -> None:
+    posterior = in_memory(classifier())
+    assert len(posterior) == 4
+    assert [s.step for s in posterior] == [0, 1, 2, 3] == [r.step for r in posterior.records]
+    assert posterior[2].log_weight == -0.7
+    expected = torch.tensor(LOG_WEIGHTS, dtype=torch.float64).softmax(0)
+    torch.testing.assert_close(posterior.weights, expected)
+    assert posterior.effective_sample_size == pytest.approx(1 / expected.square().sum().item())
+
+
+# -- diagnostics of weights -------------------------------------------------------------------------------------------
+
+
+def test_effective_sample_size() -> None:
+    assert effective_sample_size(torch.zeros(7)) == pytest.approx(7.0)
+    assert effective_sample_size(torch.full((7,), 1e6)) == pytest.approx(7.0)
+    assert effective_sample_size(torch.tensor([0.0, -math.inf, 0.0])) == pytest.approx(2.0)
+    assert effective_sample_size(torch.tensor([0.0, math.log(3)])) == pytest.approx(16 / 10)
+    assert effective_sample_size(torch.tensor([-1e6, 1e6])) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("log_weights", "message"),
+    [
+        ([], "no samples to weigh"),
+        ([0.0, math.nan], "NaN or infinite"),
+        ([0.0, math.inf], "NaN or infinite"),
+        ([-math.inf, -math.inf], "all samples have the weight 0"),
+    ],
+)
+def test_weights_without_meaning_are_refused(log_weights: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        normalised_weights(torch.tensor(log_weights))
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            lambda: classifier(nn.Sequential(nn.Linear(FEATURES, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 3))),
+            r"another network than the model: 'net\.0\.bias' has shape \(8,\) in the samples and \(9,\) in the model",
+        ),
+        (Subclass, r"'body\.bias' has shape none in the samples and \(6,\) in the model"),
+    ],
+)
+def test_another_network_is_refused(other: Any, message: str, tmp_path: Path) -> None:
+    module = classifier()
+    filled(DiskStore.create(tmp_path / "s", describe(module)), module)
+    with pytest.raises(ValueError, match=message):
+        Posterior.load(tmp_path / "s", model=other())
+
+
+def test_no_description_and_no_model(tmp_path: Path) -> None:
+    filled(DiskStore.create(tmp_path / "s"), classifier())
+    posterior = Posterior.load(tmp_path / "s")
+    assert len(list(posterior)) == 4
+    with pytest.raises(RuntimeError, match=r"no description of its network: use Posterior\.load\(path, model=…\)"):
+        posterior.predict(inputs())
+
+
+def test_a_description_that_cannot_be_built_leaves_the_samples(tmp_path: Path) -> None:
+    filled(DiskStore.create(tmp_path / "s", {"class": "gone_away:Net", "arguments": {}}), classifier())
+    posterior = Posterior.load(tmp_path / "s")
+    assert len(list(posterior)) == 4
+    with pytest.raises(RuntimeError, match="cannot import gone_away:Net"):
+        posterior.predict(inputs())
+
+
+def test_no_samples(tmp_path: Path) -> None:
+    module = classifier()
+    DiskStore.create(tmp_path / "s", describe(module))
+    for posterior in (Posterior.load(tmp_path / "s"), Posterior(MemoryStore(), module)):
+        with pytest.raises(RuntimeError, match="no posterior samples"):
+            posterior.predict(inputs())
+
+
+def test_no_inputs() -> None:
+    with pytest.raises(ValueError, match="no inputs to predict"):
+        in_memory(classifier()).predict([])
+
+
+def test_no_likelihood() -> None:
+    module = BayesianModule(net=nn.Linear(FEATURES, 1))
+    with pytest.raises(RuntimeError, match="no likelihood object"):
+        in_memory(module).predict(inputs())
+
+
+def test_all_weights_zero_is_refused_with_a_sentence() -> None:
+    with pytest.raises((ValueError, RuntimeError), match="weight"):
+        in_memory(classifier(), (-math.inf,) * 4).predict(inputs())
+
+
+def test_prediction_restores_the_model_after_a_failure() -> None:
+    module = classifier()
+    module.train()
+    with untouched(module), pytest.raises(RuntimeError):
+        in_memory(module).predict(torch.zeros(2, FEATURES + 1))
+
+
+# -- BatchNorm --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("make", [normed, convolutional])
+def test_batch_norm_statistics_are_those_of_torch(make: Any, training: bool, momentum: Any, tmp_path: Path) -> None:
+    """Each sample in a network of its own, through `torch.optim.swa_utils.update_bn`."""
+    module = classifier(make()).train(training)
+    for layer in module.modules():
+        if isinstance(layer, nn.BatchNorm1d):
+            layer.momentum = momentum
+    loader = DataLoader(TensorDataset(inputs(40, seed=2), torch.zeros(40)), 16)
+    filled(DiskStore.create(tmp_path / "s"), module)
+    posterior = Posterior.load(tmp_path / "s", model=module)
+    with untouched(module):
+        updated = posterior.update_batch_norm(loader)
+    assert len(updated) == len(posterior) == 4
+    x = inputs()
+    found = updated.predict(x, return_samples=True).sample_probabilities
+    for index, twin in enumerate(states(module)):
+        update_bn(loader, twin)
+        for name, buffer in twin.named_buffers():
+            torch.testing.assert_close(updated[index].buffers[name], buffer)
+        assert all(torch.equal(updated[index].parameters[name], p) for name, p in twin.named_parameters())
+        with torch.no_grad():
+            torch.testing.assert_close(found[index], twin.eval()(x).softmax(-1))  # type: ignore[index]
+    assert updated.records[1].log_weight == 1.5
+    changed = [
+        not torch.equal(a, b) for a, b in zip(updated[0].buffers.values(), posterior[0].buffers.values(), strict=True)
+    ]
+    assert all(changed)
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory"])
+def test_the_posterior_before_keeps_its_statistics(kind: str, tmp_path: Path) -> None:
+    module = classifier()
+    store = DiskStore.create(tmp_path / "s") if kind == "disk" else MemoryStore()
+    posterior = Posterior(filled(store, module), module)
+    before = posterior.predict(inputs()).probabilities
+    updated = posterior.update_batch_norm([inputs(40, seed=2)])
+    assert not torch.equal(updated.predict(inputs()).probabilities, before)  # type: ignore[arg-type]
+    assert torch.equal(posterior.predict(inputs()).probabilities, before)  # type: ignore[arg-type]
+
+
+def test_dropout_stays_off_while_statistics_are_estimated() -> None:
+    """BatchNorm behind dropout: the statistics are those of the plain network, twice the same."""
+    net = nn.Sequential(nn.Dropout(0.5), nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES))
+    module = classifier(net).train()
+    x = inputs(40)
+    (updated,) = list(in_memory(module, (0.0,) * 4).update_batch_norm([x]))[:1]
+    twin = next(states(module))
+    with torch.no_grad():
+        hidden = twin.net[1](x)  # type: ignore[index, operator]
+    torch.testing.assert_close(updated.buffers["net.2.running_mean"], hidden.mean(0))
+    torch.testing.assert_close(updated.buffers["net.2.running_var"], hidden.var(0))
+
+
+def test_without_batch_norm_nothing_changes() -> None:
+    posterior = in_memory(Subclass())
+    updated = posterior.update_batch_norm([inputs()])
+    assert torch.equal(updated.predict(inputs()).probabilities, posterior.predict(inputs()).probabilities)  # type: ignore[arg-type]
+
+
+def test_batch_norm_update_restores_the_model_after_a_failure() -> None:
+    module = classifier().train()
+    module.net[1].eval()  # type: ignore[index, union-attr]
+    with untouched(module), pytest.raises(RuntimeError):
+        in_memory(module).update_batch_norm([torch.zeros(4, FEATURES + 1)])
+
+
+def test_in_memory_predicts_the_same_without_the_files(tmp_path: Path) -> None:
+    module = classifier()
+    filled(DiskStore.create(tmp_path / "s"), module)
+    posterior = Posterior.load(tmp_path / "s", model=module)
+    expected = posterior.predict(inputs()).probabilities
+    resident = posterior.in_memory()
+    for file in (tmp_path / "s").iterdir():
+        file.unlink()
+    assert torch.equal(resident.predict(inputs()).probabilities, expected)  # type: ignore[arg-type]
+    assert resident.in_memory() is resident

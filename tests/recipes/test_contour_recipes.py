@@ -1,0 +1,125 @@
+"""The contour recipes' machinery on small settings; their figures are the recipes' affair."""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_sgmcmc.cli import fit as cli
+from recipes import __main__ as runner
+from recipes import cifar_csghmc, gaussian_mixture, nine_modes, twenty_five_gaussians, uci_regression
+from recipes.shared.results import Options
+
+ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
+
+
+def test_gaussian_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gaussian_mixture.STEPS, "quick", 3000)
+    monkeypatch.setattr(gaussian_mixture, "SHARED_STEPS", 1000)
+    monkeypatch.setattr(gaussian_mixture, "SHARING", 20)
+    monkeypatch.setattr(gaussian_mixture, "REPEATS", 4)
+    rows = gaussian_mixture.run(Options(tmp_path, ROOT))
+    assert {row.method for row in rows} >= {"SGLD", "CSGLD", "CSGLD, bin weights", "KSGLD", "KSGLD asymmetric"}
+    variation = [row.value for row in rows if "TV" in row.metric]
+    assert len(variation) == 12
+    assert all(0 < value < 1 for value in variation)
+    names = {path.name for path in tmp_path.glob("*.png")}
+    assert names == {f"{n}.png" for n in ("energies", "error", "error_asymmetric", "flattened", "multiplier", "path")}
+
+
+def test_nine_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nine_modes, "STEPS", 6000)
+    monkeypatch.setattr(nine_modes, "REPEATS", 2)
+    rows = nine_modes.run(Options(tmp_path, ROOT))
+    assert [row.method for row in rows[::3]] == ["SGLD", "cyclical SGLD", "CSGLD"]
+    assert all(row.value > 0 for row in rows if "KL" in row.metric)
+    assert {path.name for path in tmp_path.glob("*.png")} == {"densities.png", "trajectories.png"}
+
+
+def test_twenty_five_gaussians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twenty_five_gaussians, "STEPS", 3000)
+    monkeypatch.setattr(twenty_five_gaussians, "RUNS", 1)
+    rows = twenty_five_gaussians.run(Options(tmp_path, ROOT))
+    assert [(row.method, row.paper) for row in rows][2:] == [("4 x SGLD", 18.0), ("4 x cSGLD", 24.4)]
+    assert rows[3].value >= rows[1].value
+    assert (tmp_path / "densities.png").exists()
+
+
+@pytest.mark.parametrize("method", ["SGD", "CSGHMC"])
+def test_uci_regression_learns_a_synthetic_table(tmp_path: Path, method: str) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(200, 3))
+    y = 5 + 8 * x[:, 0] + 0.3 * rng.normal(size=200)
+    test = np.stack([rng.permutation(200)[:20] for _ in range(20)]).astype(np.int32)
+    (tmp_path / "uci_regression").mkdir()
+    np.savez(tmp_path / "uci_regression" / "energy.npz", x=x, y=y, test_indices=test)
+    rmse, worth = uci_regression.one("Energy", method, 0, Options(tmp_path, tmp_path), epochs=60)
+    assert rmse < 2.5 < y.std()
+    assert 1 <= worth <= 50.001
+
+
+def test_uci_regression_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runner.main(["uci_regression", "--data-root", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    assert "energy" in capsys.readouterr().err
+
+
+def test_cifar_csghmc_runs_all_parts(tmp_path: Path) -> None:
+    setting = cifar_csghmc.Setting("synthetic", 5, 1, 250, (0.02, 0.1), 5.0, 4000.0, 1)
+    for method in ("saM-SGD", "saCSGHMC"):
+        best, average, worth = cifar_csghmc.one(method, 0, setting, Options(tmp_path, ROOT))
+        assert 0 <= best <= 100
+        assert 0 <= average <= 100
+        assert 1 <= worth <= 3.001
+
+
+def test_cifar_csghmc_has_the_papers_setting() -> None:
+    """ε and τ in the epochs of the annealed run, and the prior that is the weight decay 25."""
+    setting: Any = cifar_csghmc.FULL[0]
+    schedule: Any = cifar_csghmc.callbacks_of("saCSGHMC", setting)[0]
+    assert setting.divisor == pytest.approx(1.01)
+    assert schedule.burn_in_epochs == 400
+    for epoch in (0, 399, 400, 700):
+        assert schedule.lr_annealing.factor(epoch) == pytest.approx(1.01 ** -max(0, epoch - 400))
+        assert schedule.temperature_annealing.factor(epoch) == pytest.approx(1.01**-epoch)
+    assert setting.lr == pytest.approx((0.009, 0.09))
+    contour: Any = cifar_csghmc.callbacks_of("CSGHMC", setting)[-1]
+    assert contour.step_size.at(8) == pytest.approx(10 / (8**0.75 + 1000))
+    assert contour.zeta * 0.01 / contour.width == pytest.approx(10)
+    assert [type(c).__name__ for c in cifar_csghmc.callbacks_of("SGHMC", setting)].count("ContourGradient") == 0
+
+
+def test_the_digits_configuration_runs(tmp_path: Path) -> None:
+    """The configuration, shortened, from the command line: it learns its range, visits bins and weighs its samples."""
+    import yaml
+
+    from lightning_sgmcmc import Posterior
+
+    configuration = yaml.safe_load((runner.FOLDER / "digits_csghmc_contour.yaml").read_text())
+    callbacks = {part["class_path"].rpartition(".")[2]: part for part in configuration["trainer"]["callbacks"]}
+    callbacks["SamplingSchedule"]["init_args"] = {"burn_in_epochs": 20, "every_n_epochs": 2}
+    callbacks["ContourGradient"]["init_args"]["warm_up_steps"] = 100
+    configuration["trainer"] |= {"max_epochs": 30, "enable_progress_bar": False}
+    configuration["trainer"]["logger"]["init_args"]["save_dir"] = str(tmp_path)
+    (tmp_path / "short.yaml").write_text(yaml.safe_dump(configuration))
+    cli.main(["fit", f"--config={tmp_path / 'short.yaml'}"])
+    (store,) = tmp_path.rglob("samples")
+    posterior = Posterior.load(store)
+    assert len(posterior) == 5
+    assert posterior.contour is not None
+    assert int((posterior.contour.state.visits > 0).sum()) > 5
+    assert posterior.effective_sample_size < 5
+    assert {"contour.png", "multiplier.png"} <= {path.name for path in store.parent.glob("*.png")}
+
+
+def test_networks_of_the_recipes() -> None:
+    from recipes.shared.resnet import resnet, resnet20
+
+    network = resnet20(100)
+    assert sum(p.numel() for p in network.parameters()) == 275_572
+    assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
+    assert resnet(1, 8, 10)(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert math.isfinite(float(network(torch.randn(2, 3, 32, 32)).sum()))

@@ -1,0 +1,80 @@
+"""The recipes' runner, and what a recipe leaves."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import __main__ as runner
+from recipes import mnist_ood
+from recipes.shared.results import Options, Row, markdown, mean_row
+
+ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
+
+
+def test_the_list_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert runner.main([]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines.keys() >= {"digits_csghmc", "mnist_ood"}
+    assert lines["digits_csghmc"].startswith("Cyclical SGHMC on scikit-learn's handwritten digits")
+    assert all(len(line) > 20 for line in lines.values())
+
+
+def test_mistakes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert runner.main(["nothing"]) == 2
+    said = capsys.readouterr().err
+    assert "there is no recipe 'nothing', but cifar" in said
+    assert ", digits_csghmc, " in said
+    assert runner.main(["mnist_ood", "--data-root", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    assert "MNIST is not at" in capsys.readouterr().err
+
+
+def test_a_configuration_runs_into_the_folder_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_sgmcmc.cli import fit as cli
+
+    main = cli.main
+    short = ["--trainer.max_epochs=32", "--trainer.enable_progress_bar=false"]
+    monkeypatch.setattr(cli, "main", lambda arguments: main([*arguments, *short]))
+    out = tmp_path / "somewhere" / "out"
+    assert runner.main(["digits_csghmc", "--out", str(out), "--seed", "3"]) == 0
+    results = json.loads((out / "results.json").read_text())
+    assert (results["recipe"], results["scale"], results["seed"]) == ("digits_csghmc", "quick", 3)
+    assert results.keys() == {"recipe", "scale", "seed", "stage", "rows", "seconds"}
+    assert {frozenset(row) for row in results["rows"]} == {
+        frozenset({"method", "metric", "value", "error", "paper", "paper_error"})
+    }
+    assert (out / "table.md").exists()
+    assert (out / "samples" / "manifest.jsonl").exists()
+    assert list(out.glob("*.png"))
+
+
+def test_results_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [mean_row("SGLD", "ess", [1.0, 2.0, 3.0], paper=1676), Row("SGLD", "rmse", 0.5, None, 0.72, 0.07)]
+    assert rows[0].value == 2
+    assert rows[0].error == pytest.approx(1 / 3**0.5)
+    assert "| SGLD | ess | 2 ± 0.58 | 1676 |" in markdown(rows)
+    assert "| SGLD | rmse | 0.5 | 0.72 ± 0.07 |" in markdown(rows)
+    monkeypatch.setattr(mnist_ood, "run", lambda options: rows)
+    assert runner.main(["mnist_ood", "--full", "--out", str(tmp_path / "o")]) == 0
+    results = json.loads((tmp_path / "o" / "results.json").read_text())
+    assert (results["recipe"], results["scale"], len(results["rows"])) == ("mnist_ood", "full", 2)
+    assert "| SGLD | ess |" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not (ROOT / "notmnist").is_dir(), reason="needs the data files")
+def test_mnist_ood_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One epoch of one method; the recipe's own numbers are its affair."""
+    monkeypatch.setitem(mnist_ood.EPOCHS, "quick", 1)
+    names = {method.name for method in mnist_ood.methods()}
+    assert names >= {"SGD", "SGDM", "Snapshot-SGD", "Snapshot-SGDM", "SGLD T=1", "cSGHMC T=1", "cSGHMC T=1/N"}
+    (method,) = (m for m in mnist_ood.methods() if m.name == "cSGHMC T=1")
+    metrics, entropy = mnist_ood.one(method, 0, Options(tmp_path, ROOT))
+    assert 0.5 < metrics["accuracy"] < 1
+    assert entropy.shape == (10_000,)
+    assert metrics["ood_notmnist_entropy"] == pytest.approx(entropy.mean(), rel=1e-5)
+    entropies: Any = {"SGD": [entropy], "cSGHMC T=1": [entropy, entropy]}
+    mnist_ood.picture(entropies, entropies, "T=1").savefig(tmp_path / "picture.png")

@@ -1,0 +1,200 @@
+"""What both progress bars show, read from what they printed."""
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar, TQDMProgressBar
+
+from lightning_sgmcmc.callbacks import CyclicalSchedule, SampleCollector, SamplingSchedule
+from lightning_sgmcmc.chains.state import ChainState
+from lightning_sgmcmc.run import progress_bar as progress
+from lightning_sgmcmc.run.progress_bar import SamplingProgress, short_number
+from tests.support.conjugate import quiet_trainer
+from tests.test_training import classifier, loaders
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+STEPS, CYCLES, SAMPLES = 24, 3, 2  # epochs of 4 steps, cycles of 8
+
+
+class Energies(pl.Callback):
+    """Records the energy and the lr of every step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+        self.values.append(pl_module.chain_state.energy.item())
+
+
+def rich_bar() -> tuple[RichProgressBar, io.StringIO]:
+    file = io.StringIO()
+    options = {"file": file, "force_terminal": True, "width": 200, "force_interactive": False}
+    return RichProgressBar(console_kwargs=options), file
+
+
+def fit(bar: ProgressBar | None, callbacks: tuple[pl.Callback, ...] = (), **options: Any) -> pl.Trainer:
+    trainer = quiet_trainer(
+        **({"max_epochs": STEPS // 4, "enable_progress_bar": True} | options),
+        callbacks=[CyclicalSchedule(CYCLES, 0.5, SAMPLES), *([bar] if bar is not None else []), *callbacks],
+    )
+    trainer.fit(classifier(), *loaders())
+    return trainer
+
+
+def shown(printed: str) -> list[dict[str, str]]:
+    """Return the items of every state that the bar was printed in; one that stood cut short is left out."""
+    pattern = (
+        r"energy[=:] ?(\S+?),? temperature[=:] ?(\S+?),? cycle[=:] ?(\S+?),? stage[=:] ?(\S+?),? samples[=:] ?(\d+)"
+    )
+    names = ("energy", "temperature", "cycle", "stage", "samples")
+    return [dict(zip(names, found, strict=True)) for found in re.findall(pattern, ANSI.sub("", printed))]
+
+
+@pytest.fixture
+def _every_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_READINGS", 0.0)
+
+
+@pytest.mark.usefixtures("_every_reading")
+def test_tqdm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    energies = Energies()
+    fit(TQDMProgressBar(), (energies,), logger=pl.loggers.CSVLogger("."))
+    printed = capsys.readouterr().out
+    items = shown(printed)
+    assert [i["energy"] for i in items if i["energy"] == short_number(energies.values[0])], "the first step's"
+    assert {i["energy"] for i in items} == {short_number(value) for value in energies.values}
+    assert {i["cycle"] for i in items} == {"1/3", "2/3", "3/3"}
+    assert {(i["stage"], i["temperature"]) for i in items} == {("exploration", "0"), ("sampling", "1")}
+    assert items[0]["samples"] == "0"
+    assert items[-1] == {
+        "energy": short_number(energies.values[-1]),
+        "temperature": "1",
+        "cycle": "3/3",
+        "stage": "sampling",
+        "samples": str(CYCLES * SAMPLES),
+    }
+    assert "v_num" not in printed
+
+
+@pytest.mark.usefixtures("_every_reading")
+def test_rich() -> None:
+    bar, file = rich_bar()
+    energies = Energies()
+    fit(bar, (energies,), logger=pl.loggers.CSVLogger("."))
+    items = shown(file.getvalue())
+    assert items[-1]["cycle"] == "3/3"
+    assert items[-1]["samples"] == str(CYCLES * SAMPLES)
+    assert items[-1]["stage"] == "sampling"
+    assert items[-1]["energy"] == short_number(energies.values[-1])
+    assert "v_num" not in file.getvalue()
+
+
+def test_without_configuration(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's own default bar, a schedule without cycles, and metrics of the user's beside ours."""
+    monkeypatch.setenv("COLUMNS", "250")
+
+    class Accuracy(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+            pl_module.log("mine", 0.125, prog_bar=True)
+
+    trainer = quiet_trainer(
+        max_epochs=2, enable_progress_bar=True, callbacks=[SamplingSchedule(4, every_n_steps=1), Accuracy()]
+    )
+    assert trainer.progress_bar_callback is not None
+    trainer.fit(classifier(), loaders()[0])
+    assert isinstance(trainer.progress_bar_callback, TQDMProgressBar | RichProgressBar)
+    printed = ANSI.sub("", capsys.readouterr().out)
+    assert re.search(r"energy.*temperature.*stage[=:] ?sampling.*samples[=:] ?4.*mine", printed)
+    assert "cycle" not in printed
+    assert "get_metrics" not in vars(trainer.progress_bar_callback), "the bar is given back as it was"
+
+
+def test_a_fit_without_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = fit(None, enable_progress_bar=False)
+    assert trainer.progress_bar_callback is None
+    assert not any(isinstance(c, SamplingProgress) for c in trainer.callbacks)  # type: ignore[attr-defined]
+    assert "energy" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["tqdm", "rich"])
+def test_the_device_is_read_at_readings_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the clock standing still: once at the start, and at each epoch's last batch; both bars ask at each step."""
+    readings: list[int] = []
+    asked: list[int] = []
+    energy = ChainState.energy.fget  # type: ignore[attr-defined]
+    items = SamplingProgress.items
+
+    def read(state: ChainState) -> torch.Tensor:
+        readings.append(1)
+        result: torch.Tensor = energy(state)
+        return result
+
+    def ask(self: SamplingProgress, *args: Any) -> dict[str, str]:
+        asked.append(1)
+        return items(self, *args)
+
+    monkeypatch.setattr(ChainState, "energy", property(read))
+    monkeypatch.setattr(SamplingProgress, "items", ask)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 100.0)
+    bar = TQDMProgressBar() if kind == "tqdm" else rich_bar()[0]
+    trainer = quiet_trainer(max_steps=8, enable_progress_bar=True, callbacks=[bar], limit_val_batches=0)
+    trainer.fit(classifier(), loaders()[0])
+    assert len(asked) >= 8
+    # The first step; then the last batch of each of two epochs, where a bar may ask twice.
+    assert 3 <= len(readings) <= 5
+
+
+@pytest.mark.filterwarnings("ignore:.*(ckpt_path|not resumable).*")
+@pytest.mark.usefixtures("_every_reading")
+def test_resume_counts_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    checkpoint = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=18, filename="{step}")
+    fit(TQDMProgressBar(), (SampleCollector(in_memory=True), checkpoint), enable_checkpointing=True)
+    before = shown(capsys.readouterr().out)
+    trainer = quiet_trainer(
+        max_epochs=STEPS // 4,
+        enable_progress_bar=True,
+        callbacks=[CyclicalSchedule(CYCLES, 0.5, SAMPLES), TQDMProgressBar(), SampleCollector(in_memory=True)],
+    )
+    trainer.fit(classifier(), *loaders(), ckpt_path=tmp_path / "step=18.ckpt")
+    after = shown(capsys.readouterr().out)
+    assert after[0]["cycle"] == "3/3"
+    assert after[0]["samples"] == "4"
+    assert after[-1] | {"energy": ""} == before[-1] | {"energy": ""}
+
+
+def test_a_second_fit_begins_anew(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    module = classifier()
+    for _ in range(2):
+        schedule = CyclicalSchedule(CYCLES, 0.5, SAMPLES)
+        trainer = quiet_trainer(
+            max_epochs=STEPS // 4, enable_progress_bar=True, callbacks=[schedule, TQDMProgressBar()]
+        )
+        trainer.fit(module, *loaders())
+        assert shown(capsys.readouterr().out)[-1]["samples"] == str(CYCLES * SAMPLES)
+    trainer = quiet_trainer(max_epochs=1, callbacks=[SamplingSchedule(every_n_steps=1)])
+    trainer.fit(module, *loaders())
+    assert (module.chain_state.cycle, module.chain_state.num_cycles) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.123456, "0.1235"),
+        (12.3456, "12.35"),
+        (123456.78, "123456.8"),
+        (-1234567.0, "-1.235e+06"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_numbers_stay_short(value: float, text: str) -> None:
+    assert short_number(value) == text
+    assert len(text.lstrip("-")) <= 9
