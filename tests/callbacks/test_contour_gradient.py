@@ -35,8 +35,8 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
 )
 from lightning_sgmcmc.contour.learned import LearnedContour
-from tests import contour_reference as reference
 from tests.chains.test_ddp import RankData
+from tests.support import contour_reference as reference
 from tests.support.conjugate import ConjugateRegression, quiet_trainer
 
 PROBLEM = ConjugateRegression(num_data=120, features=2, outputs=3)

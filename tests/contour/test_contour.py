@@ -8,7 +8,7 @@ import torch
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.contour.partition import EnergyPartition, bin_index
 from lightning_sgmcmc.contour.rules import Contour, ContourState, DecayingStepSize
-from tests import contour_reference as reference
+from tests.support import contour_reference as reference
 
 SCHEMES = ("scalable", "original", "high-order")
 
