@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.run_summary import STAGE_NAMES
 from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.chains.state import ChainState
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.figures.samples import segments_figure
 from lightning_sgmcmc.module import BayesianModule
@@ -153,7 +152,7 @@ class PosteriorDashboard(SamplerCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)
         self._sampler: Sampler = module.sampler
-        self._state: ChainState = module.chain_state
+        self._state = module.chain_state
         self._last_step = self._sampler.step_count
         self._interval = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
         self._folder = _folder(trainer)

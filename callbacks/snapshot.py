@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, refuse_loss_scaler
-from lightning_sgmcmc.chains.state import ChainState
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.evaluation.full_data import pass_over_data
 from lightning_sgmcmc.subsampling.snapshot import Snapshot
@@ -49,7 +48,7 @@ class SnapshotCallback(SamplerCallback):
         self._correction: Tensor | None = None
         """Of this step's energies, the mean over its micro-batches so far."""
         self._restored: dict[str, Any] = {}
-        self._state = ChainState()
+        self._state: Any = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -67,7 +66,7 @@ class SnapshotCallback(SamplerCallback):
     def restore(self, saved: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned, when a fit begins."""
         if saved["snapshot"] is not None:
-            self._snapshot = Snapshot(self._module, self.gradients)
+            self._snapshot = Snapshot(self._module.chains, self.gradients)
             self._snapshot.load_state_dict(saved["snapshot"])
         self._period = saved["period"]
         if saved["correction"] is not None:
@@ -94,7 +93,7 @@ class SnapshotCallback(SamplerCallback):
         """Take a snapshot of the chains, and go over all data."""
         module = self._module
         if self._snapshot is None:
-            self._snapshot = Snapshot(module, self.gradients)
+            self._snapshot = Snapshot(module.chains, self.gradients)
         self._snapshot.take()
         total = torch.zeros_like(self._snapshot.log_likelihood)
         devices = [module.device] if module.device.type == "cuda" else []

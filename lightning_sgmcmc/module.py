@@ -1,37 +1,50 @@
 """BayesianModule: a LightningModule whose training step is a step of a Markov chain."""
 
-import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.count import count_training_data
-from lightning_sgmcmc.chains.chains import ChainModule
-from lightning_sgmcmc.chains.energies import ChainEnergies, ChainExecution, check_shape
+from lightning_sgmcmc.chains.chains import Chains, sampler_of
+from lightning_sgmcmc.chains.energies import Execution
+from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.chains.state import ChainState
-from lightning_sgmcmc.checks import check_choice, check_control, check_count, check_part, check_sampler, name_of
+from lightning_sgmcmc.chains.stacked import clip_each_chain
+from lightning_sgmcmc.chains.starts import redraw
+from lightning_sgmcmc.checks import check_choice, check_control, check_count
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.likelihoods import Likelihood, Prediction
+from lightning_sgmcmc.model import EnergyModel, check_sampler, name_of
 from lightning_sgmcmc.posterior.description import record_arguments
-from lightning_sgmcmc.priors import GaussianPrior, Prior
-from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
-from lightning_sgmcmc.run.handover import SampleHandover
+from lightning_sgmcmc.posterior.posterior import Posterior
+from lightning_sgmcmc.priors import Prior
 from lightning_sgmcmc.run.offline import stay_offline_without_login
 from lightning_sgmcmc.run.progress_bar import SamplingProgress
 from lightning_sgmcmc.run.resume import ExactResume
 from lightning_sgmcmc.run.safeguards import Safeguards
+from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import SGLD, Sampler
 
-if TYPE_CHECKING:
-    from lightning_sgmcmc.posterior.posterior import Posterior
+ONLY_FOR_TRAINING = {
+    "prior",
+    "sampler",
+    "num_chains",
+    "seed",
+    "nonfinite_energy",
+    "chain_start",
+    "shared_batch",
+    "chain_execution",
+    "compile",
+    "max_skipped_in_a_row",
+}
+"""Arguments of the constructor that a store does not need to rebuild the network."""
 
 
-class BayesianModule(ChainModule):
+class BayesianModule(EnergyModel):
     """A network with a likelihood and a prior, trained by a sampler: the parameters walk through the posterior.
 
         U(θ) = -Σ_i log p(y_i|x_i,θ) - log p(θ),   Ũ(θ) = (N/n)·Σ_{i in batch} -log p(y_i|x_i,θ) - log p(θ)
@@ -80,74 +93,52 @@ class BayesianModule(ChainModule):
         net: nn.Module | None = None,
         likelihood: Likelihood | None = None,
         prior: Prior | None = None,
-        sampler: Callable[[Iterable[nn.Parameter]], Sampler] = SGLD,
+        sampler: Callable[..., Sampler] = SGLD,
         lr: float | Sequence[float] | None = None,
         temperature: float | Sequence[float] = 1.0,
         num_data: int | None = None,
         num_chains: int = 1,
         chain_start: Literal["own", "same"] = "own",
         shared_batch: bool = False,
-        chain_execution: ChainExecution = "auto",
+        chain_execution: Execution = "auto",
         compile: bool = False,
         seed: int | None = None,
-        nonfinite_energy: NonFiniteEnergy = "stop",
+        nonfinite_energy: Literal["stop", "skip"] = "stop",
         max_skipped_in_a_row: int = 100,
     ) -> None:
-        super().__init__()
-        check_part("net", net, nn.Module)
-        check_part("likelihood", likelihood, Likelihood)
-        check_part("prior", prior, Prior)
+        super().__init__(net, likelihood, prior)
         check_sampler(sampler)
         for name, value in (("temperature", temperature), ("lr", lr)):
             check_control(name, value)
-        for name, count in (
-            ("num_data", num_data),
-            ("num_chains", num_chains),
-            ("max_skipped_in_a_row", max_skipped_in_a_row),
-        ):
+        counts = {"num_data": num_data, "num_chains": num_chains, "max_skipped_in_a_row": max_skipped_in_a_row}
+        for name, count in counts.items():
             check_count(name, count)
         check_count("seed", seed, least=0)
         check_choice("nonfinite_energy", nonfinite_energy, ("stop", "skip"))
         check_choice("chain_start", chain_start, ("own", "same"))
         check_choice("chain_execution", chain_execution, ("auto", "loop", "vmap"))
-        if net is not None:
-            if hasattr(net, "_orig_mod") and (num_chains > 1 or compile):
-                raise ValueError(
-                    "a network that torch.compile has wrapped can be run neither for several chains nor compiled "
-                    "again: pass the plain network, and compile=True"
-                )
-            # A compiled network trains compiled and is evaluated as it was; so samples have the plain names.
-            self.net = getattr(net, "_orig_mod", net)
-            if self.net is not net:
-                self.__dict__["_compiled_net"] = net
-        self.likelihood = likelihood
-        self.prior = prior if prior is not None else GaussianPrior()
+        if self._compiled_net and (num_chains > 1 or compile):
+            raise ValueError(
+                "a network that torch.compile has wrapped can be run neither for several chains nor compiled "
+                "again: pass the plain network, and compile=True"
+            )
         self.sampler_factory = sampler
         self.lr = lr
         self.temperature = float(temperature) if isinstance(temperature, int | float) else tuple(temperature)
         self.num_data = num_data
-        self.num_chains = num_chains
-        self.chain_start = chain_start
-        self.shared_batch = shared_batch
-        self.chain_execution = chain_execution
-        self.compile_network = bool(compile)
-        self.seed = seed
+        self._given_num_data = num_data
         self.nonfinite_energy = nonfinite_energy
         self.max_skipped_in_a_row = max_skipped_in_a_row
-        self._guard: EnergyGuard | None = None
-        self._looks_at_targets = True
-        self.chain_state = ChainState()
+        self.chains = Chains(self, num_chains, chain_start, shared_batch, chain_execution, bool(compile), seed)
+        """The chains of this process, their energies and state."""
         self.posterior: Posterior | None = None
+        """The collected samples, if a callback collects them."""
         self.evaluations: dict[str, Any] = {}
         """By stage ("val", "test"), the `Evaluation` of the collected samples, if a callback makes one."""
         self.health: dict[str, Any] | None = None
         """The last report of a `ChainHealth` callback."""
         self.contour: LearnedContour | None = None
         """What a `ContourGradient` callback has learned."""
-        self._given_num_data = num_data
-        self._sampling_seed = seed
-        self._trainable: dict[str, Tensor] | None = None
-        self._trainable_home: tuple[dict[str, Any], str] | None = None
         self.save_hyperparameters(
             {
                 "likelihood": repr(likelihood),
@@ -167,139 +158,131 @@ class BayesianModule(ChainModule):
     def __setattr__(self, name: str, value: Any) -> None:
         # Lightning sets this one some ten times a step, and nn.Module's way to set a plain attribute is slow.
         if name == "_current_fx_name":
-            self.__dict__[name] = value
+            object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
 
     def recorded_arguments(self) -> dict[str, Any]:
         """Return the constructor's arguments that rebuild the network: all but what only training needs."""
-        skipped = {"prior", "sampler", "num_chains", "seed", "nonfinite_energy"}
-        skipped |= {"chain_start", "shared_batch", "chain_execution", "compile", "max_skipped_in_a_row"}
-        return {name: value for name, value in self.__dict__["_arguments"].items() if name not in skipped}
+        return {name: value for name, value in super().recorded_arguments().items() if name not in ONLY_FOR_TRAINING}
 
-    # -- the model ----------------------------------------------------------------------------------------------------
+    # -- chains -------------------------------------------------------------------------------------------------------
 
-    def forward(self, x: Any) -> Any:
-        """Return the network's output for the inputs `x`, for one chain."""
-        if "net" not in self._modules:
-            raise NotImplementedError(f"{type(self).__name__} needs a network: pass net=… or define forward")
-        compiled = self.__dict__.get("_compiled_net") if self.training else None
-        return self.net(x) if compiled is None else compiled(x)
+    @property
+    def num_chains(self) -> int:
+        """C, the number of chains in this process."""
+        return self.chains.num_chains
 
-    def output_and_target(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the network's output for a batch and its target; override it where a batch is not a pair (x, y)."""
-        if not (isinstance(batch, list | tuple) and len(batch) == 2):
-            raise TypeError(
-                f"a batch should be a pair (x, y), got {type(batch).__name__}: override output_and_target(batch) of "
-                f"{type(self).__name__} for batches of another form"
-            )
-        x, y = batch
-        return self(x), y
+    @property
+    def layout(self) -> ChainLayout:
+        """Which chains of the run this process holds."""
+        return self.chains.layout
 
-    def log_likelihood(self, batch: Any) -> Tensor:
-        """Return log p(y|x,θ) of each datum of a batch, shape (n,), for one chain."""
-        if self.likelihood is None:
-            raise NotImplementedError(
-                f"{type(self).__name__} needs a likelihood: pass likelihood=… or define log_likelihood(batch)"
-            )
-        output, target = self.output_and_target(batch)
-        if self.__dict__["_looks_at_targets"] and self.training:
-            self.likelihood.check_target(output.detach(), target)  # once a fit, since it waits for the device
-            self.__dict__["_looks_at_targets"] = False
-        return self.likelihood.log_prob(output, target)
+    @contextmanager
+    def at_chain(self, chain: int) -> Iterator[None]:
+        """Put the network of one chain in place: inside, the module is that chain's ordinary network.
 
-    def log_prior(self) -> Tensor:
-        """Return log p(θ) of the trainable parameters, shape (), for one chain."""
-        parameters = self.__dict__["_trainable"]
-        home = self.__dict__["_trainable_home"] if parameters else None
-        # The names are kept, since to collect them takes longer than the sum; unless other tensors are in their places.
-        if home is None or home[0][home[1]] is not next(iter(parameters.values())):
-            parameters = self._named_trainable()
-        return self.prior.log_prob(parameters)
+        Args:
+            chain: its index in this process, from 0.
+
+        Raises:
+            IndexError: if there is no such chain.
+        """
+        with self.chains.at(chain):
+            yield
+
+    def initialise_chain(self, chain: int) -> None:
+        """Draw the start of a chain into the module's own tensors; override it for starts of another kind.
+
+        A subclass's constructor is called again with the same arguments; what it does not make again, such as a network
+        that was passed to it, is started by its layers' `reset_parameters`. Frozen parameters stay.
+
+        Args:
+            chain: global index of the chain, from 1; torch's default generator is seeded by it.
+        """
+        cls, arguments = type(self), self._arguments
+        redraw(self, chain, None if cls.__bases__ == (EnergyModel,) else lambda: cls(**arguments))
 
     def potential_energy(self, batch: Any) -> Tensor:
         """Return Ũ of a batch for each chain, shape (C,), in nats.
 
         Args:
             batch: one batch for all chains, or a `ChainBatches` with one for each.
+
+        Raises:
+            RuntimeError: if N is not known yet.
         """
-        if self._chains is None:
-            return self._mean_potential(batch).reshape(1) * self._known_num_data()
-        energies = self._energies or ChainEnergies(self, self._chains, "loop", False)
-        return energies(batch, through_stack=True) * self._known_num_data()
+        if self.num_data is None:
+            raise RuntimeError(
+                "num_data is not known before the fit starts: pass num_data=… to use energies outside one"
+            )
+        return self.chains.potential_energy(batch, self.num_data)
 
-    def _mean_potential(self, batch: Any) -> Tensor:
-        """Return Ũ/N, shape () for the one chain and (C,) for several."""
-        energies: ChainEnergies | None = self.__dict__["_energies"]
-        if energies is not None:
-            return energies(batch)
-        log_likelihood = self.log_likelihood(batch)
-        check_shape(log_likelihood)
-        log_prior = self.log_prior()
-        state: ChainState = self.__dict__["chain_state"]
-        state.log_prior = log_prior.detach()
-        state.batch_size = len(log_likelihood)
-        if state.keeps_each:
-            state.log_likelihood = log_likelihood.detach()
-        return torch.add(log_likelihood.mean(), log_prior, alpha=1 / self._known_num_data()).neg()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stacked = self.chains.stacked
+        # A data-parallel wrapper calls the training step through a `forward` of its own, set on the object.
+        if stacked is not None and stacked.is_at_rest and "forward" not in vars(self):
+            raise RuntimeError(
+                f"{type(self).__name__} holds {self.num_chains} chains, and an output is of one: call it in `with "
+                "module.at_chain(c):`, or average over samples by module.posterior.predict(x)"
+            )
+        return super().__call__(*args, **kwargs)
 
-    def score(self, batch: Any) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-        """Return what an evaluation averages over samples.
+    def on_posterior_sample(self, sample: PosteriorSample) -> None:
+        """Called with each sample when it is drawn, after the callbacks' hooks of this name; override at will."""
 
-        Returns:
-            log p(y|x,θ) of each datum (n,), the likelihood's terms (see `Likelihood`), and the targets (None and no
-            terms where the module has its own log_likelihood and no likelihood).
-        """
-        if self.likelihood is None:
-            return self.log_likelihood(batch), {}, None
-        output, target = self.output_and_target(batch)
-        terms = self.likelihood.terms(output) | self.likelihood.target_terms(output, target)
-        if type(self).log_likelihood is BayesianModule.log_likelihood:
-            return self.likelihood.log_prob(output, target), terms, target
-        return self.log_likelihood(batch), terms, target
+    @property
+    def chain_state(self) -> Any:  # shim
+        return _Old(self.chains)  # shim
 
     # -- Lightning's hooks --------------------------------------------------------------------------------------------
 
+    def configure_model(self) -> None:
+        """Stack the chains, once; a subclass that defines its layers here calls this one at its end."""
+        self.chains.begin(self._trainer, self.initialise_chain)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what `state_dict` returned, of one network or of stacked chains; the latter stacks them here too."""
+        if self.chains.are_stacked_in(state_dict):
+            self.configure_model()
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Keep the chains' energies; return the loss Σ_c Ũ_c/N."""
-        guard: EnergyGuard | None = self.__dict__["_guard"]
-        if guard is not None and batch_idx % self.trainer.accumulate_grad_batches == 0:
-            guard.begin(batch)
-        potential = self._mean_potential(batch)
-        state: ChainState = self.__dict__["chain_state"]
-        state.gradient_evaluations += state.batch_size * self._layout.ranks_per_chain
+        """Return the loss Σ_c Ũ_c/N; the chains keep its energies."""
         trainer = self.trainer
-        accumulated = trainer.accumulate_grad_batches
-        if guard is not None and guard.shares_gradients:
-            potential = guard.visible_in_gradient(potential)
-        if accumulated == 1:
-            state.mean_potential = potential.detach()
-            return potential.sum() if potential.dim() else potential
-        position = batch_idx % accumulated
-        window = min(accumulated, trainer.num_training_batches - (batch_idx - position))
-        state.accumulating = position + 1 < window
-        each = accumulated // state.candidates
-        first = position - position % each
-        state.batch_complete = position + 1 == min(first + each, window)
-        state.batch_share = (min(first + each, window) - first) / window
-        change = potential.detach() - (state.mean_potential if position > 0 else 0)
-        state.mean_potential = change / (position + 1) + (state.mean_potential if position > 0 else 0)
-        # Lightning divides by the whole window, also where the epoch's last one is shorter.
-        potential = potential * (accumulated / window)
-        return potential.sum() if potential.dim() else potential
+        return self.chains.loss(batch, batch_idx, trainer.accumulate_grad_batches, trainer.num_training_batches)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Make the backward pass; once a batch's gradients are complete, gather and correct them."""
+        loss.backward(*args, **kwargs)
+        self.chains.gather_gradients()
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
         """Make a step of the sampler; one that a loss scaler leaves out leaves no trace in BatchNorm's statistics."""
-        guard: EnergyGuard | None = self.__dict__["_guard"]
-        if guard is None or not guard.has_scaler:
-            optimizer.step(closure=optimizer_closure)
-            return
-        before = self.sampler.step_count
+        sampler = getattr(optimizer, "optimizer", optimizer)
+        before = sampler.step_count
         optimizer.step(closure=optimizer_closure)
-        if self.sampler.step_count == before:
-            guard.skipped_by_scaler()
+        if sampler.step_count == before and sampler.guard is not None and sampler.guard.has_scaler:
+            sampler.guard.skipped_by_scaler()
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the gradients, the chains' own too."""
+        optimizer.zero_grad()
+        self.chains.clear_gradients(self.parameters())
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradient of each chain by its own norm."""
+        if self.chains.stacked is None or not gradient_clip_val or gradient_clip_algorithm == "value":
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        clip_each_chain([p.grad for p in self.parameters() if p.grad is not None], float(gradient_clip_val))
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the present state's mean negative log likelihood as `val/nll`."""
@@ -313,8 +296,8 @@ class BayesianModule(ChainModule):
         if self.trainer.state.fn != "fit" and self.posterior is not None and len(self.posterior) > 0:
             return  # after a fit the samples speak, not the state that the chain happens to be in
         each = []
-        for chain in range(self.num_chains if self._chains is not None else 1):
-            with self.at_chain(chain) if self._chains is not None else nullcontext():
+        for chain in range(self.num_chains):
+            with self.at_chain(chain):
                 each.append(self.log_likelihood(batch))
         self.log(f"{stage}/nll", -torch.stack(each).mean(), batch_size=len(each[0]), sync_dist=True)
 
@@ -338,29 +321,27 @@ class BayesianModule(ChainModule):
 
     def configure_optimizers(self) -> Any:
         """Make the sampler, with N, the seed and the number of chains filled in."""
-        self._check_model()
-        self._trainable = self._named_trainable()
-        if not self._trainable:
+        self.check_model()
+        chains = self.chains
+        chains.trainable = self.named_trainable()
+        if not chains.trainable:
             raise ValueError(f"{type(self).__name__} has no trainable parameters, so there is nothing to sample")
-        self._trainable_home = self._home_of(next(iter(self._trainable.values())))
         with self.at_chain(0):
-            self.prior.log_prob(self._named_trainable())  # speaks up now if a parameter has no prior
+            self.prior.log_prob(self.named_trainable())  # raises now if a parameter has no prior
         self.num_data = self._resolve_num_data()
-        chains = self.num_chains
-        self.chain_state = ChainState(num_data=self.num_data, log_weight=torch.zeros(chains))  # nothing of another fit
+        chains.reset(self.num_data)
         self.contour = None
-        self._sampling_seed = self._resolve_seed()
         options: dict[str, Any] = {
             "num_data": self.num_data,
             "temperature": self.target_temperature,
-            "num_chains": chains,
-            "seed": self._sampling_seed,
+            "num_chains": chains.num_chains,
+            "seed": chains.resolve_seed(self._trainer),
         }
-        if self._layout.first_chain:
-            options["first_chain"] = self._layout.first_chain
+        if chains.layout.first_chain:
+            options["first_chain"] = chains.layout.first_chain
         if self.lr is not None:
-            options["lr"] = self._of_chains("lr", self.lr)
-        sampler = self.sampler_factory(self._trainable.values(), **options)  # type: ignore[arg-type]
+            options["lr"] = chains.own_control("lr", self.lr)
+        sampler = self.sampler_factory(chains.trainable.values(), **options)
         if not isinstance(sampler, Sampler):
             raise TypeError(
                 f"sampler={name_of(self.sampler_factory)} made a {type(sampler).__name__}, which adds no noise: take "
@@ -369,110 +350,45 @@ class BayesianModule(ChainModule):
         return sampler
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Add what every run needs, behind the user's callbacks and before checkpoints are written: the callbacks that
-        hand samples over and guard the run, that make a resume exact, and that fill the progress bar."""
+        """Add what every run needs, after the user's callbacks and before checkpoints are written: the callbacks that
+        pass samples on and guard the run, that make a resume exact, and that fill the progress bar."""
         stay_offline_without_login(self.trainer.loggers)  # no later hook comes before the loggers start
-        if any(isinstance(callback, SampleHandover) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
+        self.chains.claims.clear()
+        if any(isinstance(callback, Safeguards) for callback in callbacks_of(self.trainer)):
             return []
-        handover = Safeguards()
-        needed: list[pl.Callback] = [ExactResume(), handover]  # a batch is counted before the run can be interrupted
+        safeguards = Safeguards(self.nonfinite_energy, self.max_skipped_in_a_row)
+        needed: list[pl.Callback] = [ExactResume(), safeguards]  # a batch is counted before the run can be interrupted
         if self.trainer.progress_bar_callback is not None:
-            needed.append(SamplingProgress(handover))
+            needed.append(SamplingProgress(safeguards))
         return needed
-
-    def on_posterior_sample(self, sample: PosteriorSample) -> None:
-        """Called with each sample when it is drawn, after the callbacks' hooks of this name; override at will."""
-
-    def begin_energies(self, trainer: pl.Trainer) -> None:
-        """Choose how the chains' energies are computed, when a fit begins."""
-        self._energies = None
-        if self._chains is None and not self.compile_network:
-            return
-        self._energies = ChainEnergies(self, self._chains, self._execution(), self.compile_network)
-        # A data-parallel wrapper looks after the stacked parameters alone.
-        self._energies.through_stack = isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
-
-    def end_energies(self) -> None:
-        """Let go of what only a fit needs, so that the module can be copied and pickled."""
-        self._energies = None
-        self.chain_state.begin_chain = None
-
-    def _execution(self) -> ChainExecution:
-        """Return "loop" or "vmap"."""
-        if self.chain_execution != "auto":
-            return self.chain_execution
-        return "loop" if self.device.type == "cpu" else "vmap"
 
     # -- sampling -----------------------------------------------------------------------------------------------------
 
     @property
     def sampler(self) -> Sampler:
         """The sampler of the running fit."""
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        if not isinstance(optimizer, Sampler):
-            raise TypeError(
-                f"{type(self).__name__} should be trained by one sampler, got {type(optimizer).__name__}: leave "
-                "configure_optimizers to BayesianModule, or return one sampler from it"
-            )
-        return optimizer
+        return sampler_of(self)
 
     @property
     def target_temperature(self) -> "float | Tensor":
         """τ of the running fit: a number, or one for each chain of this process, shape (C,), on the device."""
-        return self._of_chains("temperature", self.temperature)
+        return self.chains.own_control("temperature", self.temperature)
 
     @property
     def skipped_steps(self) -> int:
         """Steps of the last fit that were left out because their energy or gradient was not finite."""
-        return self.chain_state.skipped_steps
+        return self.chains.counters.skipped_steps
 
     @property
     def gradient_evaluations(self) -> int:
         """Data whose gradient has been computed for each chain in the last fit: those of a step's mini-batch, or of all
         its candidates, and what control variates compute."""
-        return self.chain_state.gradient_evaluations
+        return self.chains.counters.gradient_evaluations
 
     @property
     def sampling_seed(self) -> int | None:
         """The seed of the injected noise, once a fit has begun."""
-        return self._sampling_seed
-
-    # -- N, seed, checks ----------------------------------------------------------------------------------------------
-
-    def _named_trainable(self) -> dict[str, Tensor]:
-        return {name: p for name, p in self.named_parameters() if p.requires_grad}
-
-    def _home_of(self, parameter: Tensor) -> tuple[dict[str, Any], str]:
-        """Return the dictionary and the key by which a module holds a parameter."""
-        for part in self.modules():
-            for key, held in part._parameters.items():
-                if held is parameter:
-                    return part._parameters, key  # type: ignore[return-value]
-        raise KeyError("no parameter of this module")
-
-    def _known_num_data(self) -> int:
-        if self.num_data is None:
-            raise RuntimeError(
-                "num_data is not known before the fit starts: pass num_data=… to use energies outside one"
-            )
-        return self.num_data
-
-    def _check_model(self) -> None:
-        cls = type(self)
-        self.__dict__["_looks_at_targets"] = True
-        self._check_layers()
-        if not self.automatic_optimization:
-            raise ValueError(
-                f"{cls.__name__} samples by automatic optimization: leave automatic_optimization at True, and take "
-                "the steps by a sampler"
-            )
-        own_likelihood = cls.log_likelihood is not BayesianModule.log_likelihood
-        if self.likelihood is None and not own_likelihood:
-            raise ValueError(f"{cls.__name__} needs a likelihood: pass likelihood=… or define log_likelihood(batch)")
-        own_forward = cls.forward is not BayesianModule.forward
-        own_output = cls.output_and_target is not BayesianModule.output_and_target
-        if "net" not in self._modules and not (own_forward or own_likelihood or own_output):
-            raise ValueError(f"{cls.__name__} needs a network: pass net=… or define forward")
+        return self.chains.seed
 
     def _resolve_num_data(self) -> int:
         """Return N: the explicit one, else the datamodule's or the data set's length; they must not contradict."""
@@ -489,13 +405,51 @@ class BayesianModule(ChainModule):
             )
         return given if given is not None else found  # type: ignore[return-value]
 
-    def _resolve_seed(self) -> int:
-        if self.seed is not None:
-            return self.seed
-        if self._sampling_seed is not None and self._chains is not None:
-            return self._sampling_seed  # the chains' starts are of it
-        seed = os.environ.get("PL_GLOBAL_SEED") or int.from_bytes(os.urandom(4), "little")
-        return int(self.trainer.strategy.broadcast(int(seed))) if self._trainer is not None else int(seed)
+
+OLD = {  # shim
+    **{
+        n: ("observed", n)
+        for n in (
+            "mean_potential",
+            "num_data",
+            "log_prior",
+            "log_likelihood",
+            "reference_log_likelihood",
+            "keeps_each",
+            "energy",
+        )
+    },
+    "energy_correction": ("observed", "correction"),
+    "observed_energy": ("observed", "corrected"),
+    **{n: ("tags", n) for n in ("log_weight", "bin", "labels", "sampled")},
+    "sample_energy": ("tags", "energy"),
+    **{n: ("progress", n) for n in ("cycle", "num_cycles", "stage", "sample_due")},
+    **{n: ("accumulation", n) for n in ("accumulating", "candidates", "batch_complete", "batch_share")},
+    **{n: ("counters", n) for n in ("gradient_evaluations", "skipped_steps")},
+}
+CLAIMS = {"before_sample": "prepare samples", "correct_gradient": "snapshot gradients"}  # shim
+
+
+class _Old:  # shim
+    def __init__(self, chains):
+        object.__setattr__(self, "chains", chains)
+
+    def __getattr__(self, name):
+        part, new = OLD[name]
+        return getattr(getattr(self.chains, part), new)
+
+    def __setattr__(self, name, value):
+        if name in CLAIMS:
+            self.chains.claims._held.pop(CLAIMS[name], None)
+            if value is not None:
+                self.chains.claims.claim(CLAIMS[name], self, value)
+            return
+        part, new = OLD[name]
+        if name == "stage":
+            from lightning_sgmcmc.chains.state import Stage
+
+            value = Stage(value)
+        setattr(getattr(self.chains, part), new, value)
 
 
 record_arguments(BayesianModule)

@@ -19,7 +19,6 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from lightning_sgmcmc.callbacks import ChainHealth, SamplerCallback, SamplingSchedule
-from lightning_sgmcmc.chains.state import ChainState
 from lightning_sgmcmc.diagnostics.health import HEAT_WARNINGS
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
@@ -235,8 +234,9 @@ def _unchanged(module: BayesianModule) -> Iterator[Callable[[], None]]:
     """
     tensors = [*module.parameters(), *module.buffers()]
     kept = [t.detach().clone() for t in tensors]
-    names = ("lr", "num_data", "_sampling_seed", "_trainable", "posterior", "evaluations", "health")
+    names = ("lr", "num_data", "posterior", "evaluations", "health")
     plain = {name: getattr(module, name) for name in names}
+    seed, trainable = module.chains.seed, module.chains.trainable
     training = module.training
 
     def restore() -> None:
@@ -246,7 +246,8 @@ def _unchanged(module: BayesianModule) -> Iterator[Callable[[], None]]:
                 tensor.grad = None
         for name, value in plain.items():
             setattr(module, name, value)
-        module.chain_state = ChainState()
+        module.chains.reset()
+        module.chains.seed, module.chains.trainable = seed, trainable
         module.train(training)
 
     try:

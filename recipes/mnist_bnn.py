@@ -241,7 +241,7 @@ class ErrorCurves(SamplerCallback):
 
 def passes(module: BayesianModule) -> float:
     """Return how many gradients a chain has computed, over N."""
-    return module.gradient_evaluations / module.chain_state.num_data
+    return module.gradient_evaluations / module.chains.observed.num_data
 
 
 def callbacks_of(case: Case, setting: Setting) -> list[pl.Callback]:

@@ -114,7 +114,7 @@ def test_short_accumulation_window_at_the_end_of_an_epoch() -> None:
 
     class Energy(pl.Callback):
         def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
-            energies.append(pl_module.chain_state.energy.item())
+            energies.append(pl_module.chains.observed.energy.item())
 
     quiet_trainer(max_epochs=1, accumulate_grad_batches=2, callbacks=[Energy()]).fit(module, DataLoader(data, 24))
     expected = []

@@ -1,7 +1,7 @@
-"""What a module with several chains is, beside one network: stacked storage, starts, gradients, samples."""
+"""Chains: the component of a BayesianModule that holds its chains, their energies, gradients and state."""
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -10,112 +10,138 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_sgmcmc.chains.energies import ChainEnergies
+from lightning_sgmcmc.chains.claims import Claims
+from lightning_sgmcmc.chains.energies import ChainEnergies, Execution
 from lightning_sgmcmc.chains.layout import ChainLayout, layout_of
-from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.chains.stacked import StackedChains, clip_each_chain
-from lightning_sgmcmc.chains.starts import draw_start
-from lightning_sgmcmc.chains.state import ChainState
-from lightning_sgmcmc.finite import bad_tensor
-from lightning_sgmcmc.run.guard import EnergyGuard
+from lightning_sgmcmc.chains.stacked import StackedChains
+from lightning_sgmcmc.chains.state import Accumulation, Counters, ObservedEnergy, Progress, SampleTags
+from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed, reseed
 
+Start = Literal["own", "same"]
 
-class ChainModule(pl.LightningModule):
-    """The base of `BayesianModule`: whatever concerns chains and not the model.
 
-    A module with one chain in its process is an ordinary one. With more, every parameter and buffer gets a leading
-    chain axis when a fit begins (see `StackedChains`).
+class Chains:
+    """The chains that one process holds of a model, and what callbacks read and write about them.
+
+    A model with one chain in its process keeps its ordinary tensors. With more, every parameter and buffer gets a
+    leading chain axis when a fit begins (see `StackedChains`).
+
+    Args:
+        model: the model; `BayesianModule` makes this object for itself.
+        num_chains: C, chains in this process.
+        start: "own" draws a start for each chain but the first, "same" starts all chains at the model's values.
+        shared_batch: all chains see the same mini-batches.
+        execution: "loop", "vmap" or "auto", which loops on a CPU.
+        compiled: send the network through `torch.compile`.
+        seed: seed of starts and noise; None takes `seed_everything`'s, or a random one.
+
+    Attributes:
+        layout: which chains of the run this process holds.
+        stacked: the stacked tensors, None for one plain chain.
+        trainable: the sampled parameters by name, once the sampler is made.
+        energies: computes Ũ/N of a batch during a fit.
+        observed, accumulation, progress, tags, counters: what is known of the run, by subject (see `chains.state`).
+        claims: which callback does what in a step.
     """
 
-    num_chains: int
-    chain_start: Literal["own", "same"]
-    chain_state: ChainState
-    _guard: EnergyGuard | None
-    _sampling_seed: int | None
-    _trainable: dict[str, Tensor] | None
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        model: EnergyModel,
+        num_chains: int = 1,
+        start: Start = "own",
+        shared_batch: bool = False,
+        execution: Execution = "auto",
+        compiled: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        self.model = model
+        self.num_chains = num_chains
+        self.start = start
+        self.shared_batch = shared_batch
+        self._execution = execution
+        self.compiled = compiled
+        self._given_seed = seed
+        self.seed = seed
+        """The seed of starts and noise, once a fit has begun."""
+        self.layout = ChainLayout()
+        self.stacked: StackedChains | None = None
         self._started: range | None = None
-        self._chains: StackedChains | None = None
-        self._layout = ChainLayout()
-        self._energies: ChainEnergies | None = None
+        self.trainable: dict[str, Tensor] = {}
+        self.energies: ChainEnergies | None = None
+        self.claims = Claims()
+        self.reset()
 
-    @property
-    def sampler(self) -> Sampler:
-        """The sampler of the running fit."""
-        raise NotImplementedError
+    def reset(self, num_data: int = 1) -> None:
+        """Forget what an earlier fit has left.
 
-    def _resolve_seed(self) -> int:
-        raise NotImplementedError
+        Args:
+            num_data: N of the coming fit.
+        """
+        self.observed = ObservedEnergy(num_data=num_data)
+        self.accumulation = Accumulation()
+        self.progress = Progress()
+        self.tags = SampleTags(log_weight=torch.zeros(self.num_chains))
+        self.counters = Counters()
 
     # -- storage and starts -------------------------------------------------------------------------------------------
 
-    def configure_model(self) -> None:
-        """Stack the chains, once; a subclass that defines its layers here calls this one at its end."""
-        trainer = self._trainer
-        self._layout = layout_of(trainer, self.num_chains)
-        own_start = any(chain > 0 for chain in self._layout.chains) and self.chain_start == "own"
-        if self._started is not None:
-            if self._started != self._layout.chains:
-                rank_zero_warn(
-                    "This module's chains began in another layout, so chains of several processes go on from the same "
-                    "states here: make a new module for a run of several processes."
-                )
-            return
-        if not (self.num_chains > 1 or own_start):
-            return
-        self._check_layers()
-        self._sampling_seed = self._resolve_seed()
-        self._started = self._layout.chains
-        if self.num_chains > 1:
-            self._chains = StackedChains(self, self.num_chains, self._initialise)
-        else:
-            with torch.no_grad():
-                self._initialise(0)
-
-    def _initialise(self, index: int) -> None:
-        """Put the start of the chain with this index in this process in place."""
-        chain = self._layout.chains[index]
-        if chain == 0 or self.chain_start == "same":
-            return
-        with torch.random.fork_rng([]):
-            reseed(derive_seed(self._sampling_seed or 0, "start", chain))
-            self.initialise_chain(chain)
-
-    def initialise_chain(self, chain: int) -> None:
-        """Draw the start of a chain into the module's own tensors; override it for starts of another kind.
-
-        A subclass's constructor is called again with the same arguments; what it does not make anew, a network that was
-        handed over, is started by its layers' `reset_parameters`. Frozen parameters stay.
+    def begin(self, trainer: pl.Trainer | None, initialise: Callable[[int], None]) -> None:
+        """Lay the chains out, and stack them once.
 
         Args:
-            chain: global index of the chain, from 1; torch's default generator is seeded by it.
+            trainer: the run's, None outside of one.
+            initialise: draws the start of a chain, by its global index, into the model's own tensors.
         """
-        cls, arguments = type(self), self.__dict__["_arguments"]
-        own_constructor = cls.__bases__ != (ChainModule,)
-        rebuild = (lambda: cls(**arguments)) if own_constructor else None
-        kept = draw_start(self, rebuild)
-        if kept and chain == 1:
-            warnings.warn(  # also where chain 1 is in another process than the first
-                f"All chains start with the same {', '.join(map(repr, kept))}: the layer has no reset_parameters. "
-                f"Define initialise_chain(chain) of {cls.__name__}, or pass chain_start='same'.",
-                stacklevel=2,
-            )
+        self.layout = layout_of(trainer, self.num_chains)
+        if self._started is not None:
+            if self._started != self.layout.chains:
+                rank_zero_warn(
+                    "This module's chains began in another layout, so chains of several processes continue from the "
+                    "same states here: make a new module for a run of several processes."
+                )
+            return
+        own_start = any(chain > 0 for chain in self.layout.chains) and self.start == "own"
+        if not (self.num_chains > 1 or own_start):
+            return
+        self.model.check_layers()
+        self.resolve_seed(trainer)
+        self._started = self.layout.chains
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load what `state_dict` returned, of one network or of stacked chains; the latter stacks them here too."""
-        if self.num_chains > 1 and self._chains is None:
-            own = {name: parameter.dim() for name, parameter in self.named_parameters()}
-            if any(state_dict[name].dim() == dim + 1 for name, dim in own.items() if name in state_dict):
-                self.configure_model()
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        def start(index: int) -> None:
+            chain = self.layout.chains[index]
+            if chain == 0 or self.start == "same":
+                return
+            with torch.random.fork_rng([]):
+                reseed(derive_seed(self.seed or 0, "start", chain))
+                initialise(chain)
+
+        if self.num_chains > 1:
+            self.stacked = StackedChains(self.model, self.num_chains, start)
+        else:
+            with torch.no_grad():
+                start(0)
+
+    def resolve_seed(self, trainer: pl.Trainer | None) -> int:
+        """Return the seed of the run: the given one, that of the starts, `seed_everything`'s or a random one."""
+        if self._given_seed is not None:
+            self.seed = self._given_seed
+        elif self.seed is None or self.stacked is None:
+            seed = int(os.environ.get("PL_GLOBAL_SEED") or int.from_bytes(os.urandom(4), "little"))
+            self.seed = int(trainer.strategy.broadcast(seed)) if trainer is not None else seed
+        return self.seed
+
+    def are_stacked_in(self, state_dict: Mapping[str, Any]) -> bool:
+        """Return whether a state holds stacked chains while this object does not stack its own yet."""
+        if self.num_chains == 1 or self.stacked is not None:
+            return False
+        own = {name: parameter.dim() for name, parameter in self.model.named_parameters()}
+        return any(state_dict[name].dim() == dim + 1 for name, dim in own.items() if name in state_dict)
 
     @contextmanager
-    def at_chain(self, chain: int) -> Iterator[None]:
-        """Put the network of one chain in place: inside, the module is that chain's ordinary network.
+    def at(self, chain: int) -> Iterator[None]:
+        """Put the network of one chain in place: inside, the model is that chain's ordinary network.
 
         Args:
             chain: its index in this process, from 0.
@@ -125,143 +151,157 @@ class ChainModule(pl.LightningModule):
         """
         if not 0 <= chain < self.num_chains:
             raise IndexError(f"chain must be between 0 and {self.num_chains - 1}, got {chain}")
-        if self._chains is None:
+        if self.stacked is None:
             yield
             return
-        with self._chains.at(chain):
+        with self.stacked.at(chain):
             yield
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        chains = self.__dict__["_chains"]
-        # A data-parallel wrapper calls the training step by way of a `forward` of its own.
-        if chains is not None and chains.is_at_rest and "forward" not in self.__dict__:
-            raise RuntimeError(
-                f"{type(self).__name__} holds {self.num_chains} chains, and an output is of one: call it in `with "
-                "module.at_chain(c):`, or average over samples by module.posterior.predict(x)"
-            )
-        return super().__call__(*args, **kwargs)
-
-    @property
-    def layout(self) -> ChainLayout:
-        """Which chains this process holds."""
-        return self._layout
-
-    @property
-    def chains(self) -> StackedChains | None:
-        """The stacked chains, None where this process holds one plain chain."""
-        return self._chains
-
-    def chain_with(self, name: str) -> int:
+    def first_bad(self, name: str) -> int:
         """Return the global index of the first chain whose tensor `name` is not finite."""
-        tensor = dict(self.named_parameters()) | dict(self.named_buffers())
-        rows = tensor[name].reshape(self.num_chains, -1)
-        return self._layout.chains[int((~rows.isfinite()).any(1).byte().argmax())]
+        tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        rows = tensors[name].reshape(self.num_chains, -1)
+        return self.layout.chains[int((~rows.isfinite()).any(1).byte().argmax())]
 
-    def _of_chains(self, name: str, value: float | Sequence[float]) -> "float | Tensor":
-        """Return a control: a number for all chains, or this process's chains' own as a tensor."""
+    def own_control(self, name: str, value: float | Sequence[float]) -> "float | Tensor":
+        """Return a control of this process's chains: a number for all, or a tensor of shape (C,).
+
+        Args:
+            name: of the control, for the message.
+            value: a number, or one for each chain of the run.
+
+        Raises:
+            ValueError: if there is not one value for each chain.
+        """
         if isinstance(value, int | float):
             return value
-        total = self._layout.total_chains
+        total = self.layout.total_chains
         if len(value) != total:
             raise ValueError(f"{name} has {len(value)} values, and the run has {total} chains: give one for each")
-        own = torch.tensor([value[chain] for chain in self._layout.chains], device=self.device)
+        own = torch.tensor([value[chain] for chain in self.layout.chains], device=self.model.device)
         return own if len(own) > 1 else own.item()
 
-    def _check_layers(self) -> None:
-        for name, parameter in self.named_parameters():
-            if isinstance(parameter, nn.UninitializedParameter):
-                raise ValueError(
-                    f"'{name}' has no shape yet, since its layer is lazy: pass one batch through "
-                    f"{type(self).__name__} first"
-                )
+    # -- energies -----------------------------------------------------------------------------------------------------
+
+    @property
+    def execution(self) -> Literal["loop", "vmap"]:
+        """How the chains are computed on the model's device: one after the other, or all at once."""
+        if self._execution != "auto":
+            return self._execution
+        return "loop" if self.model.device.type == "cpu" else "vmap"
+
+    def begin_energies(self, trainer: pl.Trainer) -> None:
+        """Choose how the chains' energies are computed, when a fit begins."""
+        self.energies = ChainEnergies(
+            self.model, self.stacked, self.execution, self.compiled, self.observed.num_data, self.trainable
+        )
+        # A data-parallel wrapper looks after the stacked parameters alone.
+        wrapped = isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
+        self.energies.through_stack = wrapped and self.stacked is not None
+
+    def end_energies(self) -> None:
+        """Drop what only a fit needs, so that the model can be copied and pickled."""
+        self.energies = None
+        self.claims.clear()
+
+    def potential_energy(self, batch: Any, num_data: int) -> Tensor:
+        """Return Ũ of a batch for each chain, shape (C,), in nats, with its graph through the stacked parameters.
+
+        Args:
+            batch: one batch for all chains, or a `ChainBatches` with one for each.
+            num_data: N.
+        """
+        energies = self.energies
+        if energies is None or energies.num_data != num_data:
+            energies = ChainEnergies(self.model, self.stacked, "loop", False, num_data, self.model.named_trainable())
+        step = energies(batch, through_stack=self.stacked is not None)
+        return step.mean_potential.reshape(-1) * num_data
+
+    def loss(self, batch: Any, batch_idx: int, accumulated: int, batches: float) -> Tensor:
+        """Return the loss Σ_c Ũ_c/N of a micro-batch, and take note of its energies.
+
+        Args:
+            batch: the micro-batch.
+            batch_idx: its index in the epoch.
+            accumulated: `accumulate_grad_batches`.
+            batches: micro-batches of an epoch.
+        """
+        assert self.energies is not None, "a fit computes energies between its start and its end"
+        step = self.energies(batch, seed_chain=self.claims.get("seed chain"), keeps_each=self.observed.keeps_each)
+        ranks = self.layout.ranks_per_chain
+        self.counters.gradient_evaluations += step.batch_size * ranks
+        potential = step.mean_potential
+        if ranks > 1:
+            # A NaN gradient where it is not finite, so that all ranks see it; bit for bit its own elsewhere.
+            potential = potential * (potential.detach() * 0 + 1)
+        if accumulated == 1:
+            self.observed.record(step, 0)
+        else:
+            position, window = self.accumulation.advance(batch_idx, accumulated, batches)
+            self.observed.record(step, position)
+            # Lightning divides by the whole window, also where the epoch's last one is shorter.
+            potential = potential * (accumulated / window)
+        return potential.sum() if potential.dim() else potential
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Make the backward pass; gather the chains' gradients, and correct them, once a batch's are complete."""
-        loss.backward(*args, **kwargs)
-        state: ChainState = self.__dict__["chain_state"]
-        if not state.batch_complete:
+    def gather_gradients(self) -> None:
+        """Gather the chains' gradients after a backward pass, and correct them, once a batch's are complete."""
+        if not self.accumulation.batch_complete:
             return
-        energies: ChainEnergies | None = self.__dict__["_energies"]
-        collects = energies is not None and energies.collects
+        collects = self.energies is not None and self.energies.collects
         if collects:
-            self.__dict__["_chains"].collect_gradients()
-        if state.correct_gradient is not None:
-            state.correct_gradient()
-            if collects and state.accumulating:
-                self.__dict__["_chains"].spread_gradients()  # where the next batch's gradients are added to these
+            self.collect_gradients()
+        correct = self.claims.get("snapshot gradients")
+        if correct is not None:
+            correct()
+            if collects and self.accumulation.accumulating:
+                self.spread_gradients()  # where the next batch's gradients are added to these
 
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-        """Forget the gradients, the chains' own too."""
-        optimizer.zero_grad()
-        chains: StackedChains | None = self.__dict__["_chains"]
-        if chains is not None:
-            chains.clear_gradients()
-        if self.__dict__["_energies"] is not None:
-            self.__dict__["_energies"].keep_gradients(self.parameters())
+    def collect_gradients(self) -> None:
+        """Give the stacked parameters the gradients of their slices."""
+        if self.stacked is not None:
+            self.stacked.collect_gradients()
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clip the gradient of each chain by its own norm."""
-        if self._chains is None or not gradient_clip_val or gradient_clip_algorithm == "value":
-            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            return
-        clip_each_chain([p.grad for p in self.parameters() if p.grad is not None], float(gradient_clip_val))
+    def spread_gradients(self) -> None:
+        """Give the slices the gradients of the stacked parameters, to continue accumulating."""
+        if self.stacked is not None:
+            self.stacked.spread_gradients()
 
-    # -- samples ------------------------------------------------------------------------------------------------------
-
-    def posterior_samples(self) -> Iterator[PosteriorSample]:
-        """Return the chains' present states as samples, one for each chain of the run in their order, made one after
-        the other with tensors of their own; all processes go through them together."""
-        state = self.chain_state
-        frozen = next((name for name, p in (self._trainable or {}).items() if not p.requires_grad), None)
-        if frozen is not None:
-            raise RuntimeError(
-                f"'{frozen}' was frozen in the middle of the run, so this state is no sample of the posterior: freeze "
-                "parameters before the fit"
-            )
-        if state.before_sample is not None:
-            state.before_sample()
-        energy = state.sample_energy
-        if energy is None:
-            energy = self._layout.mean_over_data(state.energy)
-        layout = self._layout
-        samples = self._own_samples(energy)
-        everyone = layout.strategy.share_samples(samples, self.num_chains) if layout.is_spread else samples
-        for sample in everyone:
-            if state.labels is not None:
-                sample.chain = state.labels[sample.chain]
-            if sample.chain in state.sampled:
-                yield sample
-
-    def _own_samples(self, energy: Tensor) -> Iterator[PosteriorSample]:
-        """Yield the samples of this process's chains.
+    def clear_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Drop the gradients of the slices, after those of the stacked parameters were dropped.
 
         Args:
-            energy: their energies, shape (C,).
+            parameters: the model's, whose gradients come from kept memory under a CUDA graph.
         """
-        state, layout = self.chain_state, self._layout
-        energies, log_weights = energy.reshape(-1).tolist(), state.log_weight.reshape(-1).tolist()
-        bins = state.bin.reshape(-1).tolist() if state.bin is not None else [None] * self.num_chains
-        for index, chain in enumerate(layout.chains):
-            with self.at_chain(index):
-                parameters = {name: p.detach().clone() for name, p in self.named_parameters()}
-                buffers = {name: b.detach().clone() for name, b in self.named_buffers()}
-            bad = bad_tensor(parameters, buffers)
-            if bad is not None and self._guard is not None:
-                raise self._guard.state_error(bad, "it is no sample", chain)
-            yield PosteriorSample(
-                step=self.sampler.step_count,
-                cycle=state.cycle,
-                chain=chain,
-                energy=energies[index],
-                log_weight=log_weights[index],
-                bin=bins[index],
-                parameters=parameters,
-                buffers=buffers,
-            )
+        if self.stacked is not None:
+            self.stacked.clear_gradients()
+        if self.energies is not None:
+            self.energies.keep_gradients(parameters)
+
+
+def chains_of(module: pl.LightningModule) -> Chains:
+    """Return the chains of a `BayesianModule`.
+
+    Raises:
+        TypeError: if the module is no `BayesianModule`.
+    """
+    chains = getattr(module, "chains", None)
+    if not isinstance(chains, Chains):
+        raise TypeError(f"{type(module).__name__} holds no chains: derive it from lightning_sgmcmc.BayesianModule")
+    return chains
+
+
+def sampler_of(module: pl.LightningModule) -> Sampler:
+    """Return the sampler that trains a module in the running fit.
+
+    Raises:
+        TypeError: if it is trained by something else.
+    """
+    optimizer = module.optimizers(use_pl_optimizer=False)
+    if not isinstance(optimizer, Sampler):
+        raise TypeError(
+            f"{type(module).__name__} should be trained by one sampler, got {type(optimizer).__name__}: leave "
+            "configure_optimizers to BayesianModule, or return one sampler from it"
+        )
+    return optimizer

@@ -1,8 +1,26 @@
 """Initial states of chains, and the layer at which an exception was raised."""
 
+import warnings
 from collections.abc import Callable
 
 from torch import nn
+
+
+def redraw(module: nn.Module, chain: int, rebuild: Callable[[], nn.Module] | None) -> None:
+    """Draw the start of a chain into a module's tensors; warn if a layer keeps its values.
+
+    Args:
+        module: the module, changed in place.
+        chain: global index of the chain.
+        rebuild: makes another module as the user did; None where that is not known.
+    """
+    kept = draw_start(module, rebuild)
+    if kept and chain == 1:  # in the one process that holds chain 1
+        warnings.warn(
+            f"All chains start with the same {', '.join(map(repr, kept))}: the layer has no reset_parameters. Define "
+            f"initialise_chain(chain) of {type(module).__name__}, or pass chain_start='same'.",
+            stacklevel=2,
+        )
 
 
 def draw_start(module: nn.Module, rebuild: Callable[[], nn.Module] | None) -> list[str]:

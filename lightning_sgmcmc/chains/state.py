@@ -1,89 +1,173 @@
-"""The plain object through which callbacks and module meet."""
+"""What the callbacks of a run read and write about the chains of this process, by subject."""
 
 import math
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 
 @dataclass
-class ChainState:
-    """What callbacks read and write about the chains of this process, one value per chain where a shape (C,) is named.
-
-    A plain object, because attributes of a module are dear to set at every step.
+class StepEnergy:
+    """The energies of one micro-batch, as `ChainEnergies` returns them.
 
     Attributes:
-        mean_potential: Ũ/N of the last step's mini-batch, the mean over its micro-batches, C numbers on the device.
-        num_data: N.
-        log_prior: log p(θ) at that step, of the shape of mean_potential, on the device.
-        energy_correction: what a control variate adds to the energies that callbacks look at, shape (C,); None is 0.
-        log_likelihood: log p(y|x,θ) of each datum of the last mini-batch, shape (n,) or (C, n); None unless asked for.
-        reference_log_likelihood: the same of a snapshot of the chains, shape (C, n); None without one.
-        keeps_each: whether log_likelihood is wanted.
-        log_weight: log importance weight of the present states, shape (C,), on the device.
-        bin: energy bin of the present states, shape (C,), from 0; None without an energy partition.
-        sample_energy: energy that the present states' samples carry, shape (C,); None is `energy`.
-        begin_chain: called with a chain's index in this process before its turn in a step: seeds its random numbers.
-        before_sample: called when samples are drawn, before these fields are read, to bring them up to date.
-        cycle: index of the cycle, from 0.
-        num_cycles: how many cycles the run has; None without cycles.
-        stage: "exploration" (temperature 0), "burn-in" or "sampling".
-        accumulating: between the micro-batches of a step, so the gradients are not complete.
-        candidates: batches of which a step chooses one; without such a choice a step has one.
-        batch_complete: whether the last micro-batch ended a candidate batch, or without candidates the step.
-        batch_share: weight of the present candidate batch in the accumulated gradient, 1 where there is one.
-        correct_gradient: called when the gradient of a batch is complete, before anyone looks at it: a control variate.
-        batch_size: data in the last micro-batch of each chain, in this process.
-        gradient_evaluations: data whose gradient has been computed for each chain, all passes and ranks counted.
-        labels: what each chain of the run is called in its samples, by its global index; None is the index.
-        sampled: labels of the chains whose states are samples when one is due.
-        sample_due: set by a schedule in `on_train_batch_end`: the present states are samples.
-        skipped_steps: steps that were left out because their energy or gradient was not finite.
+        mean_potential: Ũ/N with its graph, shape () for one plain chain and (C,) for several.
+        log_prior: log p(θ), detached, of the same shape.
+        log_likelihood: log p(y|x,θ) of each datum, detached, shape (n,) or (C, n); None unless it was asked for.
+        batch_size: n, data of each chain in this process.
     """
 
-    mean_potential: Tensor = field(default_factory=lambda: torch.full((1,), math.nan))
+    mean_potential: Tensor
+    log_prior: Tensor
+    log_likelihood: Tensor | None
+    batch_size: int
+
+
+@dataclass
+class ObservedEnergy:
+    """The last step's energies, on the device.
+
+    Attributes:
+        num_data: N.
+        mean_potential: Ũ/N, the mean over the step's micro-batches so far, shape () or (C,).
+        log_prior: log p(θ) at that step, of the same shape.
+        log_likelihood: log p(y|x,θ) of each datum of the last micro-batch, shape (n,) or (C, n); None unless
+            `keeps_each`.
+        reference_log_likelihood: the same at a snapshot of the chains, shape (C, n); None without one.
+        correction: what a control variate adds to the energies that callbacks read, shape (C,); None is 0.
+        keeps_each: whether log_likelihood is wanted.
+    """
+
     num_data: int = 1
+    mean_potential: Tensor = field(default_factory=lambda: torch.full((1,), math.nan))
     log_prior: Tensor = field(default_factory=lambda: torch.zeros(()))
-    energy_correction: Tensor | None = None
     log_likelihood: Tensor | None = None
     reference_log_likelihood: Tensor | None = None
+    correction: Tensor | None = None
     keeps_each: bool = False
-    log_weight: Tensor = field(default_factory=lambda: torch.zeros(1))
-    bin: Tensor | None = None
-    sample_energy: Tensor | None = None
-    begin_chain: Callable[[int], None] | None = None
-    before_sample: Callable[[], None] | None = None
-    cycle: int = 0
-    num_cycles: int | None = None
-    stage: str = "sampling"
-    accumulating: bool = False
-    candidates: int = 1
-    batch_complete: bool = True
-    batch_share: float = 1.0
-    correct_gradient: Callable[[], None] | None = None
-    batch_size: int = 0
-    gradient_evaluations: int = 0
-    labels: Sequence[int] | None = None
-    sampled: Container[int] = range(sys.maxsize)
-    sample_due: bool = False
-    skipped_steps: int = 0
 
     @property
     def energy(self) -> Tensor:
-        """Ũ of the last step's mini-batch, shape (C,), on the device, in nats."""
+        """Ũ of the last step's mini-batch, shape (C,), in nats."""
         return self.mean_potential.reshape(-1) * self.num_data
 
-    def observed_energy(self, include_prior: bool) -> Tensor:
-        """Return the last step's energy as callbacks look at it, shape (C,), float64: with its control variate, and
-        with -log p(θ) or without.
+    def corrected(self, include_prior: bool) -> Tensor:
+        """Return Ũ with its control variate, shape (C,), float64, in nats.
 
         Args:
             include_prior: whether it holds -log p(θ), as the potential does.
         """
         energy = self.mean_potential.double().reshape(-1) * self.num_data
-        if self.energy_correction is not None:
-            energy = energy + self.energy_correction
+        if self.correction is not None:
+            energy = energy + self.correction
         return energy if include_prior else energy + self.log_prior
+
+    def record(self, step: StepEnergy, position: int) -> None:
+        """Take the energies of a micro-batch into the mean of its step.
+
+        Args:
+            step: the micro-batch's.
+            position: its index in the step, from 0.
+        """
+        self.log_prior, self.log_likelihood = step.log_prior, step.log_likelihood
+        potential = step.mean_potential.detach()
+        if position == 0:
+            self.mean_potential = potential
+        else:
+            self.mean_potential = (potential - self.mean_potential) / (position + 1) + self.mean_potential
+
+
+@dataclass
+class Accumulation:
+    """Where in an accumulated step the run is.
+
+    Attributes:
+        candidates: batches of which a step chooses one (EWSG); without such a choice a step has one.
+        accumulating: between the micro-batches of a step, so the gradients are not complete.
+        batch_complete: whether the last micro-batch ended a candidate batch, or without candidates the step.
+        batch_share: weight of the present candidate batch in the accumulated gradient, 1 where there is one.
+    """
+
+    candidates: int = 1
+    accumulating: bool = False
+    batch_complete: bool = True
+    batch_share: float = 1.0
+
+    def advance(self, batch_idx: int, accumulated: int, batches: float) -> tuple[int, int]:
+        """Move to a micro-batch; return its index in the step and the number of micro-batches of the step.
+
+        Args:
+            batch_idx: index of the micro-batch in the epoch.
+            accumulated: `accumulate_grad_batches`.
+            batches: micro-batches of the epoch; its last step may be shorter.
+        """
+        position = batch_idx % accumulated
+        window = int(min(accumulated, batches - (batch_idx - position)))
+        self.accumulating = position + 1 < window
+        each = accumulated // self.candidates
+        first = position - position % each
+        last = min(first + each, window)
+        self.batch_complete = position + 1 == last
+        self.batch_share = (last - first) / window
+        return position, window
+
+
+class Stage(str, Enum):
+    """What a schedule does with a step."""
+
+    EXPLORATION = "exploration"
+    BURN_IN = "burn-in"
+    SAMPLING = "sampling"
+
+
+@dataclass
+class Progress:
+    """Where in its schedule the run is.
+
+    Attributes:
+        cycle: index of the cycle, from 0.
+        num_cycles: number of cycles of the run; None without cycles.
+        stage: exploration (temperature 0), burn-in or sampling.
+        sample_due: the present states are samples; set by a schedule in `on_train_batch_end`.
+    """
+
+    cycle: int = 0
+    num_cycles: int | None = None
+    stage: Stage = Stage.SAMPLING
+    sample_due: bool = False
+
+
+@dataclass
+class SampleTags:
+    """What samples of the present states carry.
+
+    Attributes:
+        log_weight: log importance weight of each chain's state, shape (C,), on the device.
+        bin: energy bin of each chain's state, shape (C,), from 0; None without an energy partition.
+        energy: energy of each chain's state, shape (C,); None takes the last step's.
+        labels: what each chain of the run is called in its samples, by its global index; None is the index.
+        sampled: labels of the chains whose states are samples when one is due.
+    """
+
+    log_weight: Tensor = field(default_factory=lambda: torch.zeros(1))
+    bin: Tensor | None = None
+    energy: Tensor | None = None
+    labels: Sequence[int] | None = None
+    sampled: Container[int] = range(sys.maxsize)
+
+
+@dataclass
+class Counters:
+    """What a fit has counted.
+
+    Attributes:
+        gradient_evaluations: data whose gradient was computed for each chain, over all passes and ranks.
+        skipped_steps: steps that were left out because their energy or gradient was not finite.
+    """
+
+    gradient_evaluations: int = 0
+    skipped_steps: int = 0

@@ -1,19 +1,17 @@
 """What a trainer is refused for, or warned of, before the first step."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning import callbacks as lightning_callbacks
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import SequentialSampler
 
+from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.checks import is_of_other_namespace
-
-if TYPE_CHECKING:
-    from lightning_sgmcmc.module import BayesianModule
-
+from lightning_sgmcmc.run.trainer import callbacks_of, is_trial, repeated_batches
 
 SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
@@ -26,7 +24,7 @@ MEDDLING: dict[str, str] = {
 }
 
 
-def check_run(trainer: pl.Trainer, module: "BayesianModule") -> None:
+def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Refuse a trainer's settings with which the chain would not sample its posterior, and warn of biased ones.
 
     Raises:
@@ -37,10 +35,10 @@ def check_run(trainer: pl.Trainer, module: "BayesianModule") -> None:
     _check_strategy(trainer.strategy)
     _check_callbacks(trainer)
     _check_chains(trainer, module)
-    if trainer.overfit_batches > 0:  # type: ignore[attr-defined]
+    if repeated_batches(trainer) > 0:
         raise ValueError(
-            f"overfit_batches={trainer.overfit_batches} repeats a few batches, while N counts all training data: give "  # type: ignore[attr-defined]
-            "the trainer a smaller data set, or fast_dev_run"
+            f"overfit_batches={repeated_batches(trainer):g} repeats a few batches, while N counts all training data: "
+            "give the trainer a smaller data set, or fast_dev_run"
         )
     if trainer.gradient_clip_val:
         rank_zero_warn(
@@ -50,7 +48,7 @@ def check_run(trainer: pl.Trainer, module: "BayesianModule") -> None:
 
 
 def _check_namespace(trainer: pl.Trainer) -> None:
-    parts: list[Any] = [*trainer.callbacks, *trainer.loggers, getattr(trainer, "datamodule", None)]  # type: ignore[attr-defined]
+    parts: list[Any] = [*callbacks_of(trainer), *trainer.loggers, getattr(trainer, "datamodule", None)]
     for part in parts:
         if is_of_other_namespace(part):
             name = type(part).__name__
@@ -69,16 +67,15 @@ def _check_strategy(strategy: Any) -> None:
         )
 
 
-def _check_chains(trainer: pl.Trainer, module: "BayesianModule") -> None:
-    layout = layout_of(trainer, module.num_chains)
+def _check_chains(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    layout = layout_of(trainer, chains_of(module).num_chains)
     if layout.is_spread and getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ValueError(
             "a loss scaler leaves out steps of one process's chains, and then the chains' schedules part: use "
             "precision='bf16-mixed' for chains on several processes"
         )
-    if len(_values(module.lr)) > 1 and any(
-        isinstance(c, lightning_callbacks.LearningRateMonitor)
-        for c in trainer.callbacks  # type: ignore[attr-defined]
+    if len(_values(getattr(module, "lr", None))) > 1 and any(
+        isinstance(c, lightning_callbacks.LearningRateMonitor) for c in callbacks_of(trainer)
     ):
         raise ValueError("LearningRateMonitor logs one number, and lr has one for each chain: remove it")
 
@@ -88,7 +85,7 @@ def _values(control: Any) -> tuple[Any, ...]:
 
 
 def _check_callbacks(trainer: pl.Trainer) -> None:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in callbacks_of(trainer):
         for name, reason in MEDDLING.items():
             kind = getattr(lightning_callbacks, name, None)
             if kind is not None and isinstance(callback, kind):
@@ -99,7 +96,7 @@ def check_data(trainer: pl.Trainer) -> None:
     """Warn of training data that no batch will ever hold, although N counts them; called when the loaders are known."""
     loader: Any = trainer.train_dataloader
     in_order = isinstance(getattr(loader, "sampler", None), SequentialSampler)
-    if in_order and float(trainer.num_training_batches) < len(loader) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+    if in_order and float(trainer.num_training_batches) < len(loader) and not is_trial(trainer):
         rank_zero_warn(
             f"Only the first {trainer.num_training_batches} of {len(loader)} batches are used, in the same order every "
             "epoch, while N counts all training data: shuffle the training loader, or give it fewer data."

@@ -3,20 +3,19 @@
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.finite import all_finite, bad_tensor, first_not_finite
 from lightning_sgmcmc.run.checkpoints import describe_checkpoint, last_good_checkpoint
 from lightning_sgmcmc.run.deferred import DeferredCheck
-
-if TYPE_CHECKING:
-    from lightning_sgmcmc.module import BayesianModule
-
+from lightning_sgmcmc.samplers import Sampler
 
 NonFiniteEnergy: TypeAlias = Literal["stop", "skip"]
 
@@ -54,41 +53,45 @@ class EnergyGuard:
     before every update: on CUDA that waits for the device once a step.
 
     With several ranks the reduced gradients decide, so that all ranks decide alike: a rank whose energy is not finite
-    makes its gradient NaN (see `visible_in_gradient`).
+    makes its gradient NaN (see `Chains.loss`).
 
     Args:
-        module: the module in training.
-        trainer: its trainer.
-        skipped: steps that were left out before, from a checkpoint.
+        chains: the chains in training.
+        sampler: their sampler.
+        trainer: the run's.
+        nonfinite_energy: "stop" ends the run at the first such step, "skip" leaves it out.
+        max_skipped_in_a_row: so many steps left out one after the other stop the run.
     """
 
-    def __init__(self, module: "BayesianModule", trainer: pl.Trainer, skipped: int = 0) -> None:
-        self._module = module
+    def __init__(
+        self,
+        chains: Chains,
+        sampler: Sampler,
+        trainer: pl.Trainer,
+        nonfinite_energy: NonFiniteEnergy = "stop",
+        max_skipped_in_a_row: int = 100,
+    ) -> None:
+        self._chains = chains
+        self._model = chains.model
+        self._sampler = sampler
         self._trainer = trainer
-        self._stops = module.nonfinite_energy == "stop"
-        self._limit = module.max_skipped_in_a_row
+        self._stops = nonfinite_energy == "stop"
+        self._limit = max_skipped_in_a_row
         self._in_a_row = 0
         self._in_a_row_by_scaler = 0
-        self._state = module.chain_state
-        self._state.skipped_steps = skipped
-        self._last_potential = module.chain_state.mean_potential
+        self._last_potential = chains.observed.mean_potential
         self._batch: Any = None
-        self.shares_gradients = module.layout.ranks_per_chain > 1
+        self._shares_gradients = chains.layout.ranks_per_chain > 1
         # Chains of other processes must not make more steps than these.
-        self._decides_together = module.layout.is_spread and not self._stops
+        self._decides_together = chains.layout.is_spread and not self._stops
         self.has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
-        self._parameters = [p for group in module.sampler.param_groups for p in group["params"]]
-        on_cuda = module.device.type == "cuda"
-        self._deferred = DeferredCheck(module.num_chains, pinned=True) if on_cuda and self._stops else None
-        self._looks_at_gradients = not self._stops or (self.shares_gradients and not on_cuda)
-        persistent = set(module.state_dict())
-        self._buffers = [b for name, b in module.named_buffers() if name in persistent]
+        self._parameters = [p for group in sampler.param_groups for p in group["params"]]
+        on_cuda = self._model.device.type == "cuda"
+        self._deferred = DeferredCheck(chains.num_chains, pinned=True) if on_cuda and self._stops else None
+        self._looks_at_gradients = not self._stops or (self._shares_gradients and not on_cuda)
+        persistent = set(self._model.state_dict())
+        self._buffers = [b for name, b in self._model.named_buffers() if name in persistent]
         self._kept = [b.clone() for b in self._buffers]
-
-    @property
-    def skipped(self) -> int:
-        """Steps that were left out, of this run and of those that it goes on from."""
-        return self._state.skipped_steps
 
     def begin(self, batch: Any) -> None:
         """Keep what a step changes before its update: BatchNorm's running statistics."""
@@ -96,26 +99,21 @@ class EnergyGuard:
         if self._buffers:
             _copy(self._kept, self._buffers)
 
-    @staticmethod
-    def visible_in_gradient(potential: Tensor) -> Tensor:
-        """Return the potential itself, with a NaN gradient where it is not finite and bit for bit its own elsewhere."""
-        return potential * (potential.detach() * 0 + 1)
-
-    def admits(self) -> bool:
+    def allows_update(self) -> bool:
         """Return whether the sampler may make its update.
 
         Raises:
             NonFiniteEnergyError: if it may not, and the run should stop.
         """
-        potential = self._state.mean_potential
+        potential = self._chains.observed.mean_potential
         if self._deferred is not None:
-            bad = self._deferred.note(potential, self._module.sampler.step_count + 1)
+            bad = self._deferred.note(potential, self._sampler.step_count + 1)
             if bad is not None:
                 self._stop_late(*bad)
             return True
         if self._looks_at_gradients:
             finite = all_finite([p.grad for p in self._parameters if p.grad is not None])
-            if not self.shares_gradients:
+            if not self._shares_gradients:
                 finite = finite and _is_finite(potential)
         else:
             finite = _is_finite(potential)
@@ -134,9 +132,9 @@ class EnergyGuard:
         Raises:
             NonFiniteEnergyError: if it leaves out one after the other without end.
         """
-        if self._state.mean_potential is self._last_potential:
+        if self._chains.observed.mean_potential is self._last_potential:
             return  # it was this guard that left the step out
-        potential = self._state.mean_potential
+        potential = self._chains.observed.mean_potential
         self._undo()
         self._in_a_row_by_scaler += 1
         if self._in_a_row_by_scaler >= SCALER_LIMIT:
@@ -151,24 +149,32 @@ class EnergyGuard:
         Raises:
             NonFiniteEnergyError: if it does.
         """
-        module = self._module
-        name = bad_tensor(dict(module.named_parameters()), dict(module.named_buffers()))
-        if name is not None:
-            raise self.state_error(name, what)
+        name = bad_tensor(dict(self._model.named_parameters()), dict(self._model.named_buffers()))
+        if name is None:
+            return
+        chain = self._chains.first_bad(name)
+        energies = self._chains.observed.energy
+        index = self._chains.layout.chains.index(chain) if energies.numel() > 1 else 0
+        raise self._state_error(name, what, chain, energies[index].item())
 
-    def state_error(self, name: str, what: str, chain: int | None = None) -> NonFiniteEnergyError:
-        """Return the error for a state whose tensor `name` is not finite, of a chain or of the first that has it so."""
-        if chain is None:
-            chain = self._module.chain_with(name)
-        step = self._module.sampler.step_count
-        checkpoint = last_good_checkpoint(self._trainer)
+    def check_sample(self, sample: PosteriorSample) -> None:
+        """Raise if a state that would be a sample holds NaN or infinite numbers.
+
+        Raises:
+            NonFiniteEnergyError: if it does.
+        """
+        name = bad_tensor(sample.parameters, sample.buffers)
+        if name is not None:
+            raise self._state_error(name, "it is no sample", sample.chain, sample.energy)
+
+    def _state_error(self, name: str, what: str, chain: int, energy: float) -> NonFiniteEnergyError:
+        """Return the error for a chain's state whose tensor `name` is not finite."""
+        step = self._sampler.step_count
         message = (
             f"'{name}' of chain {chain} holds NaN or infinite numbers after step {step} ({self._controls()}), so "
-            f"{what}; "
-            f"{describe_checkpoint(self._trainer)}; {SMALLER_STEP}"
+            f"{what}; {describe_checkpoint(self._trainer)}; {SMALLER_STEP}"
         )
-        energy = self._state.energy[self._module.layout.chains.index(chain) if self._state.energy.numel() > 1 else 0]
-        return NonFiniteEnergyError(message, step, chain, energy.item(), checkpoint)
+        return NonFiniteEnergyError(message, step, chain, energy, last_good_checkpoint(self._trainer))
 
     def finish(self) -> None:
         """Look at what has not been looked at yet, and say how many steps were left out."""
@@ -177,9 +183,10 @@ class EnergyGuard:
             if bad is not None:
                 self._stop_late(*bad)
         self.check_state("the run cannot end well")
-        if self._state.skipped_steps:
+        skipped = self._chains.counters.skipped_steps
+        if skipped:
             rank_zero_warn(
-                f"{self._state.skipped_steps} steps were left out because their energy or gradient was not finite; the "
+                f"{skipped} steps were left out because their energy or gradient was not finite; the "
                 "schedule counts the steps that were made, so samples planned for the last ones may be missing."
             )
 
@@ -189,30 +196,30 @@ class EnergyGuard:
         """Leave the step without a trace, and stop or count it."""
         cause, advice = self._diagnosis(potential)
         self._undo()
-        lost = bad_tensor(dict(self._module.named_parameters()), {}) is not None
+        lost = bad_tensor(dict(self._model.named_parameters()), {}) is not None
         if self._stops or lost:
             raise self._error(potential, cause, advice)
-        self._state.skipped_steps += 1
+        counters = self._chains.counters
+        counters.skipped_steps += 1
         self._in_a_row += 1
         if self._in_a_row >= self._limit:
             raise self._error(potential, f"{cause}, the {self._in_a_row}th time in a row", advice)
-        if self._state.skipped_steps == 1:
+        if counters.skipped_steps == 1:
             rank_zero_warn(
-                f"Step {self._module.sampler.step_count + 1} is left out since {cause} ({self._controls()}); such "
+                f"Step {self._sampler.step_count + 1} is left out since {cause} ({self._controls()}); such "
                 f"steps are counted, and {self._limit} in a row stop the run."
             )
         for logger in self._trainer.loggers:
-            logger.log_metrics({"sampler/skipped_steps": self._state.skipped_steps}, step=self._trainer.global_step)
+            logger.log_metrics({"sampler/skipped_steps": counters.skipped_steps}, step=self._trainer.global_step)
 
     def _undo(self) -> None:
         if self._buffers:
             _copy(self._buffers, self._kept)
-        self._state.mean_potential = self._last_potential
+        self._chains.observed.mean_potential = self._last_potential
 
     def _diagnosis(self, potential: Tensor) -> tuple[str, str]:
         """Return what is not finite and what helps, in words; only called when something is wrong."""
-        module = self._module
-        lost = bad_tensor(dict(module.named_parameters()), {})
+        lost = bad_tensor(dict(self._model.named_parameters()), {})
         if lost is not None:
             return (
                 f"'{lost}' has become NaN or infinite by the steps before",
@@ -221,9 +228,9 @@ class EnergyGuard:
         if _first(~self._finite_inputs()):
             return "the batch holds NaN or infinite numbers", "clean the data, or pass nonfinite_energy='skip'"
         if not _is_finite(potential):
-            value = _first_bad(potential)[1] * self._state.num_data
+            value = _first_bad(potential)[1] * self._chains.observed.num_data
             return f"the energy is {value}", f"{SMALLER_STEP}, or pass nonfinite_energy='skip'"
-        named = ((n, p.grad) for n, p in module.named_parameters() if p.grad is not None)
+        named = ((n, p.grad) for n, p in self._model.named_parameters() if p.grad is not None)
         name = first_not_finite(named)
         where = f"the gradient of '{name}'" if name is not None else "another rank's energy"
         return f"{where} is not finite", f"{SMALLER_STEP}, or pass nonfinite_energy='skip'"
@@ -233,10 +240,10 @@ class EnergyGuard:
         return torch.tensor(all(bool(t.isfinite().all()) for t in floating))
 
     def _error(self, potential: Tensor, cause: str, advice: str = "keep the weights in range") -> NonFiniteEnergyError:
-        step = self._module.sampler.step_count + 1
+        step = self._sampler.step_count + 1
         index, value = _first_bad(potential)
-        chain = self._module.layout.chains[index]
-        energy = value * self._state.num_data
+        chain = self._chains.layout.chains[index]
+        energy = value * self._chains.observed.num_data
         message = (
             f"step {step} of chain {chain} is not made and the run stops, since {cause} (energy {energy:.6g}, "
             f"{self._controls()}); {describe_checkpoint(self._trainer)}; {advice}"
@@ -244,7 +251,7 @@ class EnergyGuard:
         return NonFiniteEnergyError(message, step, chain, energy, last_good_checkpoint(self._trainer))
 
     def _stop_late(self, step: int, chain: int, mean_potential: float) -> None:
-        energy, chain = mean_potential * self._state.num_data, self._module.layout.chains[chain]
+        energy, chain = mean_potential * self._chains.observed.num_data, self._chains.layout.chains[chain]
         message = (
             f"the energy of chain {chain} was {energy} at step {step} ({self._controls()}), so the run stops; the "
             f"parameters in memory are lost, samples and checkpoints are not: {describe_checkpoint(self._trainer)}; "
@@ -253,7 +260,7 @@ class EnergyGuard:
         raise NonFiniteEnergyError(message, step, chain, energy, last_good_checkpoint(self._trainer))
 
     def _controls(self) -> str:
-        group = self._module.sampler.param_groups[0]
+        group = self._sampler.param_groups[0]
         numbers = {name: _first(torch.as_tensor(group[name])) for name in ("lr", "temperature")}
         return ", ".join(f"{name} {value:.6g}" for name, value in numbers.items())
 

@@ -11,6 +11,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sgmcmc.run.checkpoints import describe_checkpoint
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
+from lightning_sgmcmc.run.trainer import is_trial, was_terminated
 
 FILE_NAME = "last-interrupted.ckpt"
 """Begins with "last", so that `Trainer.fit(ckpt_path="last")` finds it if it is the newest."""
@@ -106,7 +107,7 @@ class Interruption:
         if self.requested:
             self._behind_a_step = True
             raise KeyboardInterrupt
-        if trainer.received_sigterm and trainer.world_size == 1:  # type: ignore[attr-defined]
+        if was_terminated(trainer) and trainer.world_size == 1:
             self._behind_a_step = True
             raise SIGTERMException
 
@@ -117,7 +118,7 @@ class Interruption:
                 exception.code = SIGTERM_EXIT_CODE
         elif not isinstance(exception, KeyboardInterrupt):
             return
-        if trainer.state.fn != "fit" or trainer.global_step == 0 or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if trainer.state.fn != "fit" or trainer.global_step == 0 or is_trial(trainer):
             return
         whole = self._behind_a_step or isinstance(exception, SIGTERMException) or not in_a_step(trainer)
         # Saving is a common act of all ranks, and elsewhere they may have stopped at different places.

@@ -1,16 +1,13 @@
-"""What a progress bar says of a sampling run."""
+"""Entries of the progress bar for a sampling run."""
 
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import pytorch_lightning as pl
 from torch import Tensor
 
-from lightning_sgmcmc.run.handover import SampleHandover
-
-if TYPE_CHECKING:
-    from lightning_sgmcmc.module import BayesianModule
-
+from lightning_sgmcmc.chains.chains import chains_of, sampler_of
+from lightning_sgmcmc.run.safeguards import Safeguards
 
 SECONDS_BETWEEN_READINGS = 0.25
 """Reading the energy waits for the device, and nobody reads a bar more often than this."""
@@ -25,11 +22,11 @@ class SamplingProgress(pl.Callback):
     times a second, and at an epoch's last batch: other steps cost no synchronization.
 
     Args:
-        handover: who counts the samples.
+        safeguards: counts the samples.
     """
 
-    def __init__(self, handover: SampleHandover) -> None:
-        self._handover = handover
+    def __init__(self, safeguards: Safeguards) -> None:
+        self._safeguards = safeguards
         self._begin()
 
     def _begin(self) -> None:
@@ -47,7 +44,7 @@ class SamplingProgress(pl.Callback):
         def get_metrics(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
             others = own_items(trainer, pl_module)
             others.pop("v_num", None)
-            return {**self.items(trainer, cast("BayesianModule", pl_module)), **others}
+            return {**self.items(trainer, pl_module), **others}
 
         bar.get_metrics = get_metrics  # type: ignore[method-assign]
 
@@ -56,20 +53,21 @@ class SamplingProgress(pl.Callback):
         if stage == "fit" and bar is not None:
             bar.__dict__.pop("get_metrics", None)
 
-    def items(self, trainer: pl.Trainer, module: "BayesianModule") -> dict[str, str]:
-        """Return what there is to say of the running fit, as text: energy and temperature are means over chains."""
-        state, sampler = module.chain_state, module.sampler
+    def items(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
+        """Return the progress bar's entries for the present step; energy and temperature are means over chains."""
+        chains, sampler = chains_of(module), sampler_of(module)
+        progress = chains.progress
         if sampler.step_count == 0:
             return {}
         now = time.monotonic()
         if now >= self._next_reading or trainer.is_last_batch:
             self._next_reading = now + SECONDS_BETWEEN_READINGS
             self._from_device = {
-                "energy": short_number(state.energy.mean().item()),
+                "energy": short_number(chains.observed.energy.mean().item()),
                 "temperature": f"{_mean(sampler.param_groups[0]['temperature']):.3g}",
             }
-        cycle = {} if state.num_cycles is None else {"cycle": f"{state.cycle + 1}/{state.num_cycles}"}
-        return {**self._from_device, **cycle, "stage": state.stage, "samples": str(self._handover.samples)}
+        cycle = {} if progress.num_cycles is None else {"cycle": f"{progress.cycle + 1}/{progress.num_cycles}"}
+        return {**self._from_device, **cycle, "stage": progress.stage.value, "samples": str(self._safeguards.samples)}
 
 
 def short_number(value: float) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -11,11 +11,9 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
+from lightning_sgmcmc.chains.chains import Chains, chains_of, sampler_of
+from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.seeding import derive_seed, reseed
-
-if TYPE_CHECKING:
-    from lightning_sgmcmc.module import BayesianModule
-
 
 ACCUMULATED = "accumulated_gradients"
 MEAN_POTENTIAL = "mean_potential of the micro-batches"
@@ -52,28 +50,28 @@ class ExactResume(pl.Callback):
             self._batches, self._accumulated, self._loaders, self._positions = 0, {}, [], []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = cast("BayesianModule", pl_module)
-        self._seed = module.sampler.seed  # a checkpoint's, if there is one
-        layout = module.layout
+        chains = chains_of(pl_module)
+        self._seed = sampler_of(pl_module).seed  # a checkpoint's, if there is one
+        layout = chains.layout
         self._streams = [layout.stream(chain) for chain in layout.chains]
-        self._device = module.device
+        self._device = pl_module.device
         length = trainer.num_training_batches
         self._epoch_length = int(length) if math.isfinite(length) else None
-        self._prepare_loaders(trainer, layout.chains if not module.shared_batch else range(1))
+        self._prepare_loaders(trainer, layout.chains if not chains.shared_batch else range(1))
         self._end_by_steps(trainer)
-        self._restore_accumulated(module)
-        module.chain_state.begin_chain = self.begin_chain
+        self._restore_accumulated(chains)
+        chains.claims.claim("seed chain", self, self.begin_chain)
         self._reseed("epoch")
 
-    def _restore_accumulated(self, module: "BayesianModule") -> None:
-        parameters = dict(module.named_parameters())
+    def _restore_accumulated(self, chains: Chains) -> None:
+        parameters = dict(chains.model.named_parameters())
         for name, tensor in self._accumulated.items():
             if name == MEAN_POTENTIAL:
-                module.chain_state.mean_potential = tensor.to(module.device)
+                chains.observed.mean_potential = tensor.to(chains.model.device)
             else:
                 parameters[name].grad = tensor.to(parameters[name].device)
-        if self._accumulated and module.chains is not None:
-            module.chains.spread_gradients()
+        if self._accumulated:
+            chains.spread_gradients()
         self._accumulated = {}
 
     def begin_chain(self, index: int) -> None:
@@ -108,7 +106,7 @@ class ExactResume(pl.Callback):
 
     def _end_by_steps(self, trainer: pl.Trainer) -> None:
         by_epochs = trainer.max_steps == -1 and trainer.max_epochs not in (None, -1)
-        changing = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # type: ignore[attr-defined]
+        changing = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks_of(trainer))
         if by_epochs and self._epoch_length is not None and not changing:
             trainer.fit_loop.epoch_loop.max_steps = int(trainer.estimated_stepping_batches)
             self._limited_steps = True
@@ -150,15 +148,13 @@ class ExactResume(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        module = cast("BayesianModule", pl_module)
-        state = module.chain_state
-        if not state.accumulating:
+        chains = chains_of(pl_module)
+        if not chains.accumulation.accumulating:
             return
-        if module.chains is not None:
-            module.chains.collect_gradients()
+        chains.collect_gradients()
         kept = {name: p.grad.detach() for name, p in pl_module.named_parameters() if p.grad is not None}
-        kept[MEAN_POTENTIAL] = state.mean_potential
-        layout = module.layout
+        kept[MEAN_POTENTIAL] = chains.observed.mean_potential
+        layout = chains.layout
         if layout.is_spread:  # in the form of all chains; a group's ranks have not exchanged them yet
             kept = {name: layout.gather_stored(layout.mean_over_data(t))[None] for name, t in kept.items()}
         elif trainer.world_size > 1:
@@ -171,7 +167,7 @@ class ExactResume(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         saved: Mapping[str, Tensor] = checkpoint.get(ACCUMULATED, {})
-        layout = cast("BayesianModule", pl_module).layout
+        layout = chains_of(pl_module).layout
         if layout.is_spread:
             self._accumulated = {name: layout.own_stored(tensor.mean(0)) for name, tensor in saved.items()}
         else:
@@ -179,10 +175,12 @@ class ExactResume(pl.Callback):
             self._accumulated = {name: t[trainer.global_rank] if same else t.mean(0) for name, t in saved.items()}
         own = checkpoint["callbacks"].get(self.state_key, {})
         if own.get("epoch_length") and own["batches"] > 0:
-            put_right(checkpoint["loops"]["fit_loop"], own["batches"], own["epoch_length"], accumulating=bool(saved))
+            repair_loop_counts(
+                checkpoint["loops"]["fit_loop"], own["batches"], own["epoch_length"], accumulating=bool(saved)
+            )
 
 
-def put_right(fit_loop: dict[str, Any], batches: int, epoch_length: int, accumulating: bool) -> None:
+def repair_loop_counts(fit_loop: dict[str, Any], batches: int, epoch_length: int, accumulating: bool) -> None:
     """Set the counts of a saved fit loop to those of a run without a stop, at the end of its last batch.
 
     Args:

@@ -1,56 +1,90 @@
-"""The one callback that `BayesianModule` adds to a run."""
+"""Safeguards: the callback that every sampling run has."""
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import pytorch_lightning as pl
 
-from lightning_sgmcmc.chains.state import ChainState
+from lightning_sgmcmc.chains.chains import chains_of, sampler_of
+from lightning_sgmcmc.chains.samples import draw_samples
+from lightning_sgmcmc.chains.state import Counters
 from lightning_sgmcmc.run.checkpoints import protect_checkpoints
 from lightning_sgmcmc.run.checks import check_data, check_run
-from lightning_sgmcmc.run.guard import EnergyGuard
-from lightning_sgmcmc.run.handover import SampleHandover
+from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
 from lightning_sgmcmc.run.interruption import Interruption
+from lightning_sgmcmc.run.trainer import callbacks_of
+from lightning_sgmcmc.samplers import Sampler
 
-if TYPE_CHECKING:
-    from lightning_sgmcmc.module import BayesianModule
 
+class Safeguards(pl.Callback):
+    """Checks the run at its start, guards the energy, passes samples on, and saves an interrupted run.
 
-class Safeguards(SampleHandover):
-    """Hands samples over, and sees to it that nothing good is lost: it checks the run at its start, guards the energy,
-    ends an interrupted run with a checkpoint, and lets checkpoints be complete or not there.
+    `BayesianModule` adds it after the user's callbacks, so that all have seen a step before its samples are drawn, and
+    before the checkpoint callbacks, so that a checkpoint of this step knows of its samples. One callback for all of
+    these, since each costs some 5 µs a step.
 
-    One callback for all of them, since each costs some 5 µs a step.
+    Args:
+        nonfinite_energy: "stop" or "skip", see `BayesianModule`.
+        max_skipped_in_a_row: so many steps left out one after the other stop the run.
     """
 
-    def __init__(self) -> None:
+    samples = 0
+    """How many samples this run has drawn, over all its chains; a resumed run continues to count."""
+
+    def __init__(self, nonfinite_energy: NonFiniteEnergy = "stop", max_skipped_in_a_row: int = 100) -> None:
+        self._nonfinite_energy: NonFiniteEnergy = nonfinite_energy
+        self._max_skipped_in_a_row = max_skipped_in_a_row
         self._interruption = Interruption()
         self._guard: EnergyGuard | None = None
-        self._skipped = 0
-        self._state: ChainState | None = None
-        self._gradient_evaluations = 0
+        self._sampler: Sampler | None = None
+        self._counters = Counters()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         protect_checkpoints(trainer)
-        super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            self._guard, self._skipped, self._gradient_evaluations = None, 0, 0
-            check_run(trainer, cast("BayesianModule", pl_module))
+            self.samples, self._guard, self._counters = 0, None, Counters()
+            check_run(trainer, pl_module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module = cast("BayesianModule", pl_module)
+        chains, sampler = chains_of(pl_module), sampler_of(pl_module)
         check_data(trainer)
-        module.begin_energies(trainer)
-        self._guard = EnergyGuard(module, trainer, self._skipped)
-        self._state = module.chain_state
-        self._state.gradient_evaluations = self._gradient_evaluations
-        module.__dict__["_guard"] = module.sampler.guard = self._guard
+        chains.begin_energies(trainer)
+        chains.counters = self._counters
+        self._guard = EnergyGuard(chains, sampler, trainer, self._nonfinite_energy, self._max_skipped_in_a_row)
+        self._sampler, sampler.guard = sampler, self._guard
         self._interruption.begin(trainer)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._guard is not None and batch_idx % trainer.accumulate_grad_batches == 0:
+            self._guard.begin(batch)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        chains_of(pl_module).claims.end_update()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        chains = chains_of(pl_module)
+        if chains.progress.sample_due:
+            chains.progress.sample_due = False
+            self._pass_samples_on(trainer, pl_module)
         self._interruption.after_step(trainer)
+
+    def _pass_samples_on(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Give the samples of a step to every callback with the hook `on_posterior_sample`, and to the module."""
+        assert self._guard is not None
+        assert self._sampler is not None
+        for sample in draw_samples(chains_of(pl_module), self._sampler.step_count, self._guard.check_sample):
+            self.samples += 1
+            for receiver in (*callbacks_of(trainer), pl_module):
+                hook = getattr(receiver, "on_posterior_sample", None)
+                if hook is None:
+                    continue
+                if receiver is pl_module:
+                    hook(sample)
+                else:
+                    hook(trainer, pl_module, sample)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._interruption.end()
@@ -58,36 +92,37 @@ class Safeguards(SampleHandover):
             self._guard.finish()
         self._release(pl_module)
 
-    def _release(self, pl_module: pl.LightningModule) -> None:
-        """Let go of the trainer, so that the module can be copied and pickled."""
-        module = cast("BayesianModule", pl_module)
-        self._skipped, self._guard = module.skipped_steps, None
-        self._gradient_evaluations, self._state = module.gradient_evaluations, None
-        module.end_energies()
-        module.__dict__["_guard"] = None
-
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._interruption.save(trainer, exception)
         self._interruption.end()
         self._release(pl_module)
+
+    def _release(self, pl_module: pl.LightningModule) -> None:
+        """Drop the trainer, so that the module can be copied and pickled."""
+        if self._sampler is not None:
+            self._sampler.guard = None
+        self._guard = self._sampler = None
+        chains_of(pl_module).end_energies()
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if self._guard is not None and trainer.state.fn == "fit":
             self._guard.check_state("it is not saved")
-        # What says no more than a part's name is for loggers; `load_from_checkpoint` would hand it to the constructor.
+        # Names of parts are for loggers; `load_from_checkpoint` would pass them to the constructor.
         hyperparameters = checkpoint.get(pl_module.CHECKPOINT_HYPER_PARAMS_KEY, {})
         for name in ("likelihood", "prior", "sampler"):
             if isinstance(hyperparameters.get(name), str):
                 del hyperparameters[name]
 
     def state_dict(self) -> dict[str, Any]:
-        skipped = self._guard.skipped if self._guard is not None else self._skipped
-        evaluations = self._state.gradient_evaluations if self._state is not None else self._gradient_evaluations
-        return super().state_dict() | {"skipped_steps": skipped, "gradient_evaluations": evaluations}
+        return {
+            "samples": self.samples,
+            "skipped_steps": self._counters.skipped_steps,
+            "gradient_evaluations": self._counters.gradient_evaluations,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._skipped = state_dict["skipped_steps"]
-        self._gradient_evaluations = state_dict.get("gradient_evaluations", 0)
+        self.samples = state_dict["samples"]
+        self._counters.skipped_steps = state_dict["skipped_steps"]
+        self._counters.gradient_evaluations = state_dict.get("gradient_evaluations", 0)

@@ -38,7 +38,7 @@ class Transition(NamedTuple):
 class Guard(Protocol):
     """What may forbid an update: the gradient and the energy are known when it is asked."""
 
-    def admits(self) -> bool:
+    def allows_update(self) -> bool:
         """Return whether the update may be made."""
 
 
@@ -157,7 +157,7 @@ class Sampler(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.guard is not None and not self.guard.admits():
+        if self.guard is not None and not self.guard.allows_update():
             return loss
         if any(self._is_noisy(group) for group in self.param_groups):
             if self.num_data is None:

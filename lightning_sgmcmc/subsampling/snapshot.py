@@ -2,33 +2,33 @@
 of."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode
-
-if TYPE_CHECKING:
-    from lightning_sgmcmc.module import BayesianModule
 
 
 class Snapshot:
     """Parameters and buffers of all chains of this process at one time, θ_q.
 
     Args:
-        module: the module; with several chains its tensors have a leading chain axis, and so have the snapshot's.
+        chains: the chains; with several, the model's tensors have a leading chain axis, and so have the snapshot's.
         with_gradients: whether gradients at θ_q are wanted, too.
     """
 
-    def __init__(self, module: "BayesianModule", with_gradients: bool = False) -> None:
+    def __init__(self, chains: Chains, with_gradients: bool = False) -> None:
+        module = chains.model
+        self._chains = chains
         self._module = module
         self._call = StatelessCall(module, lambda m, batch: m.log_likelihood(batch))
         self._prior = StatelessCall(module, lambda m: m.log_prior())
-        self._vmapped = module.num_chains > 1 and module._execution() == "vmap"
+        self._vmapped = chains.num_chains > 1 and chains.execution == "vmap"
         self.tensors = {name: tensor.detach().clone() for name, tensor in self._present().items()}
-        self.log_likelihood = torch.zeros(module.num_chains, dtype=torch.float64, device=module.device)
+        self.log_likelihood = torch.zeros(chains.num_chains, dtype=torch.float64, device=module.device)
         """log p(D|θ_q) of each chain over all data, shape (C,)."""
         self.parameters = {n: p for n, p in module.named_parameters() if p.requires_grad and with_gradients}
         """The module's own tensors that have a gradient here."""
@@ -54,7 +54,7 @@ class Snapshot:
 
     def _make_states(self) -> list[dict[str, Tensor]]:
         """Return the tensors to compute with: of all chains at once, or of each; their gradients go into the sums."""
-        chains, states = self._module.num_chains, []
+        chains, states = self._chains.num_chains, []
         whole = chains == 1 or self._vmapped
         places = {name: place for place, name in enumerate(self.parameters)}
         for chain in range(1 if whole else chains):
@@ -69,7 +69,7 @@ class Snapshot:
 
     def take(self) -> None:
         """Take over the chains' present states; what is known of the data there is then to be found anew."""
-        layout = self._module.layout
+        layout = self._chains.layout
         with torch.no_grad():
             for name, parameter in self._module.named_parameters():
                 self.tensors[name].copy_(parameter)
@@ -101,7 +101,7 @@ class Snapshot:
         states = self._states
         with torch.set_grad_enabled(bool(self.parameters)):
             if self._vmapped:
-                states = [{name: t[c] for name, t in states[0].items()} for c in range(self._module.num_chains)]
+                states = [{name: t[c] for name, t in states[0].items()} for c in range(self._chains.num_chains)]
             return torch.stack([self._prior.call(state) for state in states])
 
     def add_gradients(self, log_density: Tensor, divisor: float) -> None:
@@ -116,15 +116,15 @@ class Snapshot:
 
     def reduce(self) -> None:
         """Replace the sums by their mean over the ranks that share the chains' data."""
-        if self._module.layout.ranks_per_chain > 1:
-            self._sum_memory.copy_(self._module.layout.mean_over_data(self._sum_memory))
+        if self._chains.layout.ranks_per_chain > 1:
+            self._sum_memory.copy_(self._chains.layout.mean_over_data(self._sum_memory))
 
     def keep_full(self) -> None:
         """Take the sums, of this rank's share of all data over N each, for the gradient of all data."""
         self.reduce()
         if self._full_memory is None:
             self._full_memory, self.full = self._like_parameters()
-        torch.mul(self._sum_memory, self._module.layout.ranks_per_chain, out=self._full_memory)
+        torch.mul(self._sum_memory, self._chains.layout.ranks_per_chain, out=self._full_memory)
         self.clear()
 
     def clear(self) -> None:
@@ -136,7 +136,7 @@ class Snapshot:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, of all chains of the run."""
-        layout = self._module.layout
+        layout = self._chains.layout
 
         def stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: layout.gather_stored(tensor).cpu().clone() for name, tensor in tensors.items()}
@@ -152,7 +152,7 @@ class Snapshot:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        layout = self._module.layout
+        layout = self._chains.layout
         for name, tensor in state["tensors"].items():
             self.tensors[name].copy_(layout.own_stored(tensor))
         self.log_likelihood.copy_(layout.own(state["log_likelihood"]))

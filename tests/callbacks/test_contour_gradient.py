@@ -248,7 +248,11 @@ def test_two_ranks_share_one_energy(tmp_path: Path) -> None:
     class Dump(Spy):
         def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
             state = {"vector": pl_module.contour.state.log_vector, "visits": pl_module.contour.state.visits}
-            own = {"steps": self.steps, "weight": pl_module.net.weight.detach(), "own": pl_module.chain_state.energy}
+            own = {
+                "steps": self.steps,
+                "weight": pl_module.net.weight.detach(),
+                "own": pl_module.chains.observed.energy,
+            }
             torch.save(state | own, tmp_path / f"{trainer.global_rank}.pt")
 
     problem = ConjugateRegression()

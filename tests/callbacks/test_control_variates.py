@@ -64,7 +64,7 @@ def full_gradient(module: BayesianModule) -> Tensor:
     data = Even()
     data.setup("fit")
     train = data.splits[0]
-    energy = module.potential_energy((train.inputs, train.targets)).sum() / module._known_num_data()
+    energy = module.potential_energy((train.inputs, train.targets)).sum() / module.num_data
     gradients = torch.autograd.grad(energy, list(module.parameters()))
     return rows_of(gradients, module.num_chains)
 
@@ -118,7 +118,7 @@ def test_one_pass_over_the_data_and_one_forward_pass_a_step(energy: bool) -> Non
     trainer.fit(module, datamodule=Even(16))
     assert module.at_snapshot == 2 * 64 + 3 * 64  # snapshots of epochs 1 and 3; steps from epoch 1 on
     assert module.gradient_evaluations == 4 * 64 + module.at_snapshot
-    assert (module.chain_state.energy_correction is not None) == energy
+    assert (module.chains.observed.correction is not None) == energy
 
 
 def test_the_cost_is_logged(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_energies_go_on_in_the_middle_of_a_step(tmp_path: Path) -> None:
 
     class Last(SamplerCallback):
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            self.energy = pl_module.chain_state.observed_energy(include_prior=True)
+            self.energy = pl_module.chains.observed.corrected(include_prior=True)
 
     def fit(callback: pl.Callback, *extra: pl.Callback, **options: Any) -> Tensor:
         module = seeded(Plain)

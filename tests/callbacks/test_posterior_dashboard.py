@@ -303,7 +303,7 @@ def test_importance_weights_reach_the_pictures() -> None:
     class Weigh(SamplerCallback):
         def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
             step = pl_module.sampler.step_count
-            pl_module.chain_state.log_weight = torch.tensor([-np.inf if step < 8 else 700.0 + np.log(step)])
+            pl_module.chains.tags.log_weight = torch.tensor([-np.inf if step < 8 else 700.0 + np.log(step)])
 
     class Count(SamplerCallback):
         def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:

@@ -132,7 +132,7 @@ def test_the_estimated_noise_of_an_energy() -> None:
 
     class Look(SamplerCallback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            energies.append(float(pl_module.chain_state.energy[0]))
+            energies.append(float(pl_module.chains.observed.energy[0]))
             assert exchange._variance is not None
             found.append(float(exchange._variance[0, 0]))
 

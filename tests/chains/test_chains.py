@@ -326,10 +326,9 @@ def test_gradients_that_a_cuda_graph_would_overwrite_are_added_up() -> None:
     """Stands in for a device: gradients in kept memory, over micro-batches, are those in fresh memory."""
 
     class Kept(Net):
-        def begin_energies(self, trainer: pl.Trainer) -> None:
-            super().begin_energies(trainer)
-            assert self._energies is not None
-            self._energies._replays = True
+        def on_train_start(self) -> None:
+            assert self.chains.energies is not None
+            self.chains.energies._replays = True
 
     def run(model: Any) -> list[PosteriorSample]:
         module = seeded(lambda: model(2, chain_execution="vmap"))
@@ -362,7 +361,11 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path) -> None:
 def test_the_state_between_micro_batches_survives(tmp_path: Path) -> None:
     class Save(pl.callbacks.Checkpoint):  # these come after all others
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if trainer.global_step == 2 and module.chain_state.accumulating and not (tmp_path / "mid.ckpt").exists():
+            if (
+                trainer.global_step == 2
+                and module.chains.accumulation.accumulating
+                and not (tmp_path / "mid.ckpt").exists()
+            ):
                 trainer.save_checkpoint(tmp_path / "mid.ckpt")
 
     whole = fit(seeded(lambda: Net(2)), 10, [Save()], accumulate_grad_batches=3, enable_checkpointing=True)

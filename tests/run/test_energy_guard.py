@@ -66,7 +66,7 @@ class States(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
         self.states.append({name: t.clone() for name, t in pl_module.state_dict().items()})
         self.steps.append(pl_module.sampler.step_count)
-        self.energies.append(pl_module.chain_state.energy.item())
+        self.energies.append(pl_module.chains.observed.energy.item())
 
 
 class BadGradient(pl.Callback):
@@ -114,8 +114,8 @@ def test_the_run_stops_before_the_update(tmp_path: Path) -> None:
     assert same(model.state_dict(), states.states[-1]), "neither parameters nor BatchNorm's statistics have moved"
     assert model.sampler.step_count == 3
     assert [r.step for r in Posterior.load(tmp_path / "s").records] == [1, 2, 3]
-    pickle.dumps(model.chain_state)
-    assert model._guard is None, "the module lets go of the trainer"
+    pickle.dumps(model.chains.observed)
+    assert model.chains.energies is None, "the module drops what only a fit needs"
 
 
 def test_a_step_size_that_is_too_large(tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def test_deferred_errors_name_everything(tmp_path: Path) -> None:
     class Late(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
             if trainer.global_step == 0:
-                pl_module._guard._deferred = DeferredCheck(1, pinned=False, interval=1)
+                pl_module.sampler.guard._deferred = DeferredCheck(1, pinned=False, interval=1)
 
     model = module(net=nn.Linear(2, 2))
     trainer = quiet_trainer(max_epochs=1, callbacks=[Late(), checkpoints(tmp_path)], enable_checkpointing=True)

@@ -220,7 +220,7 @@ def test_trainers(options: Any, callbacks: Any, error: Any, message: str, monkey
         fit(model, *(make() for make in callbacks), **made)
     assert "\n" not in str(caught.value)
     if Freeze not in callbacks:
-        assert not model._guard
+        assert model.chains.energies is None
         assert not list(tmp_path.rglob("*.safetensors")), "before the first sample"
 
 
@@ -347,7 +347,7 @@ def test_networks_and_data(make: Any, train: dict[str, Any], message: str) -> No
     model = make()
     with pytest.raises((ValueError, RuntimeError), match=message):
         fit(model, train=loader(**train))
-    assert model.chain_state.sample_due is False
+    assert model.chains.progress.sample_due is False
 
 
 def test_data_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,7 +370,7 @@ def test_frozen_parameters_are_not_sampled() -> None:
     model = module(net=net, lr=0.5)
     fit(model, SampleCollector(in_memory=True))
     assert torch.equal(model.net[0].weight, before)  # type: ignore[index]
-    assert set(model._trainable or {}) == {"net.1.weight", "net.1.bias"}
+    assert set(model.chains.trainable) == {"net.1.weight", "net.1.bias"}
     assert model.posterior is not None
     assert torch.equal(model.posterior[0].parameters["net.0.weight"], before)
 

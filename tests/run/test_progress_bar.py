@@ -11,7 +11,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar, TQDMProgressBar
 
 from lightning_sgmcmc.callbacks import CyclicalSchedule, SampleCollector, SamplingSchedule
-from lightning_sgmcmc.chains.state import ChainState
+from lightning_sgmcmc.chains.state import ObservedEnergy
 from lightning_sgmcmc.run import progress_bar as progress
 from lightning_sgmcmc.run.progress_bar import SamplingProgress, short_number
 from tests.support.conjugate import quiet_trainer
@@ -28,7 +28,7 @@ class Energies(pl.Callback):
         self.values: list[float] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
-        self.values.append(pl_module.chain_state.energy.item())
+        self.values.append(pl_module.chains.observed.energy.item())
 
 
 def rich_bar() -> tuple[RichProgressBar, io.StringIO]:
@@ -127,10 +127,10 @@ def test_the_device_is_read_at_readings_only(kind: str, monkeypatch: pytest.Monk
     """With the clock standing still: once at the start, and at each epoch's last batch; both bars ask at each step."""
     readings: list[int] = []
     asked: list[int] = []
-    energy = ChainState.energy.fget  # type: ignore[attr-defined]
+    energy = ObservedEnergy.energy.fget  # type: ignore[attr-defined]
     items = SamplingProgress.items
 
-    def read(state: ChainState) -> torch.Tensor:
+    def read(state: ObservedEnergy) -> torch.Tensor:
         readings.append(1)
         result: torch.Tensor = energy(state)
         return result
@@ -139,7 +139,7 @@ def test_the_device_is_read_at_readings_only(kind: str, monkeypatch: pytest.Monk
         asked.append(1)
         return items(self, *args)
 
-    monkeypatch.setattr(ChainState, "energy", property(read))
+    monkeypatch.setattr(ObservedEnergy, "energy", property(read))
     monkeypatch.setattr(SamplingProgress, "items", ask)
     monkeypatch.setattr(progress.time, "monotonic", lambda: 100.0)
     bar = TQDMProgressBar() if kind == "tqdm" else rich_bar()[0]

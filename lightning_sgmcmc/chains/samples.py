@@ -1,0 +1,62 @@
+"""The chains' present states as posterior samples."""
+
+from collections.abc import Callable, Iterator
+
+from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.chains.sample import PosteriorSample
+
+
+def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], None]) -> Iterator[PosteriorSample]:
+    """Return the chains' present states as samples, one for each chain of the run in their order.
+
+    They are made one after the other with tensors of their own; all processes iterate over them together.
+
+    Args:
+        chains: the chains of this process.
+        step: optimizer steps made.
+        check: raises for a sample of this process that cannot be one, before other processes see it.
+
+    Raises:
+        RuntimeError: if a parameter was frozen during the run.
+    """
+    frozen = next((name for name, p in chains.trainable.items() if not p.requires_grad), None)
+    if frozen is not None:
+        raise RuntimeError(
+            f"'{frozen}' was frozen in the middle of the run, so this state is no sample of the posterior: freeze "
+            "parameters before the fit"
+        )
+    prepare = chains.claims.get("prepare samples")
+    if prepare is not None:
+        prepare()
+    own = _own_samples(chains, step, check)
+    layout, tags = chains.layout, chains.tags
+    everyone = layout.strategy.share_samples(own, chains.num_chains) if layout.is_spread else own
+    for sample in everyone:
+        if tags.labels is not None:
+            sample.chain = tags.labels[sample.chain]
+        if sample.chain in tags.sampled:
+            yield sample
+
+
+def _own_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], None]) -> Iterator[PosteriorSample]:
+    """Yield the samples of this process's chains."""
+    model, tags, layout = chains.model, chains.tags, chains.layout
+    energy = layout.mean_over_data(chains.observed.energy) if tags.energy is None else tags.energy
+    energies, log_weights = energy.reshape(-1).tolist(), tags.log_weight.reshape(-1).tolist()
+    bins = tags.bin.reshape(-1).tolist() if tags.bin is not None else [None] * chains.num_chains
+    for index, chain in enumerate(layout.chains):
+        with chains.at(index):
+            parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+            buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+        sample = PosteriorSample(
+            step=step,
+            cycle=chains.progress.cycle,
+            chain=chain,
+            energy=energies[index],
+            log_weight=log_weights[index],
+            bin=bins[index],
+            parameters=parameters,
+            buffers=buffers,
+        )
+        check(sample)
+        yield sample

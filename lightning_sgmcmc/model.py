@@ -1,0 +1,200 @@
+"""EnergyModel: the network, likelihood and prior that define a potential energy, for one chain."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytorch_lightning as pl
+from torch import Tensor, nn
+
+from lightning_sgmcmc.likelihoods import Likelihood
+from lightning_sgmcmc.priors import GaussianPrior, Prior
+from lightning_sgmcmc.samplers import Sampler
+
+
+class EnergyModel(pl.LightningModule):
+    """The part of a `BayesianModule` that a user defines: forward, likelihood, prior, score.
+
+        U(θ) = -Σ_i log p(y_i|x_i,θ) - log p(θ)
+
+    Its methods are about one network. Nothing here knows of chains, samplers or runs.
+
+    Args:
+        net: the network; leave it out in a subclass that defines `forward`.
+        likelihood: p(y | output); leave it out in a subclass that defines `log_likelihood`.
+        prior: log p(θ) over all trainable parameters; None is a standard Gaussian.
+
+    Raises:
+        TypeError: if a part is a class instead of an object, or of the wrong kind.
+    """
+
+    def __init__(self, net: nn.Module | None, likelihood: Likelihood | None, prior: Prior | None) -> None:
+        super().__init__()
+        check_part("net", net, nn.Module)
+        check_part("likelihood", likelihood, Likelihood)
+        check_part("prior", prior, Prior)
+        self._compiled_net: list[nn.Module] = []
+        """The wrapper that torch.compile made of the network, if there is one; in a list, so it is no submodule."""
+        if net is not None:
+            # A compiled network trains compiled and is evaluated as it was, so samples have the plain names.
+            self.net = getattr(net, "_orig_mod", net)
+            if self.net is not net:
+                self._compiled_net = [net]
+        self.likelihood = likelihood
+        self.prior = prior if prior is not None else GaussianPrior()
+        self.checks_targets = True
+        """Whether the next training batch's targets are checked; once in a fit, since it waits for the device."""
+
+    def forward(self, x: Any) -> Any:
+        """Return the network's output for the inputs `x`, for one chain."""
+        if "net" not in self._modules:
+            raise NotImplementedError(f"{type(self).__name__} needs a network: pass net=… or define forward")
+        return self._compiled_net[0](x) if self._compiled_net and self.training else self.net(x)
+
+    def output_and_target(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the network's output for a batch and its target; override it where a batch is not a pair (x, y)."""
+        if not (isinstance(batch, list | tuple) and len(batch) == 2):
+            raise TypeError(
+                f"a batch should be a pair (x, y), got {type(batch).__name__}: override output_and_target(batch) of "
+                f"{type(self).__name__} for batches of another form"
+            )
+        x, y = batch
+        return self(x), y
+
+    def log_likelihood(self, batch: Any) -> Tensor:
+        """Return log p(y|x,θ) of each datum of a batch, shape (n,), for one chain."""
+        if self.likelihood is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} needs a likelihood: pass likelihood=… or define log_likelihood(batch)"
+            )
+        output, target = self.output_and_target(batch)
+        if self.checks_targets and self.training:
+            self.likelihood.check_target(output.detach(), target)
+            self.checks_targets = False
+        return self.likelihood.log_prob(output, target)
+
+    def log_prior(self) -> Tensor:
+        """Return log p(θ) of the trainable parameters, shape (), for one chain."""
+        return self.prior.log_prob(self.named_trainable())
+
+    def score(self, batch: Any) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+        """Return what an evaluation averages over samples.
+
+        Returns:
+            log p(y|x,θ) of each datum (n,), the likelihood's terms (see `Likelihood`), and the targets (None and no
+            terms where the module has its own log_likelihood and no likelihood).
+        """
+        if self.likelihood is None:
+            return self.log_likelihood(batch), {}, None
+        output, target = self.output_and_target(batch)
+        terms = self.likelihood.terms(output) | self.likelihood.target_terms(output, target)
+        if not self.has_own("log_likelihood"):
+            return self.likelihood.log_prob(output, target), terms, target
+        return self.log_likelihood(batch), terms, target
+
+    @contextmanager
+    def at_chain(self, chain: int) -> Iterator[None]:
+        """Put the network of one chain in place; here there is one network, which is in place already."""
+        yield
+
+    # -- about the model ----------------------------------------------------------------------------------------------
+
+    def has_own(self, method: str) -> bool:
+        """Return whether a subclass of the user's overrides one of this class's methods."""
+        return getattr(type(self), method) is not getattr(EnergyModel, method)
+
+    def named_trainable(self) -> dict[str, Tensor]:
+        """Return the parameters that require gradients, by name."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+    def recorded_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the constructor from which the network can be rebuilt."""
+        return dict(self._arguments)
+
+    _arguments: dict[str, Any]
+    """The arguments of the constructor, see `lightning_sgmcmc.posterior.description.record_arguments`."""
+
+    def check_model(self) -> None:
+        """Raise unless network and likelihood are complete.
+
+        Raises:
+            ValueError: for manual optimization, or a missing likelihood or network.
+        """
+        name = type(self).__name__
+        self.checks_targets = True
+        self.check_layers()
+        if not self.automatic_optimization:
+            raise ValueError(
+                f"{name} samples by automatic optimization: leave automatic_optimization at True, and take "
+                "the steps by a sampler"
+            )
+        if self.likelihood is None and not self.has_own("log_likelihood"):
+            raise ValueError(f"{name} needs a likelihood: pass likelihood=… or define log_likelihood(batch)")
+        overridden = any(map(self.has_own, ("forward", "log_likelihood", "output_and_target")))
+        if "net" not in self._modules and not overridden:
+            raise ValueError(f"{name} needs a network: pass net=… or define forward")
+
+    def check_layers(self) -> None:
+        """Raise if a lazy layer has no shape yet."""
+        for name, parameter in self.named_parameters():
+            if isinstance(parameter, nn.UninitializedParameter):
+                raise ValueError(
+                    f"'{name}' has no shape yet, since its layer is lazy: pass one batch through "
+                    f"{type(self).__name__} first"
+                )
+
+
+def check_shape(log_likelihood: Tensor, chains: bool = False) -> None:
+    """Raise unless a log-likelihood is one number per datum.
+
+    Args:
+        log_likelihood: shape (n,), or (C, n) with `chains`.
+        chains: whether it has a leading chain axis.
+
+    Raises:
+        ValueError: naming the shape.
+    """
+    if log_likelihood.dim() != (2 if chains else 1):
+        shape = tuple(log_likelihood.shape[1:] if chains else log_likelihood.shape)
+        raise ValueError(
+            f"log_likelihood(batch) must return one number per datum, shape (n,), got {shape}: the batch's size is "
+            "read from it"
+        )
+
+
+def check_part(name: str, value: Any, kind: type) -> None:
+    """Raise unless `value` is None or an object of a kind; a class is not an object of it."""
+    if value is None or isinstance(value, kind):
+        return
+    if isinstance(value, type):
+        raise TypeError(f"{name}={value.__name__} is a class: pass an object of it, {name}={value.__name__}(…)")
+    raise TypeError(f"{name} should be a {kind.__name__}, got a {type(value).__name__}")
+
+
+def check_sampler(sampler: Any) -> None:
+    """Raise unless `sampler` can make a sampler, and for a weight decay beside the prior."""
+    made = sampler.func if isinstance(sampler, functools.partial) else sampler
+    if not callable(made):
+        raise TypeError(
+            "sampler should be a class or function that makes a sampler from parameters, got a "
+            f"{type(made).__name__} object: pass the class, and its arguments by functools.partial"
+        )
+    if isinstance(made, type) and not issubclass(made, Sampler):
+        raise TypeError(
+            f"sampler={made.__name__} adds no noise: take one of lightning_sgmcmc.samplers (at temperature 0 they "
+            "are torch's optimizers)"
+        )
+    if isinstance(sampler, functools.partial) and "weight_decay" in sampler.keywords:
+        raise ValueError(
+            "weight decay is the Gaussian prior, and that is in the potential energy already: leave weight_decay "
+            "out, and give prior=GaussianPrior(std=…) with std² = 1/(N·weight_decay)"
+        )
+
+
+def name_of(factory: Any) -> str:
+    """Return the name of a class or function, also inside a `functools.partial`."""
+    if isinstance(factory, functools.partial):
+        # The command line's partial calls a helper of its parser with the class as an argument.
+        factory = next((part for part in factory.args if isinstance(part, type)), factory.func)
+    return getattr(factory, "__name__", type(factory).__name__)

@@ -1,0 +1,30 @@
+"""Typed access to what Lightning's trainer keeps without a declared type."""
+
+from typing import Any, cast
+
+import pytorch_lightning as pl
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Return the trainer's callbacks, in their order."""
+    return cast("list[pl.Callback]", cast(Any, trainer).callbacks)
+
+
+def log_interval(trainer: pl.Trainer) -> int:
+    """Return `log_every_n_steps`."""
+    return int(cast(Any, trainer).log_every_n_steps)
+
+
+def is_trial(trainer: pl.Trainer) -> bool:
+    """Return whether this is a `fast_dev_run`, which leaves nothing behind."""
+    return bool(cast(Any, trainer).fast_dev_run)
+
+
+def repeated_batches(trainer: pl.Trainer) -> float:
+    """Return `overfit_batches`."""
+    return float(cast(Any, trainer).overfit_batches)
+
+
+def was_terminated(trainer: pl.Trainer) -> bool:
+    """Return whether the trainer has received SIGTERM."""
+    return bool(cast(Any, trainer).received_sigterm)
