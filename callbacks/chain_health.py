@@ -136,7 +136,7 @@ class ChainHealth(SamplerCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         sampler = self._sampler
-        if pl_module.chain_state.stage != "sampling" or not all(map(sampler._is_noisy, sampler.param_groups)):  # type: ignore[union-attr]
+        if pl_module.chain_state.stage != "sampling" or not all(map(sampler.is_noisy, sampler.param_groups)):  # type: ignore[union-attr]
             return
         step, every = sampler.step_count + 1, self.every_n_steps
         observed, copied = step % every == 0, (step + 1) % every == 0
@@ -222,7 +222,8 @@ class ChainHealth(SamplerCallback):
         for group, part, variance in zip(sampler.param_groups, self._slices, self._variances, strict=True):
             params, inverse = self._params[part], self._inverse_numels[part]
             kappa = group["gradient_multiplier"]
-            scale = sampler._data() * kappa / group["temperature"]
+            assert sampler.num_data is not None  # there was noise
+            scale = sampler.num_data * kappa / group["temperature"]
             factor = sampler.gradient_noise_factor(group) * kappa**2
             rows[PLAIN].append(plain[part] * inverse * scale)
             rows[ANCHOR].append(anchored[part] * inverse * scale)
@@ -230,8 +231,8 @@ class ChainHealth(SamplerCallback):
             if variance is None:
                 rows[KINETIC].append(1 + squares[part] * inverse * factor)
             else:
-                momenta = [sampler.state[p].get("momentum_buffer") for p in params]
-                momenta = [torch.zeros_like(p) if m is None else m for m, p in zip(momenta, params, strict=True)]
+                held = zip(sampler.stored_momenta(group), params, strict=True)
+                momenta = [torch.zeros_like(p) if m is None else m for m, p in held]
                 rows[KINETIC].append(square_norms(momenta, self._chains) * inverse / variance)
         temperature = sampler.param_groups[0]["temperature"]
         if not isinstance(temperature, Tensor):

@@ -146,7 +146,7 @@ class EWSG(SamplerCallback):
         state, sampler = module.chain_state, self._sampler
         if self.num_proposals == 0 or not state.batch_complete:
             return
-        if not any(sampler._is_noisy(group) for group in sampler.param_groups):
+        if not any(sampler.is_noisy(group) for group in sampler.param_groups):
             return  # the gradients add up to their mean
         row, gradients = self._next_row(), []
         for place, parameter in enumerate(self._parameters):

@@ -9,7 +9,7 @@ this form: its `lr` is the time step h of its equation.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,7 +50,8 @@ class Sampler(Optimizer):
     number or a tensor of shape () or (C,). A temperature that is the number 0 draws no noise at all; a tensor counts as
     positive whatever its values, since to look at them would halt the device.
 
-    Subclasses implement `_update`, the rule of one step for one group.
+    Subclasses implement `update`, the rule of one step for one group. Those with momentum keep it in the state tensor
+    that `momentum_buffer` names.
 
     Args:
         params: parameters or parameter groups; float32 or float64, all on one device. With `num_chains` C > 1 every
@@ -71,6 +72,9 @@ class Sampler(Optimizer):
 
     guard: "Guard | None" = None
     """Asked before every update whether it may be made; None outside a trainer."""
+
+    momentum_buffer: ClassVar[str | None] = None
+    """Name of the state tensor that holds a parameter's momentum; None for rules without momentum."""
 
     def __init__(
         self,
@@ -159,7 +163,7 @@ class Sampler(Optimizer):
                 loss = closure()
         if self.guard is not None and not self.guard.admits():
             return loss
-        if any(self._is_noisy(group) for group in self.param_groups):
+        if any(self.is_noisy(group) for group in self.param_groups):
             if self.num_data is None:
                 raise ValueError(f"{type(self).__name__} was built without num_data, so its temperature must stay 0")
             noise: list[Tensor] | None = self._noise.draw()
@@ -171,10 +175,8 @@ class Sampler(Optimizer):
             active = [i for i, p in enumerate(group["params"]) if p.grad is not None]
             if active:
                 params = [group["params"][i] for i in active]
-                group_noise = (
-                    [noise[start + i] for i in active] if noise is not None and self._is_noisy(group) else None
-                )
-                self._update(group, params, [p.grad for p in params], group_noise)
+                group_noise = [noise[start + i] for i in active] if noise is not None and self.is_noisy(group) else None
+                self.update(group, params, [p.grad for p in params], group_noise)
             start = stop
         if noise is not None:
             self._noise.draw_ahead()
@@ -182,14 +184,26 @@ class Sampler(Optimizer):
         return loss
 
     @staticmethod
-    def _is_noisy(group: dict[str, Any]) -> bool:
+    def is_noisy(group: dict[str, Any]) -> bool:
+        """Return whether steps of a parameter group have noise: whether its temperature is not the number 0."""
         temperature = group["temperature"]
         return isinstance(temperature, Tensor) or temperature != 0
 
-    def _update(
+    def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
     ) -> None:
-        """Update `params` in place by one step; `noise` is None at temperature 0, else free to be overwritten."""
+        """Update `params` in place by one step. This is the contract of a rule: `step` calls it, and so may a loop.
+
+        A rule reads the controls (`CONTROLS`) and its own options from `group`, keeps what it carries from step to step
+        in `self.state[p]`, and never reads a tensor's values back, since that would halt the device.
+
+        Args:
+            group: a parameter group, or a dictionary with its entries.
+            params: the group's parameters that have a gradient; any subset of the group's.
+            grads: gradient of the mean potential Ũ/N for each of them, of the same shape; not changed.
+            noise: a standard normal tensor for each of them, of the same shape, which the rule may overwrite; None for
+                a step without noise.
+        """
         raise NotImplementedError
 
     # -- the rule's own fluctuations, for diagnostics (`lightning_sgmcmc.diagnostics.health`) -------------------------
@@ -222,6 +236,20 @@ class Sampler(Optimizer):
     def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
         """Return G of steps -lr·G⊙g + √(2·lr·τ·G/N)⊙ξ, None where G = 1."""
         return None
+
+    def stored_momenta(self, group: dict[str, Any]) -> list[Tensor | None]:
+        """Return each parameter's momentum as the state holds it, None where the state holds none."""
+        name = self.momentum_buffer
+        return [self.state[p].get(name) if p in self.state else None for p in group["params"]]
+
+    def rescale_momenta(self, group: dict[str, Any], factor: Control) -> None:
+        """Multiply the momenta of a group's parameters by a number, or by a factor for each chain, shape (C,).
+
+        Momenta that a step without noise left have no temperature and stay as they are.
+        """
+        held = [momentum for momentum in self.stored_momenta(group) if momentum is not None]
+        if held:
+            self._scale(held, factor)
 
     def _data(self) -> int:
         assert self.num_data is not None

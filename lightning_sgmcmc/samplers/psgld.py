@@ -47,7 +47,7 @@ class pSGLD(Sampler):
         super().__init__(params, lr, **shared)
         self._add_defaults(alpha=alpha, eps=eps)
 
-    def _update(
+    def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
     ) -> None:
         lr, alpha = group["lr"], group["alpha"]

@@ -1,7 +1,7 @@
 """Stochastic gradient Hamiltonian Monte Carlo, in momentum form."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class SGHMC(Sampler):
     Source: Chen et al. 2014, eq. (15); Zhang et al. 2020 (cSG-MCMC), section 2.
     """
 
+    momentum_buffer: ClassVar[str] = "momentum_buffer"
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -48,7 +50,7 @@ class SGHMC(Sampler):
         super().__init__(params, lr, **shared)
         self._add_defaults(friction=friction, noise_estimate=noise_estimate, holds_velocity=False, last_lr=lr)
 
-    def _update(
+    def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
     ) -> None:
         lr, friction = group["lr"], group["friction"]
@@ -84,9 +86,13 @@ class SGHMC(Sampler):
     def gradient_noise_allowance(self, group: dict[str, Any]) -> float:
         return float(group["noise_estimate"] / group["friction"])
 
+    def rescale_momenta(self, group: dict[str, Any], factor: Control) -> None:
+        if group["holds_velocity"]:
+            super().rescale_momenta(group, factor)
+
     def _momenta(self, group: dict[str, Any], params: list[Tensor], as_velocity: bool) -> list[Tensor]:
         """Return the momentum buffers as velocities v, or as b = -v/lr, converted if they were the other."""
-        momenta = self._buffers(params, "momentum_buffer")
+        momenta = self._buffers(params, self.momentum_buffer)
         if group["holds_velocity"] != as_velocity:
             if as_velocity:
                 self._scale(momenta, -group["last_lr"])

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ class SGNHT(Sampler):
     Source: Ding et al. 2014, Algorithm 2.
     """
 
+    momentum_buffer: ClassVar[str] = "momentum_buffer"
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -60,11 +62,11 @@ class SGNHT(Sampler):
             )
         return state["thermostat"]
 
-    def _update(
+    def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
     ) -> None:
         lr, temperature = group["lr"], group["temperature"]
-        velocities = self._buffers(params, "momentum_buffer")
+        velocities = self._buffers(params, self.momentum_buffer)
         thermostat = self.thermostat(group)
         self._scale(velocities, 1 - thermostat)
         self._add(velocities, grads, -lr * group["gradient_multiplier"])
@@ -84,7 +86,7 @@ class SGNHT(Sampler):
         return Transition(self.thermostat(group), lr * group["gradient_multiplier"], variance)
 
     def momenta(self, group: dict[str, Any]) -> list[Tensor]:
-        return self._buffers(group["params"], "momentum_buffer")
+        return self._buffers(group["params"], self.momentum_buffer)
 
     def gradient_noise_factor(self, group: dict[str, Any]) -> Control:
         return super().gradient_noise_factor(group) / group["friction"]

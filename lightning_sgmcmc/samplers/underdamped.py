@@ -1,7 +1,7 @@
 """Underdamped Langevin dynamics by the Euler-Maruyama scheme."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class UnderdampedLangevin(Sampler):
     Source: Li et al. 2021 (EWSG), eq. (1) and (3).
     """
 
+    momentum_buffer: ClassVar[str] = "momentum_buffer"
+
     extra_drag: "Callable[[list[Tensor]], list[Tensor] | None] | None" = None
     """Gives, of the momenta before a step, the drag (Γ-γ)·r of a friction matrix Γ beyond γ, or None for none; the
     noise stays γ's. It is for mini-batch noise whose covariance is known (EWSG-VR), and not part of the state."""
@@ -53,11 +55,11 @@ class UnderdampedLangevin(Sampler):
     def _needs_num_data(self, temperature: Control) -> bool:
         return True
 
-    def _update(
+    def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
     ) -> None:
         step, friction = group["lr"], group["friction"]
-        momenta = self._buffers(params, "momentum_buffer")
+        momenta = self._buffers(params, self.momentum_buffer)
         self._add(params, momenta, step)
         drag = self.extra_drag(momenta) if self.extra_drag is not None else None
         self._scale(momenta, 1 - step * friction)
@@ -79,7 +81,7 @@ class UnderdampedLangevin(Sampler):
         return Transition(step * friction, force, 2 * friction * group["temperature"] * step)
 
     def momenta(self, group: dict[str, Any]) -> list[Tensor]:
-        return self._buffers(group["params"], "momentum_buffer")
+        return self._buffers(group["params"], self.momentum_buffer)
 
     def gradient_noise_factor(self, group: dict[str, Any]) -> Control:
         return group["lr"] * self._data() ** 2 / (2 * group["friction"] * group["temperature"])
