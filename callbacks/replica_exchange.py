@@ -237,7 +237,8 @@ class ReplicaExchange(SamplerCallback):
         return (self._variance[:, :-1] + self._variance[:, 1:]) / 2
 
     def _rescale_momenta(self, group: dict[str, Any], old: dict[str, Control], new: dict[str, Control]) -> None:
-        variances = [self._sampler.momentum_variance(dict(group) | controls, None) for controls in (old, new)]
+        laws = [self._sampler.law(dict(group) | controls) for controls in (old, new)]
+        variances = [None if law is None else law.momentum_variance() for law in laws]
         if variances[0] is None or variances[1] is None:
             return
         self._sampler.rescale_momenta(group, torch.as_tensor(variances[1] / variances[0]).sqrt())

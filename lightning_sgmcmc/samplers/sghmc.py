@@ -6,7 +6,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.samplers.base import Control, Sampler, Transition, square_root
+from lightning_sgmcmc.samplers.base import Sampler
+from lightning_sgmcmc.samplers.law import StepLaw
+from lightning_sgmcmc.tensors import Control, square_root
 
 
 class SGHMC(Sampler):
@@ -60,34 +62,28 @@ class SGHMC(Sampler):
             self._add(momenta, grads, group["gradient_multiplier"])
             self._add(params, momenta, -lr)
         else:
-            variance = 2 * (friction - group["noise_estimate"]) * lr * group["temperature"] / self.num_data
+            variance = self._noise_variance(group, friction - group["noise_estimate"])
             self._add(momenta, grads, -lr * group["gradient_multiplier"])
             self._add(momenta, noise, square_root(variance))
             torch._foreach_add_(params, momenta)
         group["last_lr"] = lr.clone() if isinstance(lr, Tensor) else lr
 
-    def momentum_variance(self, group: dict[str, Any], before: "Control | None") -> "Control | None":
-        friction, thermal = group["friction"], group["lr"] * group["temperature"] / self._data()
-        if before is None:
-            return thermal / (1 - friction / 2)
-        return (1 - friction) ** 2 * before + 2 * friction * thermal
-
-    def transition(self, group: dict[str, Any]) -> Transition:
-        lr, friction = group["lr"], group["friction"]
-        variance = 2 * (friction - group["noise_estimate"]) * lr * group["temperature"] / self._data()
-        return Transition(friction, lr * group["gradient_multiplier"], variance)
+    def law(self, group: dict[str, Any]) -> StepLaw:
+        friction, estimate = group["friction"], group["noise_estimate"]
+        return StepLaw(
+            damping=friction,
+            force=group["lr"] * group["gradient_multiplier"],
+            variance=self._noise_variance(group, friction - estimate),
+            thermal=self._thermal_variance(group),
+            gradient_noise_factor=self._noise_factor(group) / friction,
+            gradient_noise_allowance=float(estimate / friction),
+        )
 
     def momenta(self, group: dict[str, Any]) -> list[Tensor]:
         return self._momenta(group, group["params"], as_velocity=True)
 
-    def gradient_noise_factor(self, group: dict[str, Any]) -> Control:
-        return super().gradient_noise_factor(group) / group["friction"]
-
-    def gradient_noise_allowance(self, group: dict[str, Any]) -> float:
-        return float(group["noise_estimate"] / group["friction"])
-
     def rescale_momenta(self, group: dict[str, Any], factor: Control) -> None:
-        if group["holds_velocity"]:
+        if group["holds_velocity"]:  # otherwise the last step had no noise
             super().rescale_momenta(group, factor)
 
     def _momenta(self, group: dict[str, Any], params: list[Tensor], as_velocity: bool) -> list[Tensor]:

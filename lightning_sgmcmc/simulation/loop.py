@@ -222,7 +222,7 @@ class _Walk:
         zero = torch.zeros_like(place)
         with torch.no_grad():
             rule.update(self.group, [place], [zero], [zero.clone()])
-        if ladders is not None and rule.momentum_variance(self.group, None) is not None:
+        if ladders is not None and rule.momenta(self.group) is not None:
             raise ValueError(f"{type(rule).__name__} has momentum, which has a temperature too: exchange takes SGLD")
 
     def steps(

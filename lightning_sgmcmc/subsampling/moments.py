@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_sgmcmc.samplers.base import Control
+from lightning_sgmcmc.tensors import Control
 
 
 class GradientMoments(NamedTuple):
