@@ -28,7 +28,7 @@ from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.run.loggers import write_output
-from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.samplers import Sampler, StepLaw
 from lightning_sgmcmc.samplers.base import Control
 
 EXTRAS = 4  # energy, its square, temperature, whether the gradient was clipped
@@ -136,7 +136,7 @@ class ChainHealth(SamplerCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         sampler = self._sampler
-        if pl_module.chain_state.stage != "sampling" or not all(map(sampler._is_noisy, sampler.param_groups)):  # type: ignore[union-attr]
+        if pl_module.chain_state.stage != "sampling" or not all(map(sampler.is_noisy, sampler.param_groups)):  # type: ignore[union-attr]
             return
         step, every = sampler.step_count + 1, self.every_n_steps
         observed, copied = step % every == 0, (step + 1) % every == 0
@@ -207,7 +207,7 @@ class ChainHealth(SamplerCallback):
             self._report(trainer, module)
             return
         groups = zip(sampler.param_groups, self._variances, strict=True)
-        self._variances = [sampler.momentum_variance(group, before) for group, before in groups]
+        self._variances = [self._law(group).momentum_variance(before) for group, before in groups]
         if self._pending is not None:
             with torch.no_grad():
                 stage.add(self._observation(sampler, self._pending, module.chain_state.energy.mean()))
@@ -222,16 +222,17 @@ class ChainHealth(SamplerCallback):
         for group, part, variance in zip(sampler.param_groups, self._slices, self._variances, strict=True):
             params, inverse = self._params[part], self._inverse_numels[part]
             kappa = group["gradient_multiplier"]
-            scale = sampler._data() * kappa / group["temperature"]
-            factor = sampler.gradient_noise_factor(group) * kappa**2
+            assert sampler.num_data is not None  # there was noise
+            scale = sampler.num_data * kappa / group["temperature"]
+            factor = self._law(group).gradient_noise_factor * kappa**2
             rows[PLAIN].append(plain[part] * inverse * scale)
             rows[ANCHOR].append(anchored[part] * inverse * scale)
             rows[NOISE].append(changes[part] * inverse * (factor / 2))
             if variance is None:
                 rows[KINETIC].append(1 + squares[part] * inverse * factor)
             else:
-                momenta = [sampler.state[p].get("momentum_buffer") for p in params]
-                momenta = [torch.zeros_like(p) if m is None else m for m, p in zip(momenta, params, strict=True)]
+                held = zip(sampler.stored_momenta(group), params, strict=True)
+                momenta = [torch.zeros_like(p) if m is None else m for m, p in held]
                 rows[KINETIC].append(square_norms(momenta, self._chains) * inverse / variance)
         temperature = sampler.param_groups[0]["temperature"]
         if not isinstance(temperature, Tensor):
@@ -240,6 +241,10 @@ class ChainHealth(SamplerCallback):
         # What each chain shows in units of its own step size and temperature is averaged over the chains.
         shown = (part.mean(1) if several else part for row in rows for part in row)
         return torch.cat([*shown, extras.to(forces)])
+
+    def _law(self, group: dict[str, Any]) -> StepLaw:
+        law = self._sampler.law(group)
+        return self._sampler.langevin_law(group) if law is None else law
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
@@ -314,7 +319,7 @@ class ChainHealth(SamplerCallback):
         weights = counts / counts.sum()
         temperature = float((extras[:, 2] * weights).sum()) if len(counts) else math.nan
         groups = self._sampler.param_groups
-        allowance = [self._sampler.gradient_noise_allowance(group) for group in groups for _ in group["params"]]
+        allowance = [self._law(group).gradient_noise_allowance for group in groups for _ in group["params"]]
         return Record(
             names=[self._names[i] for i in kept],
             numels=[self._params[i].numel() for i in kept],

@@ -147,7 +147,7 @@ class CovarianceFriction(SnapshotCallback):
 
     def rests(self) -> bool:
         assert self._sampler is not None
-        return not self._sampler._is_noisy(self._sampler.param_groups[0])
+        return not self._sampler.is_noisy(self._sampler.param_groups[0])
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -31,7 +31,7 @@ class EWSG(SamplerCallback):
         min{1, exp(½‖x + n̂a_j‖² - ½‖x + n̂a_i‖²)},   n̂a_j = √h·∇Ũ_j/σ,   σ² = 2γτ,   x = √h·γ·r/σ
 
     and the sampler gets the gradient of the batch that is left (for samplers of another form h, γ and σ are those of
-    their step, see `lightning_sgmcmc.samplers.base.Transition`). The whole of `Ũ_j` counts, prior and gradient
+    their step, see `lightning_sgmcmc.samplers.StepLaw`). The whole of `Ũ_j` counts, prior and gradient
     multiplier included. Each chain chooses for itself. Candidates differ by as much as the batches do: a datamodule's
     batches of an epoch have no datum in common, where the paper draws each anew.
 
@@ -125,7 +125,7 @@ class EWSG(SamplerCallback):
             return
         rule = type(sampler).__name__
         group = sampler.param_groups[0]
-        if sampler.transition(group) is None:
+        if sampler.law(group) is None:
             raise ValueError(
                 f"EWSG needs to know the law of a step before it chooses a gradient, and {rule}'s depends on the "
                 "gradient itself: take another sampler"
@@ -146,7 +146,7 @@ class EWSG(SamplerCallback):
         state, sampler = module.chain_state, self._sampler
         if self.num_proposals == 0 or not state.batch_complete:
             return
-        if not any(sampler._is_noisy(group) for group in sampler.param_groups):
+        if not any(sampler.is_noisy(group) for group in sampler.param_groups):
             return  # the gradients add up to their mean
         row, gradients = self._next_row(), []
         for place, parameter in enumerate(self._parameters):
@@ -198,10 +198,10 @@ class EWSG(SamplerCallback):
         return torch.stack([self._log_weights_of(group, part) for group, part in parts]).sum(0)
 
     def _log_weights_of(self, group: dict[str, Any], gradients: Tensor) -> Tensor:
-        transition = self._sampler.transition(group)
-        assert transition is not None
+        law = self._sampler.law(group)
+        assert law is not None
         momentum = self._flat_momentum(group, len(gradients)) if self.guess in ("unchanged", "stopped") else None
-        return index_log_weights(gradients, momentum, transition, self.guess)
+        return index_log_weights(gradients, momentum, law, self.guess)
 
     def _flat_momentum(self, group: dict[str, Any], chains: int) -> Tensor | None:
         momenta = self._sampler.momenta(group)

@@ -237,13 +237,11 @@ class ReplicaExchange(SamplerCallback):
         return (self._variance[:, :-1] + self._variance[:, 1:]) / 2
 
     def _rescale_momenta(self, group: dict[str, Any], old: dict[str, Control], new: dict[str, Control]) -> None:
-        variances = [self._sampler.momentum_variance(dict(group) | controls, None) for controls in (old, new)]
-        if variances[0] is None or variances[1] is None or not group.get("holds_velocity", True):
+        laws = [self._sampler.law(dict(group) | controls) for controls in (old, new)]
+        variances = [None if law is None else law.momentum_variance() for law in laws]
+        if variances[0] is None or variances[1] is None:
             return
-        factor = torch.as_tensor(variances[1] / variances[0]).sqrt()
-        held = [p for p in group["params"] if "momentum_buffer" in self._sampler.state[p]]
-        if held:
-            self._sampler._scale([self._sampler.state[p]["momentum_buffer"] for p in held], factor)
+        self._sampler.rescale_momenta(group, torch.as_tensor(variances[1] / variances[0]).sqrt())
 
     def _take_back(self, *args: Any) -> None:
         """Give the groups the run's own controls again, after an update."""

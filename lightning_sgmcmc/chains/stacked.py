@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sgmcmc.tensors import along_first_axis
+
 Home = tuple[dict[str, Any], str]
 """Where a module keeps a tensor: the dictionary and the key."""
 
@@ -194,4 +196,4 @@ def clip_each_chain(gradients: Sequence[Tensor], limit: float) -> None:
         return
     squares = [gradient.flatten(1).square().sum(1) for gradient in gradients]
     factor = (limit / (torch.stack(squares).sum(0).sqrt() + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(list(gradients), [factor.view(-1, *[1] * (g.dim() - 1)) for g in gradients])
+    torch._foreach_mul_(list(gradients), [along_first_axis(factor, g.dim()) for g in gradients])

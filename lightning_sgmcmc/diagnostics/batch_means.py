@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.tensors import along_first_axis
+
 MAX_BATCHES = 40
 
 
@@ -74,7 +76,7 @@ def mean_and_error(means: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         means: shape (B, …), B ≥ 2.
         counts: the batches' lengths, shape (B,).
     """
-    weights = (counts / counts.sum()).reshape(-1, *[1] * (means.dim() - 1))
+    weights = along_first_axis(counts / counts.sum(), means.dim())
     mean = (weights * means).sum(0)
     deviations = weights * (means - mean)
     neighbours = 2 * (deviations[1:] * deviations[:-1]).sum(0).clamp(min=0)

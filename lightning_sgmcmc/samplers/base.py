@@ -9,30 +9,17 @@ this form: its `lr` is the time step h of its equation.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.samplers.noise import ChainNoise
-
-Control: TypeAlias = "float | Tensor"
-"""A number, or a tensor of shape () or (C,) on the parameters' device: one value for all chains or one for each."""
-
+from lightning_sgmcmc.tensors import Control, along_first_axis
 
 CONTROLS = ("lr", "temperature", "gradient_multiplier")
-
-
-class Transition(NamedTuple):
-    """A step with noise, as m ← (1-a)·m - b·g + s·ξ of a momentum m, or without one as θ ← θ - b·g + s·ξ."""
-
-    damping: Control
-    """a, 0 without momentum."""
-    force: Control
-    """b."""
-    variance: Control
-    """s²."""
 
 
 class Guard(Protocol):
@@ -50,7 +37,8 @@ class Sampler(Optimizer):
     number or a tensor of shape () or (C,). A temperature that is the number 0 draws no noise at all; a tensor counts as
     positive whatever its values, since to look at them would halt the device.
 
-    Subclasses implement `_update`, the rule of one step for one group.
+    Subclasses implement `update`, the rule of one step for one group. Those with momentum keep it in the state tensor
+    that `momentum_buffer` names.
 
     Args:
         params: parameters or parameter groups; float32 or float64, all on one device. With `num_chains` C > 1 every
@@ -71,6 +59,9 @@ class Sampler(Optimizer):
 
     guard: "Guard | None" = None
     """Asked before every update whether it may be made; None outside a trainer."""
+
+    momentum_buffer: ClassVar[str | None] = None
+    """Name of the state tensor that holds a parameter's momentum; None for rules without momentum."""
 
     def __init__(
         self,
@@ -159,7 +150,7 @@ class Sampler(Optimizer):
                 loss = closure()
         if self.guard is not None and not self.guard.allows_update():
             return loss
-        if any(self._is_noisy(group) for group in self.param_groups):
+        if any(self.is_noisy(group) for group in self.param_groups):
             if self.num_data is None:
                 raise ValueError(f"{type(self).__name__} was built without num_data, so its temperature must stay 0")
             noise: list[Tensor] | None = self._noise.draw()
@@ -171,10 +162,8 @@ class Sampler(Optimizer):
             active = [i for i, p in enumerate(group["params"]) if p.grad is not None]
             if active:
                 params = [group["params"][i] for i in active]
-                group_noise = (
-                    [noise[start + i] for i in active] if noise is not None and self._is_noisy(group) else None
-                )
-                self._update(group, params, [p.grad for p in params], group_noise)
+                group_noise = [noise[start + i] for i in active] if noise is not None and self.is_noisy(group) else None
+                self.update(group, params, [p.grad for p in params], group_noise)
             start = stop
         if noise is not None:
             self._noise.draw_ahead()
@@ -182,50 +171,70 @@ class Sampler(Optimizer):
         return loss
 
     @staticmethod
-    def _is_noisy(group: dict[str, Any]) -> bool:
+    def is_noisy(group: dict[str, Any]) -> bool:
+        """Return whether steps of a parameter group have noise: whether its temperature is not the number 0."""
         temperature = group["temperature"]
         return isinstance(temperature, Tensor) or temperature != 0
 
-    def _update(
+    def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
     ) -> None:
-        """Update `params` in place by one step; `noise` is None at temperature 0, else free to be overwritten."""
-        raise NotImplementedError
+        """Update `params` in place by one step. This is the contract of a rule: `step` calls it, and so may a loop.
 
-    # -- the rule's own fluctuations, for diagnostics (`lightning_sgmcmc.diagnostics.health`) -------------------------
-
-    def momentum_variance(self, group: dict[str, Any], before: "Control | None") -> "Control | None":
-        """Return the variance of a momentum coordinate after a step without force, None for rules without momentum.
+        A rule reads the controls (`CONTROLS`) and its own options from `group`, keeps what it carries from step to step
+        in `self.state[p]`, and never reads a tensor's values back, since that would halt the device.
 
         Args:
-            group: the parameter group, with the controls of the step.
-            before: the variance before the step; None asks for the stationary one.
+            group: a parameter group, or a dictionary with its entries.
+            params: the group's parameters that have a gradient; any subset of the group's.
+            grads: gradient of the mean potential Ũ/N for each of them, of the same shape; not changed.
+            noise: a standard normal tensor for each of them, of the same shape, which the rule may overwrite; None for
+                a step without noise.
+        """
+        raise NotImplementedError
+
+    # -- what a rule says of itself, for diagnostics, EWSG and replica exchange ---------------------------------------
+
+    def law(self, group: dict[str, Any]) -> StepLaw | None:
+        """Return the law of the group's next step; None for a rule whose steps are not of that form.
+
+        Args:
+            group: a parameter group with the controls of the step, or a dictionary with its entries.
         """
         return None
 
-    def gradient_noise_factor(self, group: dict[str, Any]) -> Control:
-        """Return by what to multiply a gradient's variance to have it over the variance that friction takes out."""
-        return group["lr"] * self._data() / (2 * group["temperature"])
+    def langevin_law(self, group: dict[str, Any]) -> StepLaw:
+        """Return the law of θ ← θ - lr·κ·g + √(2·lr·τ/N)·ξ, in the metric of the `preconditioner` where there is one.
 
-    def gradient_noise_allowance(self, group: dict[str, Any]) -> float:
-        """Return the mini-batch noise that the rule reckons with, over the variance that friction takes out."""
-        return 0.0
-
-    def transition(self, group: dict[str, Any]) -> Transition | None:
-        """Return damping, force and noise of a step with noise; None for rules that are not of that form."""
-        return None
+        It is SGLD's law, and what diagnostics assume of a rule whose `law` is None.
+        """
+        force = group["lr"] * group["gradient_multiplier"]
+        return StepLaw(0.0, force, self._noise_variance(group), None, self._noise_factor(group))
 
     def momenta(self, group: dict[str, Any]) -> list[Tensor] | None:
-        """Return the momenta m of `transition` before a step with noise, None for rules without momentum."""
-        return None
+        """Return the momenta m of `law` before a step with noise; None for rules without momentum.
+
+        They are the state's own tensors, zero at first and converted if need be, so writing to them changes the state.
+        """
+        return None if self.momentum_buffer is None else self._buffers(group["params"], self.momentum_buffer)
 
     def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
         """Return G of steps -lr·G⊙g + √(2·lr·τ·G/N)⊙ξ, None where G = 1."""
         return None
 
-    def _data(self) -> int:
-        assert self.num_data is not None
-        return self.num_data
+    def stored_momenta(self, group: dict[str, Any]) -> list[Tensor | None]:
+        """Return each parameter's momentum as the state holds it, None where the state holds none."""
+        name = self.momentum_buffer
+        return [self.state[p].get(name) if p in self.state else None for p in group["params"]]
+
+    def rescale_momenta(self, group: dict[str, Any], factor: Control) -> None:
+        """Multiply the momenta of a group's parameters by a number, or by a factor for each chain, shape (C,).
+
+        Momenta that a step without noise left have no temperature and stay as they are.
+        """
+        held = [momentum for momentum in self.stored_momenta(group) if momentum is not None]
+        if held:
+            self._scale(held, factor)
 
     # -- helpers for the update rules ---------------------------------------------------------------------------------
 
@@ -242,22 +251,30 @@ class Sampler(Optimizer):
     def _add(self, targets: list[Tensor], sources: list[Tensor], factor: Control) -> None:
         """targets += factor·sources, in place; a factor per chain goes along the leading axis."""
         if isinstance(factor, Tensor):
-            torch._foreach_addcmul_(targets, sources, self._per_parameter(factor, targets))
+            torch._foreach_addcmul_(targets, sources, _per_parameter(factor, targets))
         else:
             torch._foreach_add_(targets, sources, alpha=factor)
 
     def _scale(self, targets: list[Tensor], factor: Control) -> None:
         """targets *= factor, in place; a factor per chain goes along the leading axis."""
         if isinstance(factor, Tensor):
-            torch._foreach_mul_(targets, self._per_parameter(factor, targets))
+            torch._foreach_mul_(targets, _per_parameter(factor, targets))
         else:
             torch._foreach_mul_(targets, factor)
 
-    def _per_parameter(self, factor: Tensor, targets: list[Tensor]) -> list[Tensor]:
-        factor = factor.to(targets[0].dtype)
-        if factor.numel() == 1:
-            return [factor.reshape(())] * len(targets)
-        return [factor.view(-1, *[1] * (t.dim() - 1)) for t in targets]
+    def _noise_variance(self, group: dict[str, Any], friction: Control = 1) -> Control:
+        """Return 2·friction·lr·τ/N; 0 where the temperature is the number 0."""
+        if not self.is_noisy(group):
+            return 0.0
+        return 2 * friction * group["lr"] * group["temperature"] / self.num_data
+
+    def _thermal_variance(self, group: dict[str, Any]) -> Control:
+        """Return lr·τ/N; 0 where the temperature is the number 0."""
+        return group["lr"] * group["temperature"] / self.num_data if self.is_noisy(group) else 0.0
+
+    def _noise_factor(self, group: dict[str, Any]) -> Control:
+        """Return lr·N/(2·τ); infinite where the temperature is the number 0."""
+        return group["lr"] * self.num_data / (2 * group["temperature"]) if self.is_noisy(group) else math.inf
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -306,9 +323,12 @@ class Sampler(Optimizer):
             self._noise.load_state_dict(noise_state)
 
 
-def square_root(value: Control) -> Control:
-    """Return √value of a number or of a tensor."""
-    return value.sqrt() if isinstance(value, Tensor) else math.sqrt(value)
+def _per_parameter(factor: Tensor, targets: list[Tensor]) -> list[Tensor]:
+    """Return the factor in a shape that multiplies each target: a factor for each chain goes along the leading axis."""
+    factor = factor.to(targets[0].dtype)
+    if factor.numel() == 1:
+        return [factor.reshape(())] * len(targets)
+    return [along_first_axis(factor, t.dim()) for t in targets]
 
 
 def _check_control(name: str, value: Control) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.samplers.base import Sampler, square_root
+from lightning_sgmcmc.samplers.base import Sampler
+from lightning_sgmcmc.tensors import square_root
 
 
 class pSGLD(Sampler):
@@ -47,7 +48,7 @@ class pSGLD(Sampler):
         super().__init__(params, lr, **shared)
         self._add_defaults(alpha=alpha, eps=eps)
 
-    def _update(
+    def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
     ) -> None:
         lr, alpha = group["lr"], group["alpha"]
@@ -67,7 +68,7 @@ class pSGLD(Sampler):
             torch._foreach_addcdiv_(params, grads, inverse, factor)
         if noise is not None:
             torch._foreach_sqrt_(inverse)
-            scale = square_root(2 * lr * group["temperature"] / self.num_data)
+            scale = square_root(self._noise_variance(group))
             if isinstance(scale, Tensor):
                 torch._foreach_div_(noise, inverse)
                 self._add(params, noise, scale)

@@ -1,12 +1,14 @@
 """Stochastic gradient Hamiltonian Monte Carlo, in momentum form."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.samplers.base import Control, Sampler, Transition, square_root
+from lightning_sgmcmc.samplers.base import Sampler
+from lightning_sgmcmc.samplers.law import StepLaw
+from lightning_sgmcmc.tensors import Control, square_root
 
 
 class SGHMC(Sampler):
@@ -32,6 +34,8 @@ class SGHMC(Sampler):
     Source: Chen et al. 2014, eq. (15); Zhang et al. 2020 (cSG-MCMC), section 2.
     """
 
+    momentum_buffer: ClassVar[str] = "momentum_buffer"
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -48,7 +52,7 @@ class SGHMC(Sampler):
         super().__init__(params, lr, **shared)
         self._add_defaults(friction=friction, noise_estimate=noise_estimate, holds_velocity=False, last_lr=lr)
 
-    def _update(
+    def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
     ) -> None:
         lr, friction = group["lr"], group["friction"]
@@ -58,35 +62,33 @@ class SGHMC(Sampler):
             self._add(momenta, grads, group["gradient_multiplier"])
             self._add(params, momenta, -lr)
         else:
-            variance = 2 * (friction - group["noise_estimate"]) * lr * group["temperature"] / self.num_data
+            variance = self._noise_variance(group, friction - group["noise_estimate"])
             self._add(momenta, grads, -lr * group["gradient_multiplier"])
             self._add(momenta, noise, square_root(variance))
             torch._foreach_add_(params, momenta)
         group["last_lr"] = lr.clone() if isinstance(lr, Tensor) else lr
 
-    def momentum_variance(self, group: dict[str, Any], before: "Control | None") -> "Control | None":
-        friction, thermal = group["friction"], group["lr"] * group["temperature"] / self._data()
-        if before is None:
-            return thermal / (1 - friction / 2)
-        return (1 - friction) ** 2 * before + 2 * friction * thermal
-
-    def transition(self, group: dict[str, Any]) -> Transition:
-        lr, friction = group["lr"], group["friction"]
-        variance = 2 * (friction - group["noise_estimate"]) * lr * group["temperature"] / self._data()
-        return Transition(friction, lr * group["gradient_multiplier"], variance)
+    def law(self, group: dict[str, Any]) -> StepLaw:
+        friction, estimate = group["friction"], group["noise_estimate"]
+        return StepLaw(
+            damping=friction,
+            force=group["lr"] * group["gradient_multiplier"],
+            variance=self._noise_variance(group, friction - estimate),
+            thermal=self._thermal_variance(group),
+            gradient_noise_factor=self._noise_factor(group) / friction,
+            gradient_noise_allowance=float(estimate / friction),
+        )
 
     def momenta(self, group: dict[str, Any]) -> list[Tensor]:
         return self._momenta(group, group["params"], as_velocity=True)
 
-    def gradient_noise_factor(self, group: dict[str, Any]) -> Control:
-        return super().gradient_noise_factor(group) / group["friction"]
-
-    def gradient_noise_allowance(self, group: dict[str, Any]) -> float:
-        return float(group["noise_estimate"] / group["friction"])
+    def rescale_momenta(self, group: dict[str, Any], factor: Control) -> None:
+        if group["holds_velocity"]:  # otherwise the last step had no noise
+            super().rescale_momenta(group, factor)
 
     def _momenta(self, group: dict[str, Any], params: list[Tensor], as_velocity: bool) -> list[Tensor]:
         """Return the momentum buffers as velocities v, or as b = -v/lr, converted if they were the other."""
-        momenta = self._buffers(params, "momentum_buffer")
+        momenta = self._buffers(params, self.momentum_buffer)
         if group["holds_velocity"] != as_velocity:
             if as_velocity:
                 self._scale(momenta, -group["last_lr"])

@@ -4,7 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_sgmcmc.samplers.base import Sampler, Transition, square_root
+from lightning_sgmcmc.samplers.base import Sampler
+from lightning_sgmcmc.samplers.law import StepLaw
+from lightning_sgmcmc.tensors import square_root
 
 
 class SGLD(Sampler):
@@ -26,14 +28,13 @@ class SGLD(Sampler):
     Source: Welling & Teh 2011, eq. (4); Deng et al. 2020 (CSGLD), eq. (1) and (9).
     """
 
-    def _update(
+    def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
     ) -> None:
         lr = group["lr"]
         self._add(params, grads, -lr * group["gradient_multiplier"])
         if noise is not None:
-            self._add(params, noise, square_root(2 * lr * group["temperature"] / self.num_data))
+            self._add(params, noise, square_root(self._noise_variance(group)))
 
-    def transition(self, group: dict[str, Any]) -> Transition:
-        lr = group["lr"]
-        return Transition(0.0, lr * group["gradient_multiplier"], 2 * lr * group["temperature"] / self._data())
+    def law(self, group: dict[str, Any]) -> StepLaw:
+        return self.langevin_law(group)

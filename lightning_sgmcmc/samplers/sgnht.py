@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.samplers.base import Control, Sampler, Transition, square_root
+from lightning_sgmcmc.samplers.base import Sampler
+from lightning_sgmcmc.samplers.law import StepLaw
+from lightning_sgmcmc.tensors import Control, square_root
 
 
 class SGNHT(Sampler):
@@ -33,6 +35,8 @@ class SGNHT(Sampler):
 
     Source: Ding et al. 2014, Algorithm 2.
     """
+
+    momentum_buffer: ClassVar[str] = "momentum_buffer"
 
     def __init__(
         self,
@@ -60,37 +64,31 @@ class SGNHT(Sampler):
             )
         return state["thermostat"]
 
-    def _update(
+    def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
     ) -> None:
         lr, temperature = group["lr"], group["temperature"]
-        velocities = self._buffers(params, "momentum_buffer")
+        velocities = self._buffers(params, self.momentum_buffer)
         thermostat = self.thermostat(group)
         self._scale(velocities, 1 - thermostat)
         self._add(velocities, grads, -lr * group["gradient_multiplier"])
         if noise is not None:
-            self._add(velocities, noise, square_root(2 * group["friction"] * lr * temperature / self.num_data))
+            self._add(velocities, noise, square_root(self._noise_variance(group, group["friction"])))
         torch._foreach_add_(params, velocities)
         if noise is not None:
             excess = self._mean_square(velocities) - temperature * lr / self.num_data
             thermostat.add_(excess / group["thermal_inertia"])
 
-    def momentum_variance(self, group: dict[str, Any], before: "Control | None") -> "Control | None":
-        return group["lr"] * group["temperature"] / self._data()  # which the thermostat holds
-
-    def transition(self, group: dict[str, Any]) -> Transition:
-        lr = group["lr"]
-        variance = 2 * group["friction"] * lr * group["temperature"] / self._data()
-        return Transition(self.thermostat(group), lr * group["gradient_multiplier"], variance)
-
-    def momenta(self, group: dict[str, Any]) -> list[Tensor]:
-        return self._buffers(group["params"], "momentum_buffer")
-
-    def gradient_noise_factor(self, group: dict[str, Any]) -> Control:
-        return super().gradient_noise_factor(group) / group["friction"]
-
-    def gradient_noise_allowance(self, group: dict[str, Any]) -> float:
-        return math.inf  # the thermostat takes it out
+    def law(self, group: dict[str, Any]) -> StepLaw:
+        friction = group["friction"]
+        return StepLaw(
+            damping=self.thermostat(group).clone(),  # the step changes it in place
+            force=group["lr"] * group["gradient_multiplier"],
+            variance=self._noise_variance(group, friction),
+            thermal=self._thermal_variance(group),
+            gradient_noise_factor=self._noise_factor(group) / friction,
+            gradient_noise_allowance=math.inf,
+        )
 
     def _mean_square(self, velocities: list[Tensor]) -> Control:
         """Return the mean of v² over all coordinates of each chain, shape () or (C,)."""

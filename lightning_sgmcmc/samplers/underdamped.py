@@ -1,12 +1,15 @@
 """Underdamped Langevin dynamics by the Euler-Maruyama scheme."""
 
+import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.samplers.base import Control, Sampler, Transition, square_root
+from lightning_sgmcmc.samplers.base import Sampler
+from lightning_sgmcmc.samplers.law import StepLaw
+from lightning_sgmcmc.tensors import Control, square_root
 
 
 class UnderdampedLangevin(Sampler):
@@ -29,6 +32,8 @@ class UnderdampedLangevin(Sampler):
 
     Source: Li et al. 2021 (EWSG), eq. (1) and (3).
     """
+
+    momentum_buffer: ClassVar[str] = "momentum_buffer"
 
     extra_drag: "Callable[[list[Tensor]], list[Tensor] | None] | None" = None
     """Gives, of the momenta before a step, the drag (Γ-γ)·r of a friction matrix Γ beyond γ, or None for none; the
@@ -53,11 +58,11 @@ class UnderdampedLangevin(Sampler):
     def _needs_num_data(self, temperature: Control) -> bool:
         return True
 
-    def _update(
+    def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
     ) -> None:
         step, friction = group["lr"], group["friction"]
-        momenta = self._buffers(params, "momentum_buffer")
+        momenta = self._buffers(params, self.momentum_buffer)
         self._add(params, momenta, step)
         drag = self.extra_drag(momenta) if self.extra_drag is not None else None
         self._scale(momenta, 1 - step * friction)
@@ -67,19 +72,13 @@ class UnderdampedLangevin(Sampler):
         if noise is not None:
             self._add(momenta, noise, square_root(2 * friction * group["temperature"] * step))
 
-    def momentum_variance(self, group: dict[str, Any], before: "Control | None") -> "Control | None":
-        damping, temperature = group["lr"] * group["friction"], group["temperature"]
-        if before is None:
-            return temperature / (1 - damping / 2)
-        return (1 - damping) ** 2 * before + 2 * damping * temperature
-
-    def transition(self, group: dict[str, Any]) -> Transition:
-        step, friction = group["lr"], group["friction"]
-        force = step * group["gradient_multiplier"] * self._data()
-        return Transition(step * friction, force, 2 * friction * group["temperature"] * step)
-
-    def momenta(self, group: dict[str, Any]) -> list[Tensor]:
-        return self._buffers(group["params"], "momentum_buffer")
-
-    def gradient_noise_factor(self, group: dict[str, Any]) -> Control:
-        return group["lr"] * self._data() ** 2 / (2 * group["friction"] * group["temperature"])
+    def law(self, group: dict[str, Any]) -> StepLaw:
+        step, friction, temperature = group["lr"], group["friction"], group["temperature"]
+        factor = step * self.num_data**2 / (2 * friction * temperature) if self.is_noisy(group) else math.inf
+        return StepLaw(
+            damping=step * friction,
+            force=step * group["gradient_multiplier"] * self.num_data,
+            variance=2 * friction * temperature * step,
+            thermal=temperature,
+            gradient_noise_factor=factor,
+        )

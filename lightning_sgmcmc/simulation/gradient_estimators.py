@@ -116,9 +116,9 @@ class ExponentialGradient(GradientEstimator):
             )
 
     def begin(self, run: SumRun) -> "OfBatches":
-        if run.rule.transition(run.group) is None:
+        if run.rule.law(run.group) is None:
             raise ValueError(
-                f"{type(run.rule).__name__} has no transition of the form that EWSG's weights are made for: take SGLD, "
+                f"{type(run.rule).__name__} has no step law of the form that EWSG's weights need: take SGLD, "
                 "SGHMC, SGNHT or UnderdampedLangevin"
             )
         if not run.group["temperature"] > 0:

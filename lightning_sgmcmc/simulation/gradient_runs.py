@@ -124,9 +124,9 @@ class OfBatches(Gradients):
     def _choose(self, candidates: Tensor) -> Tensor:
         """Return the index of each chain's candidate, shape (C,)."""
         run, (chains, count, _) = self._run, self.shape
-        momenta, transition = run.rule.momenta(run.group), run.rule.transition(run.group)
-        assert transition is not None
-        weights = index_log_weights(candidates, momenta[0] if momenta else None, transition, self._guess)
+        momenta, law = run.rule.momenta(run.group), run.rule.law(run.group)
+        assert law is not None
+        weights = index_log_weights(candidates, momenta[0] if momenta else None, law, self._guess)
         of_run: dict[str, Any] = {"generator": self._uniforms, "dtype": torch.float64, "device": candidates.device}
         uniforms = torch.rand(chains, count - 1, **of_run)
         chosen, accepted = metropolis_index(weights, uniforms.log())

@@ -221,8 +221,8 @@ class _Walk:
         # One update without force and of no length makes the rule's buffers; it moves nothing.
         zero = torch.zeros_like(place)
         with torch.no_grad():
-            rule._update(self.group, [place], [zero], [zero.clone()])
-        if ladders is not None and rule.momentum_variance(self.group, None) is not None:
+            rule.update(self.group, [place], [zero], [zero.clone()])
+        if ladders is not None and rule.momenta(self.group) is not None:
             raise ValueError(f"{type(rule).__name__} has momentum, which has a temperature too: exchange takes SGLD")
 
     def steps(
@@ -266,7 +266,7 @@ class _Walk:
                 group["temperature"] = temperature[k] * self.ladders.temperatures[slot]
                 slots.append(slot)
             if self.contour is None:
-                self.rule._update(group, [self.place], [force], [noise[k].clone()])
+                self.rule.update(group, [self.place], [force], [noise[k].clone()])
                 continue
             assert self.state is not None
             seen = potential + self.energy_noise * energy[k] if self.energy_noise > 0 else potential
@@ -274,7 +274,7 @@ class _Walk:
             group["gradient_multiplier"] = location.multiplier
             densities.append(location.log_density)
             multipliers.append(location.multiplier)
-            self.rule._update(group, [self.place], [force], [noise[k].clone()])
+            self.rule.update(group, [self.place], [force], [noise[k].clone()])
             if self.contour.learn:
                 self.contour.rules.learn_(self.state, location.index, location.log_density, step_size[k])
         return tuple(torch.stack(part) for part in (places, energies, densities, multipliers, slots) if part)

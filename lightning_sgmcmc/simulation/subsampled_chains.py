@@ -143,7 +143,7 @@ class _Walk:
         if self._is_noisy:
             options = {"dtype": gradient.dtype, "device": gradient.device}
             noise = [torch.randn(gradient.shape, generator=self._noise, **options)]  # type: ignore[call-overload]
-        run.rule._update(run.group, [run.place], [gradient], noise)
+        run.rule.update(run.group, [run.place], [gradient], noise)
         self.steps += 1
 
 

@@ -1,7 +1,7 @@
 """Which mini-batch a step takes, and what its noise does: exponentially weighted stochastic gradients (EWSG).
 
 Everything here is of batches' gradients `g_j` of the mean potential Ũ/N, along any leading axes (chains). A step of a
-sampler is read as `m' = (1-a)·m - b·g + s·ξ` (`lightning_sgmcmc.samplers.base.Transition`); without momentum m is the
+sampler is read as `m' = (1-a)·m - b·g + s·ξ` (`lightning_sgmcmc.samplers.StepLaw`); without momentum m is the
 place itself, with a = 0.
 """
 
@@ -10,7 +10,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.samplers.base import Control, Transition, square_root
+from lightning_sgmcmc.samplers import StepLaw
+from lightning_sgmcmc.tensors import Control, square_root
 
 Guess: TypeAlias = Literal["unchanged", "stopped", "zero", "one"]
 """What stands for the momentum after the step, m', which eq. (4) asks for before it is known.
@@ -20,13 +21,13 @@ x = (a-1)·m/s; "zero" and "one" give x itself.
 """
 
 
-def index_log_weights(gradients: Tensor, momentum: Tensor | None, transition: Transition, guess: Guess) -> Tensor:
+def index_log_weights(gradients: Tensor, momentum: Tensor | None, law: StepLaw, guess: Guess) -> Tensor:
     """Return log p_j of every candidate batch, up to a constant: ½‖x + n̂a_j‖² - ½‖x‖² with n̂a_j = b·g_j/s.
 
     Args:
         gradients: g_j of each candidate, shape (…, J, d).
         momentum: m, shape (…, d); None without momentum.
-        transition: a, b and s² of the step, numbers or tensors of shape (…).
+        law: a, b and s² of the step, numbers or tensors of shape (…).
         guess: which x.
 
     Returns:
@@ -34,7 +35,7 @@ def index_log_weights(gradients: Tensor, momentum: Tensor | None, transition: Tr
 
     Source: Li et al. 2021 (EWSG), eq. (4) and (6), appendices D and E.
     """
-    damping, force, variance = (_along_candidates(control) for control in transition)
+    damping, force, variance = map(_along_candidates, (law.damping, law.force, law.variance))
     inverse: Control
     if isinstance(variance, Tensor):
         inverse = torch.where(variance > 0, 1 / variance, 0.0)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_sgmcmc.samplers.base import Control
+from lightning_sgmcmc.tensors import Control, along_first_axis
 
 
 class GradientMoments(NamedTuple):
@@ -65,5 +65,5 @@ def extra_friction(moments: GradientMoments, step: Control, temperature: Control
     covariance = moments.covariance()
     factor = step / (2 * temperature)
     if isinstance(factor, Tensor) and factor.dim():
-        factor = factor.view(-1, *[1] * (covariance.dim() - 1))
+        factor = along_first_axis(factor, covariance.dim())
     return covariance * factor

@@ -396,7 +396,7 @@ def test_a_candidate_that_is_not_finite_is_no_way_around_the_guard() -> None:
 class Changing(Sampler):
     """A rule that says nothing of its law."""
 
-    def _update(self, group: Any, params: Any, grads: Any, noise: Any) -> None:
+    def update(self, group: Any, params: Any, grads: Any, noise: Any) -> None:
         self._add(params, grads, -group["lr"])
 
 

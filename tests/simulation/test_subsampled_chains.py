@@ -389,7 +389,7 @@ def test_bad_combinations_are_refused() -> None:
     def run(sampler: Any, estimator: GradientEstimator, **options: Any) -> None:
         sample_sum(GAUSSIAN, sampler, estimator, **({"lr": 1e-3, "num_steps": 3} | options))
 
-    with pytest.raises(ValueError, match="pSGLD has no transition"):
+    with pytest.raises(ValueError, match="pSGLD has no step law"):
         run(pSGLD, EWSG)
     with pytest.raises(ValueError, match="temperature of 0"):
         run(SGLD, EWSG, temperature=0)

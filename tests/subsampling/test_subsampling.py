@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc import SGHMC, SGLD, SGNHT, UnderdampedLangevin, pSGLD
-from lightning_sgmcmc.samplers.base import Transition
+from lightning_sgmcmc.samplers import StepLaw
 from lightning_sgmcmc.subsampling.ewsg import index_log_weights, metropolis_index
 from lightning_sgmcmc.subsampling.moments import GradientMoments, advance_moments_, extra_friction, square_of
 
@@ -20,7 +20,7 @@ def candidates(count: int = 5, dimension: int = 3, chains: int = 1, scale: float
 def test_a_long_index_chain_has_the_law_of_equation_4() -> None:
     """5,000 chains of 60 uniform proposals among five batches: chi-square; the chance of a false alarm is 1e-4."""
     gradients, momentum = candidates()
-    weights = index_log_weights(gradients, momentum, Transition(0.2, 1.5, 0.4), "unchanged")[0]
+    weights = index_log_weights(gradients, momentum, StepLaw(0.2, 1.5, 0.4), "unchanged")[0]
     place, drift = 0.2 * momentum[0] / 0.4**0.5, 1.5 * gradients[0] / 0.4**0.5
     law = (0.5 * (place + drift).square().sum(1)).softmax(0)
     generator = torch.Generator().manual_seed(0)
@@ -51,8 +51,8 @@ def test_weights_are_those_of_equation_6(guess: str) -> None:
         "one": torch.ones_like(momentum),
     }[guess]
     expected = 0.5 * (x[:, None] + step**0.5 * num_data * gradients / sigma).square().sum(2)
-    transition = sampler.transition(sampler.param_groups[0])
-    found = index_log_weights(gradients, momentum, transition, guess)  # type: ignore[arg-type]
+    law = sampler.law(sampler.param_groups[0])
+    found = index_log_weights(gradients, momentum, law, guess)  # type: ignore[arg-type]
     torch.testing.assert_close(found - found[:, :1], expected - expected[:, :1])
 
 
@@ -60,7 +60,7 @@ def test_weights_are_those_of_equation_6(guess: str) -> None:
     ("sampler", "options"),
     [(SGLD, {}), (SGHMC, {"noise_estimate": 0.03}), (SGNHT, {}), (UnderdampedLangevin, {"friction": 2.0})],
 )
-def test_a_transition_is_what_the_sampler_does(sampler: type, options: dict[str, float]) -> None:
+def test_a_law_is_what_the_sampler_does(sampler: type, options: dict[str, float]) -> None:
     """m' = (1-a)·m - b·g + s·ξ in mean (the same noise with and without gradient and momentum) and in variance."""
 
     def step(gradient: float, momentum: float) -> Tensor:
@@ -71,32 +71,32 @@ def test_a_transition_is_what_the_sampler_does(sampler: type, options: dict[str,
         held = rule.momenta(group)
         if held is not None:
             held[0].fill_(momentum)
-        transitions.append([float(control) for control in rule.transition(group)])
+        laws.append(rule.law(group))
         parameter.grad = torch.full_like(parameter, gradient)
         rule.step()
         return (parameter if held is None else rule.momenta(group)[0]).detach()
 
-    transitions: list[list[float]] = []
+    laws: list[StepLaw] = []
     still, pushed = step(0.0, 0.0), step(0.8, 0.3)
-    damping, force, variance = transitions[0]
+    damping, force, variance = (float(control) for control in (laws[0].damping, laws[0].force, laws[0].variance))
     held = 0.3 * (1 - damping) if sampler is not SGLD else 0.0
     torch.testing.assert_close(pushed - still, torch.full_like(still, held - force * 0.8))
     # The variance of 20,000 draws is known to 1 %; beyond five times that lies a chance of 6e-7.
     assert float(still.var()) == pytest.approx(variance, rel=0.05)
 
 
-def test_a_rule_whose_law_hangs_on_the_gradient_has_no_transition() -> None:
+def test_a_rule_whose_step_depends_on_the_gradient_in_another_way_has_no_law() -> None:
     rule = pSGLD([nn.Parameter(torch.zeros(3))], num_data=3)
-    assert rule.transition(rule.param_groups[0]) is None
+    assert rule.law(rule.param_groups[0]) is None
 
 
 def test_a_noise_of_zero_has_no_law_to_match() -> None:
     gradients, _ = candidates(chains=2)
     variance = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    weights = index_log_weights(gradients, None, Transition(0.0, 1.0, variance), "unchanged")
+    weights = index_log_weights(gradients, None, StepLaw(0.0, 1.0, variance), "unchanged")
     assert weights[0].tolist() == [0.0] * 5
     assert len(set(weights[1].tolist())) == 5
-    assert not index_log_weights(gradients, None, Transition(0.0, 0.0, 0.0), "unchanged").any()
+    assert not index_log_weights(gradients, None, StepLaw(0.0, 0.0, 0.0), "unchanged").any()
 
 
 def test_a_weight_that_is_nan_is_not_accepted() -> None:
