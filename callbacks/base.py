@@ -1,10 +1,13 @@
 """What the library's callbacks share."""
 
 import pytorch_lightning as pl
+import torch
 
+from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import is_of_other_namespace
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.trainer import callbacks_of
 
 
 class SamplerCallback(pl.Callback):
@@ -27,6 +30,14 @@ class SamplerCallback(pl.Callback):
 
     def reset(self) -> None:
         """Forget an earlier fit; a checkpoint's state is loaded after it."""
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Before an update, a callback with a claim calls all claims, in the order of a step (see `Claims`)."""
+        claims = chains_of(pl_module).claims
+        if claims.has_before_update(self):
+            claims.before_update(trainer)
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         """Called with each sample when it is drawn."""
@@ -69,7 +80,7 @@ def refuse_loss_scaler(trainer: pl.Trainer, why: str) -> None:
 
 
 def name_behind(trainer: pl.Trainer, callback: pl.Callback, kinds: tuple[type, ...]) -> str | None:
-    """Return the class name of the first callback of these kinds that stands behind a callback, None if none does."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    """Return the class name of the first callback of these kinds after a callback in the trainer's list, or None."""
+    callbacks = callbacks_of(trainer)
     behind = callbacks[callbacks.index(callback) :]
     return next((type(c).__name__ for c in behind if isinstance(c, kinds)), None)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.callbacks.snapshot import SnapshotCallback
 from lightning_sgmcmc.run.loggers import is_logged, log_cost
+from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.subsampling.snapshot import Snapshot
 
 
@@ -48,8 +49,7 @@ class ControlVariates(SnapshotCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(callback, VarianceReducedEnergy) for callback in callbacks):
+        if any(isinstance(callback, VarianceReducedEnergy) for callback in callbacks_of(trainer)):
             raise ValueError(
                 "ControlVariates and VarianceReducedEnergy would take a snapshot and go over all data each: take "
                 "ControlVariates(energy=True), which corrects both from one"
@@ -57,7 +57,7 @@ class ControlVariates(SnapshotCallback):
 
     def take_in(self, log_likelihood: Tensor) -> None:
         assert self._snapshot is not None
-        self._snapshot.add_gradients(log_likelihood, self._state.num_data)
+        self._snapshot.add_gradients(log_likelihood, self.chains.observed.num_data)
 
     def end_pass(self) -> None:
         assert self._snapshot is not None
@@ -66,7 +66,7 @@ class ControlVariates(SnapshotCallback):
     def correct_gradient(self, snapshot: Snapshot) -> None:
         assert snapshot.full is not None
         snapshot.reduce()
-        share = self._state.batch_share
+        share = self.chains.accumulation.batch_share
         rows = zip(snapshot.parameters.values(), snapshot.sums, snapshot.full, strict=True)
         present = [(p.grad, batch, full) for p, batch, full in rows if p.grad is not None]
         gradients, batches, fulls = ([row[place] for row in present] for place in range(3))

@@ -7,8 +7,10 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_sgmcmc.callbacks.schedule import Schedule, run_length
+from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.base import Control
 from lightning_sgmcmc.schedules import CyclicalPlan
@@ -74,7 +76,7 @@ class CyclicalSchedule(Schedule):
             )
         total = int(length)
         enders = (pl.callbacks.EarlyStopping, pl.callbacks.Timer)
-        ender = next((c for c in trainer.callbacks if isinstance(c, enders)), None)  # type: ignore[attr-defined]
+        ender = next((c for c in callbacks_of(trainer) if isinstance(c, enders)), None)
         if ender is not None:
             rank_zero_warn(
                 f"{type(ender).__name__} may end the run before its {self.num_cycles} cycles over {total} steps are "
@@ -86,12 +88,12 @@ class CyclicalSchedule(Schedule):
                 "the schedule is not the one that it was."
             )
         self._planned_steps = total
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if is_trial(trainer):
             self._plan = CyclicalPlan(total, num_cycles=1, exploration=0.0, samples_per_cycle=1)
         else:
             self._plan = CyclicalPlan(total, self.num_cycles, self.exploration, self.samples_per_cycle)
         self._sample_steps = frozenset(self._plan.sample_steps())
-        module.chain_state.num_cycles = self._plan.num_cycles
+        module.chains.progress.num_cycles = self._plan.num_cycles
         self._target_temperature = module.target_temperature if self.temperature is None else self.temperature
 
     def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:
@@ -103,9 +105,9 @@ class CyclicalSchedule(Schedule):
         for group in sampler.param_groups:
             group["lr"] = group["initial_lr"] * factor
             group["temperature"] = temperature
-        state = module.chain_state
-        state.cycle = plan.cycle_of(step)
-        state.stage = "exploration" if exploring else "sampling"
+        progress = module.chains.progress
+        progress.cycle = plan.cycle_of(step)
+        progress.stage = Stage.EXPLORATION if exploring else Stage.SAMPLING
 
     def draws(self, step: int) -> bool:
         return step in self._sample_steps

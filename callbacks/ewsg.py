@@ -7,12 +7,11 @@ import torch
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, name_behind, refuse_loss_scaler
-from lightning_sgmcmc.callbacks.contour_gradient import ContourGradient
-from lightning_sgmcmc.callbacks.replica_exchange import ReplicaExchange
+from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, refuse_loss_scaler
+from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.checks import check_choice, check_count
-from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.loggers import is_logged, log_cost, log_scalars
+from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.subsampling.ewsg import Guess, index_log_weights, metropolis_index
@@ -92,16 +91,13 @@ class EWSG(SamplerCallback):
         super().setup(trainer, pl_module, stage)
         if stage != "fit" or self.num_proposals == 0:
             return
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+        if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
             raise ValueError(
                 "EWSG takes the batches of a step as candidates, and a GradientAccumulationScheduler changes how many "
                 "there are: give the trainer one accumulate_grad_batches"
             )
         refuse_loss_scaler(trainer, "EWSG compares gradients")
-        name = name_behind(trainer, self, (ContourGradient, ReplicaExchange))
-        if name is not None:
-            raise ValueError(f"{name} sets the controls of a step that EWSG looks at: put EWSG behind {name}")
+        chains_of(pl_module).claims.claim("choose gradient", self, self._choose)
         self._given_accumulation = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches *= self.num_proposals + 1
 
@@ -110,7 +106,7 @@ class EWSG(SamplerCallback):
         self._sampler = module.sampler
         self._layout = module.layout
         self._check(trainer, self._sampler)
-        module.chain_state.candidates = self.num_proposals + 1
+        module.chains.accumulation.candidates = self.num_proposals + 1
         self._parameters = [p for group in self._sampler.param_groups for p in group["params"]]
         self._sizes = [p.numel() // module.num_chains for p in self._parameters]
         self._has_gradient = [False] * len(self._parameters)
@@ -142,8 +138,8 @@ class EWSG(SamplerCallback):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        module: BayesianModule = pl_module  # type: ignore[assignment]
-        state, sampler = module.chain_state, self._sampler
+        chains, sampler = chains_of(pl_module), self._sampler
+        state = chains.accumulation
         if self.num_proposals == 0 or not state.batch_complete:
             return
         if not any(sampler.is_noisy(group) for group in sampler.param_groups):
@@ -153,11 +149,11 @@ class EWSG(SamplerCallback):
             gradient = parameter.grad
             self._has_gradient[place] |= gradient is not None
             gradients.append(torch.zeros_like(parameter) if gradient is None else gradient)
-        rows_of(gradients, module.num_chains, out=row)
+        rows_of(gradients, chains.num_chains, out=row)
         if state.accumulating:  # the last one is reduced by the backward pass itself
             if self._layout.ranks_per_chain > 1:
                 row.copy_(self._layout.mean_over_data(row))
-            module.optimizer_zero_grad(trainer.current_epoch, trainer.fit_loop.batch_idx, sampler)
+            pl_module.optimizer_zero_grad(trainer.current_epoch, trainer.fit_loop.batch_idx, sampler)
         row.mul_(1 / state.batch_share)
 
     def _next_row(self) -> Tensor:
@@ -169,9 +165,8 @@ class EWSG(SamplerCallback):
         self._filled += 1
         return self._gradients[self._filled - 1]
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def _choose(self, trainer: pl.Trainer) -> None:
+        """Choose one of the step's candidates, and give the parameters its gradient."""
         if self._filled == 0:
             return
         assert self._gradients is not None
@@ -243,7 +238,7 @@ class EWSG(SamplerCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        module: BayesianModule = pl_module  # type: ignore[assignment]
+        module = bayesian(pl_module, self)
         if not is_logged(trainer, module):
             return
         log_cost(trainer, module)

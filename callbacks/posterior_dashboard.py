@@ -21,6 +21,7 @@ from lightning_sgmcmc.report import drawings as parts
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.history import RunHistory
 from lightning_sgmcmc.run.loggers import log_figure, log_histogram, log_scalars, log_table, write_output
+from lightning_sgmcmc.run.trainer import is_trial, log_interval
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 
@@ -152,9 +153,9 @@ class PosteriorDashboard(SamplerCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)
         self._sampler: Sampler = module.sampler
-        self._state = module.chain_state
+        self._chains = module.chains
         self._last_step = self._sampler.step_count
-        self._interval = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        self._interval = log_interval(trainer)
         self._folder = _folder(trainer)
         self._traced = _traced_weights(module)
         self.history.trace_names = list(self._traced)
@@ -168,7 +169,7 @@ class PosteriorDashboard(SamplerCallback):
         self._last_step = step
         group = self._sampler.param_groups[0]
         controls = [_mean(group[name]) for name in ("lr", "temperature", "gradient_multiplier")]
-        energies = bayesian(pl_module, self).layout.gather(self._state.energy)
+        energies = self._chains.layout.gather(self._chains.observed.energy)
         on_device = [energies.mean(), *(weight[index] for weight, index in self._traced.values())]
         energy, *traces = torch.stack([value.detach().float() for value in on_device]).tolist()
         lr, temperature, multiplier = controls
@@ -177,7 +178,7 @@ class PosteriorDashboard(SamplerCallback):
             "sampler/lr": lr,
             "sampler/temperature": temperature,
             "sampler/energy": energy,
-            "sampler/cycle": self._state.cycle,
+            "sampler/cycle": self._chains.progress.cycle,
         }
         if 1 < len(energies) <= MOST_CHAINS:
             scalars |= {f"sampler/energy_chain_{chain}": value for chain, value in enumerate(energies.tolist())}
@@ -200,12 +201,12 @@ class PosteriorDashboard(SamplerCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         # Before the next step, when the collector and the evaluator have had the sample, in whatever order they stand.
-        if not self._due and self._state.cycle == self._cycle:
+        if not self._due and self._chains.progress.cycle == self._cycle:
             return
         ended = self.every == "cycle" and self._cycle is not None and self.history.samples.seen > self._drawn_samples
-        if self._due or (ended and self._state.cycle != self._cycle):
+        if self._due or (ended and self._chains.progress.cycle != self._cycle):
             self._draw(trainer, bayesian(pl_module, self), "val", self._sample_step)
-        self._cycle = self._state.cycle
+        self._cycle = self._chains.progress.cycle
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._draw(trainer, bayesian(pl_module, self), "val", trainer.global_step)
@@ -331,7 +332,7 @@ class PosteriorDashboard(SamplerCallback):
 def _folder(trainer: pl.Trainer) -> Path | None:
     """Return the run's folder; a trial run leaves no files."""
     folder = run_folder(trainer)
-    return None if trainer.fast_dev_run else folder  # type: ignore[attr-defined]
+    return None if is_trial(trainer) else folder
 
 
 def _traced_weights(module: BayesianModule) -> dict[str, tuple[Tensor, tuple[int, ...]]]:

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
-from lightning_sgmcmc.callbacks.chain_health import ChainHealth
-from lightning_sgmcmc.callbacks.contour_gradient import ContourGradient
 from lightning_sgmcmc.callbacks.schedule import schedule_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.checks import check_count, check_number
@@ -116,16 +114,10 @@ class ReplicaExchange(SamplerCallback):
                 f"ReplicaExchange has a ladder of {slots} temperatures, and the run has {chains} chains: take "
                 f"num_chains={slots}, or a multiple of it"
             )
-        if any(isinstance(callback, ContourGradient) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            raise ValueError(
-                "ReplicaExchange and ContourGradient are two ways across the same barriers, and the contour's weights "
-                "would be of no one temperature: take one of them"
-            )
-        if any(isinstance(callback, ChainHealth) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            raise ValueError(
-                "ChainHealth holds all chains against the run's own temperature, and ReplicaExchange has them at "
-                "others: leave ChainHealth out"
-            )
+        claims = module.chains.claims
+        claims.claim("set controls", self, self._set_controls)
+        claims.claim("chain temperatures", self)
+        claims.claim("prepare samples", self, self._name_chains)
         for name in ("temperature", "lr"):
             if isinstance(getattr(module, name), tuple | list):
                 raise ValueError(
@@ -156,17 +148,14 @@ class ReplicaExchange(SamplerCallback):
             self._restored = None
             if self._order.shape != (chains // len(self.temperatures), len(self.temperatures)):
                 raise ValueError("the checkpoint has another ladder of temperatures: go on with the same one")
-        state = module.chain_state
-        state.keeps_each = self.noise_variance is None
-        state.before_sample = self._name_chains
+        module.chains.observed.keeps_each = self.noise_variance is None
         # Schedules go on from the run's own controls, so the slots' are there for an update only.
         self._hook = self._sampler.register_step_post_hook(self._take_back)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def _set_controls(self, trainer: pl.Trainer) -> None:
+        """Attempt swaps, and give each chain the temperature and step size of its slot for this update."""
         sampler = self._sampler
         temperature = sampler.param_groups[0]["temperature"]
         if not (isinstance(temperature, Tensor) or temperature > 0):
@@ -196,8 +185,8 @@ class ReplicaExchange(SamplerCallback):
         """Let neighbouring slots swap chains; every process draws the same numbers, and nobody waits for the device."""
         assert self._order is not None
         assert self._tally is not None
-        layout, state = self._module.layout, self._module.chain_state
-        energy = layout.mean_over_data(state.observed_energy(self.include_prior))
+        layout, observed = self._module.layout, self._module.chains.observed
+        energy = layout.mean_over_data(observed.corrected(self.include_prior))
         energies = layout.gather(energy)[self._order]
         variance = self._known_variance(trainer)
         generator = torch.Generator().manual_seed(derive_seed(self._sampler.seed, "exchange", self._attempts))
@@ -217,8 +206,8 @@ class ReplicaExchange(SamplerCallback):
         if self.noise_variance is not None:
             return self.noise_variance
         assert self._order is not None
-        module, state = self._module, self._module.chain_state
-        each = state.log_likelihood
+        module, observed = self._module, self._module.chains.observed
+        each = observed.log_likelihood
         assert each is not None
         each = each.double().reshape(module.num_chains, -1)
         if each.shape[1] < 2:
@@ -226,10 +215,10 @@ class ReplicaExchange(SamplerCallback):
                 "the variance of an energy is estimated from the data of a mini-batch, and here it has a single one: "
                 "give noise_variance, or larger batches"
             )
-        if state.reference_log_likelihood is not None:
-            each = each - state.reference_log_likelihood
+        if observed.reference_log_likelihood is not None:
+            each = each - observed.reference_log_likelihood
         batches = trainer.accumulate_grad_batches * module.layout.ranks_per_chain
-        found = state.num_data**2 * each.var(1) / (each.shape[1] * batches)
+        found = observed.num_data**2 * each.var(1) / (each.shape[1] * batches)
         of_slots = module.layout.gather(module.layout.mean_over_data(found))[self._order]
         if self._variance is None:
             self._variance = of_slots
@@ -274,9 +263,9 @@ class ReplicaExchange(SamplerCallback):
         for ladder, row in enumerate(self._order.tolist()):
             for slot, chain in enumerate(row):
                 labels[chain] = ladder * slots + slot
-        state = self._module.chain_state
-        state.labels = labels
-        state.sampled = {label for label in labels if label % slots < self.sampled_slots}
+        tags = self._module.chains.tags
+        tags.labels = labels
+        tags.sampled = {label for label in labels if label % slots < self.sampled_slots}
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._release()
@@ -289,7 +278,7 @@ class ReplicaExchange(SamplerCallback):
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-            self._module.chain_state.before_sample = None
+            self._module.chains.claims.release(self)
 
     def state_dict(self) -> dict[str, Any]:
         return {

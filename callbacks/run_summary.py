@@ -12,6 +12,7 @@ from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.folder import run_folder
+from lightning_sgmcmc.run.trainer import is_trial
 
 STAGE_NAMES = {"val": "validation data", "test": "test data"}
 
@@ -47,7 +48,7 @@ class RunSummary(SamplerCallback):
         if not trainer.is_global_zero or evaluation is None or not evaluation.members:
             return
         rows = _rows(evaluation)
-        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if not is_trial(trainer):
             self._write_files(folder, module, stage, rows)
         worth = evaluation.effective_sample_size
         counted = f"{len(evaluation.members)} posterior samples" + (

@@ -18,6 +18,7 @@ from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.run.folder import newest_store, run_folder
+from lightning_sgmcmc.run.trainer import is_trial
 
 
 class SampleCollector(SamplerCallback):
@@ -85,7 +86,7 @@ class SampleCollector(SamplerCallback):
         module = bayesian(pl_module, self)
         if self._restored is not None:
             self._resume(trainer)
-        elif self.in_memory or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        elif self.in_memory or is_trial(trainer):
             self._store = MemoryStore()  # a trial run must not move real samples aside
         else:
             path = self.dirpath or run_folder(trainer) / "samples"

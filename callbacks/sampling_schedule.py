@@ -5,8 +5,10 @@ import math
 import pytorch_lightning as pl
 
 from lightning_sgmcmc.callbacks.schedule import Schedule, run_length
+from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.trainer import is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.base import Control
 from lightning_sgmcmc.schedules import Annealing, PolynomialDecay
@@ -91,7 +93,7 @@ class SamplingSchedule(Schedule):
         self._steps_per_epoch = self._epoch_length(trainer)
         self._burn_in = self.burn_in_steps or (self.burn_in_epochs or 0) * self._steps_per_epoch
         self._every = self.every_n_steps or (self.every_n_epochs or 0) * self._steps_per_epoch
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if is_trial(trainer):
             self._burn_in, self._every = 0, 1
         if self._burn_in + self._every > total:
             raise ValueError(
@@ -125,7 +127,7 @@ class SamplingSchedule(Schedule):
                 group["lr"] = self.lr_decay(step) * (group["initial_lr"] / first_lr)
             elif self.lr_annealing is not None:
                 group["lr"] = group["initial_lr"] * self.lr_annealing.factor(epoch)
-        module.chain_state.stage = "burn-in" if burning_in else "sampling"
+        module.chains.progress.stage = Stage.BURN_IN if burning_in else Stage.SAMPLING
 
     def draws(self, step: int) -> bool:
         return step > self._burn_in and (step - self._burn_in) % self._every == 0

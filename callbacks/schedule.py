@@ -5,7 +5,9 @@ from typing import Any
 import pytorch_lightning as pl
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import Sampler
 
 
@@ -21,7 +23,7 @@ class Schedule(SamplerCallback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        schedules = [c for c in trainer.callbacks if isinstance(c, Schedule)]  # type: ignore[attr-defined]
+        schedules = [c for c in callbacks_of(trainer) if isinstance(c, Schedule)]
         if len(schedules) > 1:
             names = " and ".join(type(c).__name__ for c in schedules)
             raise ValueError(f"a run has one schedule, got {names}: remove one of them")
@@ -49,7 +51,10 @@ class Schedule(SamplerCallback):
             raise ValueError(f"both {type(self).__name__} and the {scheduler} set the step size: remove one of them")
         for group in self._sampler.param_groups:
             group.setdefault("initial_lr", group["lr"])
-        module.chain_state.cycle, module.chain_state.num_cycles = 0, None  # of an earlier fit with another schedule
+        module.chains.progress.cycle, module.chains.progress.num_cycles = (
+            0,
+            None,
+        )  # of an earlier fit with another schedule
         self.plan(trainer, module)
 
     def on_train_batch_start(
@@ -63,7 +68,7 @@ class Schedule(SamplerCallback):
     ) -> None:
         # Micro-batches that only accumulate, and steps that a loss scaler skipped, leave the counter where it was.
         if self._sampler.step_count == self._step and self.draws(self._step):
-            pl_module.chain_state.sample_due = True  # type: ignore[union-attr]
+            chains_of(pl_module).progress.sample_due = True
 
 
 def run_length(trainer: pl.Trainer) -> float:
@@ -74,7 +79,7 @@ def run_length(trainer: pl.Trainer) -> float:
 
 def schedule_of(trainer: pl.Trainer) -> Schedule | None:
     """Return the run's schedule, if it has one."""
-    return next((c for c in trainer.callbacks if isinstance(c, Schedule)), None)  # type: ignore[attr-defined]
+    return next((c for c in callbacks_of(trainer) if isinstance(c, Schedule)), None)
 
 
 def require_schedule(trainer: pl.Trainer, callback: pl.Callback) -> None:

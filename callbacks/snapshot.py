@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, refuse_loss_scaler
+from lightning_sgmcmc.chains.chains import Chains, chains_of
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.evaluation.full_data import pass_over_data
 from lightning_sgmcmc.subsampling.snapshot import Snapshot
@@ -48,30 +49,39 @@ class SnapshotCallback(SamplerCallback):
         self._correction: Tensor | None = None
         """Of this step's energies, the mean over its micro-batches so far."""
         self._restored: dict[str, Any] = {}
-        self._state: Any = None
+        self._chains: Chains | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and self.gradients:
             refuse_loss_scaler(trainer, f"{type(self).__name__} computes with gradients")
+            chains_of(pl_module).claims.claim("snapshot gradients", self, self._batch_is_complete)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._module = bayesian(pl_module, self)
-        self._layout, self._state = self._module.layout, self._module.chain_state
+        self._chains, self._layout = self._module.chains, self._module.layout
         if self._restored:
             self.restore(self._restored)
-        if self.gradients:
-            self._state.correct_gradient = self._batch_is_complete
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned, when a fit begins."""
         if saved["snapshot"] is not None:
-            self._snapshot = Snapshot(self._module.chains, self.gradients)
+            self._snapshot = Snapshot(self.chains, self.gradients)
             self._snapshot.load_state_dict(saved["snapshot"])
         self._period = saved["period"]
         if saved["correction"] is not None:
             self._correction = self._layout.own_unreduced(saved["correction"]).to(self._module.device).reshape(-1)
         self._restored = {}
+
+    @property
+    def chains(self) -> Chains:
+        """The chains of the running fit."""
+        assert self._chains is not None, "a fit has chains from its start on"
+        return self._chains
+
+    @property
+    def _state(self) -> Any:  # shim
+        return self._module.chain_state
 
     # -- the snapshot -------------------------------------------------------------------------------------------------
 
@@ -93,7 +103,7 @@ class SnapshotCallback(SamplerCallback):
         """Take a snapshot of the chains, and go over all data."""
         module = self._module
         if self._snapshot is None:
-            self._snapshot = Snapshot(module.chains, self.gradients)
+            self._snapshot = Snapshot(self.chains, self.gradients)
         self._snapshot.take()
         total = torch.zeros_like(self._snapshot.log_likelihood)
         devices = [module.device] if module.device.type == "cuda" else []
@@ -106,7 +116,7 @@ class SnapshotCallback(SamplerCallback):
         self._snapshot.log_likelihood.copy_(self._layout.mean_over_data(total) * ranks)
         self.end_pass()
         if self.gradients:
-            self._state.gradient_evaluations += self._state.num_data
+            self.chains.counters.gradient_evaluations += self.chains.observed.num_data
 
     @staticmethod
     def _at_snapshot(trainer: pl.Trainer, snapshot: Snapshot, batch: Any) -> Tensor:
@@ -131,17 +141,17 @@ class SnapshotCallback(SamplerCallback):
         if self.gradients:
             size = each.shape[1]
             self._snapshot.add_gradients(each, size)
-            self._state.gradient_evaluations += size * self._layout.ranks_per_chain
+            self.chains.counters.gradient_evaluations += size * self._layout.ranks_per_chain
         if self.energy:
             self._correct_energy(self._snapshot, each.detach(), position)
 
     def _correct_energy(self, snapshot: Snapshot, each: Tensor, position: int) -> None:
-        state = self._state
-        state.reference_log_likelihood = each
-        correction = state.num_data * each.double().mean(1) - snapshot.log_likelihood
+        observed = self.chains.observed
+        observed.reference_log_likelihood = each
+        correction = observed.num_data * each.double().mean(1) - snapshot.log_likelihood
         if position > 0 and self._correction is not None:
             correction = self._correction + (correction - self._correction) / (position + 1)
-        self._correction = state.energy_correction = correction
+        self._correction = observed.correction = correction
 
     def _batch_is_complete(self) -> None:
         if self._snapshot is not None and self._snapshot.count > 0:
@@ -160,7 +170,8 @@ class SnapshotCallback(SamplerCallback):
 
     def release(self) -> None:
         """Let go of the run, so that the module can be copied and pickled."""
-        self._state.correct_gradient = None
+        if self._chains is not None:
+            self._chains.claims.release(self)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.release()
@@ -179,7 +190,7 @@ class SnapshotCallback(SamplerCallback):
         if self._restored:
             return self._restored
         snapshot, correction = self._snapshot, None
-        if self._correction is not None and self._state.accumulating:
+        if self._correction is not None and self.chains.accumulation.accumulating:
             own = self._correction if self._module.num_chains > 1 else self._correction[0]
             correction = self._layout.gather_unreduced(own).cpu()
         return {

@@ -164,9 +164,9 @@ class Recorder(pl.Callback):
         self.sketches: list[Tensor] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        state = pl_module.chain_state
+        observed = pl_module.chains.observed
         # The data's part alone, as in the paper's figure.
-        self.losses.append((state.energy + state.log_prior) / state.num_data)
+        self.losses.append((observed.energy + observed.log_prior) / observed.num_data)
         multiplier = pl_module.sampler.param_groups[0].get("gradient_multiplier", 1.0)
         self.multipliers.append(torch.as_tensor(multiplier, dtype=torch.float64).expand(pl_module.num_chains).clone())
 

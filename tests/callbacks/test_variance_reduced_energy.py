@@ -24,10 +24,10 @@ class Energies(SamplerCallback):
         self.plain.append([])
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        state = pl_module.chain_state
-        energy = state.energy.double()
+        observed = pl_module.chains.observed
+        energy = observed.energy.double()
         self.plain[-1].append(energy)
-        correction = state.energy_correction
+        correction = observed.correction
         self.corrected[-1].append(energy + correction if correction is not None else energy)
 
 

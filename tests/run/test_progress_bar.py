@@ -181,7 +181,7 @@ def test_a_second_fit_begins_anew(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         assert shown(capsys.readouterr().out)[-1]["samples"] == str(CYCLES * SAMPLES)
     trainer = quiet_trainer(max_epochs=1, callbacks=[SamplingSchedule(every_n_steps=1)])
     trainer.fit(module, *loaders())
-    assert (module.chain_state.cycle, module.chain_state.num_cycles) == (0, None)
+    assert (module.chains.progress.cycle, module.chains.progress.num_cycles) == (0, None)
 
 
 @pytest.mark.parametrize(
