@@ -19,7 +19,7 @@ class SamplerCallback(pl.Callback):
     """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse modules that do not sample; begin anew at the start of a fit.
+        """Raise for a module that does not sample; reset at the start of a fit.
 
         Raises:
             TypeError: if the module is not a `BayesianModule`.
@@ -75,12 +75,12 @@ def refuse_loss_scaler(trainer: pl.Trainer, why: str) -> None:
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ValueError(
             f"{why}, and a loss scaler keeps them at another scale, or makes some infinite: take "
-            "precision='bf16-mixed' in place of '16-mixed'"
+            "precision='bf16-mixed' instead of '16-mixed'"
         )
 
 
-def name_behind(trainer: pl.Trainer, callback: pl.Callback, kinds: tuple[type, ...]) -> str | None:
+def name_after(trainer: pl.Trainer, callback: pl.Callback, kinds: tuple[type, ...]) -> str | None:
     """Return the class name of the first callback of these kinds after a callback in the trainer's list, or None."""
     callbacks = callbacks_of(trainer)
-    behind = callbacks[callbacks.index(callback) :]
-    return next((type(c).__name__ for c in behind if isinstance(c, kinds)), None)
+    later = callbacks[callbacks.index(callback) :]
+    return next((type(c).__name__ for c in later if isinstance(c, kinds)), None)

@@ -20,7 +20,7 @@ from lightning_sgmcmc.module import BayesianModule
 
 
 class BayesianModelAverage(SamplerCallback):
-    """Averages the samples' predictive distributions and says how good the average is.
+    """Averages the samples' predictive distributions and evaluates the average.
 
         p(y|x,D) ≈ Σ_j w_j·p(y|x,θ_j)
 

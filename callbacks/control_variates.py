@@ -55,7 +55,7 @@ class ControlVariates(SnapshotCallback):
                 "ControlVariates(energy=True), which corrects both from one"
             )
 
-    def take_in(self, log_likelihood: Tensor) -> None:
+    def process_batch(self, log_likelihood: Tensor) -> None:
         assert self._snapshot is not None
         self._snapshot.add_gradients(log_likelihood, self.chains.observed.num_data)
 

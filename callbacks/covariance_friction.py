@@ -8,7 +8,7 @@ import torch
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import name_behind
+from lightning_sgmcmc.callbacks.base import name_after
 from lightning_sgmcmc.callbacks.control_variates import ControlVariates
 from lightning_sgmcmc.callbacks.schedule import Schedule
 from lightning_sgmcmc.callbacks.snapshot import SnapshotCallback
@@ -109,7 +109,7 @@ class CovarianceFriction(SnapshotCallback):
                 "CovarianceFriction is for batches of one size, and a GradientAccumulationScheduler changes it: give "
                 "the trainer one accumulate_grad_batches"
             )
-        name = name_behind(trainer, self, (Schedule,))
+        name = name_after(trainer, self, (Schedule,))
         if name is not None:
             raise ValueError(
                 f"{name} sets the temperature of a step, and without one CovarianceFriction rests: put "
@@ -157,7 +157,7 @@ class CovarianceFriction(SnapshotCallback):
         if self._moments is not None and batch_idx % trainer.accumulate_grad_batches == 0:
             self._covariance = self._moments.covariance()
 
-    def take_in(self, log_likelihood: Tensor) -> None:
+    def process_batch(self, log_likelihood: Tensor) -> None:
         snapshot = self._snapshot
         assert snapshot is not None
         snapshot.add_gradients(log_likelihood, log_likelihood.shape[1])

@@ -24,15 +24,15 @@ STEPS_DRAWN = 256
 class EWSG(SamplerCallback):
     """Chooses each step's mini-batch among M+1, so that the step has nearly the law of one with the full gradient.
 
-    The step takes the next M+1 batches of the loader. A Metropolis chain goes through them from the first one, and puts
-    batch j in the place of batch i with probability
+    The step takes the next M+1 batches of the loader. A Metropolis chain visits them from the first one, and
+    replaces batch i by batch j with probability
 
         min{1, exp(½‖x + n̂a_j‖² - ½‖x + n̂a_i‖²)},   n̂a_j = √h·∇Ũ_j/σ,   σ² = 2γτ,   x = √h·γ·r/σ
 
     and the sampler gets the gradient of the batch that is left (for samplers of another form h, γ and σ are those of
     their step, see `lightning_sgmcmc.samplers.StepLaw`). The whole of `Ũ_j` counts, prior and gradient
     multiplier included. Each chain chooses for itself. Candidates differ by as much as the batches do: a datamodule's
-    batches of an epoch have no datum in common, where the paper draws each anew.
+    batches of an epoch have no datum in common, where the paper draws each independently.
 
     A step costs M+1 gradients: it is Lightning's accumulation over M+1 times as many batches as the trainer's
     `accumulate_grad_batches` says, so epochs stay passes over the data, of fewer steps. With accumulation a candidate
@@ -47,8 +47,8 @@ class EWSG(SamplerCallback):
 
     What it does to a chain is, to first order in h and with "unchanged", a friction of h·cov/(2τ), with the covariance
     of the batches' ∇Ũ, which takes heat of their noise out; beyond that it prefers large gradients, and shifts the law
-    where their distribution is skew. `recipes/ewsg_gaussian.py`, `covertype_logistic.py` and `misspecified.py` tell
-    where it helps and where not.
+    where their distribution is skew. `recipes/ewsg_gaussian.py`, `covertype_logistic.py` and `misspecified.py` show
+    where it helps and where it does not.
 
     With `CovarianceFriction` it is EWSG-VR; with `ControlVariates` the candidates' gradients are the corrected ones.
 
@@ -58,9 +58,9 @@ class EWSG(SamplerCallback):
             momentum), "stopped", x = (-1+hγ)·r/(σ√h), or x itself, "zero" or "one".
 
     Raises:
-        ValueError: for an argument out of range; at setup, for a loss scaler, a `GradientAccumulationScheduler`, or a
-            callback behind it that sets the step's controls; when training starts, for a sampler whose step is not of
-            the form (pSGLD), or an epoch with fewer batches than a step takes.
+        ValueError: for an argument out of range; at setup, for a loss scaler, a `GradientAccumulationScheduler`, or
+            another callback that chooses gradients; when training starts, for a sampler whose step is not of the form
+            (pSGLD), or an epoch with fewer batches than a step takes.
 
     Source: Li et al. 2021 (EWSG), Algorithm 1, eq. (6), Figure 1b, appendices D and E.
     """
@@ -180,7 +180,7 @@ class EWSG(SamplerCallback):
         chosen = candidates[self._each_chain, index]
         # Bit for bit the candidate's, and NaN if any candidate is not finite: then the step is refused on every rank.
         chosen.mul_((weights.sum(1) * 0 + 1).to(chosen.dtype)[:, None])
-        self._hand_over(chosen)
+        self._write_gradients(chosen)
         self._filled = 0
 
     def _log_weights(self, candidates: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class EWSG(SamplerCallback):
             self._chances = (block, torch.stack(rows, 1).log().double().to(self._parameters[0].device))
         return self._chances[1][place]
 
-    def _hand_over(self, chosen: Tensor) -> None:
+    def _write_gradients(self, chosen: Tensor) -> None:
         """Give the parameters their gradients of the chosen batches, shape (C, d)."""
         present: list[Tensor] = []
         sources: list[Tensor] = []
@@ -250,14 +250,14 @@ class EWSG(SamplerCallback):
     # -- the end, checkpoints -----------------------------------------------------------------------------------------
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._give_back(trainer)
+        self._restore_accumulation(trainer)
         self._gradients = self._momentum = self._chances = None
         self._filled = 0
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._give_back(trainer)  # the candidates may yet be saved
+        self._restore_accumulation(trainer)  # the candidates may yet be saved
 
-    def _give_back(self, trainer: pl.Trainer) -> None:
+    def _restore_accumulation(self, trainer: pl.Trainer) -> None:
         if self._given_accumulation is not None:
             trainer.accumulate_grad_batches, self._given_accumulation = self._given_accumulation, None
 
@@ -279,7 +279,7 @@ class EWSG(SamplerCallback):
         self._restored = state_dict
 
     def _restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint.
+        """Restore the state of a checkpoint.
 
         Raises:
             ValueError: if it is of another number of proposals, so that its counts of batches are of other steps.
@@ -288,8 +288,8 @@ class EWSG(SamplerCallback):
             return
         if state["num_proposals"] != self.num_proposals:
             raise ValueError(
-                f"the checkpoint's run has num_proposals={state['num_proposals']}, this one {self.num_proposals}: go "
-                "on with the same number"
+                f"the checkpoint's run has num_proposals={state['num_proposals']}, this one {self.num_proposals}: "
+                "resume with the same number"
             )
         assert self._accepted is not None
         self._accepted[0] += state["accepted"]

@@ -1,4 +1,4 @@
-"""The run as one sees it while it goes on: scalars, figures, histograms and tables."""
+"""The dashboard of a running fit: scalars, figures, histograms and tables."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -47,14 +47,14 @@ MOST_CHAINS = 16
 
 
 class PosteriorDashboard(SamplerCallback):
-    """Shows a sampling run in W&B or TensorBoard while it goes on, and in files of the run's folder.
+    """Shows a sampling run in W&B or TensorBoard while it runs, and in files of the run's folder.
 
     Scalars, every `trainer.log_every_n_steps`: `sampler/lr`, `sampler/temperature`, `sampler/energy` (Ũ of the
     mini-batch, nats; with several chains their mean, and `sampler/energy_chain_0` and so on), `sampler/cycle`, and
     `sampler/gradient_multiplier` where one is set; with every sample `samples/count` and `samples/ess`, the effective
     number (Σw)²/Σw² of the weighted samples.
 
-    Figures, at the end of each cycle (or as `every` says) and of the fit:
+    Figures, at the end of each cycle (or as `every` sets) and of the fit:
 
     * `posterior/schedule`: step size and temperature, `posterior/energy`: the mini-batch energy, both with the samples
       marked; `posterior/traces`: the energy and four single weights;
@@ -200,7 +200,7 @@ class PosteriorDashboard(SamplerCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # Before the next step, when the collector and the evaluator have had the sample, in whatever order they stand.
+        # Before the next step, when the collector and the evaluator have seen the sample, in whatever order they are.
         if not self._due and self._chains.progress.cycle == self._cycle:
             return
         ended = self.every == "cycle" and self._cycle is not None and self.history.samples.seen > self._drawn_samples
@@ -318,7 +318,7 @@ class PosteriorDashboard(SamplerCallback):
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             if not {part, reason} & self._warned:
-                rank_zero_warn(f"PosteriorDashboard could not make '{part}' ({reason}); the run goes on without it.")
+                rank_zero_warn(f"PosteriorDashboard could not make '{part}' ({reason}); the run continues without it.")
             self._warned |= {part, reason}
 
     def state_dict(self) -> dict[str, Any]:

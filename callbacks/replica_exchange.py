@@ -22,7 +22,7 @@ class ReplicaExchange(SamplerCallback):
     """Runs the chains at a ladder of temperatures, and lets neighbours swap them.
 
     A run with P chains has ladders of R = len(temperatures) slots, P/R of them; at the start chain r of a ladder
-    stands in slot r, the first the coldest. Every so many steps, before the update, the even and the odd pairs of
+    is in slot r, the first the coldest. At every attempt, before the update, the even and the odd pairs of
     neighbouring slots in turn swap temperatures and step sizes with probability
 
         min{1, exp(δ·(Ũ_cold - Ũ_hot - δ·σ̂²/F))},   δ = 1/τ_cold - 1/τ_hot
@@ -94,7 +94,7 @@ class ReplicaExchange(SamplerCallback):
 
     def reset(self) -> None:
         self._order: Tensor | None = None
-        """Which chain stands in each slot, global indices, shape (ladders, R)."""
+        """Which chain is in each slot, global indices, shape (ladders, R)."""
         self._attempts = 0
         self._variance: Tensor | None = None
         self._tally: Tensor | None = None
@@ -147,9 +147,9 @@ class ReplicaExchange(SamplerCallback):
                 self._variance = self._restored["variance"].to(device)
             self._restored = None
             if self._order.shape != (chains // len(self.temperatures), len(self.temperatures)):
-                raise ValueError("the checkpoint has another ladder of temperatures: go on with the same one")
+                raise ValueError("the checkpoint has another ladder of temperatures: resume with the same one")
         module.chains.observed.keeps_each = self.noise_variance is None
-        # Schedules go on from the run's own controls, so the slots' are there for an update only.
+        # Schedules continue from the run's own controls, so the slots' are there for an update only.
         self._hook = self._sampler.register_step_post_hook(self._take_back)
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class ReplicaExchange(SamplerCallback):
         self._release()
 
     def _release(self) -> None:
-        """Let go of the run, so that module and callback can be copied and pickled."""
+        """Drop the run, so that module and callback can be copied and pickled."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

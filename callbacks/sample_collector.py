@@ -25,13 +25,13 @@ class SampleCollector(SamplerCallback):
     """Keeps the samples as they are drawn; afterwards `collector.posterior` and `pl_module.posterior` hold them.
 
     On disk, every sample is complete and safe before the next step (see `DiskStore`). A new fit into a folder that
-    holds samples moves those aside (`samples-1`, `samples-2`, …); a fit from a checkpoint goes on with them, without
+    holds samples moves those aside (`samples-1`, `samples-2`, …); a fit from a checkpoint continues with them, without
     the samples that were drawn after the checkpoint, since they are drawn again.
 
     Args:
         dirpath: folder of the store; None is `samples` in the run's folder. For `trainer.test` and `trainer.predict`
             without a fit, None is the newest run's.
-        in_memory: keep the samples in the host's memory, and in the checkpoints, in place of the disk.
+        in_memory: keep the samples in the host's memory, and in the checkpoints, instead of on the disk.
         every_n_samples: thinning: keep every n-th sample of each chain.
         max_samples: limit: keep the newest so many, over all chains.
 

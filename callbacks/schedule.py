@@ -12,7 +12,7 @@ from lightning_sgmcmc.samplers import Sampler
 
 
 class Schedule(SamplerCallback):
-    """Base of the callbacks that say when samples are drawn; a run has exactly one.
+    """Base class of schedules, which decide when samples are drawn; a run has exactly one.
 
     Subclasses implement `plan`, `controls` and `draws`. The step k = 1, 2, … is the number of the coming optimizer
     step, from the sampler's own counter: it survives a resume, and does not count steps that a loss scaler skipped.
@@ -91,5 +91,5 @@ def require_schedule(trainer: pl.Trainer, callback: pl.Callback) -> None:
     if schedule_of(trainer) is None:
         raise ValueError(
             f"{type(callback).__name__} would never see a sample: add a CyclicalSchedule or a SamplingSchedule, which "
-            "say when samples are drawn"
+            "decide when samples are drawn"
         )

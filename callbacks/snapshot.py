@@ -14,17 +14,17 @@ from lightning_sgmcmc.subsampling.snapshot import Snapshot
 
 
 class SnapshotCallback(SamplerCallback):
-    """Takes a snapshot θ_q of the chains at the beginning of every q-th epoch, goes over all data there, and computes
-    each mini-batch at θ_q, too: its energy, its gradient, or both from the same forward pass.
+    """Base class for callbacks that compare mini-batches with a snapshot θ_q of the chains.
 
-    Subclasses say in `take_in` and `end_pass` what a pass over all data is for, and in `correct_gradient` what happens
-    to the gradient of a whole batch.
+    It takes the snapshot at the beginning of every q-th epoch, passes over all data there, and also computes each
+    mini-batch at θ_q: its energy, its gradient, or both from the same forward pass. Subclasses implement
+    `process_batch` and `end_pass` for the pass over all data, and `correct_gradient` for the gradient of a whole batch.
 
     Args:
         start_epoch: first epoch, from 0, with a snapshot.
         every_n_epochs: q.
         energy: whether energies are corrected.
-        gradients: whether gradients at θ_q are wanted.
+        gradients: whether gradients at θ_q are computed.
 
     Raises:
         ValueError: for an argument out of range; at setup, for gradients under a loss scaler.
@@ -64,7 +64,7 @@ class SnapshotCallback(SamplerCallback):
             self.restore(self._restored)
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned, when a fit begins."""
+        """Restore what `state_dict` returned, when a fit begins."""
         if saved["snapshot"] is not None:
             self._snapshot = Snapshot(self.chains, self.gradients)
             self._snapshot.load_state_dict(saved["snapshot"])
@@ -89,15 +89,15 @@ class SnapshotCallback(SamplerCallback):
         """Return whether the coming step needs no snapshot."""
         return False
 
-    def take_in(self, log_likelihood: Tensor) -> None:
-        """Do with a batch of the pass over all data what it is for.
+    def process_batch(self, log_likelihood: Tensor) -> None:
+        """Process one batch of the pass over all data.
 
         Args:
-            log_likelihood: log p(y|x,θ_q) of each datum, shape (C, n), with its graph if gradients are wanted.
+            log_likelihood: log p(y|x,θ_q) of each datum, shape (C, n), with its graph if gradients are computed.
         """
 
     def end_pass(self) -> None:
-        """Put together what `take_in` has found."""
+        """Combine what the pass over all data has found."""
 
     def _refresh(self, trainer: pl.Trainer) -> None:
         """Take a snapshot of the chains, and go over all data."""
@@ -111,7 +111,7 @@ class SnapshotCallback(SamplerCallback):
             for batch in pass_over_data(trainer, module, type(self).__name__, "snapshot", self.shuffles_pass):
                 each = self._at_snapshot(trainer, self._snapshot, batch)
                 total += each.detach().double().sum(1)
-                self.take_in(each)
+                self.process_batch(each)
         ranks = self._layout.ranks_per_chain
         self._snapshot.log_likelihood.copy_(self._layout.mean_over_data(total) * ranks)
         self.end_pass()
@@ -160,7 +160,7 @@ class SnapshotCallback(SamplerCallback):
             self._snapshot.clear()
 
     def correct_gradient(self, snapshot: Snapshot) -> None:
-        """Look at the gradient of a whole batch, in the parameters, `batch_share` times its own.
+        """Process the gradient of a whole batch: the parameters hold it, times `batch_share`.
 
         Args:
             snapshot: with the sums of the gradients of the batch's micro-batches there.
@@ -169,7 +169,7 @@ class SnapshotCallback(SamplerCallback):
     # -- the end, checkpoints -----------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Let go of the run, so that the module can be copied and pickled."""
+        """Drop the run, so that the module can be copied and pickled."""
         if self._chains is not None:
             self._chains.claims.release(self)
 

@@ -85,7 +85,7 @@ class BayesianModule(EnergyModel):
 
     Raises:
         ValueError: for a negative or infinite temperature or lr, a num_data or num_chains below 1, or a weight decay.
-        TypeError: if a part is a class in place of an object, or of the wrong kind, or a number is none.
+        TypeError: if a part is a class instead of an object, or of the wrong kind, or a number is not one.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class PosteriorSample:
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """What the manifest says of one sample (see `PosteriorSample`), the name of its file ("" in memory), and the CRC-32
+    """The manifest's entry for one sample (see `PosteriorSample`), the name of its file ("" in memory), and the CRC-32
     of the file's bytes in hexadecimal ("" where it is not known)."""
 
     step: int

@@ -67,7 +67,7 @@ class StackedChains:
             home[key] = tensor
 
     def refresh(self) -> None:
-        """Make the slices anew if the module has been moved, converted or copied."""
+        """Make new slices if the module has been moved, converted or copied."""
         present = self._present()
         if self._slices and all(
             a is b and a.data_ptr() == s.data_ptr()
@@ -157,7 +157,7 @@ class StackedChains:
             stacked.grad = kept
 
     def spread_gradients(self) -> None:
-        """Give the slices the gradients of the stacked parameters, to go on accumulating."""
+        """Give the slices the gradients of the stacked parameters, to continue accumulating."""
         self.refresh()
         for index, stacked in enumerate(self._stacked[: self.num_parameters]):
             if stacked.grad is not None:

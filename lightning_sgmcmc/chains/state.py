@@ -39,7 +39,7 @@ class ObservedEnergy:
             `keeps_each`.
         reference_log_likelihood: the same at a snapshot of the chains, shape (C, n); None without one.
         correction: what a control variate adds to the energies that callbacks read, shape (C,); None is 0.
-        keeps_each: whether log_likelihood is wanted.
+        keeps_each: whether log_likelihood is kept.
     """
 
     num_data: int = 1

@@ -9,7 +9,7 @@ from torch.func import functional_call
 
 
 class StatelessCall(nn.Module):
-    """Calls `function(module, *args)` with a sample's tensors in place of the module's own.
+    """Calls `function(module, *args)` with a sample's tensors instead of the module's own.
 
     Args:
         module: the module whose parameters and buffers are replaced; its own stay untouched.

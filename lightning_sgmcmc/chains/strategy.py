@@ -34,9 +34,9 @@ class ChainStrategy(DDPStrategy):
     samples when they are drawn, and Lightning's own sign of life before each batch. Within a group the training data
     are shared out, gradients are averaged as by DDP, and all ranks draw the same noise.
 
-    Every process hands every chain's samples to its callbacks; evaluations are shared out over all processes. A
+    Every process passes every chain's samples to its callbacks; evaluations are divided among all processes. A
     checkpoint holds all chains in one file, in a form that does not depend on the layout: 4 processes with one chain
-    each can go on from one process with 4 chains, and the other way round. `Trainer(strategy="chains")` is the one
+    each can continue from one process with 4 chains, and the other way round. `Trainer(strategy="chains")` is the one
     with a rank for each chain.
 
     Args:

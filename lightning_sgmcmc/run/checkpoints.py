@@ -16,8 +16,8 @@ from lightning_sgmcmc.files import free_space, megabytes, write_atomically
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint beside its place, flushes it to the disk, and then renames it.
 
-    Lightning's own goes by way of the system's folder for temporary files. Where that is another disk, the checkpoint
-    is copied over the one of the same name (`last.ckpt`), and a full disk or a kill leaves neither.
+    Lightning's own writes through the system's folder for temporary files. Where that is on another disk, the
+    checkpoint is copied over the one of the same name (`last.ckpt`), and a full disk or a kill leaves neither.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -63,6 +63,6 @@ def last_good_checkpoint(trainer: pl.Trainer) -> Path | None:
 
 
 def describe_checkpoint(trainer: pl.Trainer) -> str:
-    """Return the half sentence that says where to go on from."""
+    """Return the half sentence that names the checkpoint to resume from."""
     path = last_good_checkpoint(trainer)
-    return f"the last good checkpoint is {path}" if path is not None else "there is no checkpoint to go on from"
+    return f"the last good checkpoint is {path}" if path is not None else "there is no checkpoint to resume from"

@@ -44,7 +44,7 @@ class NonFiniteEnergyError(RuntimeError):
 
 
 class EnergyGuard:
-    """Looks at each step's energy before its update, and says whether the update may be made.
+    """Checks each step's energy before its update, and decides whether the update may be made.
 
     On a CPU the energy is read at every step, which costs nothing. On CUDA it is read some 16 to 32 steps later, so
     that the device is never waited for; parameters may have become NaN meanwhile, but samples and checkpoints are
@@ -177,7 +177,7 @@ class EnergyGuard:
         return NonFiniteEnergyError(message, step, chain, energy, last_good_checkpoint(self._trainer))
 
     def finish(self) -> None:
-        """Look at what has not been looked at yet, and say how many steps were left out."""
+        """Check what has not been checked yet, and warn of the steps that were left out."""
         if self._deferred is not None:
             bad = self._deferred.rest()
             if bad is not None:

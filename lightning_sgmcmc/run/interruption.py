@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: the run ends behind a whole step, with a checkpoint of it."""
+"""SIGTERM and Ctrl-C: the run ends after a complete step, with a checkpoint of it."""
 
 import signal
 import threading
@@ -22,24 +22,23 @@ SIGTERM_EXIT_CODE = 128 + int(signal.SIGTERM)
 class Interruption:
     """Ends a run on request, so that nothing is lost: the chain's state is written if the trainer keeps checkpoints.
 
-    Ctrl-C lets the step in hand be finished, since half a step is not a state of the chain; a second one ends the run
-    at once. SIGTERM is dealt with alike; the process then ends with the code 143. With several ranks, SIGTERM to the
-    first one ends all of them behind the same batch; after Ctrl-C the samples and checkpoints that were written are
-    what is kept there.
+    Ctrl-C lets the current step finish, since half a step is not a state of the chain; a second one ends the run at
+    once. SIGTERM does the same, and the process exits with code 143. With several ranks, SIGTERM to the first one ends
+    all of them after the same batch; after Ctrl-C they keep the samples and checkpoints that were written before.
     """
 
     def __init__(self) -> None:
         self._trainer: pl.Trainer | None = None
         self._previous: Any = None
         self._previous_term: Any = None
-        self._behind_a_step = False
+        self._after_a_step = False
         self._together = False
         self.requested = False
         self.term_requested = False
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Listen for Ctrl-C, in the main thread of a single process and where nobody else does."""
-        self.requested = self.term_requested = self._behind_a_step = self._together = False
+        self.requested = self.term_requested = self._after_a_step = self._together = False
         self._trainer = trainer
         in_main_thread = threading.current_thread() is threading.main_thread()
         if trainer.world_size > 1 and in_main_thread:
@@ -78,7 +77,7 @@ class Interruption:
         self.term_requested = True
 
     def end(self) -> None:
-        """Listen no longer."""
+        """Stop listening for signals."""
         if self._previous_term is not None:
             if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
                 signal.signal(signal.SIGTERM, self._previous_term)
@@ -95,20 +94,20 @@ class Interruption:
         if self._trainer is None or self.requested or not in_a_step(self._trainer):
             raise KeyboardInterrupt
         self.requested = True
-        rank_zero_info("\nStopping behind this step; press Ctrl-C again to stop at once.")
+        rank_zero_info("\nStopping after this step; press Ctrl-C again to stop at once.")
 
     def after_step(self, trainer: pl.Trainer) -> None:
-        """Stop here, if it was asked for: at a place where checkpoints are written in every run, so resuming is exact.
+        """Stop here if a stop was requested: every run writes its checkpoints at this place, so resuming is exact.
 
         Raises:
             KeyboardInterrupt: after Ctrl-C.
             SIGTERMException: after SIGTERM; Lightning would raise it a little later.
         """
         if self.requested:
-            self._behind_a_step = True
+            self._after_a_step = True
             raise KeyboardInterrupt
         if was_terminated(trainer) and trainer.world_size == 1:
-            self._behind_a_step = True
+            self._after_a_step = True
             raise SIGTERMException
 
     def save(self, trainer: pl.Trainer, exception: BaseException) -> None:
@@ -120,7 +119,7 @@ class Interruption:
             return
         if trainer.state.fn != "fit" or trainer.global_step == 0 or is_trial(trainer):
             return
-        whole = self._behind_a_step or isinstance(exception, SIGTERMException) or not in_a_step(trainer)
+        whole = self._after_a_step or isinstance(exception, SIGTERMException) or not in_a_step(trainer)
         # Saving is a common act of all ranks, and elsewhere they may have stopped at different places.
         alone = trainer.world_size == 1 or self._together
         folder = next((d for c in trainer.checkpoint_callbacks if (d := getattr(c, "dirpath", None))), None)
@@ -134,7 +133,7 @@ class Interruption:
             rank_zero_warn(f"The state at step {trainer.global_step} was not saved: {error}")
             return
         rank_zero_info(
-            f"Interrupted at step {trainer.global_step}: the run's state is in {path}; go on with "
+            f"Interrupted at step {trainer.global_step}: the run's state is in {path}; resume with "
             f"trainer.fit(…, ckpt_path='{path}')."
         )
 

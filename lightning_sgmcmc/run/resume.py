@@ -1,4 +1,4 @@
-"""What a run needs, beside the states of sampler, schedule and callbacks, to go on bit for bit from a checkpoint."""
+"""What a run needs to resume bit for bit, in addition to the states of sampler, schedule and callbacks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ class ExactResume(pl.Callback):
     * The default generators (dropout, augmentation on the device) are seeded before each batch by (seed, rank, batch).
     * A `ResumableLoader` gets the run's seed.
     * A checkpoint between the micro-batches of an accumulated step keeps their gradients.
-    * Lightning's own counts of batches and epochs, which drift in a run that goes on several times, are put right; and
-      a run that is limited by epochs ends by the number of optimizer steps that they have.
+    * Lightning's own counts of batches and epochs, which drift in a run that resumes several times, are repaired; and a
+      run that is limited by epochs ends by the number of optimizer steps that they have.
     """
 
     def __init__(self) -> None:
@@ -93,15 +93,15 @@ class ExactResume(pl.Callback):
                 loader.generator = torch.Generator().manual_seed(derive_seed(self._seed, "workers"))
         if len(self._loaders) < len(loaders) and len(chains) > 1:
             rank_zero_warn(
-                "The training data come by a loader that knows of no chains, so all chains of a process see the same "
-                "batches: hand the data over in a datamodule (DatasetDataModule takes any data set) or by a "
-                "ResumableLoader for batches of their own, or pass shared_batch=True."
+                "The training loader has no data order for each chain, so all chains of a process see the same "
+                "batches: pass a datamodule (DatasetDataModule takes any data set) or a ResumableLoader for batches of their "
+                "own, or pass shared_batch=True."
             )
         if len(self._loaders) < len(loaders) and trainer.checkpoint_callbacks:
             rank_zero_warn(
-                "The training data come by a loader without a state, so a run can go on exactly only from checkpoints "
-                "at the end of an epoch. Hand the data over in a datamodule (DatasetDataModule takes any data set), or "
-                "by a ResumableLoader, to go on exactly from any step."
+                "With a plain DataLoader, resuming is bit-exact only from checkpoints at the end of an epoch: pass a "
+                "datamodule (DatasetDataModule takes any data set) or a ResumableLoader to resume exactly from any "
+                "step."
             )
 
     def _end_by_steps(self, trainer: pl.Trainer) -> None:

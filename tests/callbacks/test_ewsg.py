@@ -347,14 +347,11 @@ def contour() -> ContourGradient:
     return ContourGradient(0.5, first_edge=20.0, width=5.0, num_bins=30)
 
 
-def test_it_combines_with_a_contour_and_refuses_to_stand_in_front_of_it() -> None:
-    samples = fit(seeded(lambda: Net(2)), 20, [contour(), EWSG(1)])
-    assert all(sample.bin is not None for sample in samples)
-    with pytest.raises(ValueError, match="put EWSG behind ContourGradient"):
-        fit(seeded(lambda: Net(2)), 20, [EWSG(1), contour()])
-    with pytest.raises(ValueError, match="put EWSG behind ReplicaExchange"):
-        fit(seeded(lambda: Net(2)), 20, [EWSG(1), ReplicaExchange([1.0, 2.0])])
-    assert len(fit(seeded(lambda: Net(2)), 20, [ReplicaExchange([1.0, 2.0]), EWSG(1)])) == 2
+@pytest.mark.parametrize("other", [contour, lambda: ReplicaExchange([1.0, 2.0])])
+def test_it_chooses_after_the_controls_are_set_in_any_order_of_callbacks(other: Any) -> None:
+    samples = fit(seeded(lambda: Net(2)), 20, [other(), EWSG(1)])
+    assert samples
+    assert_same(samples, fit(seeded(lambda: Net(2)), 20, [EWSG(1), other()]))
 
 
 def test_the_multiplier_of_the_step_counts() -> None:

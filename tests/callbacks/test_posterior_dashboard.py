@@ -211,7 +211,7 @@ def test_an_error_while_drawing_is_one_warning_and_the_rest_is_drawn(monkeypatch
         quiet_trainer(max_epochs=10, callbacks=callbacks).fit(classifier(), *loaders())
     ours = [str(w.message) for w in caught if "PosteriorDashboard" in str(w.message)]
     assert ours == [
-        "PosteriorDashboard could not make 'weights' (RuntimeError: no such font); the run goes on without it."
+        "PosteriorDashboard could not make 'weights' (RuntimeError: no such font); the run continues without it."
     ]
     assert run_files(Path("sgmcmc")) == {"geometry.png", "history.json"}
 

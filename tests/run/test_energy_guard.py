@@ -134,7 +134,7 @@ def test_a_step_size_that_is_too_large(tmp_path: Path) -> None:
 
 
 def test_without_checkpoints_it_says_so() -> None:
-    with pytest.raises(NonFiniteEnergyError, match="there is no checkpoint to go on from; clean the data"):
+    with pytest.raises(NonFiniteEnergyError, match="there is no checkpoint to resume from; clean the data"):
         quiet_trainer(max_epochs=1).fit(module(), loader(bad=0))
 
 

@@ -124,8 +124,8 @@ def test_the_sentence_of_an_interrupted_run(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(SystemExit):
         fit(tmp_path, SignalAt(5, signal.SIGTERM))
     path = tmp_path / FILE_NAME
-    go_on = f"go on with trainer.fit(…, ckpt_path='{path}')."
-    assert said == [f"Interrupted at step 5: the run's state is in {path}; {go_on}"]
+    advice = f"resume with trainer.fit(…, ckpt_path='{path}')."
+    assert said == [f"Interrupted at step 5: the run's state is in {path}; {advice}"]
 
 
 def test_a_second_ctrl_c_stops_at_once_and_saves_no_half_step(tmp_path: Path) -> None:
