@@ -76,6 +76,7 @@ class UnderdampedLangevin(Sampler):
 
     def law(self, group: dict[str, Any]) -> StepLaw:
         step, friction, temperature = group["lr"], group["friction"], group["temperature"]
+        assert self.num_data is not None  # see `_needs_num_data`
         factor = step * self.num_data**2 / (2 * friction * temperature) if self.is_noisy(group) else math.inf
         return StepLaw(
             damping=step * friction,
