@@ -7,7 +7,7 @@ from typing import Any
 
 
 def check_number(name: str, value: Any) -> None:
-    """Refuse what is no finite number ≥ 0; None passes."""
+    """Raise unless `value` is None or a finite number ≥ 0."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -17,7 +17,7 @@ def check_number(name: str, value: Any) -> None:
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Refuse what is no finite number > 0."""
+    """Raise unless `value` is a finite number > 0."""
     if value is None:
         raise TypeError(f"{name} must be a number, got None")
     check_number(name, value)
@@ -26,18 +26,18 @@ def check_positive(name: str, value: Any) -> None:
 
 
 def check_control(name: str, value: Any) -> None:
-    """Refuse what is neither a finite number ≥ 0 nor a sequence of such, one for each chain; None passes."""
+    """Raise unless `value` is None, a finite number ≥ 0 or a sequence of them, one for each chain."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         check_number(name, value)
         return
     if len(value) == 0:
-        raise ValueError(f"{name} has no values: give one for each chain")
+        raise ValueError(f"{name} has no values: pass one for each chain")
     for one in value:
         check_number(name, one)
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Refuse what is no whole number ≥ `least`; None passes."""
+    """Raise unless `value` is None or a whole number ≥ `least`."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -47,11 +47,11 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
 
 
 def is_of_other_namespace(value: Any) -> bool:
-    """Return whether an object's class, or one that it derives from, is of `lightning.pytorch`."""
+    """Return whether an object's class, or one of its base classes, comes from `lightning.pytorch`."""
     return any(f"{cls.__module__}.".startswith("lightning.pytorch.") for cls in type(value).__mro__)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuse a value that is not among the choices."""
+    """Raise unless `value` is among the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")

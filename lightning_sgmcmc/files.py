@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, and sizes for messages about them."""
+"""Atomic writing of files, and file sizes for messages."""
 
 import os
 import shutil
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def megabytes(count: int) -> str:
-    """Return a number of bytes in words."""
+    """Return a number of bytes as text, such as '12.3 MB'."""
     return f"{count / 1e6:.3g} MB"
 
 
 def free_space(folder: Path) -> str:
-    """Return the half sentence on the room that is left in a folder, empty where that is not known."""
+    """Return ' (12.3 MB are free there)' for error messages about a folder, or '' if that is unknown."""
     try:
         return f" ({megabytes(shutil.disk_usage(folder).free)} are free there)"
     except OSError:
@@ -20,15 +20,15 @@ def free_space(folder: Path) -> str:
 
 
 def write_atomically(path: Path, content: bytes | memoryview, durable: bool = True) -> None:
-    """Write a file under a temporary name and rename it, so that a reader finds the old content or the new.
+    """Write a file under a temporary name and rename it, so that a reader sees either the old or the new content.
 
     Args:
         path: the file; its folder must exist.
-        content: what it holds.
-        durable: flush file and folder to the disk too, so that this survives a power failure.
+        content: the bytes to write.
+        durable: whether to flush file and folder to the disk, so that the file survives a power failure.
 
     Raises:
-        OSError: if it cannot be written; an earlier file of this name is still there.
+        OSError: if it cannot be written; an earlier file of this name is unchanged.
     """
     temporary = path.with_name(f".{path.name}.tmp")  # hidden, since callers look for files by the beginnings of names
     try:

@@ -8,16 +8,16 @@ from torch import Tensor
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Return whether no tensor holds NaN or an infinity; one wait for the device in all."""
+    """Return whether all values of all tensors are finite, waiting for the device once."""
     if not tensors:
         return True
     total = torch.stack([norm.float() for norm in torch._foreach_norm(list(tensors))]).sum().item()
-    # The norm of large finite numbers may overflow, so a second look decides.
+    # The norm of large finite numbers may overflow, so an infinite one is checked element by element.
     return math.isfinite(total) or all(bool(t.isfinite().all()) for t in tensors)
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]], infinities: bool = True) -> str | None:
-    """Return the name of the first floating-point tensor with a NaN (or, if they count, an infinity), or None."""
+    """Return the name of the first floating-point tensor with a NaN (or, with `infinities`, an infinity), or None."""
     for name, tensor in tensors:
         if tensor.is_floating_point():
             bad = ~tensor.isfinite() if infinities else tensor.isnan()
@@ -27,8 +27,10 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]], infinities: bool = T
 
 
 def bad_tensor(parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> str | None:
-    """Return the name of a tensor of a state that cannot be a sample: a parameter that is NaN or infinite, or a buffer
-    with a NaN (infinities are common in masks)."""
+    """Return the name of a tensor that rules a state out as a sample, or None.
+
+    Such a tensor is a parameter with a NaN or an infinity, or a buffer with a NaN (masks often have infinities).
+    """
     floating = [t for t in parameters.values() if t.is_floating_point()]
     if not all_finite(floating):
         return first_not_finite(parameters.items())

@@ -1,8 +1,8 @@
-"""Likelihoods: the density of a target given the network's output, and what is averaged over posterior samples.
+"""Likelihoods: the density of a target given the network's output, and the predictive distribution.
 
-Each likelihood answers three questions. `log_prob`: how likely is each datum? `terms`: which tensors, averaged over
-posterior samples, describe the predictive distribution? `metrics`, `prediction`: what do the averaged tensors say?
-Averages are of probabilities and moments, never of logits.
+A likelihood has three parts. `log_prob` returns the log-density of each datum. `terms` returns the tensors whose
+averages over posterior samples describe the predictive distribution. `metrics` and `prediction` turn these averages
+into metrics and predictions. Averages are over probabilities and moments, never over logits.
 """
 
 import math
@@ -19,13 +19,13 @@ from lightning_sgmcmc.diagnostics.metrics import classification_metrics, predict
 
 @dataclass
 class Prediction:
-    """The posterior predictive of n inputs; what does not apply to the likelihood is None.
+    """The posterior predictive of n inputs; fields that do not apply to the likelihood are None.
 
     Classification: `probabilities` (n, K); `entropy` (n,), of the averaged probabilities, in nats; `mutual_information`
-    (n,), between label and parameters: the part of the entropy that is due to disagreement of the samples;
+    (n,), between label and parameters: the part of the entropy that comes from disagreement between samples;
     `sample_probabilities` (S, n, K) on request.
 
-    Regression: `mean` (n, D); `std` (n, D), of the predictive; `epistemic_std` (n, D), its part due to the parameters;
+    Regression: `mean` (n, D); `std` (n, D), of the predictive; `epistemic_std` (n, D), its part from the parameters;
     `sample_means` (S, n, D) on request.
     """
 
@@ -40,10 +40,10 @@ class Prediction:
 
 
 class Likelihood(nn.Module, ABC):
-    """Density of a target given the network's output; subclass it for one of your own."""
+    """Density of a target given the network's output; subclass it for your own."""
 
     per_sample_term: str
-    """The entry of `terms` that is kept for each sample when per-sample predictions are asked for."""
+    """The entry of `terms` that per-sample predictions keep for each sample."""
 
     metric_names: tuple[str, ...] = ("nll",)
     """The names that `metrics` returns."""
@@ -57,27 +57,27 @@ class Likelihood(nn.Module, ABC):
         """Return the tensors, first axis n, whose average over samples describes the predictive distribution."""
 
     def check_target(self, output: Tensor, target: Tensor) -> None:
-        """Refuse targets whose values the likelihood has no density for; called with the first batch of a fit.
+        """Check the values of targets; called with the first batch of a fit.
 
         Raises:
-            ValueError: then.
+            ValueError: if the likelihood has no density for a target.
         """
 
     def target_terms(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """Return further tensors to be averaged, those that need the target (for `metrics`)."""
+        """Return the tensors to average that depend on the target, for `metrics`."""
         return {}
 
     @abstractmethod
     def metrics(
         self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float
     ) -> dict[str, Tensor]:
-        """Return figures of merit of the averaged predictive.
+        """Return metrics of the averaged predictive.
 
         Args:
             terms: the averages of `terms` and `target_terms`.
             log_density: log of the averaged density of each datum, shape (n,).
             target: the targets.
-            scale: by what predictions were divided when the targets were standardised; figures are in original units.
+            scale: the divisor that standardised the targets; metrics are in the original units.
         """
 
     @abstractmethod
@@ -86,7 +86,7 @@ class Likelihood(nn.Module, ABC):
 
 
 class _ClassLikelihood(Likelihood):
-    """What the likelihoods with class probabilities share."""
+    """Base of the likelihoods with class probabilities."""
 
     per_sample_term = "probabilities"
     metric_names = ("accuracy", "nll", "brier", "ece", "entropy")
@@ -133,7 +133,7 @@ class Categorical(_ClassLikelihood):
                 "Categorical needs logits of shape (n, K) and integer labels of shape (n,), got "
                 f"{tuple(output.shape)} and {tuple(target.shape)} of {target.dtype}"
             )
-        # Torch passes over the label -100 unless told otherwise, as if the datum were certain.
+        # By default torch ignores the label -100, as if the datum were certain.
         return -F.cross_entropy(_at_least_float32(output), target, reduction="none", ignore_index=NO_LABEL)
 
     def check_target(self, output: Tensor, target: Tensor) -> None:
@@ -190,10 +190,10 @@ class Gaussian(Likelihood):
     Output and target (n, D) or (n,).
 
     Args:
-        std: standard deviation of the noise > 0, in the units of the target as the network sees it; where it is
-            learned, the initial value.
-        learned: sample log(std) beside the weights. It is then a parameter `likelihood.log_std` of the module, and the
-            module's prior holds for it.
+        std: standard deviation of the noise, > 0, in the units of the (standardised) target; its initial value if it
+            is learned.
+        learned: whether to sample log(std) together with the weights. It is then the module's parameter
+            `likelihood.log_std`, under the module's prior.
 
     Raises:
         ValueError: if std is not positive.

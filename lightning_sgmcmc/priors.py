@@ -1,4 +1,4 @@
-"""Priors over the parameters: log densities, each with its normalising constant."""
+"""Priors over the parameters: log densities with their normalising constants."""
 
 import math
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ Scale: TypeAlias = "float | Mapping[str, float]"
 
 
 class Prior(ABC):
-    """A prior log p(θ) over all trainable parameters of one chain; subclass it for one of your own."""
+    """A prior log p(θ) over all trainable parameters of one chain; subclass it for your own."""
 
     @abstractmethod
     def log_prob(self, parameters: Mapping[str, Tensor]) -> Tensor:
@@ -34,12 +34,12 @@ class Prior(ABC):
 
 
 class ScalePrior(Prior):
-    """Base of the independent priors with one scale for all parameters or one for each group.
+    """Base of the independent priors with one scale for all parameters, or one for each name pattern.
 
     Args:
         scale: one positive number, or numbers by name pattern (`{"*.bias": 10.0, "net.0.*": 0.5, "*": 1.0}`,
-            shell-style). A parameter takes the first pattern that matches its name.
-        name: how the constructor calls `scale`, for messages.
+            shell-style). The first pattern that matches a parameter's name applies.
+        name: the constructor's name for `scale`, for messages.
 
     Raises:
         ValueError: if a scale is not a positive number.
@@ -75,7 +75,7 @@ class ScalePrior(Prior):
 class GaussianPrior(ScalePrior):
     """Independent Gaussians with mean 0: log p(θ) = Σ_j [-θ_j²/(2·std²) - log(std·√(2π))].
 
-    It is the weight decay `1/(N·std²)` of a mean loss. So no optimizer's weight decay comes beside it.
+    It equals a weight decay of `1/(N·std²)` in a mean loss, so the optimizer should have no weight decay of its own.
 
     Args:
         std: standard deviation > 0, one for all parameters or by name pattern (see `ScalePrior`).
@@ -168,7 +168,7 @@ class StudentTPrior(ScalePrior):
 
 
 class _GaussianLogDensity(torch.autograd.Function):
-    """constant - Σ_k ‖θ_k/std_k‖²/2 of many tensors in a few calls: a network has dozens of them, at every step."""
+    """constant - Σ_k ‖θ_k/std_k‖²/2 in a few calls for all tensors: a network has dozens, at every step."""
 
     @staticmethod
     def forward(ctx: Any, constant: float, stds: list[float], precisions: Tensor | None, *tensors: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class _GaussianLogDensity(torch.autograd.Function):
 
 
 class FlatPrior(Prior):
-    """log p(θ) = 0 everywhere: the likelihood alone, which must be a density in θ then."""
+    """log p(θ) = 0 everywhere, an improper prior: the likelihood must be integrable in θ."""
 
     def log_prob(self, parameters: Mapping[str, Tensor]) -> Tensor:
         return next(iter(parameters.values())).new_zeros(())

@@ -1,10 +1,10 @@
-"""Replica exchange (parallel tempering): chains at several temperatures that swap them with their neighbours.
+"""Replica exchange (parallel tempering): chains at several temperatures swap them with their neighbours.
 
-A ladder of R slots has a temperature and a step size in each; R chains stand on it, one in each slot. Now and then
-chains in neighbouring slots trade them, by a probability that leaves the product of the slots' densities
-exp(-U/τ_r) as it is; what moves is temperatures and step sizes, not places. A mini-batch's energy is noisy, and a noisy
-difference in the exponent would swap too often: the corrected rate takes that out (Deng et al. 2020, reSGLD). The
-functions here take tensors and return tensors, without waiting for the device.
+A ladder has R slots, each with a temperature, a step size and one of R chains. From time to time chains in neighbouring
+slots swap with a probability that leaves the product of the slots' densities exp(-U/τ_r) invariant. Temperatures and
+step sizes move, parameters do not. The energy of a mini-batch is noisy, and a noisy difference in the exponent swaps
+too often; the corrected rate removes that bias (Deng et al. 2020, reSGLD). The functions here map tensors to tensors
+and do not wait for the device.
 """
 
 from typing import TypeAlias
@@ -23,20 +23,20 @@ def log_swap_rate(
     variance: Number = 0.0,
     correction: float = 1.0,
 ) -> Tensor:
-    """Return the log of the rate of a swap, whose exponential, capped at 1, is the swap's probability.
+    """Return the log of a swap's rate; the rate capped at 1 is the swap's probability.
 
         δ·(Ũ_cold - Ũ_hot - δ·variance/correction),   δ = 1/τ_cold - 1/τ_hot
 
-    With a correction of 1 and Gaussian noise of that variance on each of the two energies, independently, the rate's
-    mean is the rate without noise. The cap makes a probability of it, and leaves a bias that grows with the noise.
+    With a correction of 1 and independent Gaussian noise of that variance on both energies, the mean rate is the rate
+    without noise. The cap at 1 leaves a bias that grows with the noise.
 
     Args:
         colder_energy: U or its estimate at the chain with the lower temperature, in nats, any shape.
-        hotter_energy: that at the chain with the higher temperature.
+        hotter_energy: the same for the chain with the higher temperature.
         colder_temperature: τ_cold > 0.
         hotter_temperature: τ_hot > 0.
-        variance: of the noise of ONE of the energies, in nats².
-        correction: F ≥ 1 divides the variance: more swaps, for some bias.
+        variance: noise variance of ONE of the two energies, in nats².
+        correction: F ≥ 1, which divides the variance; a larger F swaps more often, with some bias.
 
     Source: Deng et al. 2020 (Non-convex learning via replica exchange stochastic gradient MCMC), section 3.
     """
@@ -45,22 +45,22 @@ def log_swap_rate(
 
 
 def attempted_pairs(attempt: int, num_slots: int) -> Tensor:
-    """Return which of the pairs (0, 1), (1, 2), … of slots try to swap, shape (R-1,): even and odd ones in turn.
+    """Return which of the slot pairs (0, 1), (1, 2), … try to swap, shape (R-1,): even and odd pairs alternate.
 
     Args:
         attempt: number of the attempt, from 0.
-        num_slots: R ≥ 2; with two there is one pair, and it tries every time.
+        num_slots: R ≥ 2; with two slots the only pair tries every time.
     """
     turns = min(2, num_slots - 1)
     return torch.arange(num_slots - 1) % turns == attempt % turns
 
 
 def swapped(order: Tensor, accepted: Tensor) -> Tensor:
-    """Return which chain stands in each slot after swaps.
+    """Return the chain in each slot after swaps, shape (L, R).
 
     Args:
-        order: which does before, shape (L, R) for L ladders.
-        accepted: whether the slots r and r+1 swap, shape (L, R-1), no two neighbours in a row.
+        order: the chain in each slot before, shape (L, R) for L ladders.
+        accepted: whether slots r and r+1 swap, shape (L, R-1); no two adjacent entries of a row are both true.
     """
     none = torch.zeros_like(accepted[:, :1])
     upward, downward = torch.cat([accepted, none], 1), torch.cat([none, accepted], 1)

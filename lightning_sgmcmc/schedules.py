@@ -1,5 +1,4 @@
-"""Step-size and temperature schedules: pure functions of the step k = 1, 2, …, the number of the coming optimizer
-step."""
+"""Step-size and temperature schedules: pure functions of the number k = 1, 2, … of the next optimizer step."""
 
 import math
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ class CyclicalPlan:
 
         lr_k = lr_0/2·[cos(π·r(k)) + 1],   r(k) = mod(k-1, P)/P,   P = ⌈K/M⌉
 
-    While r(k) < β the chain explores (temperature 0), from then on it samples; a number of samples is drawn in each
-    cycle, evenly spaced up to the cycle's end. Where M does not divide K the last cycle is cut short.
+    While r(k) < β the chain explores (temperature 0), then it samples. Each cycle draws the same number of samples,
+    evenly spaced up to its end. If M does not divide K, the last cycle is shorter.
 
     Args:
         total_steps: K.
@@ -46,13 +45,13 @@ class CyclicalPlan:
 
     @property
     def period(self) -> int:
-        """P, the steps of a cycle."""
+        """P, the number of steps in a cycle."""
         return math.ceil(self.total_steps / self.num_cycles)
 
     @property
     def _sampling_start(self) -> int:
         """The first position j in a cycle, from 0, with j/P ≥ β."""
-        start = math.floor(self.exploration * self.period)  # rounding may put this one too low
+        start = math.floor(self.exploration * self.period)  # may be one too low by rounding
         return start if start / self.period >= self.exploration else start + 1
 
     def _length_of(self, cycle: int) -> int:
@@ -92,7 +91,7 @@ class PolynomialDecay:
 
     Args:
         a: scale > 0, in the units of lr.
-        b: offset ≥ 0, in steps.
+        b: offset in steps, ≥ 0.
         gamma: exponent γ ≥ 0; in (0.5, 1] the bias goes to 0.
 
     Raises:
@@ -116,11 +115,11 @@ class PolynomialDecay:
 
 @dataclass(frozen=True)
 class Annealing:
-    """Division by a constant at every epoch: value·divisor^-(epoch - start_epoch) from `start_epoch` on.
+    """Division by a constant at every epoch: value·divisor^-(epoch - start_epoch) from epoch `start_epoch`.
 
     Args:
-        divisor: by what the value is divided each epoch, ≥ 1.
-        start_epoch: epochs, from 0, at the full value.
+        divisor: the constant that divides the value once per epoch, ≥ 1.
+        start_epoch: number of epochs at the full value.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -136,5 +135,5 @@ class Annealing:
             raise ValueError(f"an annealing needs divisor ≥ 1 and start_epoch ≥ 0, got {self}")
 
     def factor(self, epoch: int) -> float:
-        """Return by what the value is multiplied in an epoch, counted from 0."""
+        """Return the factor of the value in an epoch, counted from 0."""
         return self.divisor ** -max(0, epoch - self.start_epoch)

@@ -1,4 +1,4 @@
-"""Independent random streams that are functions of a run's seed and of names."""
+"""Independent random streams, each a function of the run's seed and of names."""
 
 import hashlib
 import random
@@ -8,14 +8,14 @@ import torch
 
 
 def derive_seed(seed: int, *names: int | str) -> int:
-    """Return a seed in [0, 2^63) that depends on `seed` and on every one of `names`, and on nothing else.
+    """Return a seed in [0, 2^63), a function of `seed` and of all `names`.
 
     Args:
         seed: the run's seed.
-        names: what the stream is for, e.g. `("noise", chain)`.
+        names: the purpose of the stream, e.g. `("noise", chain)`.
 
-    The value is the same on every machine, rank and version of Python, so that a chain's stream does not depend on
-    where the chain runs.
+    The value is the same on every machine, rank and Python version, so a chain's stream does not depend on where the
+    chain runs.
     """
     text = "/".join(str(part) for part in (seed, *names))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -23,9 +23,9 @@ def derive_seed(seed: int, *names: int | str) -> int:
 
 
 def reseed(seed: int, device: torch.device | None = None) -> None:
-    """Seed torch's default generator of the CPU, and of `device`.
+    """Seed torch's default generators of the CPU and of `device`.
 
-    Some microseconds: `torch.manual_seed` seeds every device there is and takes a hundred.
+    It takes a few microseconds; `torch.manual_seed` seeds every device and takes a hundred.
     """
     torch.default_generator.manual_seed(seed)
     if device is None or device.type == "cpu":
@@ -40,7 +40,7 @@ def reseed(seed: int, device: torch.device | None = None) -> None:
 
 
 def reseed_everything(seed: int) -> None:
-    """Seed the default generators of torch (CPU), NumPy and Python's `random`, for data sets that draw from them."""
+    """Seed the default generators of torch (CPU), NumPy and Python's `random`, from which data sets may draw."""
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 (augmentations of data sets draw from this generator)
     random.seed(seed)

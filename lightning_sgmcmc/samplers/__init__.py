@@ -1,4 +1,8 @@
-"""Samplers: torch optimizers that sample. One update rule a file; `base.py` holds what they share."""
+"""Samplers: torch optimizers that draw from a posterior.
+
+There is one update rule in each file. `base.py` has their base class, `law.py` the law of one step and `noise.py` the
+injected noise.
+"""
 
 from lightning_sgmcmc.samplers.base import Sampler
 from lightning_sgmcmc.samplers.law import StepLaw

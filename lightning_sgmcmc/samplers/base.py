@@ -1,10 +1,10 @@
-"""What all samplers share: the controls, the noise, the step counter, the chain axis.
+"""The base class of all samplers: controls, noise, step counter, chain axis.
 
 **The one step-size convention.** A sampler sees the gradient `g` of the mean potential `Ũ/N`, as an ordinary optimizer
 sees the gradient of a mean loss, and `lr` multiplies it. A paper's step size ε for the gradient of the full potential U
-is `lr = ε·N`: ε = 2e-6 with N = 50,000 data is `lr = 0.1`. The injected noise follows from it: variance `2·lr·τ/N` a
-step for SGLD, where τ is the temperature (τ = 1 samples the posterior exp(-U)). `UnderdampedLangevin` alone is not in
-this form: its `lr` is the time step h of its equation.
+is `lr = ε·N`: ε = 2e-6 with N = 50,000 data is `lr = 0.1`. The injected noise follows from it: SGLD adds noise of
+variance `2·lr·τ/N` at each step, where τ is the temperature (τ = 1 samples the posterior exp(-U)). The one exception is
+`UnderdampedLangevin`, whose `lr` is the time step h of its equation.
 """
 
 import math
@@ -17,25 +17,25 @@ from torch.optim import Optimizer
 
 from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.samplers.noise import ChainNoise
-from lightning_sgmcmc.tensors import Control, along_first_axis
+from lightning_sgmcmc.tensors import Control, for_each_tensor
 
 CONTROLS = ("lr", "temperature", "gradient_multiplier")
 
 
 class Guard(Protocol):
-    """What may forbid an update: the gradient and the energy are known when it is asked."""
+    """An object that may forbid an update, asked when the gradient and the energy are known."""
 
     def allows_update(self) -> bool:
-        """Return whether the update may be made."""
+        """Return whether the sampler may make the update."""
 
 
 class Sampler(Optimizer):
-    """Base of the samplers: a torch optimizer that adds Gaussian noise, tied to the size of the data and τ.
+    """Base of the samplers: a torch optimizer that adds Gaussian noise, scaled by the number of data and by τ.
 
-    Three controls stand in every parameter group and are read at each step after the closure has run: `lr`,
-    `temperature` and `gradient_multiplier` (κ, which multiplies the fresh gradient and may be negative). Each is a
-    number or a tensor of shape () or (C,). A temperature that is the number 0 draws no noise at all; a tensor counts as
-    positive whatever its values, since to look at them would halt the device.
+    Every parameter group has three controls, read at each step after the closure has run: `lr`, `temperature` and
+    `gradient_multiplier` (κ, which multiplies the fresh gradient and may be negative). Each is a number or a tensor of
+    shape () or (C,). If the temperature is the number 0, no noise is drawn at all. A tensor counts as positive whatever
+    its values, since reading them would make the host wait for the device.
 
     Subclasses implement `update`, the rule of one step for one group. Those with momentum keep it in the state tensor
     that `momentum_buffer` names.
@@ -43,14 +43,14 @@ class Sampler(Optimizer):
     Args:
         params: parameters or parameter groups; float32 or float64, all on one device. With `num_chains` C > 1 every
             parameter has a leading axis of size C.
-        lr: step size in units of the mean potential (see above), ≥ 0.
+        lr: step size for the mean potential (see above), ≥ 0.
         num_data: number of data N that the posterior conditions on; may be None only at temperature 0.
         temperature: τ ≥ 0.
         num_chains: number of chains C stacked in the parameters.
         seed: seed of the injected noise; chain c of the run draws from the stream (seed, c).
         first_chain: global index of the first chain held here.
-        noise_ahead: draw the next step's noise in a background thread, beside the gradient: the same bits, sooner. None
-            does so on a CPU with a core to spare.
+        noise_ahead: whether to draw the next step's noise in a background thread while the gradient is computed; the
+            bits are the same. None does so on a CPU with a spare core.
 
     Raises:
         ValueError: for a negative lr or temperature, a missing or non-positive num_data, parameters in half precision
@@ -79,36 +79,36 @@ class Sampler(Optimizer):
             raise ValueError(f"num_chains must be at least 1, got {num_chains}")
         if num_data is None and self._needs_num_data(temperature):
             raise ValueError(
-                f"{type(self).__name__} needs num_data, the number of training data: the noise is tied to it (only a "
-                "temperature of 0 does without)"
+                f"{type(self).__name__} needs num_data, the number of training data, to scale its noise (only a "
+                "temperature of 0 needs none)"
             )
         if num_data is not None and not 0 < num_data < math.inf:
             raise ValueError(f"num_data must be positive, got {num_data}")
         self.num_data = num_data
         self.num_chains = num_chains
         self.step_count = 0
-        """Number of updates made; survives a checkpoint, and does not count steps that a loss scaler skipped."""
+        """Number of updates made. It is saved in checkpoints and does not count steps that a loss scaler skipped."""
         super().__init__(params, {"lr": lr, "temperature": temperature, "gradient_multiplier": 1.0})
         parameters = [p for group in self.param_groups for p in group["params"]]
         _check_parameters(parameters, num_chains)
         self._noise = ChainNoise(parameters, num_chains, seed, first_chain, noise_ahead)
 
     def _add_defaults(self, **defaults: Any) -> None:
-        """Add a subclass's own entries to every parameter group that does not set them itself."""
+        """Add a subclass's options to every parameter group that does not set them itself."""
         self.defaults.update(defaults)
         for group in self.param_groups:
             for name, value in defaults.items():
                 group.setdefault(name, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, while the sampler is being made.
+        """Add a parameter group; only the constructor may.
 
         Raises:
-            ValueError: afterwards: a chain's space, and the order of its noise, are fixed.
+            ValueError: after construction, since a chain's space and the order of its noise are fixed.
         """
         if hasattr(self, "_noise"):
             raise ValueError(
-                "parameters cannot be added to a running chain: give all of them to the sampler when it is made"
+                "parameters cannot be added to a running chain: pass all of them to the sampler's constructor"
             )
         for name in CONTROLS[:2]:
             _check_control(name, param_group.get(name, self.defaults[name]))
@@ -123,7 +123,7 @@ class Sampler(Optimizer):
         return self._noise.seed
 
     def set_control(self, name: str, value: Control) -> None:
-        """Set `temperature` or `gradient_multiplier` (or `lr`) in every parameter group.
+        """Set `lr`, `temperature` or `gradient_multiplier` in every parameter group.
 
         Args:
             name: "lr", "temperature" or "gradient_multiplier".
@@ -133,7 +133,7 @@ class Sampler(Optimizer):
             ValueError: for another name.
         """
         if name not in CONTROLS:
-            raise ValueError(f"the controls are {', '.join(CONTROLS)}; there is none called {name!r}")
+            raise ValueError(f"the controls are {', '.join(CONTROLS)}; got {name!r}")
         for group in self.param_groups:
             group[name] = value
 
@@ -143,6 +143,12 @@ class Sampler(Optimizer):
 
         Args:
             closure: computes the loss and its gradients; the controls are read after it.
+
+        Returns:
+            the closure's loss, None without a closure.
+
+        Raises:
+            ValueError: if the temperature has become positive and the sampler has no num_data.
         """
         loss = None
         if closure is not None:
@@ -182,7 +188,7 @@ class Sampler(Optimizer):
         """Update `params` in place by one step. This is the contract of a rule: `step` calls it, and so may a loop.
 
         A rule reads the controls (`CONTROLS`) and its own options from `group`, keeps what it carries from step to step
-        in `self.state[p]`, and never reads a tensor's values back, since that would halt the device.
+        in `self.state[p]`, and never reads a tensor's values back, since the host would wait for the device.
 
         Args:
             group: a parameter group, or a dictionary with its entries.
@@ -193,7 +199,7 @@ class Sampler(Optimizer):
         """
         raise NotImplementedError
 
-    # -- what a rule says of itself, for diagnostics, EWSG and replica exchange ---------------------------------------
+    # -- the law of a step, for diagnostics, EWSG and replica exchange ------------------------------------------------
 
     def law(self, group: dict[str, Any]) -> StepLaw | None:
         """Return the law of the group's next step; None for a rule whose steps are not of that form.
@@ -249,16 +255,16 @@ class Sampler(Optimizer):
         return buffers
 
     def _add(self, targets: list[Tensor], sources: list[Tensor], factor: Control) -> None:
-        """targets += factor·sources, in place; a factor per chain goes along the leading axis."""
+        """Add factor·sources to targets in place; the factor is one number, or one for each chain."""
         if isinstance(factor, Tensor):
-            torch._foreach_addcmul_(targets, sources, _per_parameter(factor, targets))
+            torch._foreach_addcmul_(targets, sources, for_each_tensor(factor, targets))
         else:
             torch._foreach_add_(targets, sources, alpha=factor)
 
     def _scale(self, targets: list[Tensor], factor: Control) -> None:
-        """targets *= factor, in place; a factor per chain goes along the leading axis."""
+        """Multiply targets by factor in place; the factor is one number, or one for each chain."""
         if isinstance(factor, Tensor):
-            torch._foreach_mul_(targets, _per_parameter(factor, targets))
+            torch._foreach_mul_(targets, for_each_tensor(factor, targets))
         else:
             torch._foreach_mul_(targets, factor)
 
@@ -290,19 +296,19 @@ class Sampler(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned.
+        """Restore from `state_dict()`.
 
         Raises:
-            ValueError: if the state is not a sampler's, is another rule's, or has another number of chains.
+            ValueError: if the state is not a sampler's, belongs to another rule or has another number of chains.
         """
         if "sampler" not in state_dict:
             raise ValueError(
-                "this state is not a sampler's (it has no step counter and no noise generators), so "
-                f"{type(self).__name__} cannot go on from it"
+                "this state is not a sampler's: it has no step counter and no noise generators, so "
+                f"{type(self).__name__} cannot continue from it"
             )
         saved = state_dict["sampler"]
         if saved["rule"] != type(self).__name__:
-            raise ValueError(f"this state is a {saved['rule']}'s, so {type(self).__name__} cannot go on from it")
+            raise ValueError(f"this state is a {saved['rule']}'s, so {type(self).__name__} cannot continue from it")
         if saved["num_chains"] != self.num_chains:
             raise ValueError(f"the saved sampler has {saved['num_chains']} chains, this one has {self.num_chains}")
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "sampler"})
@@ -321,14 +327,6 @@ class Sampler(Optimizer):
         if made_by is not None:  # a copy, not torch's own use of this method in load_state_dict
             self._noise = ChainNoise([p for group in self.param_groups for p in group["params"]], *made_by)
             self._noise.load_state_dict(noise_state)
-
-
-def _per_parameter(factor: Tensor, targets: list[Tensor]) -> list[Tensor]:
-    """Return the factor in a shape that multiplies each target: a factor for each chain goes along the leading axis."""
-    factor = factor.to(targets[0].dtype)
-    if factor.numel() == 1:
-        return [factor.reshape(())] * len(targets)
-    return [along_first_axis(factor, t.dim()) for t in targets]
 
 
 def _check_control(name: str, value: Control) -> None:

@@ -1,4 +1,4 @@
-"""The law of one step of a sampler, for what reasons about steps: diagnostics, EWSG, replica exchange."""
+"""The law of one sampler step, used by diagnostics, EWSG and replica exchange."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Injected Gaussian noise: one kept flat buffer, one generator per chain."""
+"""Injected Gaussian noise: one flat buffer that is reused, one generator per chain."""
 
 import os
 import warnings
@@ -12,22 +12,22 @@ from torch import Tensor
 from lightning_sgmcmc.seeding import derive_seed
 
 WORTH_A_THREAD = 20_000
-"""Elements below which handing the draw to another thread costs more than the draw."""
+"""Number of elements below which passing the draw to another thread costs more than the draw."""
 
 
 class ChainNoise:
     """Standard normal noise in the shapes of a set of parameters, one stream per chain.
 
     The noise of chain c is drawn in one call into row c of a buffer of shape `(num_chains, numel of one chain)`, by a
-    generator that is seeded by `(seed, first_chain + c)`. So a chain's noise depends neither on how many chains share
-    its process nor on the global generator, and ranks that hold the same chain draw the same noise.
+    generator seeded with `(seed, first_chain + c)`. So a chain's noise does not depend on the number of chains in its
+    process or on the global generator, and ranks with the same chain draw the same noise.
 
     Args:
         parameters: all parameters, in the order in which they share the buffer. They share a device and a dtype.
         num_chains: number of chains C; with C > 1 every parameter has a leading axis of size C.
         seed: the run's seed.
         first_chain: global index of this process's first chain.
-        ahead: draw the next step's noise in a background thread; None does so on a CPU with a core to spare.
+        ahead: whether to draw the next step's noise in a background thread; None does so on a CPU with a spare core.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ChainNoise:
         self._loaded: dict[str, Any] | None = None
 
     def draw(self) -> list[Tensor]:
-        """Fill the buffer anew; return one view per parameter, in its shape. The next call overwrites them."""
+        """Refill the buffer; return one view per parameter, in its shape. The next call overwrites them."""
         if not self._views or self._buffer.device != self._parameters[0].device:
             self._allocate()
         if self._pending is not None:
@@ -63,7 +63,7 @@ class ChainNoise:
         return self._views
 
     def draw_ahead(self) -> None:
-        """Begin the next draw, where that can be done beside other work; the views of the last one are lost."""
+        """Start the next draw if there is a background thread; the views of the last draw are overwritten."""
         if self._worker is not None and self._pending is None:
             self._states = [generator.get_state() for generator in self._generators]
             self._pending = self._worker.submit(self._fill)
@@ -108,14 +108,14 @@ class ChainNoise:
             return
         warnings.warn(
             f"The checkpoint's noise generators are for {state['device']}, this run is on {device.type}: the noise "
-            "goes on with a new stream, so the run is right but not bit-identical to an uninterrupted one.",
+            "continues with a new stream, so the run is valid but not bit-identical to an uninterrupted one.",
             stacklevel=2,
         )
         for index, generator in enumerate(self._generators):
             generator.manual_seed(derive_seed(self.seed, "noise", self.first_chain + index, "moved", state["step"]))
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return the generators' states (one uint8 tensor each) and where they live."""
+        """Return the generators' states (one uint8 tensor each) and their device."""
         if self._loaded is not None:
             return self._loaded
         return {
@@ -126,10 +126,7 @@ class ChainNoise:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the states that `state_dict` returned.
-
-        The sampler has seen to it that it is of as many chains.
-        """
+        """Restore from `state_dict()`, which must have the same number of chains."""
         self._wait()
         self.seed = state["seed"]
         self._views, self._generators = [], []
@@ -137,7 +134,7 @@ class ChainNoise:
 
 
 def _core_to_spare() -> bool:
-    """Return whether this process has two cores or more, shared evenly among the run's processes."""
+    """Return whether this process has at least two cores, with the machine's cores split evenly over the processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return cores // (torch.distributed.get_world_size() if distributed else 1) >= 2

@@ -16,12 +16,12 @@ class pSGLD(Sampler):
         V ← α·V + (1-α)·g²,   G = 1/(λ + √V)
         θ ← θ - lr·κ·G⊙g + √(2·lr·τ·G/N)⊙ξ
 
-    The correction term Γ, the divergence of G, is left out, as the paper does in practice: it is of order 1-α. At τ =
-    0 it is `torch.optim.RMSprop(lr, alpha, eps)`, bit for bit.
+    The correction term Γ, the divergence of G, is omitted, as in the paper's experiments: it is of order 1-α. At τ = 0
+    the rule is `torch.optim.RMSprop(lr, alpha, eps)`, bit for bit.
 
     Args:
         params: parameters or parameter groups.
-        lr: step size of the mean potential, in front of the preconditioner.
+        lr: step size for the mean potential; it multiplies the preconditioned gradient.
         alpha: decay α of the squared gradients' average, in [0, 1).
         eps: λ > 0, which bounds the preconditioner by 1/λ.
         shared: `num_data`, `temperature`, `num_chains`, `seed`, `first_chain`, `noise_ahead`, as in `Sampler`.
@@ -81,7 +81,7 @@ class pSGLD(Sampler):
         return list(torch._foreach_reciprocal(inverse))
 
     def _kept(self, params: list[Tensor]) -> list[Tensor]:
-        """Return scratch tensors in the parameters' shapes, the same ones at every step; not part of the state."""
+        """Return scratch tensors in the parameters' shapes, reused at every step and not part of the state."""
         scratch: dict[Tensor, Tensor] = self.__dict__.setdefault("_scratch", {})
         for p in params:
             if p not in scratch:

@@ -17,13 +17,13 @@ class SGHMC(Sampler):
         v ← (1-η)·v - lr·κ·g + √(2·(η-γ̂)·lr·τ/N)·ξ
         θ ← θ + v
 
-    At τ = 0 throughout it is `torch.optim.SGD(lr, momentum=1-η)`, bit for bit, whatever schedule lr follows. (Torch
-    keeps `b = -v/lr` in place of v, so a change of lr rescales the velocity. That is the custom without noise; with
-    noise it would let a restart of the step size throw the chain out, so v itself is kept across a change of lr there.)
+    If τ = 0 throughout, it is `torch.optim.SGD(lr, momentum=1-η)`, bit for bit, with any schedule of lr. Torch stores
+    `b = -v/lr` instead of v, so a change of lr rescales the velocity, and steps without noise do the same. With noise a
+    restart of the step size would then throw the chain far away, so noisy steps store v itself.
 
     Args:
         params: parameters or parameter groups.
-        lr: step size of the mean potential, `lr = ε·N` for a paper's ε.
+        lr: step size for the mean potential, `lr = ε·N` for a paper's ε.
         friction: η in (0, 1], one minus the momentum.
         noise_estimate: γ̂ in [0, η], the estimate of the gradient noise's own share of the friction.
         shared: `num_data`, `temperature`, `num_chains`, `seed`, `first_chain`, `noise_ahead`, as in `Sampler`.
@@ -87,7 +87,7 @@ class SGHMC(Sampler):
             super().rescale_momenta(group, factor)
 
     def _momenta(self, group: dict[str, Any], params: list[Tensor], as_velocity: bool) -> list[Tensor]:
-        """Return the momentum buffers as velocities v, or as b = -v/lr, converted if they were the other."""
+        """Return the momentum buffers as velocities v or as b = -v/lr, converting them if necessary."""
         momenta = self._buffers(params, self.momentum_buffer)
         if group["holds_velocity"] != as_velocity:
             if as_velocity:

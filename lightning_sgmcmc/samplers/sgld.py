@@ -14,12 +14,12 @@ class SGLD(Sampler):
 
         θ ← θ - lr·κ·g + √(2·lr·τ/N)·ξ
 
-    with g the gradient of the mean potential Ũ/N and ξ standard normal. It targets exp(-U/τ) up to a bias of order lr.
-    At τ = 0 it is `torch.optim.SGD(lr)`, bit for bit.
+    with g the gradient of the mean potential Ũ/N and ξ standard normal. Its stationary law is exp(-U/τ) up to a bias of
+    order lr. At τ = 0 it is `torch.optim.SGD(lr)`, bit for bit.
 
     Args:
         params: parameters or parameter groups.
-        lr: step size of the mean potential, `lr = ε·N` for a paper's ε.
+        lr: step size for the mean potential, `lr = ε·N` for a paper's ε.
         shared: `num_data`, `temperature`, `num_chains`, `seed`, `first_chain`, `noise_ahead`, as in `Sampler`.
 
     Raises:

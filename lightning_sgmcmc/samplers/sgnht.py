@@ -20,13 +20,13 @@ class SGNHT(Sampler):
         η ← η + (N/lr·mean(v²) - τ)·(lr/N)/Q
 
     The paper's variables are p = v/h, ξ = η/h and A = a/h with h = √(lr/N); its equations have Q = 1. The friction
-    rises while the momentum's mean square exceeds τ, so heat from mini-batch noise of unknown (isotropic) size is
-    taken out. At τ = 0 the thermostat is held: momentum SGD with friction η.
+    rises while the momentum's mean square exceeds τ, which removes the heat of isotropic mini-batch noise of unknown
+    size. At τ = 0 the thermostat keeps its value: momentum SGD with friction η.
 
     Args:
         params: parameters or parameter groups (a thermostat for each group and chain).
-        lr: step size of the mean potential, `lr = ε·N` for a paper's ε.
-        friction: a in (0, 1], the noise's own share of the friction, and the thermostat's initial value.
+        lr: step size for the mean potential, `lr = ε·N` for a paper's ε.
+        friction: a in (0, 1], the friction that balances the injected noise, and the thermostat's initial value.
         thermal_inertia: Q > 0; smaller adapts faster.
         shared: `num_data`, `temperature`, `num_chains`, `seed`, `first_chain`, `noise_ahead`, as in `Sampler`.
 

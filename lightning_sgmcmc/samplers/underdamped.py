@@ -36,8 +36,10 @@ class UnderdampedLangevin(Sampler):
     momentum_buffer: ClassVar[str] = "momentum_buffer"
 
     extra_drag: "Callable[[list[Tensor]], list[Tensor] | None] | None" = None
-    """Gives, of the momenta before a step, the drag (Γ-γ)·r of a friction matrix Γ beyond γ, or None for none; the
-    noise stays γ's. It is for mini-batch noise whose covariance is known (EWSG-VR), and not part of the state."""
+    """Function from the momenta before a step to the extra drag (Γ-γ)·r of a friction matrix Γ, or to None for none.
+
+    The injected noise stays that of γ, since the extra friction balances mini-batch noise of known covariance
+    (EWSG-VR). The function is not part of the state."""
 
     def __init__(
         self,
@@ -74,6 +76,7 @@ class UnderdampedLangevin(Sampler):
 
     def law(self, group: dict[str, Any]) -> StepLaw:
         step, friction, temperature = group["lr"], group["friction"], group["temperature"]
+        assert self.num_data is not None  # see `_needs_num_data`
         factor = step * self.num_data**2 / (2 * friction * temperature) if self.is_noisy(group) else math.inf
         return StepLaw(
             damping=step * friction,

@@ -1,8 +1,7 @@
-"""Which mini-batch a step takes, and what its noise does: exponentially weighted stochastic gradients (EWSG).
+"""The choice of a step's mini-batch: exponentially weighted stochastic gradients (EWSG).
 
-Everything here is of batches' gradients `g_j` of the mean potential Ũ/N, along any leading axes (chains). A step of a
-sampler is read as `m' = (1-a)·m - b·g + s·ξ` (`lightning_sgmcmc.samplers.StepLaw`); without momentum m is the
-place itself, with a = 0.
+The functions take batch gradients `g_j` of the mean potential Ũ/N, with any leading axes (chains). A sampler's step is
+`m' = (1-a)·m - b·g + s·ξ` (`lightning_sgmcmc.samplers.StepLaw`); without momentum a = 0 and m is the parameter itself.
 """
 
 from typing import Literal, TypeAlias
@@ -14,24 +13,24 @@ from lightning_sgmcmc.samplers import StepLaw
 from lightning_sgmcmc.tensors import Control, square_root
 
 Guess: TypeAlias = Literal["unchanged", "stopped", "zero", "one"]
-"""What stands for the momentum after the step, m', which eq. (4) asks for before it is known.
+"""The guess of the momentum after the step, m', which eq. (4) needs before it is known.
 
-"unchanged" takes m' = m, so x = a·m/s (the paper's √h·γ·r/σ, its choice; 0 without momentum); "stopped" m' = 0, so
-x = (a-1)·m/s; "zero" and "one" give x itself.
+"unchanged" is m' = m, so x = a·m/s (the paper's √h·γ·r/σ, and its choice; 0 without momentum). "stopped" is m' = 0, so
+x = (a-1)·m/s. "zero" and "one" set x itself.
 """
 
 
 def index_log_weights(gradients: Tensor, momentum: Tensor | None, law: StepLaw, guess: Guess) -> Tensor:
-    """Return log p_j of every candidate batch, up to a constant: ½‖x + n̂a_j‖² - ½‖x‖² with n̂a_j = b·g_j/s.
+    """Return log p_j of each candidate batch up to a constant: ½‖x + b·g_j/s‖² - ½‖x‖².
 
     Args:
         gradients: g_j of each candidate, shape (…, J, d).
         momentum: m, shape (…, d); None without momentum.
         law: a, b and s² of the step, numbers or tensors of shape (…).
-        guess: which x.
+        guess: the choice of x, see `Guess`.
 
     Returns:
-        shape (…, J), float64; zeros where s² is 0, since there is no law to match then.
+        shape (…, J), float64; zeros where s² = 0, since the step then has no law to match.
 
     Source: Li et al. 2021 (EWSG), eq. (4) and (6), appendices D and E.
     """
@@ -55,14 +54,14 @@ def _along_candidates(control: Control) -> Control:
 
 
 def metropolis_index(log_weights: Tensor, log_uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Run a Metropolis chain through candidates, from the first: j replaces i with chance min{1, p_j/p_i}.
+    """Run a Metropolis chain over the candidates, from the first: j replaces i with probability min{1, p_j/p_i}.
 
     Args:
-        log_weights: log p of each candidate, shape (…, M+1); a candidate whose weight is NaN is not accepted.
+        log_weights: log p of each candidate, shape (…, M+1); a candidate with a NaN weight is rejected.
         log_uniforms: logarithms of uniform numbers, shape (…, M).
 
     Returns:
-        the index in the end and how many candidates were accepted, each of shape (…), int64.
+        the final index and the number of accepted candidates, each of shape (…), int64.
 
     Source: Li et al. 2021 (EWSG), eq. (6) and Algorithm 1.
     """

@@ -1,4 +1,4 @@
-"""Moving moments of mini-batch gradients, and the friction that cancels their noise."""
+"""Running moments of mini-batch gradients, and the friction that cancels their noise."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,10 @@ from lightning_sgmcmc.tensors import Control, along_first_axis
 
 
 class GradientMoments(NamedTuple):
-    """Running moments of batches' gradients ñ of the full potential (N·g), with one row of d for a chain.
+    """Running moments of batch gradients ñ = N·g of the full potential.
 
-    The second is E[ñ²], shape (…, d), or the matrix E[ññᵀ], shape (…, d, d).
+    `first` is E[ñ], shape (…, d) with chains along the leading axes. `second` is E[ñ²], shape (…, d), or the matrix
+    E[ññᵀ], shape (…, d, d).
     """
 
     first: Tensor
@@ -22,7 +23,7 @@ class GradientMoments(NamedTuple):
         return self.second.dim() > self.first.dim()
 
     def covariance(self) -> Tensor:
-        """Return the covariance, of the second moment's shape; a diagonal is not negative, a matrix is as estimated."""
+        """Return the covariance in the second moment's shape; a diagonal is clamped at 0, a matrix is as estimated."""
         covariance = self.second - square_of(self.first, self.is_matrix)
         return covariance if self.is_matrix else covariance.clamp(min=0)
 
@@ -33,14 +34,14 @@ def square_of(gradient: Tensor, matrix: bool) -> Tensor:
 
 
 def advance_moments_(moments: GradientMoments, present: Tensor, reference: Tensor, weight: float) -> None:
-    """Put a batch's present gradient in the place of the one that it had at the last calibration, in both moments.
+    """Replace a batch's gradient of the last calibration by its present one, in both moments.
 
         m₁ += w·(ñ_i(θ) - ñ_i(ω)),   m₂ += w·(ñ_i(θ)ñ_i(θ)ᵀ - ñ_i(ω)ñ_i(ω)ᵀ)
 
     Args:
-        moments: changed in place.
-        present: ñ_i at the present place θ, shape (…, d).
-        reference: ñ_i at the place ω of the calibration, shape (…, d).
+        moments: updated in place.
+        present: ñ_i at the present parameters θ, shape (…, d).
+        reference: ñ_i at the parameters ω of the calibration, shape (…, d).
         weight: w, one over the number of batches.
 
     Source: Li et al. 2021 (EWSG), Algorithm 2, lines 16 and 17.
@@ -51,14 +52,14 @@ def advance_moments_(moments: GradientMoments, present: Tensor, reference: Tenso
 
 
 def extra_friction(moments: GradientMoments, step: Control, temperature: Control) -> Tensor:
-    """Return h·cov/(2τ), the friction that takes out what mini-batch noise puts in, of the second moment's shape.
+    """Return h·cov/(2τ), the friction that removes the heat of mini-batch noise, in the second moment's shape.
 
-    A diagonal is not negative; a matrix is as estimated.
+    A diagonal is clamped at 0; a matrix is as estimated, so it may have negative eigenvalues.
 
     Args:
-        moments: of the batches' gradients.
-        step: h.
-        temperature: τ > 0.
+        moments: the moments of the batch gradients.
+        step: h, a number or one for each chain, shape (C,).
+        temperature: τ > 0, likewise.
 
     Source: Li et al. 2021 (EWSG), appendix F: Γ = (σ²I + h·cov[n∇V_I])/(2T) with σ² = 2γT.
     """

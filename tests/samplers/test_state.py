@@ -113,7 +113,7 @@ def test_stacked_chains_survive_too(cls: Any) -> None:
 def test_a_torch_optimizer_state_is_refused(cls: Any) -> None:
     p, sampler = stacked(cls, 1)
     state = torch.optim.SGD([nn.Parameter(torch.zeros(6))], lr=0.1, momentum=0.9).state_dict()
-    with pytest.raises(ValueError, match=r"not a sampler's .*no step counter.*cannot go on from it"):
+    with pytest.raises(ValueError, match=r"not a sampler's: .*no step counter.*cannot continue from it"):
         sampler.load_state_dict(state)
     push(p, sampler)  # and the sampler still works
 
