@@ -94,8 +94,8 @@ class ExactResume(pl.Callback):
         if len(self._loaders) < len(loaders) and len(chains) > 1:
             rank_zero_warn(
                 "The training loader has no data order for each chain, so all chains of a process see the same "
-                "batches: pass a datamodule (DatasetDataModule takes any data set) or a ResumableLoader for batches of their "
-                "own, or pass shared_batch=True."
+                "batches: pass a datamodule (DatasetDataModule takes any data set) or a ResumableLoader for batches of "
+                "their own, or pass shared_batch=True."
             )
         if len(self._loaders) < len(loaders) and trainer.checkpoint_callbacks:
             rank_zero_warn(
