@@ -35,17 +35,35 @@ and 89.6 at τ = 0. The contour itself, 100 steps of four chains, makes no diffe
 `full` has not been run: no GPU was at hand.
 """
 
+import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from recipes.shared.jobs import hush, run_jobs
+import pytorch_lightning as pl
+from pytorch_lightning.loggers import CSVLogger
+from torch.optim.lr_scheduler import MultiStepLR
+
+from lightning_sgmcmc import BayesianModule, Categorical, DecayingStepSize, GaussianPrior
+from lightning_sgmcmc.callbacks import (
+    BayesianModelAverage,
+    ContourGradient,
+    CyclicalSchedule,
+    PosteriorDashboard,
+    ReplicaExchange,
+    SampleCollector,
+    SamplingSchedule,
+    VarianceReducedEnergy,
+)
+from lightning_sgmcmc.datamodules import CIFAR100DataModule, SVHNDataModule
+from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
+from lightning_sgmcmc.figures.evaluation import entropy_figure, growth_figure
+from lightning_sgmcmc.samplers import SGHMC
+from lightning_sgmcmc.schedules import cyclical_lr_factor
+from recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
+from recipes.shared.logit_average import logit_average
+from recipes.shared.resnet import resnet
 from recipes.shared.results import Options, Row, mean_row
-
-if TYPE_CHECKING:
-    import pytorch_lightning as pl
-
-    from lightning_sgmcmc import BayesianModule
-
+from recipes.shared.synthetic_images import SyntheticImages
 
 METHODS = ("cycSGHMC×T4", "M-SGD×P4", "reSGHMC×P4", "ICSGHMC×P4")
 PAPER = {
@@ -126,8 +144,6 @@ QUICK = Setting("synthetic", 8, 1000, 1000, 24, 50, 0.003, (5, 3), 100.0, 20.0, 
 
 def run(options: Options) -> list[Row]:
     """Run all methods with all seeds, draw the pictures, return the table."""
-    from lightning_sgmcmc.figures.evaluation import entropy_figure, growth_figure
-
     setting = FULL if options.full else QUICK
     jobs = [(method, seed) for method in METHODS for seed in range(setting.seeds)]
     outcomes = run_jobs(one, jobs, options, setting, in_turn=options.full)
@@ -157,15 +173,8 @@ def run(options: Options) -> list[Row]:
     return rows
 
 
-def module_of(method: str, setting: Setting, options: Options) -> "BayesianModule":
+def module_of(method: str, setting: Setting, options: Options) -> BayesianModule:
     """Return the network, or the stack of chains, with its sampler and its step sizes."""
-    import functools
-
-    from torch.optim.lr_scheduler import MultiStepLR
-
-    from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior
-    from lightning_sgmcmc.samplers import SGHMC
-    from recipes.shared.resnet import resnet
 
     class SteppedModule(BayesianModule):
         """Divides the step size by five at the milestones, by a scheduler of torch."""
@@ -189,7 +198,19 @@ def module_of(method: str, setting: Setting, options: Options) -> "BayesianModul
     )
 
 
-def callbacks_of(method: str, setting: Setting, unknown: Any) -> "list[pl.Callback]":
+class FlatEndedCycles(CyclicalSchedule):
+    """Cycles of a cosine step size that stays constant in the sampling stage."""
+
+    def apply(self, step: int, module: Any, sampler: Any) -> None:
+        super().apply(step, module, sampler)
+        assert self._plan is not None
+        if not self._plan.is_exploration(step):
+            start = round(self.exploration * self._plan.period) + 1
+            for group in sampler.param_groups:
+                group["lr"] = group["initial_lr"] * cyclical_lr_factor(start, self._plan.period)
+
+
+def callbacks_of(method: str, setting: Setting, unknown: Any) -> list[pl.Callback]:
     """Return the callbacks of a method: schedule, samples, average, and what makes the method.
 
     Args:
@@ -197,29 +218,6 @@ def callbacks_of(method: str, setting: Setting, unknown: Any) -> "list[pl.Callba
         setting: quick or full.
         unknown: datamodule of the out-of-distribution images.
     """
-    from lightning_sgmcmc import DecayingStepSize
-    from lightning_sgmcmc.callbacks import (
-        BayesianModelAverage,
-        ContourGradient,
-        CyclicalSchedule,
-        ReplicaExchange,
-        SampleCollector,
-        SamplingSchedule,
-        VarianceReducedEnergy,
-    )
-    from lightning_sgmcmc.schedules import cyclical_lr_factor
-
-    class FlatEndedCycles(CyclicalSchedule):
-        """Cycles of a cosine step size that stays as it is in the sampling stage."""
-
-        def apply(self, step: int, module: Any, sampler: Any) -> None:
-            super().apply(step, module, sampler)
-            assert self._plan is not None
-            if not self._plan.is_exploration(step):
-                start = round(self.exploration * self._plan.period) + 1
-                for group in sampler.param_groups:
-                    group["lr"] = group["initial_lr"] * cyclical_lr_factor(start, self._plan.period)
-
     schedule: pl.Callback
     if method == "cycSGHMC×T4":
         schedule = FlatEndedCycles(CYCLES, 1 - FLAT_END, setting.samples[1])
@@ -231,36 +229,39 @@ def callbacks_of(method: str, setting: Setting, unknown: Any) -> "list[pl.Callba
     if method in ("reSGHMC×P4", "ICSGHMC×P4"):
         callbacks.append(VarianceReducedEnergy(setting.contour_epoch - 2, every_n_epochs=2))
     if method == "reSGHMC×P4":
-        coldness = (1 - 1 / LADDER[1]) / setting.temperature  # δ of the coldest pair
-        variance = setting.swap_barrier / coldness
-        callbacks.append(
-            ReplicaExchange(LADDER, every_n_steps=setting.attempts, noise_variance=variance, include_prior=False)
-        )
+        callbacks.append(replica_exchange(setting))
     if method == "ICSGHMC×P4":
-        callbacks.append(
-            ContourGradient(
-                setting.zeta,
-                num_bins=200,
-                first_edge=setting.first_edge,
-                width=setting.width,
-                step_size=DecayingStepSize(setting.step_size, 0.0, 0.0),
-                weighting="bin",
-                weight_exponent=1 / setting.zeta,
-                include_prior=False,
-                warm_up_steps=setting.contour_epoch * setting.steps_per_epoch,
-                min_multiplier=-CLAMP,
-                max_multiplier=CLAMP,
-                interacting=True,
-            )
-        )
+        callbacks.append(interacting_contour(setting))
     return callbacks
+
+
+def replica_exchange(setting: Setting) -> ReplicaExchange:
+    """Return reSGHMC's callback, with the bias of the coldest pair as a variance of the energies' noise."""
+    coldness = (1 - 1 / LADDER[1]) / setting.temperature  # δ of the coldest pair
+    variance = setting.swap_barrier / coldness
+    return ReplicaExchange(LADDER, every_n_steps=setting.attempts, noise_variance=variance, include_prior=False)
+
+
+def interacting_contour(setting: Setting) -> ContourGradient:
+    """Return ICSGHMC's callback."""
+    return ContourGradient(
+        setting.zeta,
+        num_bins=200,
+        first_edge=setting.first_edge,
+        width=setting.width,
+        step_size=DecayingStepSize(setting.step_size, 0.0, 0.0),
+        weighting="bin",
+        weight_exponent=1 / setting.zeta,
+        include_prior=False,
+        warm_up_steps=setting.contour_epoch * setting.steps_per_epoch,
+        min_multiplier=-CLAMP,
+        max_multiplier=CLAMP,
+        interacting=True,
+    )
 
 
 def datamodules(setting: Setting, options: Options) -> tuple[Any, Any]:
     """Return CIFAR-100 and SVHN in CIFAR's normalisation; or synthetic images, and those of other classes."""
-    from lightning_sgmcmc.datamodules import CIFAR100DataModule, SVHNDataModule
-    from recipes.shared.synthetic_images import SyntheticImages
-
     if setting.data == "synthetic":
         sizes = (setting.num_data, 0, setting.num_test)
         unknown = SyntheticImages(1000, options.seed, sizes=(1, 0, setting.num_test), unknown=True)
@@ -283,20 +284,14 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> dict[str,
         `metrics`, by their names in the table; `running`, the average's figures after each sample; `entropy`, of the
         predictions on the out-of-distribution images, in nats.
     """
-    import pytorch_lightning as pl
-    from pytorch_lightning.loggers import CSVLogger
-
-    from lightning_sgmcmc.callbacks import PosteriorDashboard
-    from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
-
-    hush(options)
+    prepare_run(options)
     pl.seed_everything(options.seed + seed, verbose=False)
     data, unknown = datamodules(setting, options)
     callbacks = callbacks_of(method, setting, unknown)
     pictured = method in PICTURED and seed == 0
     if pictured:
         callbacks.append(PosteriorDashboard("end", figures=("schedule", "energy", "weights", "geometry", "contour")))
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         accelerator="auto" if options.full else "cpu",
         devices=1,
         precision="bf16-mixed" if options.full else None,
@@ -304,9 +299,7 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> dict[str,
         log_every_n_steps=10,
         callbacks=callbacks,
         logger=CSVLogger(options.out, name=method.replace("×", "_"), version="") if pictured else False,
-        enable_checkpointing=False,
         enable_progress_bar=options.full,
-        enable_model_summary=False,
     )
     module = module_of(method, setting, options)
     trainer.fit(module, datamodule=data)
@@ -326,33 +319,3 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> dict[str,
     }
     entropy = predictive_entropy(evaluation.ood[OOD].terms["probabilities"]).tolist()
     return {"metrics": metrics, "running": evaluation.running, "entropy": entropy}
-
-
-def logit_average(module: "BayesianModule", loader: Any, device: Any) -> dict[str, float]:
-    """Return accuracy and NLL of the samples' averaged logits, which is what the authors' program averages.
-
-    Args:
-        module: the module, whose posterior's weights count.
-        loader: the test data.
-        device: where to compute.
-    """
-    import torch
-
-    from lightning_sgmcmc.chains.stateless import evaluation_mode
-    from lightning_sgmcmc.diagnostics.metrics import classification_metrics
-    from lightning_sgmcmc.evaluation.averages import WeightedAverage
-    from lightning_sgmcmc.evaluation.scoring import evaluate
-
-    assert module.posterior is not None
-    total = WeightedAverage()
-    target = None
-    batches = [tuple(part.to(device) for part in batch) for batch in loader]
-    with evaluation_mode(module.to(device)):
-        for sample in module.posterior:
-            state = {name: tensor.to(device) for name, tensor in sample.state.items()}
-            terms, density, target = evaluate(module, state, batches)
-            # Logarithms of probabilities are logits but for a constant of each image.
-            total.add({"logits": terms["probabilities"].double().clamp_min(1e-38).log()}, density, sample.log_weight)
-    assert target is not None
-    found = classification_metrics(torch.softmax(total.terms["logits"], -1), target)
-    return {name: float(found[name]) for name in ("accuracy", "nll")}

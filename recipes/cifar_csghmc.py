@@ -22,7 +22,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from recipes.shared.jobs import hush, run_jobs
+from recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
 from recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> tuple[flo
     from lightning_sgmcmc.samplers import SGHMC
     from recipes.shared.resnet import resnet, resnet20
 
-    hush(options)
+    prepare_run(options)
     pl.seed_everything(options.seed + seed, verbose=False)
     data = datamodule(setting, options)
     quick = setting.data == "synthetic"
@@ -146,15 +146,12 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> tuple[flo
         lr=setting.lr[method.startswith("sa")],
         temperature=0.0 if "M-SGD" in method else TEMPERATURE,
     )
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         accelerator="cpu" if quick else "auto",
         max_epochs=setting.epochs,
         check_val_every_n_epoch=setting.every,
         callbacks=callbacks_of(method, setting),
-        logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=options.full,
-        enable_model_summary=False,
     )
     trainer.fit(module, datamodule=data)
     held_out = [member["accuracy"] for member in module.evaluations["val"].members]

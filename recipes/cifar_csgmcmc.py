@@ -28,7 +28,7 @@ group for each cycle. Momentum 0.9 at this lr₀ is better here (one seed: 16.1 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recipes.shared.jobs import hush, run_jobs
+from recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
 from recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
@@ -218,21 +218,19 @@ def one(method: Method, seed: int, setting: Setting, options: Options) -> Outcom
     import pytorch_lightning as pl
     from pytorch_lightning.loggers import CSVLogger
 
-    hush(options)
+    prepare_run(options)
     pl.seed_everything(options.seed + seed, verbose=False)
     pictured = method.name in PICTURED and seed == 0
     callbacks = callbacks_of(method, setting)
     folder = f"{method.name.replace('×', '_')}_{setting.data.lower()}"
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         accelerator="auto" if options.full else "cpu",
         devices=1,
         precision="bf16-mixed" if options.full else None,
         max_epochs=setting.epochs,
         callbacks=callbacks if pictured else callbacks[:3],
         logger=CSVLogger(options.out, name=folder, version="") if pictured else False,
-        enable_checkpointing=False,
         enable_progress_bar=options.full,
-        enable_model_summary=False,
     )
     module, data = module_of(method, setting, options), datamodule(setting, options)
     trainer.fit(module, datamodule=data)

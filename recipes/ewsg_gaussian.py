@@ -50,10 +50,10 @@ from lightning_sgmcmc.simulation.gradient_estimators import (
 )
 from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
 from recipes.shared.jobs import run_jobs
+from recipes.shared.pictures import panels
 from recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -269,17 +269,10 @@ def _friction_row(h: float, targets: Sequence[GaussianSum]) -> Row:
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def _panels(columns: int, rows: int, width: float, height: float) -> "tuple[Figure, list[Axes]]":
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
-
-
 def divergence_figure(curves: dict[str, np.ndarray]) -> "Figure":
     """Draw KL(target‖samples) against passes, in a panel for each question; bands are standard errors over draws."""
-    figure, panels = _panels(2, 2, 10, 8)
-    for axes, (title, methods) in zip(panels, PANELS.items(), strict=True):
+    figure, grid = panels(2, 2, 10, 8)
+    for axes, (title, methods) in zip(grid.flat, PANELS.items(), strict=True):
         for index, name in enumerate(methods):
             values = curves[name][:, :, 0]
             mean, error = values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
@@ -289,15 +282,15 @@ def divergence_figure(curves: dict[str, np.ndarray]) -> "Figure":
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("data passes")
         axes.legend(fontsize=7, framealpha=0.8, edgecolor="none")
-    for axes in panels[::2]:
+    for axes in grid[:, 0]:
         axes.set_ylabel("KL(target‖samples)")
     return figure
 
 
 def scaling_figure(errors: dict[str, np.ndarray]) -> "Figure":
     """Draw relative mean squared errors against T and h, with lines of the theorem's powers."""
-    figure, panels = _panels(3, 1, 11, 3.8)
-    for axes, (scale, x) in zip(panels, SCALES.items(), strict=True):
+    figure, grid = panels(1, 3, 11, 3.8)
+    for axes, (scale, x) in zip(grid.flat, SCALES.items(), strict=True):
         for index, name in enumerate(SCALED):
             values, fitted = errors[f"{name}, {scale}"], slope(x, errors[f"{name}, {scale}"])
             mean, error = values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
@@ -316,7 +309,7 @@ def scaling_figure(errors: dict[str, np.ndarray]) -> "Figure":
         axes.set_xticks(x, [f"{value:g}" for value in x])
         axes.legend(fontsize=8, frameon=False)
     titles = (f"h={H_OF_TIMES:g}", f"T={TIME_OF_SMALL:g}, less the limit h to 0", f"T={TIME_OF_LARGE:g}")
-    for axes, title in zip(panels, titles, strict=True):
+    for axes, title in zip(grid.flat, titles, strict=True):
         axes.set_title(title, fontsize=10)
-    panels[0].set_ylabel("MSE of the variance / variance²")
+    grid[0][0].set_ylabel("MSE of the variance / variance²")
     return figure

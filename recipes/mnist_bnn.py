@@ -47,7 +47,7 @@ from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior, Posteri
 from lightning_sgmcmc.batches.clustered import ClusteredOrder, cluster_data
 from lightning_sgmcmc.callbacks import EWSG, SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import MNISTDataModule, Split
-from recipes.shared.jobs import hush, quiet_trainer, run_jobs
+from recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
 from recipes.shared.results import Options, Row, mean_row
 
 NUM_DATA = 60_000
@@ -257,7 +257,7 @@ def callbacks_of(case: Case, setting: Setting) -> list[pl.Callback]:
 
 def one(case: Case, seed: int, chains: int, clusters: Tensor, setting: Setting, options: Options) -> list[Curve]:
     """Make one run, of one chain or of several."""
-    hush(options)
+    prepare_run(options)
     pl.seed_everything(seed, verbose=False)
     data = FirstImages(setting, case.batch, options, flatten=case.network == "MLP")
     data.setup("fit")

@@ -56,7 +56,7 @@ from lightning_sgmcmc.datamodules import MNISTDataModule, Split
 from lightning_sgmcmc.diagnostics.geometry import classical_scaling, squared_distances, weight_sketch
 from lightning_sgmcmc.figures.contour import energy_walk_figure
 from lightning_sgmcmc.figures.samples import weight_paths_figure
-from recipes.shared.jobs import quiet_trainer, run_jobs
+from recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
 from recipes.shared.results import Options, Row, mean_row
 
 WIDE = "ICSGLD, wide bins"
@@ -233,11 +233,7 @@ def contour(method: str, setting: Setting) -> ContourGradient:
 
 def one(method: str, setting: Setting, options: Options) -> Walk:
     """Run one method."""
-    import logging
-    import warnings
-
-    warnings.filterwarnings("ignore", module="pytorch_lightning")
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    silence_lightning()
     pl.seed_everything(options.seed, verbose=False)
     data = data_of(setting, options)
     module = BayesianModule(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from recipes.shared.jobs import quiet_trainer, run_jobs
+from recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
 from recipes.shared.results import Options, Row, mean_row
 
 NUM_DATA = 60_000
@@ -81,8 +81,6 @@ def one(method: Method, seed: int, options: Options) -> tuple[dict[str, float], 
 
     A negative seed only reads the data.
     """
-    import logging
-    import warnings
 
     import pytorch_lightning as pl
     import torch
@@ -101,8 +99,7 @@ def one(method: Method, seed: int, options: Options) -> tuple[dict[str, float], 
             module.setup("test")
         return {}, np.empty(0)
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    silence_lightning()
     pl.seed_everything(seed, verbose=False)
     sampler = functools.partial(samplers.SGHMC, friction=FRICTION) if method.sampler == "SGHMC" else samplers.SGLD
     module = BayesianModule(

@@ -40,9 +40,9 @@ from lightning_sgmcmc import SGLD, BayesianModule, Bernoulli, GaussianPrior, Pos
 from lightning_sgmcmc.callbacks import SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
 from lightning_sgmcmc.simulation.switching_diffusion import coupled_ornstein_uhlenbeck
-from recipes.shared.jobs import hush, quiet_trainer, run_jobs
+from recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
 from recipes.shared.results import Options, Row, mean_row
-from recipes.switching_diffusion import (
+from recipes.shared.switching import (
     CENTRES,
     CHAINS,
     GROUPS,
@@ -167,7 +167,7 @@ def logistic_places(eta: float | None, batch_size: int | None, options: Options)
         batch_size: None takes all data.
         options: of the recipe.
     """
-    hush(options)
+    prepare_run(options)
     step = TIME_STEP[options.scale]
     data = UCIClassificationDataModule(TABLE, options.data_root, 1, test_fraction=0.0, intercept=True)
     data.setup("fit")

@@ -17,56 +17,30 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_sgmcmc.diagnostics.samples import wasserstein_distance
 from lightning_sgmcmc.simulation.switching_diffusion import (
     SwitchingPaths,
     stationary_moments,
     switching_ornstein_uhlenbeck,
 )
 from recipes.shared.results import Options, Row
+from recipes.shared.switching import (
+    CENTRES,
+    CHAINS,
+    MEAN_SLOPE,
+    SLOPES,
+    SWITCHING_TIMES,
+    distances,
+    jackknife_error,
+    stationary_draws,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-SLOPES, CENTRES = (5.0, 15.0), (5.0, -5 / 3)
-MEAN_SLOPE = 10.0
-SWITCHING_TIMES = (10.0, 1.0, 0.1, 0.01, 0.001)
-CHAINS = {"quick": 20_000, "full": 200_000}
-SETTLED = 3.0
-GROUPS = 20
 PATH_LENGTH, PATH_POINTS = 20.0, 8001
 COLOURS = ("black", "teal")
-
-
-def stationary_draws(switching_time: float, chains: int, seed: int) -> torch.Tensor:
-    """Return independent draws of μ^η: the index begins in its own law, and θ_0 = 0 is forgotten up to e^-15."""
-    return switching_ornstein_uhlenbeck(SLOPES, CENTRES, switching_time, [SETTLED], chains, seed).places[0]
-
-
-def target_quantiles(count: int) -> torch.Tensor:
-    """Return the quantiles of N(0, 0.1) at (i - 1/2)/count."""
-    levels = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    return torch.special.ndtri(levels) / MEAN_SLOPE**0.5
-
-
-def distances(draws: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Return W₁ to N(0, 0.1), and those without each of 20 groups of the draws, shape (GROUPS,).
-
-    A distance of few draws is too large, so its error is not from distances of groups but of all others (jackknife).
-    """
-    parts = draws.view(GROUPS, -1)
-    rest = [torch.cat([parts[:g], parts[g + 1 :]]).flatten() for g in range(GROUPS)]
-    truth = target_quantiles(len(rest[0]))
-    return wasserstein_distance(draws, target_quantiles(len(draws))), torch.tensor(
-        [wasserstein_distance(one, truth) for one in rest], dtype=torch.float64
-    )
-
-
-def jackknife_error(without: torch.Tensor) -> float:
-    """Return the standard error of an estimate from those without each group, shape (GROUPS,)."""
-    return float(((len(without) - 1) * without.var(correction=0)).sqrt())
 
 
 def run(options: Options) -> list[Row]:

@@ -45,7 +45,7 @@ SVGD's KL is that of 100 independent draws, 3.1; on the squares, where the numbe
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,9 +57,10 @@ from lightning_sgmcmc.figures.targets import plane_figure, progress_figure
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.exchange_run import ExchangeRun
-from lightning_sgmcmc.simulation.loop import CHUNK, ContourRun, simulate
+from lightning_sgmcmc.simulation.loop import ContourRun, simulate
 from lightning_sgmcmc.simulation.svgd import descend
 from lightning_sgmcmc.simulation.targets import CosineTarget
+from recipes.shared.plane import Clock, Draws, Squares
 from recipes.shared.results import Options, Row
 
 REPEATS = 20
@@ -90,39 +91,6 @@ METHODS = (
     "SGLD×P5",
     "SVGD",
 )
-
-
-class Draws(NamedTuple):
-    """What a method leaves of all repeats.
-
-    Attributes:
-        progress: the share of the budget that was spent by each draw, rising, shape (S,).
-        places: shape (S, R, P, 2), P chains of each repeat.
-        log_weights: shape (S, R, P).
-        seconds: of all repeats side by side, without compiling.
-    """
-
-    progress: Tensor
-    places: Tensor
-    log_weights: Tensor
-    seconds: float
-
-
-class Clock:
-    """An observed function that takes the time of each chunk of steps: the first one, which compiles, is left out."""
-
-    def __init__(self) -> None:
-        self._times: list[float] = []
-
-    def __call__(self, places: Tensor) -> Tensor:
-        self._times.append(time.monotonic())
-        return places[..., :1]
-
-    def seconds(self, num_steps: int) -> float:
-        """Return how long so many steps took, at the pace of all chunks but the first."""
-        if num_steps <= CHUNK:
-            return 0.0
-        return (self._times[-1] - self._times[0]) * num_steps / (num_steps - CHUNK)
 
 
 def estimated_variance(step: int) -> float:
@@ -265,7 +233,7 @@ def run(options: Options) -> list[Row]:
     torch.set_num_threads(1)
     repeats = REPEATS * (5 if options.full else 1)
     truth = TARGET.cell_masses(CELLS)
-    squares = Squares()
+    squares = Squares(TARGET)
     rows, by_steps, by_time, densities = [], {}, {}, {}
     shares = [mark / MARKS for mark in range(1, MARKS + 1)]
     for method in METHODS:
@@ -308,7 +276,7 @@ def picture(draws: Draws, moving: bool) -> Tensor:
     return _middle(cell_masses(places, log_weights.softmax(0), TARGET.bounds, DRAWN_CELLS))
 
 
-def independent(truth: Tensor, squares: "Squares", repeats: int, seed: int) -> list[Row]:
+def independent(truth: Tensor, squares: Squares, repeats: int, seed: int) -> list[Row]:
     """Return the divergences that independent draws of the target have: no sampler's can be expected to be less."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
@@ -320,30 +288,6 @@ def independent(truth: Tensor, squares: "Squares", repeats: int, seed: int) -> l
             name = f"{count} independent draws"
             rows.append(_with_deviation(name, f"{metric} (nats; ± standard deviation)", values))
     return rows
-
-
-class Squares:
-    """The unit squares around the modes, whole numbers in both coordinates, with their true masses."""
-
-    SIDE = 17
-
-    def __init__(self) -> None:
-        cells = TARGET.cells()
-        self.truth = self.masses(cells, (-TARGET.energy(cells)).softmax(0))
-
-    def masses(self, places: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted share of places in each square, shape (SIDE²,); the outermost hold what lies beyond."""
-        half = self.SIDE // 2
-        row, column = (places.double().round().clamp(-half, half).long() + half).unbind(1)
-        sums = torch.zeros(self.SIDE**2, dtype=torch.float64)
-        return sums.index_add_(0, row * self.SIDE + column, weights.double()) / weights.double().sum()
-
-    def found(self, masses: Tensor) -> int:
-        """Return how many of the 25 modes' squares have at least half of their true mass."""
-        half = self.SIDE // 2
-        row, column = (TARGET.modes.round().long() + half).unbind(1)
-        modes = row * self.SIDE + column
-        return int((masses[modes] >= 0.5 * self.truth[modes]).sum())
 
 
 def _known(masses: list[Tensor], count: int) -> list[Tensor]:

@@ -28,10 +28,13 @@ weights (0.72), limits of the multiplier (0.66), eq. (10), which is SGLD (0.66),
 
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recipes.shared.jobs import quiet_trainer, run_jobs
+from recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
 from recipes.shared.results import Options, Row, mean_row
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
 
 HIDDEN, BATCH, MODELS = 50, 50, 50
 EPOCHS = {"quick": 300, "full": 5000}
@@ -95,16 +98,13 @@ def one(table: str, method: str, split: int, options: Options, epochs: int | Non
 
     A negative split only reads the data.
     """
-    import logging
     import math
-    import warnings
 
     import pytorch_lightning as pl
     import torch
     from torchvision.ops import MLP
 
     from lightning_sgmcmc import BayesianModule, Gaussian, GaussianPrior, samplers
-    from lightning_sgmcmc.callbacks import BayesianModelAverage, ContourGradient, SampleCollector, SamplingSchedule
     from lightning_sgmcmc.datamodules import UCIRegressionDataModule
 
     place = TABLES[table]
@@ -113,8 +113,7 @@ def one(table: str, method: str, split: int, options: Options, epochs: int | Non
     if split < 0:
         return 0.0, 0.0
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    silence_lightning()
     pl.seed_everything(options.seed + split, verbose=False)
     with_momentum = method in ("M-SGD", "SGHMC", "CSGHMC")
     module = BayesianModule(
@@ -127,6 +126,23 @@ def one(table: str, method: str, split: int, options: Options, epochs: int | Non
     )
     epochs = epochs or EPOCHS[options.scale]
     steps = epochs * math.ceil(data.num_data / BATCH)
+    trainer = quiet_trainer(accelerator="cpu", max_epochs=epochs, callbacks=callbacks_of(method, place, steps))
+    trainer.fit(module, datamodule=data)
+    trainer.test(module, datamodule=data, verbose=False)
+    assert module.posterior is not None
+    return module.evaluations["test"].bma["rmse"], module.posterior.effective_sample_size
+
+
+def callbacks_of(method: str, place: Table, steps: int) -> "list[pl.Callback]":
+    """Return the callbacks of a method: schedule, samples, average, and the contour of the methods that have one.
+
+    Args:
+        method: its name.
+        place: the data set.
+        steps: steps of the run.
+    """
+    from lightning_sgmcmc.callbacks import BayesianModelAverage, ContourGradient, SampleCollector, SamplingSchedule
+
     every = max(1, steps // 2 // MODELS)
     callbacks: list[pl.Callback] = [
         SamplingSchedule(burn_in_steps=steps - every * MODELS, every_n_steps=every),
@@ -136,15 +152,7 @@ def one(table: str, method: str, split: int, options: Options, epochs: int | Non
     if method.startswith("C"):
         weights = {"weighting": "bin", "weight_exponent": 1 / place.zeta} if place.zeta > 1 else {}
         callbacks.append(ContourGradient(place.zeta, BINS, width=WIDTH, warm_up_steps=steps // 4, **weights))
-    trainer = quiet_trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        callbacks=callbacks,
-    )
-    trainer.fit(module, datamodule=data)
-    trainer.test(module, datamodule=data, verbose=False)
-    assert module.posterior is not None
-    return module.evaluations["test"].bma["rmse"], module.posterior.effective_sample_size
+    return callbacks
 
 
 def picture(rows: list[Row]) -> Any:
