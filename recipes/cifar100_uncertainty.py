@@ -1,23 +1,23 @@
-"""B4: ResNet-20 on CIFAR-100, and its doubts on SVHN: interacting contour chains and their peers (ICSGLD, Table 1).
+"""ResNet-20 on CIFAR-100 and its uncertainty on SVHN: interacting contour chains and other samplers (ICSGLD, Table 1).
 
 `full` is the paper's setting, for a GPU: all training images, cropped, flipped and erased in part, batch 256; four
 stacked chains (P4) of 500 epochs, or one (T4) of 2,000; lr = 0.1 of the mean loss (ε = 2e-6), momentum 0.9, weight
 decay 25 of the full energy, τ = 3e-4. ICSGHMC and reSGHMC divide lr by five at epochs 250 and 375, by torch's
 MultiStepLR that `configure_optimizers` returns with the sampler, and draw a sample an epoch of the last 100; cycSGHMC
-has 10 cosine cycles and M-SGD (τ = 0) one, both with a constant lr and noise in the last 15 %. Contour: ζ = 3·10⁶,
-m = 200, Δu = 200 from 20,400 nats, ω = 0.003, κ within ±5, from epoch 376 on, by energies with a control variate that
-is renewed every 2 epochs from 374 on (as the program; the paper says the last 100). Weights are π(J), as in the
+has 10 cosine cycles and M-SGD (τ = 0) one, both with a constant lr and noise in the last 15 %. Contour: ζ = 3·10⁶, m =
+200, Δu = 200 from 20,400 nats, ω = 0.003, κ within ±5, from epoch 376 on, by energies with a control variate that is
+updated every 2 epochs from 374 on (as in the program; in the paper, over the last 100). Weights are π(J), as in the
 program, for the reason that `cifar_csghmc` gives. `quick` (6 minutes of one core) is the same on 1,000 synthetic images
 of 16×16 pixels, with a small network, 24 epochs (96) and images of unknown patterns for SVHN.
 
 The Brier score is the program's: the mean over images and classes of p². The paper's accuracy and NLL are of averaged
-logits, which the table has beside those of averaged probabilities. What else differs: chains have mini-batches of their
-own (the program: shared ones) and SVHN is normalised as CIFAR-100 is, by the latter's statistics (the program: by
-CIFAR-10's, both). κ takes the bin of its own batch, not of the one before, and a sample's weight the energy of its own
-step. Replica exchange is random, by the data's energy against a bias of 4,000 nats for the coldest pair, 1,333 and 444
-for the others, tried every 16 steps all through; in the program a swap follows for certain beyond 4,000, once an
-epoch, from epoch 400 on. Its table's samples are the coldest slot's, as here. cycSGHMC's noise begins at 85 % of a
-cycle, as in the paper (the program: 94 %). cycSWAG×T4 is left out.
+logits; the table has them next to those of averaged probabilities. Other differences: each chain has its own
+mini-batches (the program: shared ones) and SVHN is normalised as CIFAR-100 is, by the latter's statistics (the program:
+by CIFAR-10's, both). κ uses the bin of its own batch, not of the previous one, and a sample's weight the energy of its
+own step. Swaps are random, by the data's energy against a bias of 4,000 nats for the coldest pair, 1,333 and 444 for
+the others, and are tried every 16 steps throughout; in the program a swap is certain beyond 4,000, once an epoch, from
+epoch 400 on. The program's samples are the coldest slot's, as here. cycSGHMC's noise begins at 85 % of a cycle, as in
+the paper (the program: 94 %). cycSWAG×T4 is left out.
 
 Measured (quick, 3 seeds of the network on the same images, standard errors):
 
@@ -27,12 +27,12 @@ Measured (quick, 3 seeds of the network on the same images, standard errors):
     reSGHMC×P4   86.0 ± 0.6   442 ± 21         86.0 ± 0.5   428 ± 17      41.6 ± 2.0    84.4 ± 1.1
     ICSGHMC×P4   88.5 ± 0.6   396 ± 11         88.4 ± 0.4   361 ± 10      38.3 ± 0.6    84.7 ± 0.4
 
-The Brier scores have the paper's order, ICSGHMC lowest; the accuracies have not. So little training is worth most to
-the one chain that trains four times as long, reSGHMC averages few networks (five samples), and noise costs: with
-τ = 0.03 in place of 0.003 ICSGHMC has 85.9 ± 0.4, and one run of the same chains without contour has 85.6 at τ = 0.03
-and 89.6 at τ = 0. The contour itself, 100 steps of four chains, makes no difference that these images show. ICSGHMC's
-20 samples are worth 15.4 ± 1.4; neighbouring slots swap in a quarter of reSGHMC's attempts.
-`full` has not been run: no GPU was at hand.
+The Brier scores have the paper's order, with ICSGHMC lowest; the accuracies do not. With so little training, the one
+chain that trains four times as long gains most, reSGHMC averages few networks (five samples), and noise costs accuracy:
+with τ = 0.03 instead of 0.003 ICSGHMC has 85.9 ± 0.4, and one run of the same chains without contour has 85.6 at τ =
+0.03 and 89.6 at τ = 0. The contour itself, 100 steps of four chains, makes no measurable difference on these images.
+ICSGHMC's 20 samples have an effective number of 15.4 ± 1.4; neighbouring slots swap in a quarter of reSGHMC's attempts.
+`full` has not been run: no GPU was available.
 """
 
 import functools
@@ -84,21 +84,22 @@ OOD = "ood"
 
 @dataclass(frozen=True)
 class Setting:
-    """What differs between quick and full.
+    """Settings that differ between quick and full.
 
     Attributes:
         data: "CIFAR-100" or "synthetic".
-        depth: of the residual network.
+        depth: depth of the residual network.
         num_data: N.
         num_test: test images.
-        epochs: of each of four parallel chains; the one chain of T4 has four times as many.
-        batch: images in a batch.
+        epochs: epochs of each of four parallel chains; the single chain of T4 has four times as many.
+        batch: images per batch.
         temperature: τ.
-        samples: of each chain of M-SGD, and of a cycle of cycSGHMC; the others draw one every epoch of the last fifth.
+        samples: samples of each chain of M-SGD, and of a cycle of cycSGHMC; the others draw one in every epoch of the
+            last fifth.
         first_edge, width, zeta, step_size: u_1, Δu, ζ and ω of the contour; m is 200.
-        swap_barrier: by how many nats a hot chain's energy should be lower for the coldest pair to swap.
-        attempts: swaps are tried every so many steps.
-        seeds: runs.
+        swap_barrier: nats by which a hot chain's energy should be lower for the coldest pair to swap.
+        attempts: steps between attempts to swap.
+        seeds: number of runs.
     """
 
     data: str
@@ -119,7 +120,7 @@ class Setting:
 
     @property
     def prior_std(self) -> float:
-        """Of the Gaussian prior that is a weight decay 5e-4 of the mean loss, 25 of the full energy in the paper."""
+        """Standard deviation of the prior that equals a weight decay 5e-4 of the mean loss, 25 of the full energy."""
         return float((self.num_data * WEIGHT_DECAY) ** -0.5)
 
     @property
@@ -177,7 +178,7 @@ def module_of(method: str, setting: Setting, options: Options) -> BayesianModule
     """Return the network, or the stack of chains, with its sampler and its step sizes."""
 
     class SteppedModule(BayesianModule):
-        """Divides the step size by five at the milestones, by a scheduler of torch."""
+        """Divides the step size by five at the milestones, with a scheduler of torch."""
 
         def configure_optimizers(self) -> Any:
             sampler = super().configure_optimizers()
@@ -211,7 +212,7 @@ class FlatEndedCycles(CyclicalSchedule):
 
 
 def callbacks_of(method: str, setting: Setting, unknown: Any) -> list[pl.Callback]:
-    """Return the callbacks of a method: schedule, samples, average, and what makes the method.
+    """Return the callbacks of a method: schedule, samples, average, and its own.
 
     Args:
         method: its name.
@@ -281,7 +282,7 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> dict[str,
     """Train and test the chains of a method.
 
     Returns:
-        `metrics`, by their names in the table; `running`, the average's figures after each sample; `entropy`, of the
+        `metrics`, by their names in the table; `running`, the average's metrics after each sample; `entropy`, of the
         predictions on the out-of-distribution images, in nats.
     """
     prepare_run(options)

@@ -2,22 +2,22 @@
 
 Zhang et al. 2020 (cSG-MCMC), section 5.2 and Table 1: 5,000 samples after 1,000 of burn-in, median effective sample
 size (ESS) over the coefficients. The paper gives neither prior, batch size, step sizes, friction, cycles nor estimator;
-ours stand below. Beside the ESS stands what it hides: the error of the chain's mean and covariance against a long
-full-gradient run, which importance sampling checks. One over the squared error of the mean is the number of independent
-draws that would do as well.
+ours are in the settings below. The table also has what the ESS hides: the error of the chain's mean and covariance
+against a long full-gradient run, which importance sampling checks. One over the squared error of the mean is the number
+of independent draws that would do as well.
 
 Ours are 4 to 34 times below the paper's figures, and the cyclical samplers lie below the plain ones, not above. Both
-hang on the step size. With a sample a step and exact gradients, SGLD's ESS is E·n only where variances are 1+E times
-too large (of a Gaussian; batches add more), so the paper's 2,199 of 5,000 means 44 % or more, unless its samples lie
-several steps apart; ours are held to some 10 %. At four times the step (`step_sizes.png`) the figures rise towards the
-paper's, and the variances are about double. At equal bias a falling step is no gain on one mode: most of a cycle's
+depend on the step size. With a sample a step and exact gradients, SGLD's ESS is E·n only where variances are 1+E times
+too large (of a Gaussian; batches add more), so the paper's 2,199 of 5,000 means 44 % or more, unless its samples are
+several steps apart; ours are limited to about 10 %. At four times the step (`step_sizes.png`) the figures rise towards
+the paper's, and the variances about double. At equal bias a falling step is no gain on one mode: most of a cycle's
 samples come from its small steps. The cyclical ones lead where the plain samplers' steps fall as k^-0.55, as in its
 mixture experiment, from the cyclical ones' own first step ("falling" in the table): but then a hundredfold smaller step
 is compared, not a schedule.
 
 The estimator is Geyer's initial monotone sequence in ArviZ (`method="mean"`, two halves of the chain), cut at the
-number of samples. It stops at the first negative lobe of the autocorrelation, so of SGHMC's swinging chains it says too
-little.
+number of samples. It stops at the first negative lobe of the autocorrelation, so for SGHMC's oscillating chains the ESS
+is too low.
 """
 
 from collections.abc import Sequence
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 SAMPLES, BURN_IN = 5_000, 1_000
 BATCH_SIZE = 100
-PRIOR_STD = 10.0  # the variance 100 of Girolami & Calderhead 2011, who brought these tables to MCMC
+PRIOR_STD = 10.0  # the variance 100 of Girolami & Calderhead 2011, who introduced these tables to MCMC
 CYCLES, EXPLORATION, DECAY = 30, 0.25, 0.55  # the paper's for its mixture of Gaussians
 SAMPLERS = {"SGLD": SGLD, "cSGLD": SGLD, "SGHMC": SGHMC, "cSGHMC": SGHMC}  # SGHMC's friction is 0.1
-# The rule: of 1, 1.5, 2, 3, 5, 7 times powers of ten the largest whose variances are at most 10 % too large, on the
-# average over the coefficients (against importance sampling, 16 chains). For the cyclical samplers it is lr_0.
+# The rule: of 1, 1.5, 2, 3, 5, 7 times powers of ten, the largest lr with variances at most 10 % too large, averaged
+# over the coefficients (against importance sampling, 16 chains). For the cyclical samplers it is lr_0.
 LR = {
     "australian": {"SGLD": 1.0, "cSGLD": 3.0, "SGHMC": 0.3, "cSGHMC": 0.5},
     "german": {"SGLD": 0.5, "cSGLD": 1.5, "SGHMC": 0.1, "cSGHMC": 0.2},
@@ -99,10 +99,11 @@ class WeightCollector(SamplerCallback):
 def sample_chain(
     data: pl.LightningDataModule, features: int, method: str, lr: float, seed: int, falling: bool = False
 ) -> Tensor:
-    """Return the samples of a fit behind burn-in, shape (SAMPLES, d), in float64.
+    """Return the samples of a fit after burn-in, shape (SAMPLES, d), in float64.
 
-    The plain samplers give a sample a step. A cycle gives one at each step of its sampling stage, so a cyclical run
-    is longer by 1/(1-β): the paper's equal number of samples, not equal cost. Its burn-in is whole cycles. With
+    The plain samplers draw a sample at every step. A cycle draws one at every step of its sampling stage, so a cyclical
+    run is longer by 1/(1-β): the number of samples is equal, as in the paper, and the cost is not. Its burn-in is a
+    number of whole cycles. With
     `falling` a plain sampler's step size is lr·k^-0.55.
     """
     torch.manual_seed(seed)
@@ -145,7 +146,7 @@ def coefficient_ess(draws: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Measures:
-    """What is said of one chain."""
+    """The measures of one chain."""
 
     median_ess: float
     mean_error: float
@@ -162,13 +163,13 @@ class Measures:
 
 @dataclass(frozen=True)
 class Study:
-    """All that was measured on one table.
+    """The measures of all samplers on one table.
 
     Attributes:
         table: its name.
         repeats: by method, the measures of each repeat.
         other_steps: by method, factor on lr and the measures.
-        falling: of the plain methods, the measures with a falling step size.
+        falling: by plain method, the measures with a falling step size.
         draws: by method, the samples of the first repeat.
         typical: the coefficient whose ESS is the median one of SGLD's.
         slowest: the one whose ESS is SGLD's lowest.
@@ -251,7 +252,7 @@ def study(table: str, options: Options) -> Study:
 
 
 def ess_figure(studies: Sequence[Study]) -> "Figure":
-    """Draw the median ESS of each sampler beside the paper's."""
+    """Draw the median ESS of each sampler next to the paper's."""
     figure, grid = panels(1, len(studies), 10, 3.6)
     places = np.arange(len(SAMPLERS))
     for axes, one in zip(grid[0], studies, strict=True):
@@ -278,7 +279,7 @@ def ess_figure(studies: Sequence[Study]) -> "Figure":
 
 
 def step_size_figure(studies: Sequence[Study]) -> "Figure":
-    """Draw the median ESS against the variances' bias, along step sizes."""
+    """Draw the median ESS against the variances' bias for several step sizes."""
     figure, grid = panels(1, len(studies), 10, 3.9)
     for axes, one in zip(grid[0], studies, strict=True):
         for method in SAMPLERS:

@@ -1,16 +1,16 @@
-"""D1: the switching diffusion's paths and stationary laws for five switching times (SGLDiff, Figures 1.1 and 1.2).
+"""The switching diffusion's paths and stationary laws for five switching times (SGLDiff, Figures 1.1 and 1.2).
 
-Two potentials a_i/2·(θ - b_i)² with a = (5, 15) and b = (5, -5/3), so that the target is N(0, 0.1); η goes from 10 to
-0.001 by tens. Jump times and the pieces between them are exact. The paper's histograms are of one path of a length that
-it does not give; ours are of independent chains at t = 3 (20,000 of them, `full` 200,000), since a path of length 20
-switches some twice for η = 10, which shows no law. The paths share a seed, and so most of their noise. The paper gives
-pictures and no numbers: beside the draws' moments stand the exact ones, from the equations of `stationary_moments`.
+There are two potentials a_i/2·(θ - b_i)² with a = (5, 15) and b = (5, -5/3), so the target is N(0, 0.1); η falls from
+10 to 0.001 by factors of ten. Jump times and the pieces between them are exact. The paper's histograms are of one path
+of unstated length. Ours are of independent chains at t = 3 (20,000 of them, `full` 200,000), because a path of length
+20 switches about twice for η = 10, too rarely to show the law. The paths share a seed, and so most of their noise. The
+paper gives pictures and no numbers; the table compares the draws' moments with the exact ones of `stationary_moments`.
 
 Measured (`python -m recipes switching_diffusion`, half a minute of one core): W₁ to N(0, 0.1), with its standard error
 by a jackknife over 20 groups of chains, is 3.03 ± 0.013, 2.57 ± 0.012, 1.15 ± 0.008, 0.264 ± 0.003 and 0.039 ± 0.002
 from η = 10 to 0.001: it falls at every step. All moments are within two standard errors of the exact ones. The laws
-look as in the figure: for 10 and 1 those of the two pieces alone, for 0.1 one broad skew law between them, for 0.001
-nearly the target, with a variance that is still 1.31 times too large (exact).
+look as in the figure: for 10 and 1 the laws of the two potentials alone, for 0.1 one broad skew law between them, for
+0.001 nearly the target, with a variance still 1.31 times too large (exact).
 """
 
 from typing import TYPE_CHECKING
@@ -44,7 +44,7 @@ COLOURS = ("black", "teal")
 
 
 def run(options: Options) -> list[Row]:
-    """Run the five diffusions and the one with the mean potential, draw the paper's figures, return the table."""
+    """Run the five diffusions and that of the mean potential, draw the paper's figures, return the table."""
     torch.set_num_threads(1)
     chains = CHAINS[options.scale]
     rows, laws = [], {}

@@ -24,12 +24,12 @@ def run_jobs(
     """Return what `function(*job, *shared, options)` returns, by job.
 
     Args:
-        function: of a module's top level, since other processes import it by its name.
+        function: a function at the top level of a module, because other processes import it by its name.
         jobs: tuples of arguments; the longest ones should come first.
-        options: the recipe's.
+        options: the recipe's options.
         shared: arguments that all jobs have.
-        in_turn: one after the other in this process, as one device wants it; else as many at a time as there are cores,
-            each on one thread.
+        in_turn: run one after the other in this process, for a single device; otherwise as many at a time as there are
+            cores, each on one thread.
     """
     call = functools.partial(_call, function, (*shared, options))
     if in_turn:

@@ -1,4 +1,4 @@
-"""The posterior of Bayesian logistic regression in closed form, and two ways to know its moments."""
+"""The posterior of Bayesian logistic regression, and two references for its moments."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,13 +48,13 @@ class LogisticPosterior:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a sampler is measured against.
+    """The moments that a sampler is compared with.
 
     Attributes:
         mean: posterior mean, shape (d,).
         std: posterior standard deviations, shape (d,).
-        draws: points of the posterior, shape (m, d); empty for weighted ones.
-        effective: the effective number of draws behind it, where it is known.
+        draws: draws of the posterior, shape (m, d); empty if they are weighted.
+        effective: the effective number of draws, if it is known.
     """
 
     mean: Tensor
@@ -67,19 +67,19 @@ class Reference:
         return float(((mean - self.mean) / self.std).square().mean().sqrt())
 
     def variance_ratio(self, std: Tensor) -> float:
-        """Return tr(D⁻¹Σ)/d with D the reference's variances: the trace that no one coefficient rules."""
+        """Return tr(D⁻¹Σ)/d with D the reference's variances: a trace that no single coefficient dominates."""
         return float((std / self.std).square().mean())
 
 
 def full_gradient_reference(posterior: LogisticPosterior, steps: int, seed: int, chains: int) -> Reference:
-    """Return what many long chains of SGHMC with the full gradient say.
+    """Return the moments of many long chains of SGHMC with the full gradient.
 
-    They walk in z, θ = mode + Lz, where the posterior is almost standard normal. There a step a makes variances larger
-    by the factor 1/(1 - a/(2(2-η))): half a per cent.
+    They run in z, with θ = mode + Lz, where the posterior is almost standard normal. There a step a inflates variances
+    by the factor 1/(1 - a/(2(2-η))), or half a per cent.
 
     Args:
         posterior: the target.
-        steps: steps of each chain, of which the first tenth is left out.
+        steps: steps of each chain; the first tenth is discarded.
         seed: seed of the noise.
         chains: number of chains.
     """
@@ -98,7 +98,7 @@ def full_gradient_reference(posterior: LogisticPosterior, steps: int, seed: int,
 
 
 def importance_reference(posterior: LogisticPosterior, proposals: int, seed: int, df: float = 8.0) -> Reference:
-    """Return what self-normalised importance sampling says, from a Student-t at the Laplace approximation.
+    """Return the moments by self-normalised importance sampling, from a Student-t at the Laplace approximation.
 
     Args:
         posterior: the target.

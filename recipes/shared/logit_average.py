@@ -1,4 +1,4 @@
-"""The test figures of the samples' averaged logits."""
+"""Test metrics of the samples' averaged logits."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from lightning_sgmcmc.evaluation.scoring import evaluate
 
 
 def logit_average(module: BayesianModule, loader: Any, device: Any) -> dict[str, float]:
-    """Return accuracy and NLL of the samples' averaged logits, which is what the authors' program averages.
+    """Return accuracy and NLL of the samples' averaged logits, the average of the authors' program.
 
     Args:
-        module: the module, whose posterior's weights count.
+        module: the module with its posterior; the samples' weights are used.
         loader: the test data.
         device: where to compute.
     """
@@ -27,7 +27,7 @@ def logit_average(module: BayesianModule, loader: Any, device: Any) -> dict[str,
         for sample in module.posterior:
             state = {name: tensor.to(device) for name, tensor in sample.state.items()}
             terms, density, target = evaluate(module, state, batches)
-            # Logarithms of probabilities are logits but for a constant of each image.
+            # Log probabilities equal logits up to a constant for each image.
             total.add({"logits": terms["probabilities"].double().clamp_min(1e-38).log()}, density, sample.log_weight)
     assert target is not None
     found = classification_metrics(torch.softmax(total.terms["logits"], -1), target)

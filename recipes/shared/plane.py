@@ -1,4 +1,4 @@
-"""Draws in the plane: what a method leaves of many repeats, how long it took, and which modes it found."""
+"""Draws in the plane: the draws of many repeats, the time they took, and the modes they found."""
 
 import time
 from typing import NamedTuple
@@ -11,13 +11,13 @@ from lightning_sgmcmc.simulation.targets import CosineTarget
 
 
 class Draws(NamedTuple):
-    """What a method leaves of all repeats.
+    """The draws of a method in all repeats.
 
     Attributes:
-        progress: the share of the budget that was spent by each draw, rising, shape (S,).
+        progress: the share of the budget spent at each draw, increasing, shape (S,).
         places: shape (S, R, P, 2), P chains of each repeat.
         log_weights: shape (S, R, P).
-        seconds: of all repeats side by side, without compiling.
+        seconds: time of all repeats side by side, without compilation.
     """
 
     progress: Tensor
@@ -27,7 +27,7 @@ class Draws(NamedTuple):
 
 
 class Clock:
-    """An observed function that takes the time of each chunk of steps: the first one, which compiles, is left out."""
+    """An observed function that times each chunk of steps; the first chunk, which compiles, is excluded."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
@@ -37,14 +37,14 @@ class Clock:
         return places[..., :1]
 
     def seconds(self, num_steps: int) -> float:
-        """Return how long so many steps took, at the pace of all chunks but the first."""
+        """Return the time of `num_steps` steps, at the pace of all chunks but the first."""
         if num_steps <= CHUNK:
             return 0.0
         return (self._times[-1] - self._times[0]) * num_steps / (num_steps - CHUNK)
 
 
 class Squares:
-    """The unit squares around the modes, whole numbers in both coordinates, with their true masses."""
+    """The unit squares around the modes, which have integer coordinates, with their true masses."""
 
     SIDE = 17
 
@@ -54,7 +54,7 @@ class Squares:
         self.truth = self.masses(cells, (-target.energy(cells)).softmax(0))
 
     def masses(self, places: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted share of places in each square, shape (SIDE²,); the outermost hold what lies beyond."""
+        """Return the weighted share of places in each square, shape (SIDE²,); outer squares include places beyond."""
         half = self.SIDE // 2
         row, column = (places.double().round().clamp(-half, half).long() + half).unbind(1)
         sums = torch.zeros(self.SIDE**2, dtype=torch.float64)

@@ -14,7 +14,7 @@ GROUPS = 20
 
 
 def stationary_draws(switching_time: float, chains: int, seed: int) -> torch.Tensor:
-    """Return independent draws of μ^η: the index begins in its own law, and θ_0 = 0 is forgotten up to e^-15."""
+    """Return independent draws of μ^η: the index starts from its own law, and θ_0 = 0 has decayed to e^-15."""
     return switching_ornstein_uhlenbeck(SLOPES, CENTRES, switching_time, [SETTLED], chains, seed).places[0]
 
 
@@ -25,9 +25,9 @@ def target_quantiles(count: int) -> torch.Tensor:
 
 
 def distances(draws: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Return W₁ to N(0, 0.1), and those without each of 20 groups of the draws, shape (GROUPS,).
+    """Return W₁ to N(0, 0.1), and W₁ without each of 20 groups of the draws, shape (GROUPS,).
 
-    A distance of few draws is too large, so its error is not from distances of groups but of all others (jackknife).
+    The distance of few draws is biased upwards, so the error uses all draws but one group at a time (jackknife).
     """
     parts = draws.view(GROUPS, -1)
     rest = [torch.cat([parts[:g], parts[g + 1 :]]).flatten() for g in range(GROUPS)]
@@ -38,5 +38,5 @@ def distances(draws: torch.Tensor) -> tuple[float, torch.Tensor]:
 
 
 def jackknife_error(without: torch.Tensor) -> float:
-    """Return the standard error of an estimate from those without each group, shape (GROUPS,)."""
+    """Return the jackknife standard error from the estimates without each group, shape (GROUPS,)."""
     return float(((len(without) - 1) * without.var(correction=0)).sqrt())
