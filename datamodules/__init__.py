@@ -1,4 +1,4 @@
-"""Datamodules: each knows N (`num_data`), its splits, and normalises by the training part only."""
+"""Datamodules: each has N (`num_data`) and its splits, and normalises by the training part only."""
 
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split
 from lightning_sgmcmc.datamodules.cifar import CIFAR10DataModule, CIFAR100DataModule

@@ -1,4 +1,4 @@
-"""Arrays from files that a user put somewhere: what is wrong with them is said in one sentence."""
+"""Reading and checking arrays from a user's files; each error is one sentence that names the file and the remedy."""
 
 import zipfile
 import zlib
@@ -14,12 +14,12 @@ def read_arrays(path: Path, names: Sequence[str]) -> list[np.ndarray]:
     """Return the named arrays of an `.npz` file, read without pickles.
 
     Raises:
-        ValueError: if the file is damaged, is no `.npz` file, holds pickled objects or lacks one of the names.
+        ValueError: if the file is damaged, is not an `.npz` file, holds pickled objects or lacks one of the names.
     """
     try:
         arrays = np.load(path, allow_pickle=False)
     except (zipfile.BadZipFile, EOFError, ValueError) as error:
-        raise ValueError(f"{path} is damaged or no .npz file: replace it") from error
+        raise ValueError(f"{path} is damaged or not an .npz file: replace it") from error
     if not isinstance(arrays, np.lib.npyio.NpzFile):
         raise ValueError(f"{path} should be an .npz file with the arrays {', '.join(names)}, but is one array")
     with arrays:
@@ -43,7 +43,7 @@ def to_images(array: np.ndarray, shape: tuple[int, int, int], where: str) -> Ten
     Args:
         array: uint8, of shape (n, C, H, W), (n, H, W, C), or (n, H, W) where C is 1.
         shape: (C, H, W).
-        where: what the array is called in messages.
+        where: the array's name in messages.
 
     Raises:
         ValueError: for another shape or type.
@@ -66,8 +66,8 @@ def to_labels(array: np.ndarray, count: int, first: int, last: int, where: str) 
     Args:
         array: integers, of shape (n,) or (n, 1).
         count: n.
-        first, last: the smallest and the largest label that there may be.
-        where: what the array is called in messages.
+        first, last: the smallest and the largest valid label.
+        where: the array's name in messages.
 
     Raises:
         ValueError: for another shape or type, or a label out of range.

@@ -1,6 +1,6 @@
-"""Augmentation of whole batches of images: no loop over the images, no wait for the device.
+"""Augmentation of whole batches of images, without a loop over the images and without waiting for the device.
 
-Each function draws for each image on its own, from the default generator of the device that the images are on.
+Each function draws independently for each image, from the default generator of the images' device.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ ATTEMPTS = 10
 
 
 def random_crop(images: Tensor, padding: int) -> Tensor:
-    """Return a random window, of the images' size, of each image with `padding` pixels of 0 around it.
+    """Pad each image with `padding` pixels of 0 and return a random window of the original size.
 
     Args:
         images: shape (n, C, H, W).
-        padding: pixels, >= 0; every one of the (2·padding + 1)² windows is as likely.
+        padding: pixels, >= 0; the (2·padding + 1)² windows are equally likely.
     """
     count, _, height, width = images.shape
     top, left = torch.randint(2 * padding + 1, (2, count), device=images.device)
@@ -31,7 +31,7 @@ def random_flip(images: Tensor) -> Tensor:
     """Return each image of (n, C, H, W), or its mirror image (left to right) with probability 1/2."""
     count = len(images)
     flipped = torch.rand(count, device=images.device) < 0.5
-    both = torch.cat([images, images.flip(3)])  # taking whole images is several times as fast as a choice by pixel
+    both = torch.cat([images, images.flip(3)])  # indexing whole images is several times faster than torch.where
     return both.index_select(0, torch.arange(count, device=images.device) + count * flipped)
 
 
@@ -43,9 +43,9 @@ def random_erase(
 ) -> Tensor:
     """Return the images, each with one random rectangle set to 0, with the given probability.
 
-    The rectangle's share of the image is drawn uniformly from `area` and its height over its width from `aspect`, again
-    and again until it is smaller than the image in both; then its place is drawn. Ten attempts are made; an image that
-    none suits (for the default ranges fewer than one in a million) is left as it is.
+    The rectangle's share of the image is drawn uniformly from `area` and its ratio of height to width from `aspect`,
+    until it is smaller than the image in both directions; then its position is drawn. After ten failed attempts (for
+    the default ranges fewer than one image in a million) the image is left unchanged.
 
     Args:
         images: shape (n, C, H, W).
@@ -71,7 +71,7 @@ def random_erase(
 
 
 def _span(length: Tensor, place: Tensor, size: int) -> Tensor:
-    """Return which of `size` pixels lie in a span of that length, all (n, 1), at a place given in [0, 1)."""
+    """Return which of `size` pixels lie in a span of this length; `length` and `place` in [0, 1) are (n, 1)."""
     free = size - length
     start = torch.minimum((place * (free + 1)).floor(), free)
     pixel = torch.arange(size, device=length.device)
@@ -79,14 +79,14 @@ def _span(length: Tensor, place: Tensor, size: int) -> Tensor:
 
 
 class Augmentation:
-    """What is done to a training batch of bytes: crop, flip, normalise, erase.
+    """Transforms a training batch of bytes: crop, flip, normalise, erase.
 
     The crop sees black (0) around an image; erased pixels are 0 after normalisation, the training part's mean.
 
     Args:
         normalise: turns bytes into floats.
-        padding: pixels around the image of which it is cropped again; 0 does not crop.
-        flip: mirror half of the images.
+        padding: pixels around the image before it is cropped to its size; 0 does not crop.
+        flip: mirror each image with probability 1/2.
         erasing: probability that an image loses a rectangle; 0 erases nothing.
     """
 
@@ -108,7 +108,7 @@ class Augmentation:
 
 
 def check_probability(name: str, value: float) -> None:
-    """Refuse a probability outside [0, 1].
+    """Raise unless a probability is in [0, 1].
 
     Raises:
         ValueError: naming the argument and its value.

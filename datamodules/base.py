@@ -1,4 +1,4 @@
-"""What the datamodules with data in memory share: splits, normalisation, loaders."""
+"""The base of datamodules with data in memory: splits, normalisation, loaders."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -31,9 +31,9 @@ class ArrayDataModule(pl.LightningDataModule):
     is the number of training data N, which the posterior conditions on.
 
     Args:
-        batch_size: data in a batch, > 0.
-        drop_last: leave out the last batch of an epoch where it is short; N stays the whole training part.
-        seed: what a random split is a function of.
+        batch_size: data per batch, > 0.
+        drop_last: leave out the last batch of an epoch if it is smaller; N stays the whole training part.
+        seed: seed of a random split.
 
     Raises:
         ValueError: if batch_size is below 1.
@@ -43,10 +43,10 @@ class ArrayDataModule(pl.LightningDataModule):
     """Number of classes, None in regression."""
     target_mean: float | None = None
     target_std: float | None = None
-    """In regression, what the targets were standardised by."""
+    """In regression, the mean and standard deviation that the targets were standardised by."""
 
     order: Callable[..., BatchOrder]
-    """Makes the order of the training data: `BatchOrder`, unless another is put here (see `ResumableLoader`)."""
+    """Makes the order of the training data; assign another one to change it (see `ResumableLoader`)."""
 
     def __init__(self, batch_size: int, drop_last: bool = False, seed: int = 0) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class ArrayDataModule(pl.LightningDataModule):
         """Return the training, validation and test parts."""
 
     def transform(self) -> Callable[[Tensor], Tensor] | None:
-        """Return what is done to the inputs of each batch, if anything."""
+        """Return the function applied to the inputs of each batch, or None."""
         return None
 
     def setup(self, stage: str) -> None:
@@ -75,7 +75,9 @@ class ArrayDataModule(pl.LightningDataModule):
     def splits(self) -> tuple[Split, Split, Split]:
         """The training, validation and test parts, after `setup`."""
         if self._splits is None:
-            raise RuntimeError(f"{type(self).__name__} has no data before setup(): call it, or let the trainer do so")
+            raise RuntimeError(
+                f"{type(self).__name__} has no data before setup(): call setup(), or let the trainer call it"
+            )
         return self._splits
 
     @property
@@ -89,18 +91,20 @@ class ArrayDataModule(pl.LightningDataModule):
         return tuple(self.splits[0].inputs.shape[1:])
 
     def train_transform(self) -> Callable[[Tensor], Tensor] | None:
-        """Return what is done to the inputs of each training batch: augmentation draws from the default generator of
-        the device that the inputs are on, which the loader seeds before each batch."""
+        """Return the function applied to the inputs of each training batch.
+
+        Augmentation draws from the default generator of the inputs' device, which the loader seeds before each batch.
+        """
         return self.transform()
 
     def training_data(self) -> TensorBatches:
-        """Return the training data without augmentation, for likelihoods of all of them."""
+        """Return the training data without augmentation, for full-data likelihoods."""
         return TensorBatches(self.splits[0].inputs, self.splits[0].targets, transform=self.transform())
 
     def _loader(self, part: int, train: bool = False) -> Any:
         split = self.splits[part]
         if len(split.targets) == 0:
-            return []  # Lightning's word for no loader
+            return []  # how Lightning expresses that there is no loader
         if not train:
             dataset = TensorBatches(split.inputs, split.targets, transform=self.transform())
             return evaluation_loader(dataset, self.batch_size)
@@ -108,7 +112,7 @@ class ArrayDataModule(pl.LightningDataModule):
         return ResumableLoader(dataset, self.batch_size, drop_last=self.drop_last, order=self.order, **replica_of(self))
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch; one whose tensors are there already is passed on without a search through it."""
+        """Move a batch to the device; a batch that is there already is returned without a search through it."""
         if is_on(batch, device):
             return batch
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
@@ -141,7 +145,7 @@ def replica_of(datamodule: pl.LightningDataModule) -> dict[str, Any]:
 
 
 def check_fraction(name: str, value: float) -> None:
-    """Refuse a fraction outside [0, 1).
+    """Raise unless a fraction is in [0, 1).
 
     Raises:
         ValueError: naming the argument and its value.
@@ -151,7 +155,7 @@ def check_fraction(name: str, value: float) -> None:
 
 
 def random_split(count: int, fractions: tuple[float, ...], seed: int, labels: Tensor | None = None) -> list[Tensor]:
-    """Return index sets: the rest, then one for each fraction; a function of the arguments alone.
+    """Return index sets, the rest first and then one for each fraction, as a function of the arguments alone.
 
     Args:
         count: number of data.
@@ -174,7 +178,7 @@ def random_split(count: int, fractions: tuple[float, ...], seed: int, labels: Te
 
 
 def standardise(train: Tensor, *others: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Return all tensors with the training part's mean 0 and standard deviation 1 in each column, and those two.
+    """Return all tensors standardised by the training part, column by column, and its mean and standard deviation.
 
     A column that is constant in the training part is only centred.
     """
@@ -188,10 +192,10 @@ def find_file(root: str | Path, *candidates: str, what: str) -> Path:
     """Return the first of `root/candidate` that exists.
 
     Raises:
-        FileNotFoundError: saying where the file was looked for.
+        FileNotFoundError: naming the path where the file should be.
     """
     for candidate in candidates:
         path = Path(root) / candidate
         if path.is_file():
             return path
-    raise FileNotFoundError(f"{what} is not at {Path(root) / candidates[0]}: put the file there, or give another root")
+    raise FileNotFoundError(f"{what} is not at {Path(root) / candidates[0]}: put the file there, or pass another root")

@@ -32,15 +32,15 @@ class CovertypeDataModule(ArrayDataModule):
     Args:
         root: folder that holds `covertype/covertype_subset.npz` (arrays `numeric` (n, 10) of integers, `binary` (n, 6)
             of bytes, the 44 indicators as packed bits, `y` (n,) of 1 to 7), or scikit-learn's files of the full set.
-        full: all 581,012 rows, which scikit-learn downloads into `root` where they are not there yet.
-        binary: cover type 2 against the others in place of 7 classes.
-        batch_size: data in a batch.
+        full: all 581,012 rows, which scikit-learn downloads into `root` if they are missing.
+        binary: cover type 2 against the others instead of 7 classes.
+        batch_size: data per batch.
         val_fraction: share of the data for validation, in [0, 1).
         test_fraction: share of the data for testing, in [0, 1).
         seed: seed of the split, which is stratified by target.
         standardise_indicators: standardise the indicators as well.
-        intercept: add a column of ones in front of the inputs.
-        drop_last: leave out the last batch of an epoch where it is short.
+        intercept: prepend a column of ones to the inputs.
+        drop_last: leave out the last batch of an epoch if it is smaller.
 
     Raises:
         ValueError: for an argument out of range; at setup, if the file is damaged or holds something else.
@@ -77,7 +77,7 @@ class CovertypeDataModule(ArrayDataModule):
         self.num_classes = 2 if binary else COVER_TYPES
 
     def prepare_data(self) -> None:
-        """Download the full set with scikit-learn, if it is asked for and not there."""
+        """Download the full set with scikit-learn, if it is requested and missing."""
         if self.full:
             self._fetch(download=True)
 
@@ -118,7 +118,7 @@ class CovertypeDataModule(ArrayDataModule):
         return torch.as_tensor(numeric.astype(np.int64)), torch.as_tensor(indicators), labels
 
     def _fetch(self, download: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the same of the full set, as scikit-learn keeps it."""
+        """Return the same for the full set, from scikit-learn's files."""
         from sklearn.datasets import fetch_covtype
 
         try:
@@ -126,8 +126,8 @@ class CovertypeDataModule(ArrayDataModule):
         except OSError as error:
             raise FileNotFoundError(
                 f"the full Covertype set is not in {self.root / 'covertype'} and scikit-learn could not download it "
-                f"({one_line(error)}): run sklearn.datasets.fetch_covtype(data_home=…) where there is a network and "
-                f"copy its folder covertype into {self.root}, or set full=False"
+                f"({one_line(error)}): run sklearn.datasets.fetch_covtype(data_home=…) on a machine with a network "
+                f"and copy its folder covertype into {self.root}, or set full=False"
             ) from error
         except Exception as error:
             raise ValueError(

@@ -6,15 +6,15 @@ from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_frac
 
 
 class DigitsDataModule(ArrayDataModule):
-    """The 1,797 real handwritten digits (8×8 pixels, 10 classes) that scikit-learn ships: nothing is downloaded.
+    """The 1,797 real handwritten digits (8×8 pixels, 10 classes) that scikit-learn ships; nothing is downloaded.
 
     Args:
-        batch_size: data in a batch.
-        val_fraction: share of the data for validation, in [0, 1); 0 leaves validation out.
+        batch_size: data per batch.
+        val_fraction: share of the data for validation, in [0, 1); 0 means no validation data.
         test_fraction: share of the data for testing, in [0, 1).
         seed: seed of the split, which is stratified by class.
-        flatten: inputs of shape (n, 64) in place of (n, 1, 8, 8).
-        drop_last: leave out the last batch of an epoch where it is short.
+        flatten: inputs of shape (n, 64) instead of (n, 1, 8, 8).
+        drop_last: leave out the last batch of an epoch if it is smaller.
 
     Raises:
         ValueError: for an argument out of range.

@@ -1,4 +1,4 @@
-"""What the datamodules of images share: bytes in memory, normalised batch by batch."""
+"""The base of image datamodules: bytes in memory, normalised batch by batch."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -11,17 +11,17 @@ from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split
 
 
 class ImageDataModule(ArrayDataModule):
-    """Base of the image datamodules: images are kept as bytes, a quarter of the memory that floats take.
+    """Base of the image datamodules: images are kept as bytes, in a quarter of the memory of floats.
 
     Subclasses implement `load`: they call `_normalise_by` (or set `_normalise`) and make each part with `_split`.
 
     Args:
-        batch_size: data in a batch.
-        drop_last: leave out the last batch of an epoch where it is short.
+        batch_size: data per batch.
+        drop_last: leave out the last batch of an epoch if it is smaller.
         seed: seed of a random split.
-        flatten: inputs of shape (n, C·H·W) in place of (n, C, H, W).
-        device_resident: keep the images on the trainer's device, where batches are then indexed, augmented and
-            normalised; each part goes there when its loader is first asked for. It takes num_data·C·H·W bytes there.
+        flatten: inputs of shape (n, C·H·W) instead of (n, C, H, W).
+        device_resident: keep the images on the trainer's device, and index, augment and normalise batches there. Each
+            part moves there when its loader is first created, and takes num_data·C·H·W bytes.
 
     Raises:
         ValueError: if batch_size is below 1.
@@ -51,7 +51,7 @@ class ImageDataModule(ArrayDataModule):
         return self._normalise
 
     def _normalise_by(self, images: Tensor) -> None:
-        """Take the statistics of these images, the training part."""
+        """Normalise by the statistics of these images, the training part."""
         mean, std = pixel_statistics(images)
         self._normalise = Normalise(mean, std)
 
@@ -81,7 +81,7 @@ class Normalise:
         self._scale = _per_channel(std)
 
     def __call__(self, images: Tensor) -> Tensor:
-        for name in ("_shift", "_scale"):  # to another device once, not with every batch
+        for name in ("_shift", "_scale"):  # move to another device once, not with every batch
             value = getattr(self, name)
             if isinstance(value, Tensor) and value.device != images.device:
                 setattr(self, name, value.to(images.device))
@@ -95,10 +95,10 @@ def _per_channel(value: float | Sequence[float]) -> float | Tensor:
 
 
 def pixel_statistics(images: Tensor) -> tuple[float | list[float], float | list[float]]:
-    """Return the mean and the standard deviation of the pixels x/255 in each channel; of one channel, plain numbers.
+    """Return the mean and the standard deviation of the pixels x/255 by channel; for a single channel, plain numbers.
 
-    They are computed from the counts of the 256 values, so exactly, and without a copy of the images as floats. A
-    channel of one value has the standard deviation 1, so that it is only centred.
+    They are computed exactly from the counts of the 256 values, without a copy of the images as floats. A constant
+    channel gets the standard deviation 1, so that it is only centred.
 
     Args:
         images: uint8, shape (n, C, H, W), n > 0.

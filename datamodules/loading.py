@@ -1,4 +1,4 @@
-"""Data in memory, handed out in whole batches."""
+"""Data in memory, read in whole batches."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ class TensorBatches(Dataset[tuple[Tensor, ...]]):
 
     Args:
         tensors: one or more tensors with the same first axis, on one device; the first holds the inputs.
-        transform: applied to the inputs of each batch (from uint8 images to normalised floats, say).
+        transform: applied to the inputs of each batch, for instance to turn uint8 images into normalised floats.
 
     Raises:
         ValueError: if there are no tensors, or their lengths or devices differ.
@@ -21,15 +21,15 @@ class TensorBatches(Dataset[tuple[Tensor, ...]]):
 
     def __init__(self, *tensors: Tensor, transform: Callable[[Tensor], Tensor] | None = None) -> None:
         if not tensors or len({len(tensor) for tensor in tensors}) != 1:
-            raise ValueError(f"tensors of one length are needed, got lengths {[len(tensor) for tensor in tensors]}")
+            raise ValueError(f"tensors must have the same length, got lengths {[len(tensor) for tensor in tensors]}")
         if len({tensor.device for tensor in tensors}) != 1:
-            raise ValueError(f"tensors on one device are needed, got {[str(tensor.device) for tensor in tensors]}")
+            raise ValueError(f"tensors must be on the same device, got {[str(tensor.device) for tensor in tensors]}")
         self.tensors = tensors
         self.transform = transform
 
     @property
     def device(self) -> torch.device:
-        """Where the data lie."""
+        """The device of the data."""
         return self.tensors[0].device
 
     def __len__(self) -> int:
@@ -51,10 +51,10 @@ class TensorBatches(Dataset[tuple[Tensor, ...]]):
 
 
 def as_is(batch: Any) -> Any:
-    """The collate function of `TensorBatches`: a batch is one already."""
+    """Return a batch unchanged: the collate function of `TensorBatches`, which indexes whole batches."""
     return batch
 
 
 def evaluation_loader(dataset: TensorBatches, batch_size: int) -> DataLoader[Any]:
-    """Return a loader of whole batches in the order of the data, into which the trainer can put its sampler."""
+    """Return a loader of whole batches in the data's order, whose sampler the trainer can replace."""
     return DataLoader(dataset, batch_size=batch_size, collate_fn=as_is)

@@ -10,12 +10,12 @@ class MNISTDataModule(TorchvisionDataModule):
 
     Args:
         root: folder that holds `mnist/mnist.npz` (arrays `x_train`, `y_train`, `x_test`, `y_test`), or torchvision's
-            `MNIST/raw`; with neither, torchvision downloads it there.
-        batch_size: data in a batch.
+            `MNIST/raw`; otherwise torchvision downloads it there.
+        batch_size: data per batch.
         val_size: number of training images held back for validation, 0 to 59,999.
         seed: seed of the validation images.
-        flatten: inputs of shape (n, 784) in place of (n, 1, 28, 28).
-        drop_last: leave out the last batch of an epoch where it is short.
+        flatten: inputs of shape (n, 784) instead of (n, 1, 28, 28).
+        drop_last: leave out the last batch of an epoch if it is smaller.
         device_resident: keep the images on the trainer's device.
 
     Raises:
@@ -36,12 +36,12 @@ class FashionMNISTDataModule(TorchvisionDataModule):
 
     Args:
         root: folder that holds `fashionmnist/fashionmnist.npz` (arrays `x_train`, `y_train`, `x_test`, `y_test`), or
-            torchvision's `FashionMNIST/raw`; with neither, torchvision downloads it there.
-        batch_size: data in a batch.
+            torchvision's `FashionMNIST/raw`; otherwise torchvision downloads it there.
+        batch_size: data per batch.
         val_size: number of training images held back for validation, 0 to 59,999.
         seed: seed of the validation images.
-        flatten: inputs of shape (n, 784) in place of (n, 1, 28, 28).
-        drop_last: leave out the last batch of an epoch where it is short.
+        flatten: inputs of shape (n, 784) instead of (n, 1, 28, 28).
+        drop_last: leave out the last batch of an epoch if it is smaller.
         device_resident: keep the images on the trainer's device.
 
     Raises:

@@ -23,17 +23,17 @@ class MushroomDataModule(ArrayDataModule):
     """The 8,124 mushrooms of UCI's agaricus-lepiota: 22 categorical attributes; class 1 is edible, 0 is poisonous.
 
     Inputs are the attributes one-hot: a column of 0 and 1 for each value that occurs, in alphabetical order within
-    each attribute. These are 117 columns, with a missing stalk-root ('?') as a value of its own and one constant
-    column (veil-type has one value). Nothing is standardised.
+    each attribute. This makes 117 columns: a missing stalk-root ('?') is a value of its own, and veil-type has a single
+    value, a constant column. Nothing is standardised.
 
     Args:
         root: folder that holds `mushroom/mushroom.csv.gz` (one header line; the first column is `edible`, e or p), or
             UCI's `mushroom/agaricus-lepiota.data`.
-        batch_size: data in a batch.
+        batch_size: data per batch.
         val_fraction: share of the data for validation, in [0, 1).
         test_fraction: share of the data for testing, in [0, 1).
         seed: seed of the split, which is stratified by class.
-        drop_last: leave out the last batch of an epoch where it is short.
+        drop_last: leave out the last batch of an epoch if it is smaller.
 
     Raises:
         ValueError: for an argument out of range; at setup, if the file is damaged or holds something else.
@@ -64,10 +64,10 @@ class MushroomDataModule(ArrayDataModule):
         """The columns' names, `attribute=value`, after `setup` or `table`."""
 
     def table(self) -> tuple[Tensor, Tensor]:
-        """Return the whole table in the order of the file, for a bandit that draws its own rows.
+        """Return the whole table in the order of the file, for instance for a bandit that draws its own rows.
 
         Returns:
-            the inputs (8124, 117), float32 of 0 and 1, and which mushrooms are edible (8124,), bool.
+            the inputs (8124, 117), float32 of 0 and 1, and whether each mushroom is edible (8124,), bool.
         """
         path = find_file(
             self.root,
@@ -110,5 +110,5 @@ def _read(path: Path) -> list[list[str]]:
                 f"row {number} of {path} should be e or p and {len(ATTRIBUTES)} attributes, got {','.join(row)!r}"
             )
     if not rows:
-        raise ValueError(f"{path} holds no mushrooms: replace it")
+        raise ValueError(f"{path} has no rows: replace it")
     return rows

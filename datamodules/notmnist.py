@@ -1,4 +1,4 @@
-"""notMNIST: letters that look like MNIST's digits and are none."""
+"""notMNIST: letters in the format of MNIST's digits."""
 
 from pathlib import Path
 
@@ -13,20 +13,19 @@ MNIST_STD = 0.3081
 class NotMNISTDataModule(ImageDataModule):
     """notMNIST: 10,000 images of the letters A to J in many fonts, 28×28 pixels, 1,000 of each letter.
 
-    By default all of them are test data, normalised as MNIST's are: out-of-distribution data for a network that was
-    trained on MNIST. With `test_size` the rest is for training; 196 of the images repeat others, so a few may be in two
-    parts.
+    By default all of them are test data, normalised as MNIST is: out-of-distribution data for a network trained on
+    MNIST. With `test_size` the rest is for training. 196 of the images repeat others, so a few may be in two parts.
 
     Args:
         root: folder that holds `notmnist/notmnist_test.npz` (arrays `x`, `y`).
-        batch_size: data in a batch.
-        test_size: number of test images; None makes all of them test data.
+        batch_size: data per batch.
+        test_size: number of test images; None means all of them.
         val_size: number of images for validation.
-        mean: mean to normalise by, of pixels in [0, 1]; by default MNIST's. None takes the training part's.
-        std: the same for the standard deviation; None where the mean is None.
+        mean: mean to normalise by, of pixels in [0, 1]; MNIST's by default. None means the training part's.
+        std: the standard deviation likewise; None if and only if the mean is None.
         seed: seed of the split.
-        flatten: inputs of shape (n, 784) in place of (n, 1, 28, 28).
-        drop_last: leave out the last batch of an epoch where it is short.
+        flatten: inputs of shape (n, 784) instead of (n, 1, 28, 28).
+        drop_last: leave out the last batch of an epoch if it is smaller.
         device_resident: keep the images on the trainer's device.
 
     Raises:
@@ -59,9 +58,9 @@ class NotMNISTDataModule(ImageDataModule):
         if test_size is None and val_size > 0:
             raise ValueError(f"val_size={val_size} needs a test_size: without one, all images are test data")
         if (mean is None) != (std is None):
-            raise ValueError(f"mean and std are given both or not at all, got mean={mean} and std={std}")
+            raise ValueError(f"mean and std must both be numbers or both None, got mean={mean} and std={std}")
         if mean is None and test_size is None:
-            raise ValueError("mean=None takes the training part's statistics, and there is none without a test_size")
+            raise ValueError("mean=None means the training part's statistics, which needs a test_size: give one")
         if std is not None and std <= 0:
             raise ValueError(f"std must be positive, got {std}")
         self.root = Path(root)
@@ -90,7 +89,8 @@ class NotMNISTDataModule(ImageDataModule):
         test_size = count if self.test_size is None else self.test_size
         if test_size + self.val_size >= count and self.test_size is not None:
             raise ValueError(
-                f"test_size={test_size} and val_size={self.val_size} leave nothing of the {count} images for training"
+                f"test_size={test_size} and val_size={self.val_size} leave none of the {count} images for "
+                "training: choose smaller sizes"
             )
         parts = random_split(count, (self.val_size / count, test_size / count), self.seed)
         if self.mean is None or self.std is None:

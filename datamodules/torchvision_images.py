@@ -17,19 +17,19 @@ NAMES = ("x_train", "y_train", "x_test", "y_test")
 
 
 class TorchvisionDataModule(ImageDataModule):
-    """Base of the image sets that lie in an `.npz` file, or that a class of `torchvision.datasets` downloads and reads.
+    """Base of the image sets that come from an `.npz` file, or by download from a class of `torchvision.datasets`.
 
     Images are kept as bytes and normalised batch by batch, by each channel's mean and standard deviation over the
     training part.
 
     Args:
         root: folder that holds `<name>/<name>.npz` (arrays `x_train`, `y_train`, `x_test`, `y_test`; images as bytes,
-            labels from 0), or torchvision's files; with neither, torchvision downloads them there.
-        batch_size: data in a batch.
+            labels from 0), or torchvision's files; otherwise torchvision downloads them there.
+        batch_size: data per batch.
         val_size: number of training images held back for validation, 0 to the number of training images less one.
         seed: seed of the validation images.
-        flatten: inputs of shape (n, C·H·W) in place of (n, C, H, W).
-        drop_last: leave out the last batch of an epoch where it is short.
+        flatten: inputs of shape (n, C·H·W) instead of (n, C, H, W).
+        drop_last: leave out the last batch of an epoch if it is smaller.
         device_resident: keep the images on the trainer's device.
 
     Raises:
@@ -64,7 +64,7 @@ class TorchvisionDataModule(ImageDataModule):
         return self.root / name / f"{name}.npz"
 
     def prepare_data(self) -> None:
-        """Download the data with torchvision, if they are not there."""
+        """Download the data with torchvision, if they are missing."""
         if not self._file.is_file():
             for train in (True, False):
                 self._from_torchvision(train, download=True)
@@ -72,7 +72,9 @@ class TorchvisionDataModule(ImageDataModule):
     def load(self) -> tuple[Split, Split, Split]:
         x_train, y_train, x_test, y_test = self._read()
         if self.val_size >= len(y_train):
-            raise ValueError(f"val_size={self.val_size} leaves nothing of the {len(y_train)} training images")
+            raise ValueError(
+                f"val_size={self.val_size} leaves none of the {len(y_train)} training images: choose a smaller one"
+            )
         train, val = random_split(len(y_train), (self.val_size / len(y_train),), self.seed)
         training = x_train[train]
         self._normalise_by(training)
@@ -97,10 +99,10 @@ class TorchvisionDataModule(ImageDataModule):
         return tuple(parts)
 
     def _from_torchvision(self, train: bool, download: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return one part's images and labels, as they are.
+        """Return one part's images and labels, unprocessed.
 
         Raises:
-            FileNotFoundError: saying what to put where, if they are not there and did not come.
+            FileNotFoundError: naming the files and their places, if they are missing and were not downloaded.
             ImportError: if torchvision lacks a package that reads them.
             ValueError: if the files are damaged.
         """
@@ -109,7 +111,9 @@ class TorchvisionDataModule(ImageDataModule):
             dataset = self._open(train, download)
             return np.asarray(dataset.data), np.asarray(_labels(dataset))
         except ImportError as error:
-            raise ImportError(f"{where} needs the package {error.name}: install it, or give {self._file}") from error
+            raise ImportError(
+                f"{where} needs the package {error.name}: install it, or put the data at {self._file}"
+            ) from error
         except (RuntimeError, OSError, HTTPException) as error:
             reason = f"could not download it ({one_line(error)})" if download else "has not downloaded it"
             raise FileNotFoundError(
@@ -128,34 +132,33 @@ class TorchvisionDataModule(ImageDataModule):
         return getattr(datasets, self.dataset)(str(self.root), train=train, download=download)
 
     def _wanted(self) -> str:
-        """Return which files torchvision wants where, as 'a and b into folder'."""
+        """Return the files that torchvision expects and their folder, as 'a and b into folder'."""
         from torchvision import datasets
 
         known = getattr(datasets, self.dataset)
-        if hasattr(known, "resources"):  # MNIST and its likes
+        if hasattr(known, "resources"):  # MNIST and Fashion-MNIST
             return f"{_listed([name for name, _ in known.resources])} into {self.root / self.dataset / 'raw'}"
         return f"{known.filename} (from {known.url}) into {self.root}"
 
 
 class AugmentedDataModule(TorchvisionDataModule):
-    """Base of the image sets in colour, whose training images can be augmented; the others never are.
+    """Base of the image sets in colour, whose training images can be augmented; other images never are.
 
-    Augmented images are drawn anew with every batch, from torch's default generator, on the device that they are on. N
-    stays the number of training images: what is sampled is the posterior of that many data, each of which stands
-    for its random variants.
+    Images are augmented again in every batch, with torch's default generator, on their device. N stays the number of
+    training images: the samples are of the posterior of that many data, each of which represents its random variants.
 
     Args:
         root: folder that holds `<name>/<name>.npz` (arrays `x_train`, `y_train`, `x_test`, `y_test`; images as bytes,
-            (n, 3, 32, 32) or (n, 32, 32, 3); labels from 0), or torchvision's files; with neither, torchvision
+            (n, 3, 32, 32) or (n, 32, 32, 3); labels from 0), or torchvision's files; otherwise torchvision
             downloads them there.
-        batch_size: data in a batch.
+        batch_size: data per batch.
         val_size: number of training images held back for validation, 0 to the number of training images less one.
         seed: seed of the validation images.
         augment: crop each training image out of itself with 4 black pixels around it, and mirror half of them
-            where a mirror image is of the same class.
+            if a mirror image has the same class.
         random_erasing: probability that a training image loses a rectangle of 2 to 40 % of its area, which is 0 after
             normalisation (Zhong et al. 2020).
-        drop_last: leave out the last batch of an epoch where it is short.
+        drop_last: leave out the last batch of an epoch if it is smaller.
         device_resident: keep the images on the trainer's device.
 
     Raises:
@@ -166,7 +169,7 @@ class AugmentedDataModule(TorchvisionDataModule):
     image_shape = (3, 32, 32)
     padding = 4
     flips: bool
-    """Whether a mirror image is of the same class."""
+    """Whether a mirror image has the same class."""
 
     def __init__(
         self,

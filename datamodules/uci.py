@@ -24,18 +24,18 @@ SPLITS = 20
 class UCIRegressionDataModule(ArrayDataModule):
     """A regression table with its 20 standard splits (90 % training, 10 % test).
 
-    Inputs and targets are standardised by the training part; `target_mean` and `target_std` lead back to the target's
-    units.
+    Inputs and targets are standardised by the training part; `target_mean` and `target_std` convert back to the
+    target's units.
 
     Args:
         name: one of `REGRESSION`.
         root: folder that holds `uci_regression/<name>.npz`, or the file itself. The arrays: `x` (rows, columns), `y`
             (rows,), `test_indices` (20, test rows).
         split: index of the standard split, 0 to 19.
-        batch_size: data in a batch.
+        batch_size: data per batch.
         val_fraction: share of the training rows held back for validation, in [0, 1).
         seed: seed of the validation rows.
-        drop_last: leave out the last batch of an epoch where it is short.
+        drop_last: leave out the last batch of an epoch if it is smaller.
 
     Raises:
         ValueError: for an argument out of range or an unknown name.
@@ -85,12 +85,12 @@ class UCIClassificationDataModule(ArrayDataModule):
         name: one of `CLASSIFICATION`.
         root: folder that holds `uci_classification/<name>.npz`, or the file itself. The arrays: `x` (rows, columns),
             `y` (rows,) of 0 and 1.
-        batch_size: data in a batch.
+        batch_size: data per batch.
         val_fraction: share of the data for validation, in [0, 1).
         test_fraction: share of the data for testing, in [0, 1).
         seed: seed of the split.
         intercept: add a column of ones to the inputs.
-        drop_last: leave out the last batch of an epoch where it is short.
+        drop_last: leave out the last batch of an epoch if it is smaller.
 
     Raises:
         ValueError: for an argument out of range or an unknown name.
@@ -134,7 +134,7 @@ class UCIClassificationDataModule(ArrayDataModule):
 
 def _check_name(name: str, known: tuple[str, ...]) -> None:
     if name not in known:
-        raise ValueError(f"there is no data set {name!r}, but {', '.join(known)}")
+        raise ValueError(f"name must be one of {', '.join(known)}, got {name!r}")
 
 
 def _read(root: Path, folder: str, name: str, extra: str | None = None) -> tuple[Tensor, Tensor, "np.ndarray"]:

@@ -1,4 +1,4 @@
-"""Any torch data sets as a datamodule."""
+"""A datamodule of any torch data sets."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,17 +14,17 @@ from lightning_sgmcmc.datamodules.base import replica_of
 class DatasetDataModule(pl.LightningDataModule):
     """Wraps torch data sets of pairs (x, y).
 
-    The training data come by a `ResumableLoader`, so a run goes on exactly from any step, with any number of workers;
-    those without a length by a `DataLoader`.
+    A `ResumableLoader` loads the training data, so a run continues exactly from any step, with any number of workers.
+    Training data without a length are loaded by a `DataLoader`.
 
     Args:
         train: the training data; N is its length.
         val: validation data, or None.
-        test: test data, or None; they are also what is predicted.
-        batch_size: data in a batch.
+        test: test data, or None; also the data of `predict`.
+        batch_size: data per batch.
         num_workers: loading processes.
-        num_data: N, for training data without a length; else leave it out.
-        drop_last: leave out the last batch of an epoch where it is short; N stays the whole training set.
+        num_data: N, for training data without a length only.
+        drop_last: leave out the last batch of an epoch if it is smaller; N stays the whole training set.
         order: makes the order of the training data, see `ResumableLoader`.
 
     Raises:
@@ -63,7 +63,7 @@ class DatasetDataModule(pl.LightningDataModule):
 
     def _loader(self, dataset: Dataset[Any] | None, drop_last: bool = False) -> Any:
         if dataset is None:
-            return []  # Lightning's word for no loader
+            return []  # how Lightning expresses that there is no loader
         return DataLoader(
             dataset,
             batch_size=self.batch_size,

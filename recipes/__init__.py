@@ -1,1 +1,1 @@
-"""The experiments of the papers: settings in one place each, a table against the papers' figures, pictures."""
+"""The papers' experiments: each has its settings in one place and ends with pictures and a table."""

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent
 
 
 def descriptions() -> dict[str, str]:
-    """Return one line for each recipe: of a module its docstring's first, of a YAML file its first comment."""
+    """Return a line for each recipe: the first of a module's docstring, or a YAML file's first comment."""
     found = {}
     for path in sorted(FOLDER.iterdir()):
         if path.suffix == ".yaml":
@@ -26,7 +26,7 @@ def descriptions() -> dict[str, str]:
 
 
 def run(name: str, options: Options) -> None:
-    """Run a recipe; its folder holds `results.json`, `table.md` and pictures in the end."""
+    """Run a recipe and write `results.json`, `table.md` and pictures into its folder."""
     if (FOLDER / f"{name}.yaml").exists():
         _run_configuration(FOLDER / f"{name}.yaml", options)
         return
@@ -39,7 +39,7 @@ def run(name: str, options: Options) -> None:
 
 
 def _run_configuration(path: Path, options: Options) -> None:
-    """Run a plain configuration as `sgmcmc fit --config` does, into the folder that was asked for."""
+    """Run a plain configuration as `sgmcmc fit --config` does, into the requested folder."""
     from lightning_sgmcmc.cli.fit import main
 
     logger = ["--trainer.logger=pytorch_lightning.loggers.CSVLogger"]
@@ -55,8 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     known = descriptions()
     parser = argparse.ArgumentParser(prog="python -m recipes", description=__doc__)
-    parser.add_argument("name", nargs="?", help="the recipe; without one they are listed")
-    parser.add_argument("--full", action="store_true", help="the paper's setting, in place of one of some minutes")
+    parser.add_argument("name", nargs="?", help="the recipe; without a name all are listed")
+    parser.add_argument("--full", action="store_true", help="the paper's setting instead of a quick one")
     parser.add_argument("--out", type=Path, help="folder of the run (runs/NAME)")
     parser.add_argument("--data-root", type=Path, default=Path("data"), help="folder of the data sets (data)")
     parser.add_argument("--seed", type=int, default=0, help="seed (0)")
@@ -66,12 +66,12 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(f"{name:<{width}}  {line}" for name, line in known.items()))
         return 0
     if given.name not in known:
-        print(f"there is no recipe {given.name!r}, but {', '.join(known)}", file=sys.stderr)
+        print(f"NAME must be one of {', '.join(known)}, got {given.name!r}", file=sys.stderr)
         return 2
     out = given.out or Path("runs", given.name)
     try:
         run(given.name, Options(out, given.data_root, given.full, given.seed))
-    except FileNotFoundError as error:  # data that are not there
+    except FileNotFoundError as error:  # missing data
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -1,23 +1,23 @@
-"""B4: ResNet-20 on CIFAR-100, and its doubts on SVHN: interacting contour chains and their peers (ICSGLD, Table 1).
+"""ResNet-20 on CIFAR-100 and its uncertainty on SVHN: interacting contour chains and other samplers (ICSGLD, Table 1).
 
 `full` is the paper's setting, for a GPU: all training images, cropped, flipped and erased in part, batch 256; four
 stacked chains (P4) of 500 epochs, or one (T4) of 2,000; lr = 0.1 of the mean loss (ε = 2e-6), momentum 0.9, weight
 decay 25 of the full energy, τ = 3e-4. ICSGHMC and reSGHMC divide lr by five at epochs 250 and 375, by torch's
 MultiStepLR that `configure_optimizers` returns with the sampler, and draw a sample an epoch of the last 100; cycSGHMC
-has 10 cosine cycles and M-SGD (τ = 0) one, both with a constant lr and noise in the last 15 %. Contour: ζ = 3·10⁶,
-m = 200, Δu = 200 from 20,400 nats, ω = 0.003, κ within ±5, from epoch 376 on, by energies with a control variate that
-is renewed every 2 epochs from 374 on (as the program; the paper says the last 100). Weights are π(J), as in the
+has 10 cosine cycles and M-SGD (τ = 0) one, both with a constant lr and noise in the last 15 %. Contour: ζ = 3·10⁶, m =
+200, Δu = 200 from 20,400 nats, ω = 0.003, κ within ±5, from epoch 376 on, by energies with a control variate that is
+updated every 2 epochs from 374 on (as in the program; in the paper, over the last 100). Weights are π(J), as in the
 program, for the reason that `cifar_csghmc` gives. `quick` (6 minutes of one core) is the same on 1,000 synthetic images
 of 16×16 pixels, with a small network, 24 epochs (96) and images of unknown patterns for SVHN.
 
 The Brier score is the program's: the mean over images and classes of p². The paper's accuracy and NLL are of averaged
-logits, which the table has beside those of averaged probabilities. What else differs: chains have mini-batches of their
-own (the program: shared ones) and SVHN is normalised as CIFAR-100 is, by the latter's statistics (the program: by
-CIFAR-10's, both). κ takes the bin of its own batch, not of the one before, and a sample's weight the energy of its own
-step. Replica exchange is random, by the data's energy against a bias of 4,000 nats for the coldest pair, 1,333 and 444
-for the others, tried every 16 steps all through; in the program a swap follows for certain beyond 4,000, once an
-epoch, from epoch 400 on. Its table's samples are the coldest slot's, as here. cycSGHMC's noise begins at 85 % of a
-cycle, as in the paper (the program: 94 %). cycSWAG×T4 is left out.
+logits; the table has them next to those of averaged probabilities. Other differences: each chain has its own
+mini-batches (the program: shared ones) and SVHN is normalised as CIFAR-100 is, by the latter's statistics (the program:
+by CIFAR-10's, both). κ uses the bin of its own batch, not of the previous one, and a sample's weight the energy of its
+own step. Swaps are random, by the data's energy against a bias of 4,000 nats for the coldest pair, 1,333 and 444 for
+the others, and are tried every 16 steps throughout; in the program a swap is certain beyond 4,000, once an epoch, from
+epoch 400 on. The program's samples are the coldest slot's, as here. cycSGHMC's noise begins at 85 % of a cycle, as in
+the paper (the program: 94 %). cycSWAG×T4 is left out.
 
 Measured (quick, 3 seeds of the network on the same images, standard errors):
 
@@ -27,25 +27,43 @@ Measured (quick, 3 seeds of the network on the same images, standard errors):
     reSGHMC×P4   86.0 ± 0.6   442 ± 21         86.0 ± 0.5   428 ± 17      41.6 ± 2.0    84.4 ± 1.1
     ICSGHMC×P4   88.5 ± 0.6   396 ± 11         88.4 ± 0.4   361 ± 10      38.3 ± 0.6    84.7 ± 0.4
 
-The Brier scores have the paper's order, ICSGHMC lowest; the accuracies have not. So little training is worth most to
-the one chain that trains four times as long, reSGHMC averages few networks (five samples), and noise costs: with
-τ = 0.03 in place of 0.003 ICSGHMC has 85.9 ± 0.4, and one run of the same chains without contour has 85.6 at τ = 0.03
-and 89.6 at τ = 0. The contour itself, 100 steps of four chains, makes no difference that these images show. ICSGHMC's
-20 samples are worth 15.4 ± 1.4; neighbouring slots swap in a quarter of reSGHMC's attempts.
-`full` has not been run: no GPU was at hand.
+The Brier scores have the paper's order, with ICSGHMC lowest; the accuracies do not. With so little training, the one
+chain that trains four times as long gains most, reSGHMC averages few networks (five samples), and noise costs accuracy:
+with τ = 0.03 instead of 0.003 ICSGHMC has 85.9 ± 0.4, and one run of the same chains without contour has 85.6 at τ =
+0.03 and 89.6 at τ = 0. The contour itself, 100 steps of four chains, makes no measurable difference on these images.
+ICSGHMC's 20 samples have an effective number of 15.4 ± 1.4; neighbouring slots swap in a quarter of reSGHMC's attempts.
+`full` has not been run: no GPU was available.
 """
 
+import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from recipes.shared.jobs import hush, run_jobs
+import pytorch_lightning as pl
+from pytorch_lightning.loggers import CSVLogger
+from torch.optim.lr_scheduler import MultiStepLR
+
+from lightning_sgmcmc import BayesianModule, Categorical, DecayingStepSize, GaussianPrior
+from lightning_sgmcmc.callbacks import (
+    BayesianModelAverage,
+    ContourGradient,
+    CyclicalSchedule,
+    PosteriorDashboard,
+    ReplicaExchange,
+    SampleCollector,
+    SamplingSchedule,
+    VarianceReducedEnergy,
+)
+from lightning_sgmcmc.datamodules import CIFAR100DataModule, SVHNDataModule
+from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
+from lightning_sgmcmc.figures.evaluation import entropy_figure, growth_figure
+from lightning_sgmcmc.samplers import SGHMC
+from lightning_sgmcmc.schedules import cyclical_lr_factor
+from recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
+from recipes.shared.logit_average import logit_average
+from recipes.shared.resnet import resnet
 from recipes.shared.results import Options, Row, mean_row
-
-if TYPE_CHECKING:
-    import pytorch_lightning as pl
-
-    from lightning_sgmcmc import BayesianModule
-
+from recipes.shared.synthetic_images import SyntheticImages
 
 METHODS = ("cycSGHMC×T4", "M-SGD×P4", "reSGHMC×P4", "ICSGHMC×P4")
 PAPER = {
@@ -66,21 +84,22 @@ OOD = "ood"
 
 @dataclass(frozen=True)
 class Setting:
-    """What differs between quick and full.
+    """Settings that differ between quick and full.
 
     Attributes:
         data: "CIFAR-100" or "synthetic".
-        depth: of the residual network.
+        depth: depth of the residual network.
         num_data: N.
         num_test: test images.
-        epochs: of each of four parallel chains; the one chain of T4 has four times as many.
-        batch: images in a batch.
+        epochs: epochs of each of four parallel chains; the single chain of T4 has four times as many.
+        batch: images per batch.
         temperature: τ.
-        samples: of each chain of M-SGD, and of a cycle of cycSGHMC; the others draw one every epoch of the last fifth.
+        samples: samples of each chain of M-SGD, and of a cycle of cycSGHMC; the others draw one in every epoch of the
+            last fifth.
         first_edge, width, zeta, step_size: u_1, Δu, ζ and ω of the contour; m is 200.
-        swap_barrier: by how many nats a hot chain's energy should be lower for the coldest pair to swap.
-        attempts: swaps are tried every so many steps.
-        seeds: runs.
+        swap_barrier: nats by which a hot chain's energy should be lower for the coldest pair to swap.
+        attempts: steps between attempts to swap.
+        seeds: number of runs.
     """
 
     data: str
@@ -101,7 +120,7 @@ class Setting:
 
     @property
     def prior_std(self) -> float:
-        """Of the Gaussian prior that is a weight decay 5e-4 of the mean loss, 25 of the full energy in the paper."""
+        """Standard deviation of the prior that equals a weight decay 5e-4 of the mean loss, 25 of the full energy."""
         return float((self.num_data * WEIGHT_DECAY) ** -0.5)
 
     @property
@@ -126,8 +145,6 @@ QUICK = Setting("synthetic", 8, 1000, 1000, 24, 50, 0.003, (5, 3), 100.0, 20.0, 
 
 def run(options: Options) -> list[Row]:
     """Run all methods with all seeds, draw the pictures, return the table."""
-    from lightning_sgmcmc.figures.evaluation import entropy_figure, growth_figure
-
     setting = FULL if options.full else QUICK
     jobs = [(method, seed) for method in METHODS for seed in range(setting.seeds)]
     outcomes = run_jobs(one, jobs, options, setting, in_turn=options.full)
@@ -157,18 +174,11 @@ def run(options: Options) -> list[Row]:
     return rows
 
 
-def module_of(method: str, setting: Setting, options: Options) -> "BayesianModule":
+def module_of(method: str, setting: Setting, options: Options) -> BayesianModule:
     """Return the network, or the stack of chains, with its sampler and its step sizes."""
-    import functools
-
-    from torch.optim.lr_scheduler import MultiStepLR
-
-    from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior
-    from lightning_sgmcmc.samplers import SGHMC
-    from recipes.shared.resnet import resnet
 
     class SteppedModule(BayesianModule):
-        """Divides the step size by five at the milestones, by a scheduler of torch."""
+        """Divides the step size by five at the milestones, with a scheduler of torch."""
 
         def configure_optimizers(self) -> Any:
             sampler = super().configure_optimizers()
@@ -189,37 +199,26 @@ def module_of(method: str, setting: Setting, options: Options) -> "BayesianModul
     )
 
 
-def callbacks_of(method: str, setting: Setting, unknown: Any) -> "list[pl.Callback]":
-    """Return the callbacks of a method: schedule, samples, average, and what makes the method.
+class FlatEndedCycles(CyclicalSchedule):
+    """Cycles of a cosine step size that stays constant in the sampling stage."""
+
+    def apply(self, step: int, module: Any, sampler: Any) -> None:
+        super().apply(step, module, sampler)
+        assert self._plan is not None
+        if not self._plan.is_exploration(step):
+            start = round(self.exploration * self._plan.period) + 1
+            for group in sampler.param_groups:
+                group["lr"] = group["initial_lr"] * cyclical_lr_factor(start, self._plan.period)
+
+
+def callbacks_of(method: str, setting: Setting, unknown: Any) -> list[pl.Callback]:
+    """Return the callbacks of a method: schedule, samples, average, and its own.
 
     Args:
         method: its name.
         setting: quick or full.
         unknown: datamodule of the out-of-distribution images.
     """
-    from lightning_sgmcmc import DecayingStepSize
-    from lightning_sgmcmc.callbacks import (
-        BayesianModelAverage,
-        ContourGradient,
-        CyclicalSchedule,
-        ReplicaExchange,
-        SampleCollector,
-        SamplingSchedule,
-        VarianceReducedEnergy,
-    )
-    from lightning_sgmcmc.schedules import cyclical_lr_factor
-
-    class FlatEndedCycles(CyclicalSchedule):
-        """Cycles of a cosine step size that stays as it is in the sampling stage."""
-
-        def apply(self, step: int, module: Any, sampler: Any) -> None:
-            super().apply(step, module, sampler)
-            assert self._plan is not None
-            if not self._plan.is_exploration(step):
-                start = round(self.exploration * self._plan.period) + 1
-                for group in sampler.param_groups:
-                    group["lr"] = group["initial_lr"] * cyclical_lr_factor(start, self._plan.period)
-
     schedule: pl.Callback
     if method == "cycSGHMC×T4":
         schedule = FlatEndedCycles(CYCLES, 1 - FLAT_END, setting.samples[1])
@@ -231,36 +230,39 @@ def callbacks_of(method: str, setting: Setting, unknown: Any) -> "list[pl.Callba
     if method in ("reSGHMC×P4", "ICSGHMC×P4"):
         callbacks.append(VarianceReducedEnergy(setting.contour_epoch - 2, every_n_epochs=2))
     if method == "reSGHMC×P4":
-        coldness = (1 - 1 / LADDER[1]) / setting.temperature  # δ of the coldest pair
-        variance = setting.swap_barrier / coldness
-        callbacks.append(
-            ReplicaExchange(LADDER, every_n_steps=setting.attempts, noise_variance=variance, include_prior=False)
-        )
+        callbacks.append(replica_exchange(setting))
     if method == "ICSGHMC×P4":
-        callbacks.append(
-            ContourGradient(
-                setting.zeta,
-                num_bins=200,
-                first_edge=setting.first_edge,
-                width=setting.width,
-                step_size=DecayingStepSize(setting.step_size, 0.0, 0.0),
-                weighting="bin",
-                weight_exponent=1 / setting.zeta,
-                include_prior=False,
-                warm_up_steps=setting.contour_epoch * setting.steps_per_epoch,
-                min_multiplier=-CLAMP,
-                max_multiplier=CLAMP,
-                interacting=True,
-            )
-        )
+        callbacks.append(interacting_contour(setting))
     return callbacks
+
+
+def replica_exchange(setting: Setting) -> ReplicaExchange:
+    """Return reSGHMC's callback, with the bias of the coldest pair as a variance of the energies' noise."""
+    coldness = (1 - 1 / LADDER[1]) / setting.temperature  # δ of the coldest pair
+    variance = setting.swap_barrier / coldness
+    return ReplicaExchange(LADDER, every_n_steps=setting.attempts, noise_variance=variance, include_prior=False)
+
+
+def interacting_contour(setting: Setting) -> ContourGradient:
+    """Return ICSGHMC's callback."""
+    return ContourGradient(
+        setting.zeta,
+        num_bins=200,
+        first_edge=setting.first_edge,
+        width=setting.width,
+        step_size=DecayingStepSize(setting.step_size, 0.0, 0.0),
+        weighting="bin",
+        weight_exponent=1 / setting.zeta,
+        include_prior=False,
+        warm_up_steps=setting.contour_epoch * setting.steps_per_epoch,
+        min_multiplier=-CLAMP,
+        max_multiplier=CLAMP,
+        interacting=True,
+    )
 
 
 def datamodules(setting: Setting, options: Options) -> tuple[Any, Any]:
     """Return CIFAR-100 and SVHN in CIFAR's normalisation; or synthetic images, and those of other classes."""
-    from lightning_sgmcmc.datamodules import CIFAR100DataModule, SVHNDataModule
-    from recipes.shared.synthetic_images import SyntheticImages
-
     if setting.data == "synthetic":
         sizes = (setting.num_data, 0, setting.num_test)
         unknown = SyntheticImages(1000, options.seed, sizes=(1, 0, setting.num_test), unknown=True)
@@ -280,23 +282,17 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> dict[str,
     """Train and test the chains of a method.
 
     Returns:
-        `metrics`, by their names in the table; `running`, the average's figures after each sample; `entropy`, of the
+        `metrics`, by their names in the table; `running`, the average's metrics after each sample; `entropy`, of the
         predictions on the out-of-distribution images, in nats.
     """
-    import pytorch_lightning as pl
-    from pytorch_lightning.loggers import CSVLogger
-
-    from lightning_sgmcmc.callbacks import PosteriorDashboard
-    from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
-
-    hush(options)
+    prepare_run(options)
     pl.seed_everything(options.seed + seed, verbose=False)
     data, unknown = datamodules(setting, options)
     callbacks = callbacks_of(method, setting, unknown)
     pictured = method in PICTURED and seed == 0
     if pictured:
         callbacks.append(PosteriorDashboard("end", figures=("schedule", "energy", "weights", "geometry", "contour")))
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         accelerator="auto" if options.full else "cpu",
         devices=1,
         precision="bf16-mixed" if options.full else None,
@@ -304,9 +300,7 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> dict[str,
         log_every_n_steps=10,
         callbacks=callbacks,
         logger=CSVLogger(options.out, name=method.replace("×", "_"), version="") if pictured else False,
-        enable_checkpointing=False,
         enable_progress_bar=options.full,
-        enable_model_summary=False,
     )
     module = module_of(method, setting, options)
     trainer.fit(module, datamodule=data)
@@ -326,33 +320,3 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> dict[str,
     }
     entropy = predictive_entropy(evaluation.ood[OOD].terms["probabilities"]).tolist()
     return {"metrics": metrics, "running": evaluation.running, "entropy": entropy}
-
-
-def logit_average(module: "BayesianModule", loader: Any, device: Any) -> dict[str, float]:
-    """Return accuracy and NLL of the samples' averaged logits, which is what the authors' program averages.
-
-    Args:
-        module: the module, whose posterior's weights count.
-        loader: the test data.
-        device: where to compute.
-    """
-    import torch
-
-    from lightning_sgmcmc.chains.stateless import evaluation_mode
-    from lightning_sgmcmc.diagnostics.metrics import classification_metrics
-    from lightning_sgmcmc.evaluation.averages import WeightedAverage
-    from lightning_sgmcmc.evaluation.scoring import evaluate
-
-    assert module.posterior is not None
-    total = WeightedAverage()
-    target = None
-    batches = [tuple(part.to(device) for part in batch) for batch in loader]
-    with evaluation_mode(module.to(device)):
-        for sample in module.posterior:
-            state = {name: tensor.to(device) for name, tensor in sample.state.items()}
-            terms, density, target = evaluate(module, state, batches)
-            # Logarithms of probabilities are logits but for a constant of each image.
-            total.add({"logits": terms["probabilities"].double().clamp_min(1e-38).log()}, density, sample.log_weight)
-    assert target is not None
-    found = classification_metrics(torch.softmax(total.terms["logits"], -1), target)
-    return {name: float(found[name]) for name in ("accuracy", "nll")}

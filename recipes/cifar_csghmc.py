@@ -1,20 +1,21 @@
-"""A4: ResNet-20 on CIFAR by momentum SGD, SGHMC and contour SGHMC, temperature fixed or annealed (CSGLD, Table 2).
+"""ResNet-20 on CIFAR by momentum SGD, SGHMC and contour SGHMC, temperature fixed or annealed (CSGLD, Table 2).
 
-`full` is the paper's setting, for a GPU: batch 1000, 1,000 epochs, a sample every 10 epochs after 400; ε = 2e-7 and
-τ = 0.01 throughout, or (sa…) ε = 2e-6, divided by 1.01 an epoch after 400, and τ divided by 1.01 an epoch from the
-start, as the paper's text has it; momentum 0.9; the weight decay 25 of the full energy, which is a Gaussian prior of
-standard deviation 1/5; m = 200, Δu = 1000 (CIFAR-10) or 5000 (CIFAR-100), ω = 10/(k^0.75 + 1000), the high-order scheme
-with ρ = 1, ζ = 10⁶ or 3·10⁶. `quick` (4 minutes on two cores) runs the same parts on synthetic images of that shape,
-with a small residual network, Δu, ζ and annealing scaled to them.
+`full` is the paper's setting, for a GPU: batch 1000, 1,000 epochs, a sample every 10 epochs after 400; ε = 2e-7 and τ =
+0.01 throughout, or (sa…) ε = 2e-6, divided by 1.01 an epoch after 400, and τ divided by 1.01 an epoch from the start,
+as in the paper's text; momentum 0.9; the weight decay 25 of the full energy, a Gaussian prior of standard deviation
+1/5; m = 200, Δu = 1000 (CIFAR-10) or 5000 (CIFAR-100), ω = 10/(k^0.75 + 1000), the high-order scheme with ρ = 1, ζ =
+10⁶ or 3·10⁶. `quick` (4 minutes on two cores) runs the same parts on synthetic images of that shape, with a small
+residual network, Δu, ζ and annealing scaled to them.
 
 What the paper leaves open: the first edge (here Δu, as in the later programs), the energy (the data's alone, as in all
-of the authors' programs), limits of the multiplier (here ±5, as in the later programs) and the weights. π(J)^ζ is 0 for
-all samples but one at this ζ; the later program weighs by π(J), which is `weight_exponent` 1/ζ, and so does this one.
-"best" is the point estimate with the best accuracy on held-out training data; the paper's is the best on the test set.
+of the authors' programs), limits of the multiplier (here ±5, as in the later programs) and the weights. At this ζ,
+π(J)^ζ is 0 for all samples but one; the later program weights by π(J), which is `weight_exponent` 1/ζ, and so does this
+recipe. "best" is the point estimate with the best accuracy on held-out training data; the paper's is the best on the
+test set.
 
 Measured (quick, 3 seeds; accuracy of the average in %): M-SGD 89.7 ± 0.7, SGHMC 80.9 ± 4.7, CSGHMC 79.8 ± 5.4; annealed
-98.1 ± 0.3, 98.0 ± 0.2, 98.6 ± 0.1. All parts work together and annealing helps much, as in the paper; such images say
-nothing of the paper's differences within a row of three. `full` has not been run: no GPU was at hand.
+98.1 ± 0.3, 98.0 ± 0.2, 98.6 ± 0.1. All parts work together and annealing helps much, as in the paper. These images
+cannot show the paper's differences within a row of three. `full` has not been run: no GPU was available.
 """
 
 import functools
@@ -22,7 +23,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from recipes.shared.jobs import hush, run_jobs
+from recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
 from recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
@@ -42,12 +43,12 @@ ANNEALING = 1.01
 
 @dataclass(frozen=True)
 class Setting:
-    """What differs between the data sets, and between quick and full.
+    """Settings that differ between the data sets, and between quick and full.
 
     Attributes:
         data: "CIFAR-10", "CIFAR-100" or "synthetic".
-        epochs, every: epochs of the run, and from one sample to the next.
-        batch: images in a batch.
+        epochs, every: epochs of the run, and between samples.
+        batch: images per batch.
         lr: of fixed and of annealed runs, in units of the mean potential.
         width, zeta: Δu and ζ.
         seeds: runs.
@@ -64,7 +65,7 @@ class Setting:
 
     @property
     def divisor(self) -> float:
-        """By what ε and τ are divided an epoch: 1.01 in a run of 1,000 epochs, and as much over a shorter one."""
+        """The divisor of ε and τ per epoch: 1.01 in a run of 1,000 epochs, with the same total in a shorter one."""
         return float(ANNEALING ** (1000 / self.epochs))
 
 
@@ -134,7 +135,7 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> tuple[flo
     from lightning_sgmcmc.samplers import SGHMC
     from recipes.shared.resnet import resnet, resnet20
 
-    hush(options)
+    prepare_run(options)
     pl.seed_everything(options.seed + seed, verbose=False)
     data = datamodule(setting, options)
     quick = setting.data == "synthetic"
@@ -146,15 +147,12 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> tuple[flo
         lr=setting.lr[method.startswith("sa")],
         temperature=0.0 if "M-SGD" in method else TEMPERATURE,
     )
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         accelerator="cpu" if quick else "auto",
         max_epochs=setting.epochs,
         check_val_every_n_epoch=setting.every,
         callbacks=callbacks_of(method, setting),
-        logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=options.full,
-        enable_model_summary=False,
     )
     trainer.fit(module, datamodule=data)
     held_out = [member["accuracy"] for member in module.evaluations["val"].members]

@@ -1,34 +1,34 @@
-"""C3: ResNet-18 on CIFAR by cyclical SG-MCMC, its optimizers and Snapshot ensembles (cSG-MCMC, Tables 2 and 3).
+"""ResNet-18 on CIFAR by cyclical SG-MCMC, its optimizers and Snapshot ensembles (cSG-MCMC, Tables 2 and 3).
 
 `full` is the paper's setting, for a GPU: 200 epochs of all training images, cropped and flipped, batch 64, lr₀ = 0.5 of
-the mean loss, M = 4 cycles with β = 0.8 (CIFAR-10) or 0.94 (CIFAR-100), 3 samples in each; samplers without cycles go
-through one cosine, with noise in its last quarter, where they draw 20. Test errors are of the uniform average of
+the mean loss, M = 4 cycles with β = 0.8 (CIFAR-10) or 0.94 (CIFAR-100), 3 samples in each; samplers without cycles
+follow one cosine, with noise and 20 samples in its last quarter. Test errors are of the uniform average of
 probabilities. `quick` (7 minutes of one core, so about 4 on two) is the same table on 1,000 synthetic images of 16×16
 pixels, a residual network of 19,000 weights and 28 epochs.
 
-Where paper and program differ: the paper states the temperature 1, the program uses τ = 1/N, which made the table and
-is what the rows have; two rows more are at τ = 1. The program's SGHMC has the momentum 0.1 (friction 0.9), and so have
-SGDM and Snapshot-SGDM here, which the program lacks. β is the paper's (the program: 0.9; 0.94 for cSGLD on CIFAR-100).
-Samples are spread evenly over the sampling stage; the program takes the ends of the last three epochs. Its slip in
-the last step of two cycles, a step size of 0.5, is not repeated.
+Where paper and program differ: the paper states the temperature 1; the program uses τ = 1/N, which produced the paper's
+table, and so do the rows here. Two more rows are at τ = 1. The program's SGHMC has the momentum 0.1 (friction 0.9).
+SGDM and Snapshot-SGDM, which the program lacks, have the same here. β is the paper's (the program: 0.9; 0.94 for cSGLD
+on CIFAR-100). Samples are spread evenly over the sampling stage; the program takes the ends of the last three epochs.
+Its mistake in the last step of two cycles, a step size of 0.5, is not reproduced.
 
-Measured (quick, 3 seeds of the network on the same images, standard errors; test error % of the average): SGD
-24.7 ± 2.1, SGDM 26.1 ± 2.1, SGLD 24.7 ± 2.1, SGHMC 25.8 ± 2.2; Snapshot-SGD 22.6 ± 1.3, Snapshot-SGDM 23.1 ± 1.7,
-cSGLD 22.9 ± 1.4, cSGHMC 23.4 ± 2.1; at τ = 1 cSGLD 25.1 ± 0.9, cSGHMC 23.9 ± 1.5; four chains of cSGHMC 15.5 ± 0.3.
-Four chains are best by far, and cycles are better than none by some 2 points, both as in the paper; the latter is no
-more than a standard error. The paper's cyclical samplers beat Snapshot ensembles by 0.1 to 0.3 points. Here they are
-0.3 worse, well within the errors: at 1/N the noise does next to nothing, and at τ = 1, which with N = 1,000 is much
-noise, a single sample is 5 points worse. The gap between one chain and four is wider than the paper's (0.3 and 1.3): on
-the segments between the samples of two cycles the error falls evenly, without the paper's spike, so that seven epochs
-do not take a chain out of its basin; between two chains it rises to 90 %. The plane of the scaling does show a
-group for each cycle. Momentum 0.9 at this lr₀ is better here (one seed: 16.1 for cSGHMC), without a spike too.
-`full` has not been run: no GPU was at hand.
+Measured (quick, 3 seeds of the network on the same images, standard errors; test error % of the average): SGD 24.7 ±
+2.1, SGDM 26.1 ± 2.1, SGLD 24.7 ± 2.1, SGHMC 25.8 ± 2.2; Snapshot-SGD 22.6 ± 1.3, Snapshot-SGDM 23.1 ± 1.7, cSGLD 22.9 ±
+1.4, cSGHMC 23.4 ± 2.1; at τ = 1 cSGLD 25.1 ± 0.9, cSGHMC 23.9 ± 1.5; four chains of cSGHMC 15.5 ± 0.3. Four chains are
+best by far, and cycles are better than none by about 2 points, both as in the paper; the latter difference is at most
+one standard error. The paper's cyclical samplers beat Snapshot ensembles by 0.1 to 0.3 points. Here they are 0.3 worse,
+well within the errors: at 1/N the noise has almost no effect, and at τ = 1, which is much noise for N = 1,000, a single
+sample is 5 points worse. The gap between one chain and four is wider than the paper's (0.3 and 1.3). On the segments
+between samples of two cycles the error falls evenly, without the paper's spike: seven epochs do not take a chain out of
+its basin. Between two chains it rises to 90 %. The multidimensional scaling does show one group for each cycle.
+Momentum 0.9 at this lr₀ is better here (one seed: 16.1 for cSGHMC), also without a spike. `full` has not been run: no
+GPU was available.
 """
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recipes.shared.jobs import hush, run_jobs
+from recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
 from recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
@@ -47,15 +47,15 @@ PICTURED = ("SGHMC", "cSGHMC", "4×cSGHMC")
 
 @dataclass(frozen=True)
 class Setting:
-    """What differs between the data sets, and between quick and full.
+    """Settings that differ between the data sets, and between quick and full.
 
     Attributes:
         data: "CIFAR-10", "CIFAR-100" or "synthetic".
         num_data: N.
         epochs: epochs of the run.
-        batch: images in a batch.
+        batch: images per batch.
         exploration: β.
-        friction: η of SGHMC, one less the momentum.
+        friction: η of SGHMC, one minus the momentum.
         seeds: runs.
     """
 
@@ -69,7 +69,7 @@ class Setting:
 
     @property
     def prior_std(self) -> float:
-        """Of the Gaussian prior that is the program's weight decay 5e-4 of the mean loss."""
+        """Standard deviation of the Gaussian prior that equals the program's weight decay 5e-4 of the mean loss."""
         return float((self.num_data * WEIGHT_DECAY) ** -0.5)
 
 
@@ -84,7 +84,7 @@ class Method(NamedTuple):
     """A row of the table.
 
     Attributes:
-        name: what the paper calls it.
+        name: the paper's name.
         sampler: "SGLD" or "SGHMC", at temperature 0 their optimizers.
         cycles: M.
         samples: drawn in each cycle.
@@ -119,7 +119,7 @@ METHODS = (
 
 @dataclass
 class Outcome:
-    """What a run has to say.
+    """The results of a run.
 
     Attributes:
         errors: test error in % of the average of the first 1, 2, … samples.
@@ -187,7 +187,7 @@ def module_of(method: Method, setting: Setting, options: Options) -> "BayesianMo
 
 
 def callbacks_of(method: Method, setting: Setting) -> "list[pl.Callback]":
-    """Return the callbacks of a method: schedule, samples, average; of some the pictures."""
+    """Return the callbacks of a method: schedule, samples, average, and for some methods pictures."""
     from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, PosteriorDashboard, SampleCollector
 
     exploration = setting.exploration if method.cycles > 1 else 1 - NOISE_AT_THE_END
@@ -218,21 +218,19 @@ def one(method: Method, seed: int, setting: Setting, options: Options) -> Outcom
     import pytorch_lightning as pl
     from pytorch_lightning.loggers import CSVLogger
 
-    hush(options)
+    prepare_run(options)
     pl.seed_everything(options.seed + seed, verbose=False)
     pictured = method.name in PICTURED and seed == 0
     callbacks = callbacks_of(method, setting)
     folder = f"{method.name.replace('×', '_')}_{setting.data.lower()}"
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         accelerator="auto" if options.full else "cpu",
         devices=1,
         precision="bf16-mixed" if options.full else None,
         max_epochs=setting.epochs,
         callbacks=callbacks if pictured else callbacks[:3],
         logger=CSVLogger(options.out, name=folder, version="") if pictured else False,
-        enable_checkpointing=False,
         enable_progress_bar=options.full,
-        enable_model_summary=False,
     )
     module, data = module_of(method, setting, options), datamodule(setting, options)
     trainer.fit(module, datamodule=data)

@@ -1,25 +1,26 @@
-"""E2: one data pass of Bayesian logistic regression on Covertype: SGLD, pSGLD, SGHMC, EWSG and FlyMC (EWSG, Table 1).
+"""One data pass of Bayesian logistic regression on Covertype: SGLD, pSGLD, SGHMC, EWSG and FlyMC (EWSG, Table 1).
 
 Cover type 2 against the rest, 80/20, prior N(0, 10·I), batches of 50, the paper's steps h: SGHMC 1e-3, EWSG 3e-3 (both
-underdamped with γ = 50), SGLD 2e-5, pSGLD and FlyMC 5e-3. (The paper's formula writes the prior as 5‖θ‖², which is
-N(0, 0.1·I); its text says covariance 10·I, ‖θ‖²/20, and so do we.) A repeat is 100 independent chains; their ends
-after one pass make one predictive average. All begin at θ = 0, which the paper does not say. The budget is exact: one
-gradient of each datum, so EWSG with M = 1 makes half the steps.
+underdamped with γ = 50), SGLD 2e-5, pSGLD and FlyMC 5e-3. (The paper's formula writes the prior as 5‖θ‖², which is N(0,
+0.1·I); its text says covariance 10·I, or ‖θ‖²/20, which we use.) A repeat is 100 independent chains; their last states
+after one pass make one predictive average. All start at θ = 0; the paper does not state the start. The budget is exact:
+one gradient of each datum, so EWSG with M = 1 makes half the steps.
 
 `quick` has the data folder's 92,962 rows, so one pass is 1,488 batches where the paper's has 9,297; `full` takes all
 581,012, which scikit-learn downloads. "Converged" are full-gradient chains on the same rows, in coordinates where the
-posterior is nearly a standard normal, started from its Laplace approximation: what all should tend to. FlyMC starts at
-the mode, at which its bound is tuned, draws 50 lights anew in each of as many steps as a pass has batches, and is
-exact; finding the mode is not counted. Times are of 100 chains in the light loop, over SGLD's, in turns in one process.
+posterior is nearly a standard normal, started from its Laplace approximation: the limit for all methods. FlyMC starts
+at the mode, at which its bound is tuned, resamples 50 lights in each of as many steps as a pass has batches, and is
+exact; finding the mode is not counted. Times are of 100 chains without a trainer, relative to SGLD's, measured in turn
+in one process.
 
 Measured (`quick`, 10 repeats, seed 0, 80 s): log likelihood, converged -0.5093: SGLD -0.5123, SGHMC -0.5127, EWSG
--0.5291 (h = 1e-3: -0.5150), pSGLD -0.547, FlyMC -0.5094, all within 0.001. So EWSG is not first here but behind SGHMC,
-where the paper has it in front by 0.002. Its step is why: Euler's scheme is stable where h times the largest curvature
-is below γ, and with standardised numbers the curvature is 32,476 (`laplace`), so h = 1e-3 is inside and 3e-3 is not; at
-3e-3 SGHMC has -0.5255. At 1e-3 EWSG lags for its half as many steps, and takes larger gradients by its rule. The paper
-does not say how it scales the columns; with its 465 thousand rows the curvature would be six times ours. Mini-batch
-noise is hundreds of times the injected one at these steps, as the chains' distance from FlyMC's shows. Times: pSGLD
-1.15, SGHMC 1.06, EWSG 1.02, FlyMC 49 (the paper has 1.40, 1.02, 1.22, 94).
+-0.5291 (h = 1e-3: -0.5150), pSGLD -0.547, FlyMC -0.5094, all within 0.001. So EWSG is worse than SGHMC here, whereas in
+the paper it is better by 0.002. The reason is its step: Euler's scheme is stable where h times the largest curvature is
+below γ, and with standardised numbers the curvature is 32,476 (`laplace`), so h = 1e-3 is stable and 3e-3 is not; at
+3e-3 SGHMC has -0.5255. At 1e-3 EWSG is worse because it makes half as many steps and its rule prefers larger gradients.
+The paper does not state how it scales the columns; with its 465 thousand rows the curvature would be six times ours. At
+these steps mini-batch noise is hundreds of times the injected noise, as the chains' distance from FlyMC's shows. Times:
+pSGLD 1.15, SGHMC 1.06, EWSG 1.02, FlyMC 49 (the paper has 1.40, 1.02, 1.22, 94).
 """
 
 import time
@@ -72,7 +73,7 @@ CONVERGED_STEP, CONVERGED_STEPS = 0.05, 200
 
 
 class Whitened(FiniteSum):
-    """A posterior in the coordinates φ of θ = θ* + L·φ; all its data at once only."""
+    """A posterior in the coordinates φ of θ = θ* + L·φ, for full gradients only."""
 
     def __init__(self, target: FiniteSum, centre: Tensor, factor: Tensor) -> None:
         self.target, self.centre, self.factor = target, centre, factor
@@ -117,7 +118,7 @@ def scores(chance: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 def one_pass(target: LogisticRegressionSum, method: str, seed: int) -> tuple[Tensor, float]:
-    """Return a method's chains at the marks, shape (S, C, d), and the seconds that the pass took."""
+    """Return a method's chains at the marks, shape (S, C, d), and the time of the pass in seconds."""
     sampler, gradient, lr = METHODS[method]
     start = time.perf_counter()
     run = sample_sum(
@@ -135,7 +136,7 @@ def one_pass(target: LogisticRegressionSum, method: str, seed: int) -> tuple[Ten
 
 
 def converged(target: LogisticRegressionSum, seed: int) -> Tensor:
-    """Return the ends of full-gradient chains, shape (C, d)."""
+    """Return the last states of full-gradient chains, shape (C, d)."""
     centre, factor = (part.float() for part in laplace(target))
     white = Whitened(target, centre, factor)
     run = sample_sum(
@@ -145,7 +146,7 @@ def converged(target: LogisticRegressionSum, seed: int) -> Tensor:
 
 
 def fireflies(target: LogisticRegressionSum, chains: int, seed: int) -> tuple[list[Tensor], float, float]:
-    """Return each chain's end (1, d), the seconds of 100 of them, and the data passes of one."""
+    """Return each chain's last state (1, d), the time of 100 chains, and the data passes of one."""
     exact = target.to(dtype=torch.float64)
     mode, _ = laplace(target)
     bound = LogisticBound.tuned(exact.inputs, exact.labels, PRIOR_VARIANCE**0.5, mode)

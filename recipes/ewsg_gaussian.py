@@ -1,10 +1,10 @@
-"""E1: exponentially weighted gradients on a sum of Gaussians: KL against data passes, x, M, and the error's scaling.
+"""Exponentially weighted gradients on a sum of Gaussians: KL against data passes, x, M, and the error's scaling.
 
-Li et al. 2021 (EWSG), section 5.1 and appendix F: V = Σ½‖θ - c_i‖², 50 centres c_i ~ N(0, I), b = 1, 30 data passes,
-γ = 10, the paper's step sizes. The figures hang on the centres, so that all are means over draws of them (± standard
-error), where the paper has one. The paper's KL(p‖q) "between the target distribution and generated samples" is read as
-KL(target‖samples), with a Gaussian fitted to the chains; the other direction, which punishes too large variances more,
-stands beside it. Chains begin in N(0, I); the paper does not say where.
+Li et al. 2021 (EWSG), section 5.1 and appendix F: V = Σ½‖θ - c_i‖², 50 centres c_i ~ N(0, I), b = 1, 30 data passes, γ
+= 10, the paper's step sizes. The figures depend on the centres, so all are means over draws of the centres (± standard
+error); the paper has one draw. The paper's KL(p‖q) "between the target distribution and generated samples" is read as
+KL(target‖samples), with a Gaussian fitted to the chains. The table also has the other direction, which penalises too
+large variances more. Chains start from N(0, I); the paper does not state the start.
 
 Measured (`python -m recipes ewsg_gaussian`: 6 draws, 1,000 chains, 125 s of CPU time). KL(target‖samples) after 30
 passes: SGHMC 1.43±0.06, SGLD 1.25±0.06, pSGLD 1.19±0.02, EWSG 1.05±0.07, SVRG-LD 0.002; by draw EWSG lies below SGHMC
@@ -12,14 +12,14 @@ by 0.380±0.013, below SGLD by 0.193±0.011, below pSGLD by 0.137±0.048. SVRG-L
 6 passes only. pSGLD is so far off only with the preconditioner of the gradient of U/N; with that of U, whose steps are
 50 times smaller at the same nominal ε, it comes to 0.02. At h = 0.07 x = √hγr/σ is best, as in the paper.
 
-M = 1 lies below M = 0 by 0.365±0.008, and M = 9 below M = 1 (by 0.21±0.18; in the other direction by 1.8±0.5), but
-M = 19 not below M = 9 (above by 0.19±0.17): long index chains shift the mean, by an amount that hangs on the centres'
+M = 1 lies below M = 0 by 0.365±0.008, and M = 9 below M = 1 (by 0.21±0.18; in the other direction by 1.8±0.5), but M =
+19 not below M = 9 (above by 0.19±0.17): long index chains shift the mean, by an amount that depends on the centres'
 skewness.
 
-EWSG-VR cannot run at the paper's h = 0.05: the largest eigenvalue of h·Γ is 4.1, and Euler's step leaves for infinity
-beyond 2. At h = 0.02 it has 0.17±0.07, EWSG 0.34±0.05, SGHMC 0.64±0.04, and sooner than the full gradient, whose 0.035
-is Euler's bias. But uniform batches with EWSG-VR's friction have 0.003: EWSG's choice with x = √hγr/σ is, to first
-order and with M = 1 already, a friction h·cov/(2T) itself, and EWSG-VR adds it once more.
+EWSG-VR cannot run at the paper's h = 0.05: the largest eigenvalue of h·Γ is 4.1, and Euler's step diverges beyond 2. At
+h = 0.02 it has 0.17±0.07, EWSG 0.34±0.05, SGHMC 0.64±0.04, and sooner than the full gradient, whose 0.035 is Euler's
+bias. But uniform batches with EWSG-VR's friction have 0.003: EWSG's choice with x = √hγr/σ is, to first order and with
+M = 1 already, a friction h·cov/(2T) itself, and EWSG-VR adds it a second time.
 
 Mean squared errors of the variance: against T both fall with exponents of -0.87±0.01 and -0.85±0.05 (-1 in the limit).
 At small h and T = 1 SGHMC's grows with h (exponent 1.43±0.16, as the square of the bias adds to the theorem's h/T), but
@@ -50,10 +50,10 @@ from lightning_sgmcmc.simulation.gradient_estimators import (
 )
 from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
 from recipes.shared.jobs import run_jobs
+from recipes.shared.pictures import panels
 from recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -67,7 +67,7 @@ UNDERDAMPED = functools.partial(UnderdampedLangevin, friction=FRICTION)
 
 @dataclass(frozen=True)
 class Method:
-    """How a line of a picture is run."""
+    """The settings of one curve in a picture."""
 
     sampler: Callable[..., Sampler]
     gradient: GradientEstimator
@@ -77,7 +77,7 @@ class Method:
 H, H_OF_GUESSES, H_OF_FRICTION = 0.05, 0.07, 0.02
 COMPARED = {
     "SGLD": Method(SGLD, UniformGradient(), 5e-3),
-    # The preconditioner of the gradient of U/N, as in Li et al. 2016; beside it that of the gradient of U.
+    # The preconditioner of the gradient of U/N, as in Li et al. 2016, and that of the gradient of U.
     "pSGLD": Method(functools.partial(pSGLD, eps=1e-5 * DATA), UniformGradient(), 5e-3 * DATA),
     "pSGLD, of the gradient of U": Method(pSGLD, UniformGradient(), 5e-3),
     "SGHMC": Method(UNDERDAMPED, UniformGradient(), H),
@@ -153,7 +153,7 @@ def divergence_job(draw: int, options: Options) -> dict[str, list[tuple[float, f
 def squared_errors(
     target: GaussianSum, gradient: GradientEstimator, h: float, times: Sequence[float], chains: int, seed: int
 ) -> list[float]:
-    """Return E(φ̂ - φ̄)²/φ̄² of time averages of φ = ‖θ - c̄‖² at times T = Kh, from chains that begin in the target."""
+    """Return E(φ̂ - φ̄)²/φ̄² of time averages of φ = ‖θ - c̄‖² at times T = Kh, from chains that start in the target."""
     generator = torch.Generator().manual_seed(derive_seed(seed, "target"))
     start = torch.randn(chains, 2, generator=generator, dtype=torch.float64) / DATA**0.5 + target.mean
     centre = target.mean.float()
@@ -260,7 +260,7 @@ def _divergence_rows(curves: dict[str, np.ndarray]) -> list[Row]:
 
 
 def _friction_row(h: float, targets: Sequence[GaussianSum]) -> Row:
-    """Say how far h·Γ is from 2, where Euler's step has its limit."""
+    """Return the row of the largest eigenvalue of h·Γ, which must be below 2 for Euler's step."""
     largest = [torch.linalg.eigvalsh(torch.cov(t.centres.T, correction=0))[-1] * DATA**2 for t in targets]
     values = [float(h * (FRICTION + h * one / 2)) for one in largest]
     return mean_row(f"EWSG-VR, h={h}", "largest eigenvalue of h·Γ (limit 2)", values)
@@ -269,17 +269,10 @@ def _friction_row(h: float, targets: Sequence[GaussianSum]) -> Row:
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def _panels(columns: int, rows: int, width: float, height: float) -> "tuple[Figure, list[Axes]]":
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
-
-
 def divergence_figure(curves: dict[str, np.ndarray]) -> "Figure":
     """Draw KL(target‖samples) against passes, in a panel for each question; bands are standard errors over draws."""
-    figure, panels = _panels(2, 2, 10, 8)
-    for axes, (title, methods) in zip(panels, PANELS.items(), strict=True):
+    figure, grid = panels(2, 2, 10, 8)
+    for axes, (title, methods) in zip(grid.flat, PANELS.items(), strict=True):
         for index, name in enumerate(methods):
             values = curves[name][:, :, 0]
             mean, error = values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
@@ -289,15 +282,15 @@ def divergence_figure(curves: dict[str, np.ndarray]) -> "Figure":
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("data passes")
         axes.legend(fontsize=7, framealpha=0.8, edgecolor="none")
-    for axes in panels[::2]:
+    for axes in grid[:, 0]:
         axes.set_ylabel("KL(target‖samples)")
     return figure
 
 
 def scaling_figure(errors: dict[str, np.ndarray]) -> "Figure":
     """Draw relative mean squared errors against T and h, with lines of the theorem's powers."""
-    figure, panels = _panels(3, 1, 11, 3.8)
-    for axes, (scale, x) in zip(panels, SCALES.items(), strict=True):
+    figure, grid = panels(1, 3, 11, 3.8)
+    for axes, (scale, x) in zip(grid.flat, SCALES.items(), strict=True):
         for index, name in enumerate(SCALED):
             values, fitted = errors[f"{name}, {scale}"], slope(x, errors[f"{name}, {scale}"])
             mean, error = values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
@@ -316,7 +309,7 @@ def scaling_figure(errors: dict[str, np.ndarray]) -> "Figure":
         axes.set_xticks(x, [f"{value:g}" for value in x])
         axes.legend(fontsize=8, frameon=False)
     titles = (f"h={H_OF_TIMES:g}", f"T={TIME_OF_SMALL:g}, less the limit h to 0", f"T={TIME_OF_LARGE:g}")
-    for axes, title in zip(panels, titles, strict=True):
+    for axes, title in zip(grid.flat, titles, strict=True):
         axes.set_title(title, fontsize=10)
-    panels[0].set_ylabel("MSE of the variance / variance²")
+    grid[0][0].set_ylabel("MSE of the variance / variance²")
     return figure

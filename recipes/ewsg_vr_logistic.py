@@ -1,26 +1,26 @@
-"""E4: test log likelihood of logistic regression on parkinsons and pima: SGHMC, EWSG, EWSG-VR and the full gradient.
+"""Test log likelihood of logistic regression on parkinsons and pima: SGHMC, EWSG, EWSG-VR and the full gradient.
 
 Li et al. 2021 (EWSG), appendix F and Figure 5, with b = 1 and M = 1: mean and standard deviation over independent
 chains of the test data's mean log likelihood, against data passes. The paper gives no prior, step sizes or friction
 here, and pictures without numbers. Ours: prior N(0, 10·I), inputs standardised, an intercept, γ = 10, 80/20 splits,
-chains from θ = 0. The step h is one for all methods, chosen by a rule that looks at no result: the largest eigenvalue
-of EWSG-VR's h·Γ at θ = 0, which Euler's step wants below 2, is 0.5, and 0.1 in a second run. The reference, in place of
-the paper's full gradient from the start, is the full gradient at the same h from draws of the Laplace approximation.
-Recordings of one speaker lie in both parts of parkinsons, so that its likelihoods flatter.
+chains from θ = 0. All methods have the same step h, chosen by a rule that looks at no result: the largest eigenvalue of
+EWSG-VR's h·Γ at θ = 0, which must be below 2 for Euler's step, is 0.5, and 0.1 in a second run. The reference is the
+full gradient at the same h from draws of the Laplace approximation, instead of the paper's full gradient from the
+start. Recordings of one speaker are in both parts of parkinsons, so its likelihoods are too high.
 
 Measured (`python -m recipes ewsg_vr_logistic`: 4 splits, 100 chains, 110 s of CPU time; ± is the standard error over
 splits). Distances to the reference, SGHMC / EWSG / EWSG-VR, on pima at 0.5: of the mean 0.072±0.007 / 0.063±0.012 /
 0.049±0.013, of the sd 0.047±0.002 / 0.038±0.003 / 0.006±0.001; at 0.1: 0.027±0.003 / 0.046±0.014 / 0.049±0.013 and
-0.019±0.002 / 0.016±0.004 / 0.005±0.001. So the paper's order holds there for the sd (at 0.1 EWSG's lead over SGHMC is
+0.019±0.002 / 0.016±0.004 / 0.005±0.001. So the paper's order holds on pima for the sd (at 0.1 EWSG's lead over SGHMC is
 within its error), but for the mean only at the large step, where EWSG's lead is within its error too, and at the small
-step SGHMC is nearest: the index chain prefers large gradients, and with one datum its exponents have a standard
-deviation of 88 and 38 at the two steps, so that M = 1 mostly takes the larger of two.
+step SGHMC is closest: the index chain prefers large gradients, and with one datum its exponents have a standard
+deviation of 88 and 38 at the two steps, so M = 1 mostly takes the larger of two.
 
-Parkinsons shows no order (of the mean 0.045±0.021 / 0.028±0.009 / 0.051±0.014 at 0.5): directions in which only the
-prior holds θ, with curvature 0.1, take longer than the quick run, and the full gradient from θ = 0 has not met the
-reference either. Uniform batches with EWSG-VR's friction lie nearest by far on pima (0.001 of mean and sd at 0.5): to
-first order EWSG's choice with x = √hγr/σ is a friction h·cov/(2T) itself, and EWSG-VR adds it once more. On parkinsons
-at 0.5 that one leaves for far places on one of the splits.
+Parkinsons has no clear order (of the mean 0.045±0.021 / 0.028±0.009 / 0.051±0.014 at 0.5): directions in which only the
+prior holds θ, with curvature 0.1, take longer than the quick run, and the full gradient from θ = 0 has not reached the
+reference either. Uniform batches with EWSG-VR's friction are closest by far on pima (0.001 of mean and sd at 0.5): to
+first order EWSG's choice with x = √hγr/σ is a friction h·cov/(2T) itself, and EWSG-VR adds it a second time. On
+parkinsons at 0.5 this method diverges on one of the splits.
 """
 
 import functools
@@ -61,7 +61,7 @@ SPLITS = {"quick": 4, "full": 10}
 CHAINS = {"quick": 100, "full": 1_000}
 PASSES = {"pima": {"quick": 8, "full": 60}, "parkinsons": {"quick": 32, "full": 100}}
 MARKS = 16
-LATE = 4  # marks in the end that count as the end
+LATE = 4  # the last marks, whose mean is the final value
 FULL_STEPS = {"quick": 2_000, "full": 20_000}
 METHODS: dict[str, GradientEstimator] = {
     "SGHMC": UniformGradient(),
@@ -77,9 +77,9 @@ class Problem:
     """A table's split.
 
     Attributes:
-        posterior: of the training part.
-        inputs: of the test part, with a column of ones, shape (n, d).
-        labels: of the test part, shape (n,).
+        posterior: the posterior given the training part.
+        inputs: the test inputs, with a column of ones, shape (n, d).
+        labels: the test labels, shape (n,).
     """
 
     posterior: LogisticRegressionSum
@@ -88,7 +88,7 @@ class Problem:
 
     @classmethod
     def load(cls, table: str, split: int, options: Options) -> "Problem":
-        """Read and split a table; a speaker's recordings may lie in both parts of parkinsons."""
+        """Read and split a table; a speaker's recordings may be in both parts of parkinsons."""
         seed = derive_seed(options.seed, "split", split) % 2**31
         data = UCIClassificationDataModule(
             table, options.data_root, test_fraction=TEST_FRACTION, seed=seed, intercept=True
@@ -112,7 +112,7 @@ class Problem:
         return (math.sqrt(FRICTION**2 + 2 * largest * limit) - FRICTION) / largest
 
     def laplace_draws(self, count: int, seed: int) -> Tensor:
-        """Return draws of the normal law at the mode, shape (count, d), where the reference begins."""
+        """Return draws of the normal law at the mode, shape (count, d), the start of the reference."""
         posterior = self.posterior
         x = torch.zeros(1, posterior.dimension).double()
         for _ in range(30):  # Newton's method: U is convex
@@ -172,7 +172,7 @@ def run(options: Options) -> list[Row]:
 
 
 def _rows(label: str, curves: dict[str, np.ndarray]) -> list[Row]:
-    """Return values in the end, distances to the full gradient, and their paired differences over splits."""
+    """Return final values, distances to the full gradient, and their paired differences over splits."""
     rows, ends = [], {name: values[:, -LATE:].mean(1) for name, values in curves.items()}
     words = ("mean", "sd")
     for name, values in ends.items():
@@ -205,7 +205,7 @@ def likelihood_figure(curves: dict[str, dict[str, np.ndarray]], options: Options
                 axes.plot(passes, by_method[name][0, :, column], ".-", color=f"C{index}", linewidth=1.2, label=name)
             level = by_method["reference"][0, -LATE:, column].mean()
             axes.axhline(level, color="black", linestyle=":", linewidth=1, label="full gradient, from Laplace")
-            # A method that left for far places would hide the others.
+            # A method that diverged would hide the others.
             shown = np.array([by_method[name][0, :, column] for name in ("SGHMC", "EWSG", "EWSG-VR", FULL)])
             margin = 0.2 * (shown.max() - shown.min())
             axes.set_ylim(min(shown.min(), level) - margin, max(shown.max(), level) + margin)

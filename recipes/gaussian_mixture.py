@@ -1,8 +1,8 @@
-"""A1: a mixture of two Gaussians by contour SGLD, with known π and without contour (CSGLD, Figures 1, 2 and 4).
+"""A mixture of two Gaussians by contour SGLD, with known π and without contour (CSGLD, Figures 1, 2 and 4).
 
 0.4·N(-6, 1) + 0.6·N(4, 1) and 1/6·N(-6, 1) + 5/6·N(4, 1) with τ = 1, ζ = 0.75, m = 50, Δu = 1, ω = 1/(k^0.6 + 100), the
 scheme of eq. (10), gradient noise of variance 0.01, ten chains; the first edge, which the paper does not give, is 2.
-`full` makes the paper's 10⁷ steps, `quick` 10⁶. KSGLD keeps π at the truth. "bin" weighs by π(J)^ζ as the paper does,
+`full` makes the paper's 10⁷ steps, `quick` 10⁶. KSGLD keeps π at the truth. "bin" weights by π(J)^ζ as the paper does,
 "interpolated" by Ψ(U)^ζ, for which the fixed point is exact. The paper gives pictures and no numbers.
 
 Measured (quick, 10 chains from both modes): the mean absolute error of E[x] at 10⁶ steps is 4.5 ± 0.5 by SGLD, which
@@ -54,7 +54,7 @@ def true_masses(target: GaussianMixture) -> torch.Tensor:
 
 
 def chains(target: GaussianMixture, contour: ContourRun | None, lr: float, steps: int, seed: int) -> Simulation:
-    """Run ten chains, half from each mode, and note the weighted mean along the way."""
+    """Run ten chains, half from each mode, and record the weighted mean along the way."""
     start = torch.tensor([[-6.0], [4.0]]).repeat(REPEATS // 2, 1)
     marks = sorted({int(mark) for mark in np.geomspace(1000, steps, 13)})
     options: dict[str, Any] = {"initial": start, "observe": lambda x: x, "checkpoints": marks, "seed": seed}
@@ -79,7 +79,7 @@ def variation(run: Simulation, contour: ContourRun, target: GaussianMixture) -> 
 
 
 def shared_variation(target: GaussianMixture, contour: ContourRun, lr: float, options: Options) -> float:
-    """Return the total-variation error of one π that many chains learn together, so that ε is what is left."""
+    """Return the total-variation error of one π that many chains learn together, so that only ε's bias remains."""
     start = torch.tensor([[-6.0], [4.0]]).repeat(SHARING // 2, 1)
     many = replace(contour, shared=True)
     run = simulate(
@@ -149,7 +149,7 @@ def _pictures(run: Simulation, contour: ContourRun | None, target: GaussianMixtu
 
 
 def _flattened(run: Simulation, target: GaussianMixture) -> Any:
-    """Draw the density that is flattened for several ζ, and the weighted draws against the target."""
+    """Draw the flattened density for several ζ, and the weighted draws against the target."""
     x = torch.linspace(-11, 9, 401, dtype=torch.float64)
     density = torch.exp(-target.energy(x[:, None]))
     curves: dict[str, Sequence[float]] = {}

@@ -2,31 +2,28 @@
 
 Zhang et al. 2020 (cSG-MCMC), section 5.2 and Table 1: 5,000 samples after 1,000 of burn-in, median effective sample
 size (ESS) over the coefficients. The paper gives neither prior, batch size, step sizes, friction, cycles nor estimator;
-ours stand below. Beside the ESS stands what it hides: the error of the chain's mean and covariance against a long
-full-gradient run, which importance sampling checks. One over the squared error of the mean is the number of independent
-draws that would do as well.
+ours are in the settings below. The table also has what the ESS hides: the error of the chain's mean and covariance
+against a long full-gradient run, which importance sampling checks. One over the squared error of the mean is the number
+of independent draws that would do as well.
 
 Ours are 4 to 34 times below the paper's figures, and the cyclical samplers lie below the plain ones, not above. Both
-hang on the step size. With a sample a step and exact gradients, SGLD's ESS is E·n only where variances are 1+E times
-too large (of a Gaussian; batches add more), so the paper's 2,199 of 5,000 means 44 % or more, unless its samples lie
-several steps apart; ours are held to some 10 %. At four times the step (`step_sizes.png`) the figures rise towards the
-paper's, and the variances are about double. At equal bias a falling step is no gain on one mode: most of a cycle's
+depend on the step size. With a sample a step and exact gradients, SGLD's ESS is E·n only where variances are 1+E times
+too large (of a Gaussian; batches add more), so the paper's 2,199 of 5,000 means 44 % or more, unless its samples are
+several steps apart; ours are limited to about 10 %. At four times the step (`step_sizes.png`) the figures rise towards
+the paper's, and the variances about double. At equal bias a falling step is no gain on one mode: most of a cycle's
 samples come from its small steps. The cyclical ones lead where the plain samplers' steps fall as k^-0.55, as in its
 mixture experiment, from the cyclical ones' own first step ("falling" in the table): but then a hundredfold smaller step
 is compared, not a schedule.
 
 The estimator is Geyer's initial monotone sequence in ArviZ (`method="mean"`, two halves of the chain), cut at the
-number of samples. It stops at the first negative lobe of the autocorrelation, so of SGHMC's swinging chains it says too
-little.
+number of samples. It stops at the first negative lobe of the autocorrelation, so for SGHMC's oscillating chains the ESS
+is too low.
 """
 
-import logging
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytorch_lightning as pl
@@ -37,22 +34,23 @@ from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Bernoulli, GaussianPri
 from lightning_sgmcmc.callbacks import CyclicalSchedule, SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
 from lightning_sgmcmc.diagnostics.chains import import_arviz
-from lightning_sgmcmc.diagnostics.samples import autocorrelation, effective_sample_size
-from recipes.shared.jobs import quiet_trainer
+from lightning_sgmcmc.diagnostics.samples import autocorrelation
+from recipes.shared.jobs import quiet_trainer, silence_lightning
+from recipes.shared.logistic import LogisticPosterior, Reference, full_gradient_reference, importance_reference
+from recipes.shared.pictures import outside_legend, panels
 from recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
 SAMPLES, BURN_IN = 5_000, 1_000
 BATCH_SIZE = 100
-PRIOR_STD = 10.0  # the variance 100 of Girolami & Calderhead 2011, who brought these tables to MCMC
+PRIOR_STD = 10.0  # the variance 100 of Girolami & Calderhead 2011, who introduced these tables to MCMC
 CYCLES, EXPLORATION, DECAY = 30, 0.25, 0.55  # the paper's for its mixture of Gaussians
 SAMPLERS = {"SGLD": SGLD, "cSGLD": SGLD, "SGHMC": SGHMC, "cSGHMC": SGHMC}  # SGHMC's friction is 0.1
-# The rule: of 1, 1.5, 2, 3, 5, 7 times powers of ten the largest whose variances are at most 10 % too large, on the
-# average over the coefficients (against importance sampling, 16 chains). For the cyclical samplers it is lr_0.
+# The rule: of 1, 1.5, 2, 3, 5, 7 times powers of ten, the largest lr with variances at most 10 % too large, averaged
+# over the coefficients (against importance sampling, 16 chains). For the cyclical samplers it is lr_0.
 LR = {
     "australian": {"SGLD": 1.0, "cSGLD": 3.0, "SGHMC": 0.3, "cSGHMC": 0.5},
     "german": {"SGLD": 0.5, "cSGLD": 1.5, "SGHMC": 0.1, "cSGHMC": 0.2},
@@ -74,7 +72,7 @@ COLOURS = {"SGLD": "tab:blue", "cSGLD": "tab:cyan", "SGHMC": "tab:red", "cSGHMC"
 def run(options: Options) -> list[Row]:
     """Run all samplers on all tables."""
     torch.set_num_threads(1)
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    silence_lightning()
     rows: list[Row] = []
     studies = [study(table, options) for table in LR]
     for one in studies:
@@ -83,117 +81,6 @@ def run(options: Options) -> list[Row]:
     for name, draw in PICTURES.items():
         draw(studies).savefig(options.out / f"{name}.png", dpi=120)
     return rows
-
-
-# -- the posterior, and two ways to know it ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LogisticPosterior:
-    """U(θ) = Σ_i [softplus(x_iᵀθ) - y_i·x_iᵀθ] + ‖θ‖²/(2·std²), up to a constant, in float64.
-
-    Attributes:
-        x: inputs with a column of ones, shape (N, d).
-        y: labels 0 and 1, shape (N,).
-        std: standard deviation of the Gaussian prior.
-    """
-
-    x: Tensor
-    y: Tensor
-    std: float
-
-    def potential(self, theta: Tensor) -> Tensor:
-        """Return U of many points (m, d), shape (m,)."""
-        logits = theta @ self.x.T
-        data = nn.functional.softplus(logits).sum(1) - logits @ self.y
-        return data + theta.square().sum(1) / (2 * self.std**2)
-
-    def gradient(self, theta: Tensor) -> Tensor:
-        """Return ∇U of many points (m, d), shape (m, d)."""
-        return ((theta @ self.x.T).sigmoid() - self.y) @ self.x + theta / self.std**2
-
-    @cached_property
-    def laplace(self) -> tuple[Tensor, Tensor]:
-        """The mode, shape (d,), and a factor L, shape (d, d): LLᵀ is the inverse of the Hessian there."""
-        theta = self.x.new_zeros(1, self.x.shape[1])
-        for _ in range(30):  # Newton's method: U is convex
-            p = (theta @ self.x.T).sigmoid().squeeze(0)
-            hessian = (self.x.T * (p * (1 - p))) @ self.x + torch.eye(len(self.x.T)).to(self.x) / self.std**2
-            theta = theta - torch.linalg.solve(hessian, self.gradient(theta).T).T
-        return theta.squeeze(0), torch.linalg.cholesky(torch.linalg.inv(hessian))
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What a sampler is measured against.
-
-    Attributes:
-        mean: posterior mean, shape (d,).
-        std: posterior standard deviations, shape (d,).
-        draws: points of the posterior, shape (m, d); empty for weighted ones.
-        effective: the effective number of draws behind it, where it is known.
-    """
-
-    mean: Tensor
-    std: Tensor
-    draws: Tensor
-    effective: float | None = None
-
-    def mean_error(self, mean: Tensor) -> float:
-        """Return the root mean square, over the coefficients, of the error in posterior standard deviations."""
-        return float(((mean - self.mean) / self.std).square().mean().sqrt())
-
-    def variance_ratio(self, std: Tensor) -> float:
-        """Return tr(D⁻¹Σ)/d with D the reference's variances: the trace that no one coefficient rules."""
-        return float((std / self.std).square().mean())
-
-
-def full_gradient_reference(posterior: LogisticPosterior, steps: int, seed: int, chains: int) -> Reference:
-    """Return what many long chains of SGHMC with the full gradient say.
-
-    They walk in z, θ = mode + Lz, where the posterior is almost standard normal. There a step a makes variances larger
-    by the factor 1/(1 - a/(2(2-η))): half a per cent.
-
-    Args:
-        posterior: the target.
-        steps: steps of each chain, of which the first tenth is left out.
-        seed: seed of the noise.
-        chains: number of chains.
-    """
-    mode, factor = posterior.laplace
-    generator = torch.Generator().manual_seed(seed)
-    z = nn.Parameter(torch.randn(chains, len(mode), generator=generator, dtype=mode.dtype))
-    sampler = SGHMC([z], lr=0.02, friction=0.2, num_data=1, num_chains=chains, seed=seed)
-    kept = []
-    for step in range(steps):
-        z.grad = posterior.gradient(mode + z.detach() @ factor.T) @ factor
-        sampler.step()
-        if step >= steps // 10 and step % 5 == 0:
-            kept.append(mode + z.detach() @ factor.T)
-    draws = torch.cat(kept)
-    return Reference(draws.mean(0), draws.std(0), draws)
-
-
-def importance_reference(posterior: LogisticPosterior, proposals: int, seed: int, df: float = 8.0) -> Reference:
-    """Return what self-normalised importance sampling says, from a Student-t at the Laplace approximation.
-
-    Args:
-        posterior: the target.
-        proposals: number of proposals.
-        seed: their seed.
-        df: degrees of freedom.
-    """
-    mode, factor = posterior.laplace
-    rng = np.random.default_rng(seed)
-    student = rng.standard_normal((proposals, len(mode))) / np.sqrt(rng.chisquare(df, (proposals, 1)) / df)
-    z = torch.as_tensor(student, dtype=mode.dtype)
-    theta = mode + z @ factor.T
-    energy = torch.cat([posterior.potential(part) for part in theta.split(10_000)])
-    log_weights = -energy + (df + len(mode)) / 2 * (z.square().sum(1) / df).log1p()
-    weights = log_weights.softmax(0)
-    mean = weights @ theta
-    std = (weights @ (theta - mean).square()).sqrt()
-    return Reference(mean, std, theta[:0], effective_sample_size(log_weights))
 
 
 # -- one chain --------------------------------------------------------------------------------------------------------
@@ -212,10 +99,11 @@ class WeightCollector(SamplerCallback):
 def sample_chain(
     data: pl.LightningDataModule, features: int, method: str, lr: float, seed: int, falling: bool = False
 ) -> Tensor:
-    """Return the samples of a fit behind burn-in, shape (SAMPLES, d), in float64.
+    """Return the samples of a fit after burn-in, shape (SAMPLES, d), in float64.
 
-    The plain samplers give a sample a step. A cycle gives one at each step of its sampling stage, so a cyclical run
-    is longer by 1/(1-β): the paper's equal number of samples, not equal cost. Its burn-in is whole cycles. With
+    The plain samplers draw a sample at every step. A cycle draws one at every step of its sampling stage, so a cyclical
+    run is longer by 1/(1-β): the number of samples is equal, as in the paper, and the cost is not. Its burn-in is a
+    number of whole cycles. With
     `falling` a plain sampler's step size is lr·k^-0.55.
     """
     torch.manual_seed(seed)
@@ -242,9 +130,7 @@ def sample_chain(
         devices=1,
         callbacks=[schedule, collector],
     )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(LeafSpec|across ranks is zero).*")  # at each of the many fits
-        trainer.fit(module, datamodule=data)
+    trainer.fit(module, datamodule=data)
     return torch.stack(collector.draws[-SAMPLES:]).double()
 
 
@@ -260,7 +146,7 @@ def coefficient_ess(draws: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Measures:
-    """What is said of one chain."""
+    """The measures of one chain."""
 
     median_ess: float
     mean_error: float
@@ -277,13 +163,13 @@ class Measures:
 
 @dataclass(frozen=True)
 class Study:
-    """All that was measured on one table.
+    """The measures of all samplers on one table.
 
     Attributes:
         table: its name.
         repeats: by method, the measures of each repeat.
         other_steps: by method, factor on lr and the measures.
-        falling: of the plain methods, the measures with a falling step size.
+        falling: by plain method, the measures with a falling step size.
         draws: by method, the samples of the first repeat.
         typical: the coefficient whose ESS is the median one of SGLD's.
         slowest: the one whose ESS is SGLD's lowest.
@@ -365,21 +251,9 @@ def study(table: str, options: Options) -> Study:
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def _panels(rows: int, columns: int, width: float, height: float) -> "tuple[Figure, Any]":
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False)
-
-
-def _outside_legend(figure: "Figure", axes: "Axes") -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-
-
 def ess_figure(studies: Sequence[Study]) -> "Figure":
-    """Draw the median ESS of each sampler beside the paper's."""
-    figure, grid = _panels(1, len(studies), 10, 3.6)
+    """Draw the median ESS of each sampler next to the paper's."""
+    figure, grid = panels(1, len(studies), 10, 3.6)
     places = np.arange(len(SAMPLERS))
     for axes, one in zip(grid[0], studies, strict=True):
         ours = [mean_row(method, "", one.ess(method)) for method in SAMPLERS]
@@ -400,13 +274,13 @@ def ess_figure(studies: Sequence[Study]) -> "Figure":
         axes.set_yscale("log")
         axes.set_ylim(30, 12_000)
     grid[0][0].set_ylabel(f"median ESS of {SAMPLES:,} samples")
-    _outside_legend(figure, grid[0][0])
+    outside_legend(figure, grid[0][0])
     return figure
 
 
 def step_size_figure(studies: Sequence[Study]) -> "Figure":
-    """Draw the median ESS against the variances' bias, along step sizes."""
-    figure, grid = _panels(1, len(studies), 10, 3.9)
+    """Draw the median ESS against the variances' bias for several step sizes."""
+    figure, grid = panels(1, len(studies), 10, 3.9)
     for axes, one in zip(grid[0], studies, strict=True):
         for method in SAMPLERS:
             chains = [*((1.0, measures) for measures in one.repeats[method][:1]), *one.other_steps[method]]
@@ -422,13 +296,13 @@ def step_size_figure(studies: Sequence[Study]) -> "Figure":
         axes.set_xlabel("variance / reference's (dots grow with lr)")
         axes.set_title(one.table.capitalize())
     grid[0][0].set_ylabel("median ESS (dotted: paper)")
-    _outside_legend(figure, grid[0][0])
+    outside_legend(figure, grid[0][0])
     return figure
 
 
 def autocorrelation_figure(studies: Sequence[Study], lags: int = 150) -> "Figure":
     """Draw the autocorrelation of the coefficient with the median ESS."""
-    figure, grid = _panels(1, len(studies), 10, 3.6)
+    figure, grid = panels(1, len(studies), 10, 3.6)
     for axes, one in zip(grid[0], studies, strict=True):
         axes.axhline(0, color="black", linewidth=0.6)
         for method, draws in one.draws.items():
@@ -436,7 +310,7 @@ def autocorrelation_figure(studies: Sequence[Study], lags: int = 150) -> "Figure
         axes.set_title(f"{one.table.capitalize()}, coefficient {one.typical}")
         axes.set_xlabel("lag (samples)")
     grid[0][0].set_ylabel("autocorrelation")
-    _outside_legend(figure, grid[0][0])
+    outside_legend(figure, grid[0][0])
     return figure
 
 
@@ -444,7 +318,7 @@ def marginal_figure(studies: Sequence[Study]) -> "Figure":
     """Draw the marginal densities of two coefficients, the typical and the slowest, against the reference."""
     from scipy.stats import gaussian_kde
 
-    figure, grid = _panels(2, len(studies), 10, 5.6)
+    figure, grid = panels(2, len(studies), 10, 5.6)
     for column, one in enumerate(studies):
         for row, (index, word) in enumerate(((one.typical, "typical"), (one.slowest, "slowest"))):
             axes = grid[row][column]
@@ -459,7 +333,7 @@ def marginal_figure(studies: Sequence[Study]) -> "Figure":
             axes.set_ylim(0)
     for row in range(2):
         grid[row][0].set_ylabel("density")
-    _outside_legend(figure, grid[0][0])
+    outside_legend(figure, grid[0][0])
     return figure
 
 

@@ -1,30 +1,30 @@
-"""E5: a normal model of log-normal data by EWSG, FlyMC and random-walk Metropolis (EWSG, appendix G.1).
+"""A normal model of log-normal data by EWSG, FlyMC and random-walk Metropolis (EWSG, appendix G.1).
 
 100,000 values exp(N(0, 1)), the model N(μ, σ²) with a flat prior on (μ, log σ); its posterior is known in closed form.
 EWSG: b = 10,900, M = 1, h = 1e-4, γ = 300, 1,090 passes, which are 5,000 steps of two batches (with uniform batches
 10,000 steps). FlyMC: a tenth of the data resampled a step, 10,000 iterations, a step learned in the first 1,000.
-Random-walk Metropolis: all data, the same. The first 1,000 draws of all are left out. A repeat is another data set. All
-start at the log-normal's own mean and log standard deviation, as in the program that the paper points at for FlyMC
-(Bardenet et al. 2017): 3 to 9 posterior standard deviations away in log σ, whose posterior does not know how much heavy
-tails scatter it.
+Random-walk Metropolis: all data, the same. The first 1,000 draws of every method are discarded. Each repeat has its own
+data set. All start at the log-normal's own mean and log standard deviation, as in the program that the paper points at
+for FlyMC (Bardenet et al. 2017): 3 to 9 posterior standard deviations away in log σ, because the model's posterior
+ignores how much heavy tails scatter log σ.
 
-That program's bound takes one error constant M for all data, the farthest one's, where each can have its own: both are
-here. Its M also moves with the proposal, so that it leaves no joint density as it is; ours holds in a fixed region, and
-the lights are drawn from their law at the start, where the program switches on a tenth of them.
+That program's bound uses the farthest datum's error constant M for all data, although each datum can have its own; both
+variants are here. Its M also changes with the proposal, so it leaves no joint density invariant. Ours holds in a fixed
+region, and the lights are drawn from their law at the start, whereas the program switches on a tenth of them.
 
 Measured (quick, 4 data sets):
 
-- FlyMC with one M is as the paper has it: 10.24 ± 0.04 % of the data used (10.9), an autocorrelation of μ of 0.57 ±
-  0.10 at lag 500, a time of 1,600 ± 290 iterations, its mean 1.2 ± 0.2 sds from the truth. With M of each datum's own,
-  hardly a light is on (0.07 in an iteration); the times are 37 ± 4 (μ) and 5.2 ± 0.3 (log σ), like random-walk
-  Metropolis' 18 and 7, and mean and variance are right: what is slow is the loose bound, not FlyMC on a wrong model.
+- FlyMC with one M behaves as in the paper: 10.24 ± 0.04 % of the data used (10.9), an autocorrelation of μ of 0.57 ±
+  0.10 at lag 500, a time of 1,600 ± 290 iterations, its mean 1.2 ± 0.2 sds from the truth. With one M for each datum,
+  hardly a light is on (0.07 in an iteration). The times are 37 ± 4 (μ) and 5.2 ± 0.3 (log σ), like random-walk
+  Metropolis' 18 and 7, and mean and variance are right: the loose bound is slow, not FlyMC on a wrong model.
 - EWSG's autocorrelation is gone at lag 500, as in the paper; its times (235 ± 30 and 43 ± 1) are those of its step and
-  friction, full gradients have the same, and FlyMC with own M is six to eight times faster by iterations of half the
-  data. Its place is not right: log σ spreads 3.0 ± 0.4 times as wide as the posterior, and its mean is 1.0 ± 0.4 sds
-  too high. Uniform batches of the same passes spread 3.7 ± 0.3 times, without a shift (0.05 ± 0.09); with full
-  gradients the ratio is 1.00 ± 0.01, so that it is the batches' noise and not h. EWSG takes a part of that away, and
-  pays with a shift: it prefers the larger of two gradients, and heavy tails make gradients of log σ skewed. The paper
-  shows a scatter around the mode and no scale of the posterior beside it.
+  friction and are the same with full gradients; FlyMC with one M for each datum is six to eight times faster per
+  iteration, with half the data. Its stationary law is wrong: log σ spreads 3.0 ± 0.4 times as wide as the posterior,
+  and its mean is 1.0 ± 0.4 sds too high. Uniform batches of the same passes spread 3.7 ± 0.3 times, without a shift
+  (0.05 ± 0.09); with full gradients the ratio is 1.00 ± 0.01, so the cause is the batches' noise and not h. EWSG
+  removes a part of it at the price of a shift: it prefers the larger of two gradients, and heavy tails make gradients
+  of log σ skewed. The paper shows a scatter around the mode without the posterior's scale.
 """
 
 import functools
@@ -62,7 +62,7 @@ DATA = 100_000
 REPEATS = {"quick": 4, "full": 20}
 ITERATIONS, BURN_IN = 10_000, 1_000
 RESAMPLED = DATA // 10
-ACCEPTANCE = 0.5  # of the program that the paper points at; it starts from a step of 1/√N
+ACCEPTANCE = 0.5  # as in the program that the paper cites, which starts from a step of 1/√N
 RADIUS = (0.1, 0.1)
 BATCH, STEP, FRICTION, PASSES = 10_900, 1e-4, 300.0, 1090
 COORDINATES = ("μ", "log σ")
@@ -167,7 +167,7 @@ def run(options: Options) -> list[Row]:
     """Run all methods on all repeats, draw the pictures, return the table."""
     torch.set_num_threads(1)
     repeats = range(REPEATS[options.scale])
-    methods = [*FLYMC, *GRADIENTS, "random walk"]  # the longest first
+    methods = [*FLYMC, *GRADIENTS, "random walk"]  # longest first
     jobs = [(method, repeat) for method in methods for repeat in repeats]
     found = run_jobs(one, jobs, options, in_turn=False)
     chains = {method: [found[method, repeat] for repeat in repeats] for method in COLOURS}
@@ -225,7 +225,7 @@ def autocorrelation_figure(chains: dict[str, list[Chain]]) -> "Figure":
 
 
 def samples_figure(chains: dict[str, list[Chain]]) -> "Figure":
-    """Draw the first repeat's draws over the posterior's contours of 50, 90 and 99 % (it is normal, but for 1/N)."""
+    """Draw the first repeat's draws over the posterior's contours of 50, 90 and 99 % (normal up to 1/N)."""
     from matplotlib.figure import Figure
 
     shown = ("EWSG", "uniform batches", "FlyMC, one M", "FlyMC, own M")

@@ -1,36 +1,36 @@
-"""E3: Bayesian networks on MNIST by EWSG and its rivals, equal in data passes (EWSG, Tables 2 and 3).
+"""Bayesian networks on MNIST by EWSG and other samplers, at equal data passes (EWSG, Tables 2 and 3).
 
 A perceptron 784-100-10 and a convolutional network under a standard normal prior on weights and biases; the figure is
 the test error of the average over 100 samples from the second half of a run, which starts at torch's initialisation.
-EWSG (M = 1) makes half as many steps, of twice the size, so that all have computed as many gradients.
+EWSG (M = 1) makes half as many steps, of twice the size, so that all compute the same number of gradients.
 
-What the paper leaves open, and how it is read here:
+What the paper leaves open, and our choices:
 
 * h of the underdamped methods is the time step, and γ the friction, of the equation for the mean potential U/N at
   temperature 1/N: h/√N and γ·√N of the one for U, a step size of h² of the mean potential and a momentum of 1 - hγ.
-  With h itself on U (a step size of h²·N = 0.24, a momentum of 0.9998) the noise of mini-batches heats the chain beyond
-  any bound: at h = 2e-3 (and 1e-3) and γ = 0.1 the perceptron is at 90 % error within 5 passes, with pixels in [0, 1]
-  as with standardised ones. Table 3's h = 10/(b(M+1)) is read likewise.
+  With h itself on U (a step size of h²·N = 0.24, a momentum of 0.9998) the noise of mini-batches heats the chain
+  without bound: at h = 2e-3 (and 1e-3) and γ = 0.1 the perceptron is at 90 % error within 5 passes, with pixels in [0,
+  1] as with standardised ones. Table 3's h = 10/(b(M+1)) has the same meaning.
 * SGLD's h is of U: `lr` = h·N.
 * pSGLD preconditions by gradients of the sum. Its G is then 1/N of this library's, whose gradients are of the mean: so
   `lr` = h, and λ = 1e-5/N. (G by the mean's gradients and h of U would be an `lr` of 6.)
-* Images are standardised by the training part's mean and deviation. "100 independent samples" are 100 states at even
-  distances; Table 3 has 10.
+* Images are standardised by the training part's mean and deviation. "100 independent samples" are 100 evenly spaced
+  states; Table 3 has 10.
 
-"SGHMC, EWSG's step" is no row of the paper: it tells what of EWSG's gain is its larger step. CP-SGHMC has batches
-stratified by k-means with 10 clusters. These take out 18 % of the mini-batch gradient's variance at the start, 1 %
+"SGHMC, EWSG's step" is not in the paper: it shows how much of EWSG's gain comes from its larger step. CP-SGHMC has
+batches stratified by k-means with 10 clusters. They remove 18 % of the mini-batch gradient's variance at the start, 1 %
 after one pass of SGD, 0.3 % after six (10,000 images; by the true labels 33, 18 and 7 %).
 
-`full` is the paper's setting (a GPU makes the 10 repeats side by side), which has not been run. `quick` is the
+`full` is the paper's setting (a GPU runs the 10 repeats side by side), which has not been run. `quick` is the
 perceptron on the first 10,000 images, 40 passes, three repeats: 30 times fewer steps, all 12 times as large, so 0.4 of
-the paper's time of the equation. A posterior of 10,000 data is another than the paper's, and its errors are larger.
+the paper's time of the equation. The posterior of 10,000 data differs from the paper's, and its errors are larger.
 
-Measured (`python -m recipes mnist_bnn`, seeds 0 to 2, 5.6 minutes of processor time): test errors in % of pSGLD
-6.50 ± 0.07, SGLD 6.70 ± 0.04, CP-SGHMC 7.05 ± 0.09, SGHMC at EWSG's step 7.15 ± 0.13, SGHMC 7.24 ± 0.11, EWSG 7.27 ±
-0.04. This is not the paper's order: EWSG - SGHMC is 0.02 ± 0.10 (the paper -0.04), and EWSG is behind SGLD and pSGLD by
-0.57 ± 0.07 and 0.77 ± 0.06. The scale of the inputs, of which the paper says nothing, changes the order: with pixels
-in [0, 1], else the same, pSGLD is at 6.81 ± 0.07, EWSG 6.86 ± 0.11, SGHMC 7.04 ± 0.11, SGLD 7.40 ± 0.17, and EWSG -
-SGHMC is -0.19 ± 0.07. That was tried after the run above, with three seeds and without the other two methods.
+Measured (`python -m recipes mnist_bnn`, seeds 0 to 2, 5.6 minutes of processor time): test errors in % of pSGLD 6.50 ±
+0.07, SGLD 6.70 ± 0.04, CP-SGHMC 7.05 ± 0.09, SGHMC at EWSG's step 7.15 ± 0.13, SGHMC 7.24 ± 0.11, EWSG 7.27 ± 0.04.
+This is not the paper's order: EWSG - SGHMC is 0.02 ± 0.10 (the paper -0.04), and EWSG is worse than SGLD and pSGLD by
+0.57 ± 0.07 and 0.77 ± 0.06. The scale of the inputs, which the paper does not state, changes the order: with pixels in
+[0, 1] and all else equal, pSGLD has 6.81 ± 0.07, EWSG 6.86 ± 0.11, SGHMC 7.04 ± 0.11, SGLD 7.40 ± 0.17, and EWSG -
+SGHMC is -0.19 ± 0.07. This was tried after the run above, with three seeds and without the other two methods.
 """
 
 import functools
@@ -47,7 +47,7 @@ from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior, Posteri
 from lightning_sgmcmc.batches.clustered import ClusteredOrder, cluster_data
 from lightning_sgmcmc.callbacks import EWSG, SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import MNISTDataModule, Split
-from recipes.shared.jobs import hush, quiet_trainer, run_jobs
+from recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
 from recipes.shared.results import Options, Row, mean_row
 
 NUM_DATA = 60_000
@@ -85,15 +85,15 @@ PAPER_BATCHES = {  # by b and M+1: EWSG, and SGHMC with batches of b·(M+1)
 
 @dataclass(frozen=True)
 class Setting:
-    """What differs between quick and full.
+    """Settings that differ between quick and full.
 
     Attributes:
-        images: N; the first so many of MNIST's training images.
-        epochs: data passes of a run; samples are taken in their second half.
-        coarser: by what the paper's steps are multiplied, for runs of fewer of them.
-        repeats: of each run.
-        networks: which are run.
-        batches: whether the table of b×(M+1) is made.
+        images: N: the first images of MNIST's training images.
+        epochs: data passes of a run; samples are drawn in the second half.
+        coarser: factor of the paper's step sizes, for runs of fewer steps.
+        repeats: repeats of each run.
+        networks: the networks to run.
+        batches: whether to make the table of b×(M+1).
     """
 
     images: int = NUM_DATA
@@ -137,20 +137,20 @@ def main_cases(setting: Setting) -> list[Case]:
 
 
 def batch_cases(batch: int, candidates: int) -> tuple[Case, Case]:
-    """Return the runs of a cell of Table 3: EWSG, and SGHMC with as many data in a step."""
+    """Return the runs of a cell of Table 3: EWSG, and SGHMC with the same number of data per step."""
     step = 10 / (batch * candidates)
     ewsg = Case("MLP", "EWSG", step, batch, candidates, samples=10)
     return ewsg, Case("MLP", "SGHMC", step, batch * candidates, samples=10)
 
 
 def cases(setting: Setting) -> list[Case]:
-    """Return all runs of a setting, each once: several cells of Table 3 have one and the same SGHMC."""
+    """Return all runs of a setting, each once; several cells of Table 3 share one SGHMC run."""
     cells = [batch_cases(*cell) for cell in PAPER_BATCHES] if setting.batches else []
     return list(dict.fromkeys([*main_cases(setting), *itertools.chain.from_iterable(cells)]))
 
 
 class FirstImages(MNISTDataModule):
-    """The first training images of MNIST, as many as the setting says; and all test images."""
+    """The first training images of MNIST, as many as in the setting, and all test images."""
 
     def __init__(self, setting: Setting, batch_size: int, options: Options, flatten: bool) -> None:
         super().__init__(options.data_root, batch_size, val_size=0, flatten=flatten, device_resident=True)
@@ -245,7 +245,7 @@ def passes(module: BayesianModule) -> float:
 
 
 def callbacks_of(case: Case, setting: Setting) -> list[pl.Callback]:
-    """Return the schedule, and what chooses mini-batches."""
+    """Return the schedule, and the callback that chooses mini-batches."""
     batches = math.ceil(setting.images / case.batch)
     steps = math.ceil(batches / case.candidates) * setting.epochs
     every = max(1, steps // 2 // case.samples)
@@ -256,8 +256,8 @@ def callbacks_of(case: Case, setting: Setting) -> list[pl.Callback]:
 
 
 def one(case: Case, seed: int, chains: int, clusters: Tensor, setting: Setting, options: Options) -> list[Curve]:
-    """Make one run, of one chain or of several."""
-    hush(options)
+    """Run one case, with one chain or several."""
+    prepare_run(options)
     pl.seed_everything(seed, verbose=False)
     data = FirstImages(setting, case.batch, options, flatten=case.network == "MLP")
     data.setup("fit")

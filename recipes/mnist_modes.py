@@ -1,44 +1,44 @@
-"""B1: MNIST digits 0 to 4 by SGD, SGLD and interacting contour SGLD, which leaves its modes (ICSGLD, Figure 2).
+"""MNIST digits 0 to 4 by SGD, SGLD and interacting contour SGLD, which leaves its modes (ICSGLD, Figure 2).
 
 `full` is the paper's setting, for a GPU: 30,596 images, two convolutions of 32 and 64 maps and two layers of 50, batch
 2500, ε = 1e-6, τ = 0.1, weight decay 25 (a Gaussian prior of standard deviation 1/5), ζ = 3e4, m = 100,000, Δu = 10, ω
-= min(0.01, 1/(k^0.6 + 100)), 500 epochs. The paper does not say how many chains there were, and the authors' program
-runs one; here there are 4. `quick` has the first 2,000 images as means of 2×2 pixels, a smaller network (8 and 16 maps,
-two layers of 20), batch 500, 2,000 steps and 3 chains; τ, Δu and the prior's precision are smaller by 2,000/30,596, so
-that they are the paper's for each image, ζ, m and ω are the paper's, and the step size is 3.3 times as large (lr = ε·N
-= 0.1) because the run is a third as long. SGLD is the sampler of all methods, at temperature 0 for SGD.
+= min(0.01, 1/(k^0.6 + 100)), 500 epochs. The paper does not state the number of chains, and the authors' program runs
+one; here there are 4. `quick` has the first 2,000 images as means of 2×2 pixels, a smaller network (8 and 16 maps, two
+layers of 20), batch 500, 2,000 steps and 3 chains; τ, Δu and the prior's precision are smaller by 2,000/30,596, so that
+they are the paper's for each image, ζ, m and ω are the paper's, and the step size is 3.3 times as large (lr = ε·N =
+0.1) because the run is a third as long. SGLD is the sampler of all methods, at temperature 0 for SGD.
 
-As in the authors' program the energy is the data's alone, π(J) is what is learned by, and κ has no limits: nothing blew
-up in any run here. A bin next to one that was never visited has κ = 1 here; there it has the slope of the start.
+As in the authors' program the energy is the data's alone, the learning uses π(J), and κ has no limits; no run diverged
+here. A bin next to a bin that was never visited has κ = 1 here; in the program it keeps the slope of the start.
 
-What is counted: round trips of the mini-batch's loss from below 0.05 nats an image to above 0.25 and back below 0.05,
-in the second half of a run. The ± is the standard error over chains, which for ICSGLD are not independent. The
-pictures: all losses; and the first chain of each method, from one start, on the plane of the first two singular vectors
-of the centred paths (of a random projection of the weights that keeps distances to 4 %).
+The table counts round trips of the mini-batch's loss from below 0.05 nats an image to above 0.25 and back below 0.05,
+in the second half of a run. The ± is the standard error over chains, which for ICSGLD are not independent. The pictures
+show all losses, and the first chain of each method, from one start, on the plane of the first two singular vectors of
+the centred paths (of a random projection of the weights that keeps distances to 4 %).
 
-Measured (quick, seed 0; 200 s of CPU time, shared by two cores): round trips SGD 0, SGLD 0, ICSGLD
-10.7 ± 0.7, with wide bins (below) 3.7 ± 2; largest loss in the second half 0.032 ± 0.006, 0.029 ± 0.003, 2.2 ± 0.7, 4.1
-± 1.7; range from 5 to 95 % of its losses 0.015, 0.014, 0.07 ± 0.02, 0.20 ± 0.01; loss of the last 50 steps 0.0033,
-0.0033, 0.008 ± 0.003, 0.20 ± 0.04; κ < 0 in 33 % of ICSGLD's steps. SGD's and SGLD's losses only fall, ICSGLD's keep
-leaping: the paper's order. SGLD is hardly apart from SGD at this temperature.
+Measured (quick, seed 0; 200 s of CPU time, shared by two cores): round trips SGD 0, SGLD 0, ICSGLD 10.7 ± 0.7, with
+wide bins (below) 3.7 ± 2; largest loss in the second half 0.032 ± 0.006, 0.029 ± 0.003, 2.2 ± 0.7, 4.1 ± 1.7; range
+from 5 to 95 % of its losses 0.015, 0.014, 0.07 ± 0.02, 0.20 ± 0.01; loss of the last 50 steps 0.0033, 0.0033, 0.008 ±
+0.003, 0.20 ± 0.04; κ < 0 in 33 % of ICSGLD's steps. SGD's and SGLD's losses only fall, ICSGLD's keep leaping: the
+paper's order. At this temperature SGLD hardly differs from SGD.
 
-The paper's values to the letter on all 30,596 images, with quick's network and pixels and one chain for 6,000 steps:
-SGLD has no round trip, and its largest loss in the second half is 0.08; ICSGLD has 11, its largest loss is 2.8, κ lies
-between -23 and 26 and is negative in 31 % of the steps (30 to 36 % in the authors' logs); with κ limited to ±5 it has
-11 too, up to 1.6. So the published values do what Figure 2(a) shows. But 1.6 % of these steps are above 0.25: the
-losses leap, are below 0.1 again within 1 to 41 steps (mostly fewer than 10), and sink between leaps as SGLD's do
-(median 0.058 against 0.047). That is no walk in the energy: a batch's energy is off by 200 nats (standard deviation),
-20 bins, so κ hardly knows where the chain is. It is rather a noise of the step, which grows with the number of visits
-until it throws the chain out.
+The paper's exact values on all 30,596 images, with quick's network and pixels and one chain for 6,000 steps: SGLD has
+no round trip, and its largest loss in the second half is 0.08; ICSGLD has 11, its largest loss is 2.8, κ lies between
+-23 and 26 and is negative in 31 % of the steps (30 to 36 % in the authors' logs); with κ limited to ±5 it has 11 too,
+up to 1.6. So the published values reproduce Figure 2(a). But 1.6 % of these steps are above 0.25: the losses leap, are
+below 0.1 again within 1 to 41 steps (mostly fewer than 10), and sink between leaps as SGLD's do (median 0.058 against
+0.047). This is not a walk in energy: a batch's energy has a standard deviation of 200 nats, or 20 bins, so κ is hardly
+related to the chain's position. It acts as noise on the step, which grows with the number of visits until the chain
+leaves its mode.
 
 "ICSGLD, wide bins" is ours: Δu and ζ ten times the paper's, so ζτ/Δu and the reward of a visit are the same, 10,000
 bins, and κ limited to ±5 as in the authors' CIFAR program. Such chains stay at middle energies for hundreds of steps,
-their range of losses is 3 times ICSGLD's, and the price is paid in round trips and in accuracy (92.4 % against 98.2 at
-the end; samples would have to be weighed). Their number of round trips varies much: 7 ± 1.5 in a run with 20,000 bins,
-which differs in empty bins only; with κ limited to ±2 it was 3.7 ± 0.9, and at 30 times the paper's width 0 (1,600
-steps, 90.6 %).
+their range of losses is 3 times ICSGLD's, at the cost of round trips and of accuracy (92.4 % against 98.2 at the end;
+samples would have to be weighted). Their number of round trips varies much: 7 ± 1.5 in a run with 20,000 bins, which
+differs in empty bins only; with κ limited to ±2 it was 3.7 ± 0.9, and at 30 times the paper's width 0 (1,600 steps,
+90.6 %).
 
-`full` has not been run, but for two steps of one chain: no GPU was at hand.
+`full` has not been run, except for two steps of one chain: no GPU was available.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ from lightning_sgmcmc.datamodules import MNISTDataModule, Split
 from lightning_sgmcmc.diagnostics.geometry import classical_scaling, squared_distances, weight_sketch
 from lightning_sgmcmc.figures.contour import energy_walk_figure
 from lightning_sgmcmc.figures.samples import weight_paths_figure
-from recipes.shared.jobs import quiet_trainer, run_jobs
+from recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
 from recipes.shared.results import Options, Row, mean_row
 
 WIDE = "ICSGLD, wide bins"
@@ -72,16 +72,16 @@ LOW, HIGH = 0.05, 0.25
 
 @dataclass(frozen=True)
 class Setting:
-    """What differs between quick and full.
+    """Settings that differ between quick and full.
 
     Attributes:
-        images: N; the first so many of digits 0 to 4.
-        pixels: width of the images; 14 is the means of 2×2 pixels, and goes with a smaller network.
-        batch: images in a batch.
-        epochs: of a run.
-        chains: of each method.
+        images: N: the first images of digits 0 to 4.
+        pixels: width of the images; 14 means averages of 2×2 pixels, with a smaller network.
+        batch: images per batch.
+        epochs: epochs of a run.
+        chains: chains of each method.
         lr: ε·N.
-        snapshots: epochs from one picture of the weights to the next.
+        snapshots: epochs between pictures of the weights.
     """
 
     images: int = NUM_DATA
@@ -94,7 +94,7 @@ class Setting:
 
     @property
     def share(self) -> float:
-        """Of the paper's data; energies, temperature and precision of the prior are that much smaller."""
+        """Share of the paper's data, by which energies, temperature and the prior's precision are scaled."""
         return self.images / NUM_DATA
 
 
@@ -105,7 +105,7 @@ class Walk(NamedTuple):
     """A run of a method.
 
     Attributes:
-        losses: of each step's mini-batch, in nats for each datum, shape (steps, C).
+        losses: loss of each step's mini-batch in nats per datum, shape (steps, C).
         multipliers: κ of each step, shape (steps, C).
         sketches: of the weights at each snapshot, shape (snapshots, C, dimension).
         accuracies: of the last states on the test images, shape (C,).
@@ -118,11 +118,11 @@ class Walk(NamedTuple):
 
 
 class FirstDigits(MNISTDataModule):
-    """The digits 0 to 4 of MNIST; the test images too.
+    """The digits 0 to 4 of MNIST, for training and test.
 
     Args:
         root: folder of the data sets.
-        setting: how many images of which size, and the batch.
+        setting: number and size of images, and the batch size.
     """
 
     def __init__(self, root: Path, setting: Setting) -> None:
@@ -147,7 +147,7 @@ def network(pixels: int) -> nn.Sequential:
         convolutions = [nn.Conv2d(1, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU()]
         convolutions.append(nn.MaxPool2d(2))
         features, hidden = 64 * 4 * 4, 50
-    else:  # strides in place of pooling, which is slow on a CPU
+    else:  # strides instead of pooling, which is slow on a CPU
         convolutions = [nn.Conv2d(1, 8, 4, stride=2), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2), nn.ReLU()]
         features, hidden = 16 * 2 * 2, 20
     layers = [nn.Flatten(), nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()]
@@ -190,7 +190,7 @@ def run(options: Options) -> list[Row]:
     setting = SETTINGS[options.scale]
     in_turn = options.full and torch.cuda.is_available()  # one device
     if not in_turn:
-        data_of(setting, options)  # what is missing is said at once
+        data_of(setting, options)  # missing data raise at once
     jobs = [(method,) for method in reversed(METHODS)]  # the longest first
     walks = run_jobs(one, jobs, options, setting, in_turn=in_turn)
     return report({method: walks[method,] for method in METHODS}, options)
@@ -213,7 +213,7 @@ def data_of(setting: Setting, options: Options) -> FirstDigits:
 
 
 def contour(method: str, setting: Setting) -> ContourGradient:
-    """Return ICSGLD's callback: the paper's values, its widths for as much data as there are; or wide bins."""
+    """Return ICSGLD's callback with the paper's values, the widths scaled to the number of data; or with wide bins."""
     broader = BROADER if method == WIDE else 1
     width = WIDTH * broader * setting.share
     return ContourGradient(
@@ -233,11 +233,7 @@ def contour(method: str, setting: Setting) -> ContourGradient:
 
 def one(method: str, setting: Setting, options: Options) -> Walk:
     """Run one method."""
-    import logging
-    import warnings
-
-    warnings.filterwarnings("ignore", module="pytorch_lightning")
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    silence_lightning()
     pl.seed_everything(options.seed, verbose=False)
     data = data_of(setting, options)
     module = BayesianModule(
@@ -276,7 +272,7 @@ def accuracies(module: BayesianModule, data: FirstDigits) -> list[float]:
 
 
 def round_trips(losses: Sequence[float], low: float, high: float) -> int:
-    """Return how often a walk went from below `low` to above `high` and came back; in between it may do anything."""
+    """Return how often a walk went from below `low` to above `high` and back, on any path."""
     trips, was_low, is_high = 0, False, False
     for loss in losses:
         if loss < low:
@@ -312,7 +308,7 @@ def rows_of(method: str, walk: Walk) -> list[Row]:
 
 
 def paths(walks: dict[str, Walk]) -> Any:
-    """Draw the first chain of each method, which all begin at one place, on the plane that holds most of all paths."""
+    """Draw the first chain of each method, from a common start, on the plane with most of the paths' variance."""
     first = {method: walk.sketches[:, 0] for method, walk in walks.items()}
     coordinates, share = classical_scaling(squared_distances(torch.cat(list(first.values()))))
     places = coordinates.split([len(path) for path in first.values()])

@@ -1,12 +1,12 @@
-"""C4: predictive entropy on notMNIST of MNIST networks, cyclical samplers beside their baselines (cSG-MCMC, Figure 4).
+"""Predictive entropy on notMNIST of MNIST networks, for cyclical samplers and baselines (cSG-MCMC, Figure 4).
 
 A three-layer perceptron on all of MNIST by eight methods: SGD and momentum SGD, their Snapshot ensembles, and SGLD and
-SGHMC with one cycle and with several. All follow the cosine step size of the paper's eq. (2); the noise is on in the
-last part of each cycle, and as many samples are taken by each sampler. The paper states the temperature 1, the authors'
-program uses 1/N, so the samplers are run at both. The paper gives a figure and no numbers: its order, from few to many
-predictions of low entropy, is cSGHMC and cSGLD, Snapshot, SGHMC and SGLD, SGDM and SGD. So is ours at the temperature 1
-(with two repeats, the gap between Snapshot and cyclical samplers is about as large as its error). At 1/N the noise does
-nothing: cyclical samplers are Snapshot, and those with one cycle are their optimizers.
+SGHMC with one cycle and with several. All follow the cosine step size of the paper's eq. (2), with noise in the last
+part of each cycle, and all take the same number of samples. The paper states the temperature 1 and the authors' program
+uses 1/N, so the samplers run at both. The paper gives a figure and no numbers: its order, from few to many predictions
+of low entropy, is cSGHMC and cSGLD, Snapshot, SGHMC and SGLD, SGDM and SGD. Ours is the same at temperature 1 (with two
+repeats, the gap between Snapshot and cyclical samplers is about as large as its error). At 1/N the noise has no effect:
+cyclical samplers equal Snapshot, and those with one cycle equal their optimizers.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from recipes.shared.jobs import quiet_trainer, run_jobs
+from recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
 from recipes.shared.results import Options, Row, mean_row
 
 NUM_DATA = 60_000
@@ -62,7 +62,7 @@ def run(options: Options) -> list[Row]:
     """Run all methods with all seeds, draw the distribution functions, return the table."""
     seeds = range(options.seed, options.seed + REPEATS[options.scale])
     jobs = list(itertools.product(methods(), seeds))
-    one(methods()[0], -1, options)  # reads the data once, so that what is missing is said at once
+    one(methods()[0], -1, options)  # reads the data once, so that missing data raise at once
     outcomes = run_jobs(one, jobs, options, in_turn=False)
     rows, entropies = [], {}
     for method in methods():
@@ -79,10 +79,8 @@ def run(options: Options) -> list[Row]:
 def one(method: Method, seed: int, options: Options) -> tuple[dict[str, float], np.ndarray[Any, Any]]:
     """Train and test one network; return its figures, and the entropies of the predictions on notMNIST.
 
-    A negative seed only reads the data.
+    With a negative seed it only reads the data.
     """
-    import logging
-    import warnings
 
     import pytorch_lightning as pl
     import torch
@@ -101,8 +99,7 @@ def one(method: Method, seed: int, options: Options) -> tuple[dict[str, float], 
             module.setup("test")
         return {}, np.empty(0)
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    silence_lightning()
     pl.seed_everything(seed, verbose=False)
     sampler = functools.partial(samplers.SGHMC, friction=FRICTION) if method.sampler == "SGHMC" else samplers.SGLD
     module = BayesianModule(
@@ -131,7 +128,7 @@ def one(method: Method, seed: int, options: Options) -> tuple[dict[str, float], 
 
 
 def picture(entropies: dict[str, list[np.ndarray[Any, Any]]], names: Iterable[str], temperature: str) -> Any:
-    """Draw the empirical distribution functions of the entropy on notMNIST, the repeats together."""
+    """Draw the empirical distribution functions of the entropy on notMNIST, with all repeats pooled."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

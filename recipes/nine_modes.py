@@ -1,13 +1,12 @@
-"""A2: nine modes in the plane by SGLD, cyclical SGLD and contour SGLD (CSGLD, Figure 3).
+"""Nine modes in the plane by SGLD, cyclical SGLD and contour SGLD (CSGLD, Figure 3).
 
 U(x) = Σ(x_i² - 10·cos(1.2πx_i))/3 with a regulariser beyond ‖x‖² = 7, noise of variance 0.1 on energies and gradients,
 200,000 steps from (2, 2) as in the authors' program, a draw every 20 steps after 5,000. SGLD and CSGLD: lr 0.001;
-cyclical: from 0.005 with 20 cycles, noise throughout, draws in the second half of a cycle, as in the program. CSGLD:
-m = 100, Δu = 0.25, ζ = 0.75, ω = min(0.003, 10/(k^0.8 + 100)), the scheme of eq. (10), its draws resampled by their
+cyclical: from 0.005 with 20 cycles, noise throughout, draws in the second half of a cycle, as in the program. CSGLD: m
+= 100, Δu = 0.25, ζ = 0.75, ω = min(0.003, 10/(k^0.8 + 100)), the scheme of eq. (10), its draws resampled by their
 weights. The first edge is -6.4, above the lowest energy of -6.67 (the program's grid begins below it). A mode counts as
 found with ten (resampled) draws within 0.5. KL(truth ‖ draws) on a grid of 40 x 40 cells, with 1 % of uniform mixed in.
-The program rejects moves out of a box; here there is none, for any method. Replica exchange needs chains that speak to
-each other and is not in this table yet.
+The program rejects moves out of a box; here there is no box, for any method. Replica exchange is not in this table.
 
 Measured (10 runs): CSGLD finds all nine modes in every run, cyclical SGLD 7.1 ± 0.4, SGLD 4.5 ± 0.3 (the paper's
 picture shows 3); KL 0.16 ± 0.02, 1.3 ± 0.2, 2.8 ± 0.1 nats: the paper's order.

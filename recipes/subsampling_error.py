@@ -1,15 +1,15 @@
-"""D2: how the error of subsampling falls with the switching time η (SGLDiff, Theorems 1.1 and 1.3).
+"""How the error of subsampling falls with the switching time η (SGLDiff, Theorems 1.1 and 1.3).
 
 The two quadratic potentials of `switching_diffusion`, exact in time: W₁ of the stationary law to the target N(0, 0.1),
-and E|θ_t - ζ_t| to the diffusion ζ of the mean potential from the same place 0, on one Brownian path. And Bayesian
-logistic regression (pima, 768 data in 8 batches of 96, prior N(0, 100), 12 chains with splits of their own, `full` 48):
+and E|θ_t - ζ_t| to the diffusion ζ of the mean potential from the same point 0, on one Brownian path. Also Bayesian
+logistic regression (pima, 768 data in 8 batches of 96, prior N(0, 100), 12 chains, each with its own split, `full` 48):
 `Trainer.fit` with SGLD of the fixed step ε = 2e-5 (`full` 2e-6) and `SwitchingOrder`, against the same chains with the
 full gradient; a chain's injected noise is the same in all runs, and t = 0.02. Slopes are of log error over log η, by
-least squares; errors are by a jackknife over groups of chains, the same ones for all η, since they share noise. The
-intervals of slopes are of that alone, and not of the curves' bend, for which there are two fits.
+least squares; errors are by a jackknife over groups of chains, the same groups for all η, because they share noise. The
+slopes' intervals contain this error only and not the curves' bend, which is why there are two fits.
 
-The paper gives no figures but the bounds η^{1/4} at fixed t and η^c for W₁, where c is 0.0094 at most here (K = 5,
-L = 15). Bounds of this kind say that the slope is at least that as η → 0.
+The paper gives no numbers except the bounds η^{1/4} at fixed t and η^c for W₁, where c is 0.0094 at most here (K = 5, L
+= 15). Such a bound means that the slope is at least the exponent as η → 0.
 
 Measured (`python -m recipes subsampling_error`, 110 s of one core, half that on two), slopes with 95 % intervals:
 
@@ -19,11 +19,11 @@ Measured (`python -m recipes subsampling_error`, 110 s of one core, half that on
     E|θ_t - ζ_t|, t = 1        0.352 (0.351, 0.354)  0.494 (0.489, 0.500)
     logistic regression        0.310 (0.285, 0.334)  0.403 (0.358, 0.449)
 
-All errors fall at each step of η, and faster than the bounds. Above η = 1 they saturate: within t nothing switches any
-more. Below 0.1 those at fixed t go like √η, as a central limit theorem of the switching would have it, twice the proven
-exponent; W₁ steepens towards its last decade (0.83 from 0.01 to 0.001), as the exact variance does, whose excess is
-0.314 and 0.0315. In logistic regression t/η is smaller, so √η comes late: 0.58 in the last step, from 0.003 to 0.001.
-With an independent batch at every step, the least that η can do at this ε, the error is 0.0238 ± 0.0021; with the
+All errors fall at each step of η, and faster than the bounds. Above η = 1 they saturate, because nothing switches
+within t. Below 0.1 those at fixed t go like √η, as a central limit theorem of the switching predicts, with twice the
+proven exponent; W₁ steepens towards its last decade (0.83 from 0.01 to 0.001), as the exact variance does, whose excess
+is 0.314 and 0.0315. In logistic regression t/η is smaller, so √η comes late: 0.58 in the last step, from 0.003 to
+0.001. With an independent batch at every step, the limit of small η at this ε, the error is 0.0238 ± 0.0021; with the
 library's own epochs, whose batches cancel within eight steps, 0.00032 ± 0.00003 (the chains moved by 1.46 ± 0.03).
 """
 
@@ -40,9 +40,9 @@ from lightning_sgmcmc import SGLD, BayesianModule, Bernoulli, GaussianPrior, Pos
 from lightning_sgmcmc.callbacks import SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
 from lightning_sgmcmc.simulation.switching_diffusion import coupled_ornstein_uhlenbeck
-from recipes.shared.jobs import hush, quiet_trainer, run_jobs
+from recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
 from recipes.shared.results import Options, Row, mean_row
-from recipes.switching_diffusion import (
+from recipes.shared.switching import (
     CENTRES,
     CHAINS,
     GROUPS,
@@ -67,17 +67,17 @@ LOGISTIC_CHAINS = {"quick": 12, "full": 48}
 TIME_STEP = {"quick": 2e-5, "full": 2e-6}
 LOGISTIC_TIME = 0.02
 FRESH = 1e-9
-"""A switching time by which every step takes an independent batch: what is left is of the step, not of η."""
+"""A switching time at which every step has an independent batch: the remaining error is the step's, not η's."""
 LOGISTIC_SWITCHING_TIMES = {
     "quick": (1.0, 0.1, 0.03, 0.01, 0.003, 0.001),
     "full": (1.0, 0.1, 0.03, 0.01, 0.003, 1e-3, 3e-4, 1e-4),
 }
 SMALL = 0.1
-"""Switching times up to this are fitted on their own: above it the errors no longer grow with η."""
+"""Switching times up to this value have a fit of their own: above it the errors no longer grow with η."""
 
 
 class Curve(NamedTuple):
-    """An error over η: estimates, and those without each group, shape (E,) and (E, G)."""
+    """An error over η: the estimates, shape (E,), and the estimates without each group, shape (E, G)."""
 
     etas: Sequence[float]
     values: torch.Tensor
@@ -94,7 +94,7 @@ class Curve(NamedTuple):
         """Return a row for each η, and the slopes of two fits with their 95 % intervals.
 
         Args:
-            method: what it is of.
+            method: the method's name.
             metric: the error's name.
             bound: the paper's lower bound of the slope.
         """
@@ -110,7 +110,7 @@ class Curve(NamedTuple):
 
 
 def curve_of_means(etas: Sequence[float], errors: Sequence[torch.Tensor], groups: int) -> Curve:
-    """Return the curve of means of independent errors, each of shape (n,), of which groups are left out in turn."""
+    """Return the curve of the means of errors of shape (n,), with the estimates without each group."""
     parts = torch.stack([one.double().view(groups, -1).mean(1) for one in errors])
     return Curve(etas, parts.mean(1), (parts.sum(1, keepdim=True) - parts) / (groups - 1))
 
@@ -126,7 +126,7 @@ def stationary_errors(options: Options) -> Curve:
 
 
 def strong_errors(options: Options) -> dict[float, Curve]:
-    """Return E|θ_t - ζ_t| at some times t, both from 0 and on one Brownian path."""
+    """Return E|θ_t - ζ_t| at several times t; both start at 0 and share one Brownian path."""
     by_time: dict[float, list[torch.Tensor]] = {time: [] for time in TIMES}
     for eta in SWITCHING_TIMES:
         pairs = coupled_ornstein_uhlenbeck(SLOPES, CENTRES, eta, TIMES, PAIRS[options.scale], options.seed)
@@ -139,7 +139,7 @@ def strong_errors(options: Options) -> dict[float, Curve]:
 
 
 class Places(SamplerCallback):
-    """Keeps where each chain is at each sample."""
+    """Keeps the position of each chain at each sample."""
 
     def __init__(self) -> None:
         self.places: dict[int, list[torch.Tensor]] = {}
@@ -148,12 +148,12 @@ class Places(SamplerCallback):
         self.places.setdefault(sample.chain, []).append(sample.parameters["net.weight"].flatten().double())
 
     def last(self) -> torch.Tensor:
-        """Return the last place of each chain, shape (C, d)."""
+        """Return the last position of each chain, shape (C, d)."""
         return torch.stack([self.places[chain][-1] for chain in sorted(self.places)])
 
 
 class FromZero(nn.Linear):
-    """A layer whose weights are 0 at first, in every chain."""
+    """A layer whose weights start at 0 in every chain."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -163,11 +163,11 @@ def logistic_places(eta: float | None, batch_size: int | None, options: Options)
     """Return θ_t of chains of SGLD from θ_0 = 0; the noise of a chain is the same in every run of a seed.
 
     Args:
-        eta: None takes the library's own order, without repetition in an epoch.
-        batch_size: None takes all data.
-        options: of the recipe.
+        eta: the switching time; None means the library's default order, without repetition in an epoch.
+        batch_size: None means all data.
+        options: the recipe's options.
     """
-    hush(options)
+    prepare_run(options)
     step = TIME_STEP[options.scale]
     data = UCIClassificationDataModule(TABLE, options.data_root, 1, test_fraction=0.0, intercept=True)
     data.setup("fit")
@@ -197,7 +197,7 @@ def logistic_places(eta: float | None, batch_size: int | None, options: Options)
 
 
 class LogisticErrors(NamedTuple):
-    """Of logistic regression: ‖θ_t - ζ_t‖ over η; by independent batches and by epochs; and ‖ζ_t - ζ_0‖, shape (C,)."""
+    """Logistic regression: ‖θ_t - ζ_t‖ over η, for independent batches and for epochs; ‖ζ_t - ζ_0‖, shape (C,)."""
 
     switching: Curve
     fresh: torch.Tensor
@@ -206,7 +206,7 @@ class LogisticErrors(NamedTuple):
 
 
 def logistic_errors(options: Options) -> LogisticErrors:
-    """Run the chains with the full gradient and with batches, on the same noise."""
+    """Run the chains with the full gradient and with batches, with the same noise."""
     etas = LOGISTIC_SWITCHING_TIMES[options.scale]
     jobs = [(None, None), (None, BATCH_SIZE), *((eta, BATCH_SIZE) for eta in (FRESH, *etas))]
     found = run_jobs(logistic_places, jobs, options, in_turn=False)
@@ -239,7 +239,7 @@ def run(options: Options) -> list[Row]:
 
 
 def error_figure(example: Mapping[str, Curve], logistic: LogisticErrors) -> "Figure":
-    """Draw errors over η with their 95 % intervals, beside the slopes 1/4 of the bound and 1/2."""
+    """Draw errors over η with their 95 % intervals, and lines of the slopes 1/4 (the bound) and 1/2."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.6), layout="constrained")

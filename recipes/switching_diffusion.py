@@ -1,76 +1,50 @@
-"""D1: the switching diffusion's paths and stationary laws for five switching times (SGLDiff, Figures 1.1 and 1.2).
+"""The switching diffusion's paths and stationary laws for five switching times (SGLDiff, Figures 1.1 and 1.2).
 
-Two potentials a_i/2·(θ - b_i)² with a = (5, 15) and b = (5, -5/3), so that the target is N(0, 0.1); η goes from 10 to
-0.001 by tens. Jump times and the pieces between them are exact. The paper's histograms are of one path of a length that
-it does not give; ours are of independent chains at t = 3 (20,000 of them, `full` 200,000), since a path of length 20
-switches some twice for η = 10, which shows no law. The paths share a seed, and so most of their noise. The paper gives
-pictures and no numbers: beside the draws' moments stand the exact ones, from the equations of `stationary_moments`.
+There are two potentials a_i/2·(θ - b_i)² with a = (5, 15) and b = (5, -5/3), so the target is N(0, 0.1); η falls from
+10 to 0.001 by factors of ten. Jump times and the pieces between them are exact. The paper's histograms are of one path
+of unstated length. Ours are of independent chains at t = 3 (20,000 of them, `full` 200,000), because a path of length
+20 switches about twice for η = 10, too rarely to show the law. The paths share a seed, and so most of their noise. The
+paper gives pictures and no numbers; the table compares the draws' moments with the exact ones of `stationary_moments`.
 
 Measured (`python -m recipes switching_diffusion`, half a minute of one core): W₁ to N(0, 0.1), with its standard error
 by a jackknife over 20 groups of chains, is 3.03 ± 0.013, 2.57 ± 0.012, 1.15 ± 0.008, 0.264 ± 0.003 and 0.039 ± 0.002
 from η = 10 to 0.001: it falls at every step. All moments are within two standard errors of the exact ones. The laws
-look as in the figure: for 10 and 1 those of the two pieces alone, for 0.1 one broad skew law between them, for 0.001
-nearly the target, with a variance that is still 1.31 times too large (exact).
+look as in the figure: for 10 and 1 the laws of the two potentials alone, for 0.1 one broad skew law between them, for
+0.001 nearly the target, with a variance still 1.31 times too large (exact).
 """
 
 from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_sgmcmc.diagnostics.samples import wasserstein_distance
 from lightning_sgmcmc.simulation.switching_diffusion import (
     SwitchingPaths,
     stationary_moments,
     switching_ornstein_uhlenbeck,
 )
 from recipes.shared.results import Options, Row
+from recipes.shared.switching import (
+    CENTRES,
+    CHAINS,
+    MEAN_SLOPE,
+    SLOPES,
+    SWITCHING_TIMES,
+    distances,
+    jackknife_error,
+    stationary_draws,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-SLOPES, CENTRES = (5.0, 15.0), (5.0, -5 / 3)
-MEAN_SLOPE = 10.0
-SWITCHING_TIMES = (10.0, 1.0, 0.1, 0.01, 0.001)
-CHAINS = {"quick": 20_000, "full": 200_000}
-SETTLED = 3.0
-GROUPS = 20
 PATH_LENGTH, PATH_POINTS = 20.0, 8001
 COLOURS = ("black", "teal")
 
 
-def stationary_draws(switching_time: float, chains: int, seed: int) -> torch.Tensor:
-    """Return independent draws of μ^η: the index begins in its own law, and θ_0 = 0 is forgotten up to e^-15."""
-    return switching_ornstein_uhlenbeck(SLOPES, CENTRES, switching_time, [SETTLED], chains, seed).places[0]
-
-
-def target_quantiles(count: int) -> torch.Tensor:
-    """Return the quantiles of N(0, 0.1) at (i - 1/2)/count."""
-    levels = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    return torch.special.ndtri(levels) / MEAN_SLOPE**0.5
-
-
-def distances(draws: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Return W₁ to N(0, 0.1), and those without each of 20 groups of the draws, shape (GROUPS,).
-
-    A distance of few draws is too large, so its error is not from distances of groups but of all others (jackknife).
-    """
-    parts = draws.view(GROUPS, -1)
-    rest = [torch.cat([parts[:g], parts[g + 1 :]]).flatten() for g in range(GROUPS)]
-    truth = target_quantiles(len(rest[0]))
-    return wasserstein_distance(draws, target_quantiles(len(draws))), torch.tensor(
-        [wasserstein_distance(one, truth) for one in rest], dtype=torch.float64
-    )
-
-
-def jackknife_error(without: torch.Tensor) -> float:
-    """Return the standard error of an estimate from those without each group, shape (GROUPS,)."""
-    return float(((len(without) - 1) * without.var(correction=0)).sqrt())
-
-
 def run(options: Options) -> list[Row]:
-    """Run the five diffusions and the one with the mean potential, draw the paper's figures, return the table."""
+    """Run the five diffusions and that of the mean potential, draw the paper's figures, return the table."""
     torch.set_num_threads(1)
     chains = CHAINS[options.scale]
     rows, laws = [], {}

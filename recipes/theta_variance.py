@@ -1,11 +1,11 @@
-"""B5: the variance of the estimate of π, ten interacting chains against one ten times as long (ICSGLD, Figure 7).
+"""The variance of the estimate of π: ten interacting chains against one ten times as long (ICSGLD, Figure 7).
 
 The mixture 0.4·N(-6, 1) + 0.6·N(4, 1) with ζ = 0.9, Δu = 1, the scalable scheme with interpolated weights, and the rest
 as in `gaussian_mixture`: ε = 0.1, τ = 1, m = 50 from 2 nats, ω_k = 1/(k^0.6 + 100), gradient noise of variance 0.01.
 ICSGLD×P10: ten chains share one π for K steps. CSGLD×T10: one chain alone makes 10·K, the same number of gradients.
 `full` has the paper's K = 10⁶, `quick` 10⁵. The paper repeats 10 times; the ratio of two variances of 10 repeats is
-known to a factor of 4 only, so there are 100 here, which cost little, since they run side by side. Chains start in
-the two modes by turns. An estimate is the masses that π implies at the end (π^ζ, normalised, as the paper draws).
+known to a factor of 4 only, so there are 100 here, which cost little because they run side by side. Chains start in the
+two modes alternately. An estimate is the masses that π implies at the end (π^ζ, normalised, as the paper draws).
 
 Theory (Corollary 1): ω_k^{-1/2}(θ_k - θ̂) tends to N(0, Σ) with one chain and to N(0, Σ/P) with P, so that the ratio of
 the variances is ω_K/(P·ω_PK), which tends to P^{α-1} = 10^-0.4 = 0.40 for the exponent α = 0.6. At finite K the offset
@@ -40,7 +40,7 @@ ALPHA = 0.6
 RULES = Contour(EnergyPartition(first_edge=2.0, width=1.0, num_bins=50), 0.9, "scalable")
 STEP_SIZE = DecayingStepSize(1, ALPHA, 100)
 LEAST_MASS = 1e-3
-"""Bins that hold less are left out of the geometric mean of the bins' ratios; they do not matter to the sum."""
+"""Bins with less mass are excluded from the geometric mean of the bins' ratios; they do not affect the sum."""
 DRAWN_BINS = 9
 BOOTSTRAPS = 4000
 
@@ -57,9 +57,9 @@ def estimates(interacting: int, steps: int, seed: int) -> torch.Tensor:
     """Return the estimated masses of all repeats, shape (REPEATS, m).
 
     Args:
-        interacting: how many chains share one π.
-        steps: of each chain.
-        seed: of the run.
+        interacting: number of chains that share one π.
+        steps: steps of each chain.
+        seed: seed of the run.
     """
     chains = REPEATS * interacting
     groups = ContourRun(RULES, STEP_SIZE, shared=True, groups=REPEATS)
@@ -82,9 +82,9 @@ def summed_ratio(shorter: torch.Tensor, longer: torch.Tensor, seed: int) -> Rati
     """Return the ratio of the variances, each summed over the bins, with its bootstrap over repeats.
 
     Args:
-        shorter: estimates above the fraction line, shape (R, m).
-        longer: those below it.
-        seed: of the bootstrap.
+        shorter: estimates of the numerator, shape (R, m).
+        longer: estimates of the denominator.
+        seed: seed of the bootstrap.
     """
     generator = torch.Generator().manual_seed(seed)
 

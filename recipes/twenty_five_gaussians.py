@@ -1,12 +1,12 @@
-"""C1: mode coverage of 25 Gaussians by SGLD and cyclical SGLD, one chain and four (cSG-MCMC, Figure 2 and Table 1).
+"""Mode coverage of 25 Gaussians by SGLD and cyclical SGLD, one chain and four (cSG-MCMC, Figure 2 and Table 1).
 
-Means {-4, -2, 0, 2, 4}², variance 0.03, 50,000 steps a chain from uniform places in [-10, 10]² as in the authors'
+Means {-4, -2, 0, 2, 4}², variance 0.03, 50,000 steps a chain from uniform points in [-10, 10]² as in the authors'
 program. SGLD: 0.05·k^-0.55. cSGLD: from 0.09 with 30 cycles and β = 1/4: no noise in the first quarter of a cycle, and
 draws after it. A mode is covered by 100 draws within 0.25. The means are over ten groups of four chains.
 
-The paper's table says that four chains of SGLD cover 18 modes, its Figure 2 shows 4. Measured: 3.9 ± 0.1 for SGLD and
-24.8 ± 0.1 for cSGLD with four chains, 1.0 and 17.4 ± 0.2 with one: SGLD is as in the figure, and one chain of cSGLD
-covers far more than the table's 6.7.
+In the paper's table four chains of SGLD cover 18 modes; its Figure 2 shows 4. Measured: 3.9 ± 0.1 for SGLD and 24.8 ±
+0.1 for cSGLD with four chains, 1.0 and 17.4 ± 0.2 with one: SGLD is as in the figure, and one chain of cSGLD covers far
+more than the table's 6.7.
 """
 
 import itertools

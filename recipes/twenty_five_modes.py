@@ -1,16 +1,16 @@
-"""B2: modes on a grid by interacting contour SGLD and its rivals at equal budget (ICSGLD, Figures 3 and 6).
+"""Modes on a grid by interacting contour SGLD and other samplers at equal budget (ICSGLD, Figures 3 and 6).
 
 U(x) = 0.2·‖x‖² - 2·Σcos(2πx_i) with a regulariser beyond ‖x‖² = 20; noise of standard deviation 0.25 on energies and
 gradients, P5's starts and the pilot as in the authors' program. Each of 20 repeats (100 with `full`) spends 400,000
 gradients: P5 is five chains of 80,000 steps, T5 one of 400,000. Contour: ε = 0.003, τ = 1, ζ = 0.75, m = 100, Δu =
 0.125 from -3.875, ω = min(0.003, 1/(k^0.6 + 100)), the scalable scheme for both, and π from the energies of a pilot of
-20,000 steps of SGLD, which count. reSGLD: lr 0.001 to 0.005, τ 1 to 5, pairs try at every step by turns; only the
-coldest slot draws. Its correction reckons with a variance of energies of 30 that is re-estimated every 100 steps with
-that ω, as published, or with the true 0.0625. Cyclical SGLD: from 0.01, 10 cycles, noise throughout, draws where lr <
-0.009. SVGD: 100 particles from a uniform square, 0.003. Of chains 30,000 to 40,000 draws are kept, by every method.
-KL(truth ‖ draws) on 50 x 50 cells with 1 % of uniform mixed in; of a method's end beside it, the KL of the unit squares
-around the modes. A mode is found if its square has half of its mass. Seconds are those of all repeats side by side on
-one thread, without compiling, so that P5's chains cost little more than one.
+20,000 steps of SGLD, which count. reSGLD: lr 0.001 to 0.005, τ 1 to 5, pairs try to swap at every step in turn; only
+the coldest slot draws. Its correction uses a variance of energies that starts at 30 and is re-estimated every 100 steps
+with that ω, as published, or the true 0.0625. Cyclical SGLD: from 0.01, 10 cycles, noise throughout, draws where lr <
+0.009. SVGD: 100 particles from a uniform square, 0.003. Every method that runs chains keeps 30,000 to 40,000 draws.
+KL(truth ‖ draws) on 50 x 50 cells with 1 % of uniform mixed in; for a method's end also the KL of the unit squares
+around the modes. A mode is found if its square has half of its mass. Seconds are for all repeats side by side on one
+thread, without compilation, so P5's chains cost little more than one.
 
 Measured (quick; KL at the end, mean ± standard deviation over repeats; 40,000 independent draws have 0.016):
 
@@ -20,23 +20,25 @@ Measured (quick; KL at the end, mean ± standard deviation over repeats; 40,000 
     ICSGLD×P5, uniform π      0.064 ± 0.014    SVGD        3.1 ± 0.2
     CSGLD×T5, uniform π       0.053 ± 0.014
 
-The paper's order is ICSGLD, reSGLD, cyclical SGLD, SGLD. Here two stand elsewhere, and a third's advance is small:
+The paper's order is ICSGLD, reSGLD, cyclical SGLD, SGLD. Here two methods rank differently, and a third's lead is
+small:
 
-- reSGLD stands or falls with its correction. From 30 the variance has come down to 7.7 only by the end: the rate of a
-  swap between τ = 1 and 2 begins at exp(-7.5) and ends at exp(-1.9) of the rate without it. With the true variance the
-  method is the best of all, in steps and in seconds.
-- Cyclical SGLD loses to SGLD mostly by the ends of its cycles, where lr goes to 0 and the chain stands in one mode,
-  with as many draws as elsewhere: weighed by lr they have 0.19 ± 0.06. The barriers are four nats, which SGLD crosses.
-- ICSGLD needs π near its fixed point from the start ("proper initialization", Lemma 1): from a uniform π a chain alone
-  is ahead, since it makes five times as many updates of π; with the pilot it is behind, by 2.2 standard errors.
+- reSGLD depends on its correction. The variance falls from 30 only to 7.7 by the end: the rate of a swap between τ = 1
+  and 2 is exp(-7.5) of the uncorrected rate at the start and exp(-1.9) at the end. With the true variance the method is
+  the best of all, in steps and in seconds.
+- Cyclical SGLD loses to SGLD mostly at the ends of its cycles, where lr falls to 0 and the chain stays in one mode but
+  draws as often as elsewhere: weighted by lr, its draws have 0.19 ± 0.06. The barriers are four nats, which SGLD
+  crosses.
+- ICSGLD needs π near its fixed point from the start ("proper initialization", Lemma 1): from a uniform π a single chain
+  is better, because it makes five times as many updates of π; with the pilot it is worse, by 2.2 standard errors.
 
-The pilot, the noise on its energies and the cells were settled after first results: without a pilot ICSGLD came behind
-CSGLD (the rows with a uniform π), and on finer cells or with fewer draws KL measures the number of draws.
+The pilot, the noise on its energies and the cells were chosen after first results: without a pilot ICSGLD was worse
+than CSGLD (the rows with a uniform π), and on finer cells or with fewer draws KL measures the number of draws.
 
-In the authors' program contour chains are kept in the box [-2.5, 2.5]² and the other methods are not, though the truth
-is that of the box. It has 0.80 of the mass, so that there -log 0.80 = 0.22 nats are added to the KL of the others,
-SGLD's too. Here all walk in the plane, and the truth is that of the plane. Of 25 modes the methods find 24 to 25, but
-reSGLD as published and cyclical SGLD 22, SVGD 21.
+In the authors' program contour chains are confined to the box [-2.5, 2.5]² and the other methods are not, although the
+truth is that of the box. The box has 0.80 of the mass, which adds -log 0.80 = 0.22 nats to the KL of the other methods,
+SGLD included. Here all methods move in the plane, and the truth is that of the plane. Of 25 modes reSGLD as published
+and cyclical SGLD find 22, SVGD 21, and the other methods 24 to 25.
 
 SVGD's KL is that of 100 independent draws, 3.1; on the squares, where the number of draws matters less, it has 1.0 ±
 0.1, and 100 independent draws 0.77 ± 0.13.
@@ -45,7 +47,7 @@ SVGD's KL is that of 100 independent draws, 3.1; on the squares, where the numbe
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,9 +59,10 @@ from lightning_sgmcmc.figures.targets import plane_figure, progress_figure
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.exchange_run import ExchangeRun
-from lightning_sgmcmc.simulation.loop import CHUNK, ContourRun, simulate
+from lightning_sgmcmc.simulation.loop import ContourRun, simulate
 from lightning_sgmcmc.simulation.svgd import descend
 from lightning_sgmcmc.simulation.targets import CosineTarget
+from recipes.shared.plane import Clock, Draws, Squares
 from recipes.shared.results import Options, Row
 
 REPEATS = 20
@@ -92,43 +95,10 @@ METHODS = (
 )
 
 
-class Draws(NamedTuple):
-    """What a method leaves of all repeats.
-
-    Attributes:
-        progress: the share of the budget that was spent by each draw, rising, shape (S,).
-        places: shape (S, R, P, 2), P chains of each repeat.
-        log_weights: shape (S, R, P).
-        seconds: of all repeats side by side, without compiling.
-    """
-
-    progress: Tensor
-    places: Tensor
-    log_weights: Tensor
-    seconds: float
-
-
-class Clock:
-    """An observed function that takes the time of each chunk of steps: the first one, which compiles, is left out."""
-
-    def __init__(self) -> None:
-        self._times: list[float] = []
-
-    def __call__(self, places: Tensor) -> Tensor:
-        self._times.append(time.monotonic())
-        return places[..., :1]
-
-    def seconds(self, num_steps: int) -> float:
-        """Return how long so many steps took, at the pace of all chunks but the first."""
-        if num_steps <= CHUNK:
-            return 0.0
-        return (self._times[-1] - self._times[0]) * num_steps / (num_steps - CHUNK)
-
-
 def estimated_variance(step: int) -> float:
-    """Return the variance of an energy as reSGLD's program reckons it: from 30 it is smoothed towards the noise's own.
+    """Return reSGLD's published estimate of an energy's variance, smoothed from 30 towards the noise's variance.
 
-    Its estimates, every 100 steps, are put in by their mean; the program's scatter around it, as of ten energies each.
+    The estimates, every 100 steps, are replaced by their mean; the program's scatter around it, with ten energies each.
     """
     return _VARIANCES[min(step // REESTIMATED_EVERY, len(_VARIANCES) - 1)]
 
@@ -145,9 +115,9 @@ _VARIANCES = _variances(10_000)
 
 
 def pilot(repeats: int, seed: int) -> tuple[ContourState, float]:
-    """Return where π begins in each repeat, by the noisy energies of a run of SGLD from the origin, and its seconds.
+    """Return the initial π of each repeat, from the noisy energies of a run of SGLD from the origin, and its time.
 
-    Without that noise six pilots of 20 leave the lowest bin empty, and six repeats end at a KL of 0.11 to 0.22.
+    Without the noise six pilots of 20 leave the lowest bin empty, and six repeats end at a KL of 0.11 to 0.22.
     """
     clock = Clock()
     done = simulate(
@@ -172,7 +142,7 @@ def pilot(repeats: int, seed: int) -> tuple[ContourState, float]:
 
 
 def chains(method: str, repeats: int, seed: int) -> Draws:
-    """Run all repeats of a method that walks, side by side."""
+    """Run all repeats of a method with chains, side by side."""
     parallel = PARALLEL if "P5" in method else 1
     steps = STEPS * PARALLEL // parallel
     burn_in = BURN_IN * PARALLEL // parallel
@@ -238,10 +208,10 @@ def estimates(draws: Draws, masses: Callable[[Tensor, Tensor], Tensor], repeat: 
     """Return the masses of cells by the draws up to each of the marks.
 
     Args:
-        draws: of all repeats.
-        masses: of places (n, 2) with weights (n,), normalised by the weights' sum.
-        repeat: which.
-        moving: draws are the same particles further on, so that only the last ones count.
+        draws: the draws of all repeats.
+        masses: a function of places (n, 2) and weights (n,), normalised by the weights' sum.
+        repeat: index of the repeat.
+        moving: whether draws are the same particles at later times, so that only the last ones count.
     """
     weights = draws.log_weights[:, repeat].double()
     weights = (weights - weights.max()).exp()
@@ -265,7 +235,7 @@ def run(options: Options) -> list[Row]:
     torch.set_num_threads(1)
     repeats = REPEATS * (5 if options.full else 1)
     truth = TARGET.cell_masses(CELLS)
-    squares = Squares()
+    squares = Squares(TARGET)
     rows, by_steps, by_time, densities = [], {}, {}, {}
     shares = [mark / MARKS for mark in range(1, MARKS + 1)]
     for method in METHODS:
@@ -308,8 +278,8 @@ def picture(draws: Draws, moving: bool) -> Tensor:
     return _middle(cell_masses(places, log_weights.softmax(0), TARGET.bounds, DRAWN_CELLS))
 
 
-def independent(truth: Tensor, squares: "Squares", repeats: int, seed: int) -> list[Row]:
-    """Return the divergences that independent draws of the target have: no sampler's can be expected to be less."""
+def independent(truth: Tensor, squares: Squares, repeats: int, seed: int) -> list[Row]:
+    """Return the divergences of independent draws of the target, a lower limit for every sampler."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for count in (STEPS * PARALLEL // EVERY, PARTICLES):
@@ -322,32 +292,8 @@ def independent(truth: Tensor, squares: "Squares", repeats: int, seed: int) -> l
     return rows
 
 
-class Squares:
-    """The unit squares around the modes, whole numbers in both coordinates, with their true masses."""
-
-    SIDE = 17
-
-    def __init__(self) -> None:
-        cells = TARGET.cells()
-        self.truth = self.masses(cells, (-TARGET.energy(cells)).softmax(0))
-
-    def masses(self, places: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted share of places in each square, shape (SIDE²,); the outermost hold what lies beyond."""
-        half = self.SIDE // 2
-        row, column = (places.double().round().clamp(-half, half).long() + half).unbind(1)
-        sums = torch.zeros(self.SIDE**2, dtype=torch.float64)
-        return sums.index_add_(0, row * self.SIDE + column, weights.double()) / weights.double().sum()
-
-    def found(self, masses: Tensor) -> int:
-        """Return how many of the 25 modes' squares have at least half of their true mass."""
-        half = self.SIDE // 2
-        row, column = (TARGET.modes.round().long() + half).unbind(1)
-        modes = row * self.SIDE + column
-        return int((masses[modes] >= 0.5 * self.truth[modes]).sum())
-
-
 def _known(masses: list[Tensor], count: int) -> list[Tensor]:
-    """Put the empty estimate in place of what no draw has a say on."""
+    """Replace estimates without a draw by empty ones."""
     return [part if part.dim() else torch.zeros(count, dtype=torch.float64) for part in masses]
 
 

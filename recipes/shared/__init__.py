@@ -1,1 +1,1 @@
-"""What recipes share."""
+"""Code that several recipes use."""

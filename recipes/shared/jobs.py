@@ -1,4 +1,4 @@
-"""Many runs of a recipe: side by side on a CPU's cores, or one after the other on a GPU, without a word."""
+"""Many runs of a recipe, with a silent trainer: side by side on a CPU's cores, or one after the other on a GPU."""
 
 import functools
 import logging
@@ -24,12 +24,12 @@ def run_jobs(
     """Return what `function(*job, *shared, options)` returns, by job.
 
     Args:
-        function: of a module's top level, since other processes import it by its name.
+        function: a function at the top level of a module, because other processes import it by its name.
         jobs: tuples of arguments; the longest ones should come first.
-        options: the recipe's.
+        options: the recipe's options.
         shared: arguments that all jobs have.
-        in_turn: one after the other in this process, as one device wants it; else as many at a time as there are cores,
-            each on one thread.
+        in_turn: run one after the other in this process, for a single device; otherwise as many at a time as there are
+            cores, each on one thread.
     """
     call = functools.partial(_call, function, (*shared, options))
     if in_turn:
@@ -51,25 +51,31 @@ def _call_on_one_thread(function: Callable[..., Any], shared: tuple[Any, ...], j
     return _call(function, shared, job)
 
 
-def hush(options: Options) -> None:
-    """Keep the trainer's remarks out of a recipe's output, and a quick run on one thread."""
+def prepare_run(options: Options) -> None:
+    """Silence Lightning, and keep a quick run on one thread."""
     import torch
 
     if not options.full:
         torch.set_num_threads(1)
+    silence_lightning()
+
+
+def silence_lightning() -> None:
+    """Keep the trainer's remarks and warnings out of a recipe's output."""
     warnings.filterwarnings("ignore", module="pytorch_lightning")
+    warnings.filterwarnings("ignore", message=".*(LeafSpec|across ranks is zero).*")
     warnings.filterwarnings("ignore", message=".*has no validation data to evaluate the samples on")  # meant so
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 
 
 def quiet_trainer(**options: Any) -> "pl.Trainer":
-    """Return a trainer with these options that writes and shows nothing."""
+    """Return a trainer that writes and shows nothing, unless one of its options says otherwise."""
     import pytorch_lightning as pl
 
-    return pl.Trainer(
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    silent = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(**(silent | options))

@@ -44,7 +44,7 @@ def resnet20(classes: int = 10) -> nn.Module:
 
 
 class _ProjectedBlock(nn.Module):
-    """A block whose shortcut is a 1×1 convolution where shapes change."""
+    """A block whose shortcut is a 1×1 convolution if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()

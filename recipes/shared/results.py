@@ -1,4 +1,4 @@
-"""What every recipe writes: `results.json`, and `table.md` with ours beside the paper's."""
+"""The results of a recipe: `results.json`, and `table.md` with our figures next to the paper's."""
 
 import json
 import math
@@ -9,13 +9,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Options:
-    """What a recipe is run with.
+    """The options of a recipe.
 
     Attributes:
         out: the run's folder.
         data_root: folder of the data sets.
-        full: the paper's setting, in place of one of some minutes.
-        seed: seed of the run; repeats take the seeds behind it.
+        full: the paper's setting instead of a quick one.
+        seed: seed of the run; repeats use the seeds after it.
     """
 
     out: Path
@@ -25,13 +25,13 @@ class Options:
 
     @property
     def scale(self) -> str:
-        """What `results.json` calls it."""
+        """The setting's name in `results.json`."""
         return "full" if self.full else "quick"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: what was measured, its standard error over repeats, and the paper's where it gives one."""
+    """One figure: its value, its standard error over repeats, and the paper's value if there is one."""
 
     method: str
     metric: str
@@ -64,7 +64,7 @@ def write_results(recipe: str, options: Options, rows: Sequence[Row], seconds: f
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return the table: a line for each figure."""
+    """Return the table, with a line for each figure."""
     lines = ["| method | metric | ours | paper |", "|---|---|---|---|"]
     for row in rows:
         ours, paper = _with_error(row.value, row.error), _with_error(row.paper, row.paper_error)

@@ -1,4 +1,4 @@
-"""Images that stand for CIFAR where a recipe should take minutes: random patterns, shifted, under noise."""
+"""Synthetic images instead of CIFAR for quick recipes: random patterns, shifted, with noise."""
 
 import torch
 from torch import Tensor
@@ -12,18 +12,18 @@ SHIFT = 4
 
 
 class SyntheticImages(ArrayDataModule):
-    """Images (3, 16, 16) of K classes: a smooth random pattern for each, moved by up to 4 pixels, and white noise.
+    """Images (3, 16, 16) of K classes: a smooth random pattern by class, shifted by up to 4 pixels, plus white noise.
 
-    With `unknown` the patterns are K others, of the same kind: images of classes that no network was trained on.
+    With `unknown` there are K other patterns of the same kind: images of classes unknown to the network.
 
     Args:
-        batch_size: images in a batch.
-        seed: of patterns and images.
+        batch_size: images per batch.
+        seed: seed of patterns and images.
         strength: the patterns' standard deviation; the noise's is 1.
         num_classes: K.
         sizes: training, validation and test images.
-        unknown: draw other patterns.
-        augment: crop each training image out of itself with 2 pixels around it, and erase a rectangle of half of them.
+        unknown: use the other patterns.
+        augment: crop each training image after padding it with 2 pixels, and erase a rectangle in half of them.
     """
 
     num_classes: int
@@ -46,7 +46,7 @@ class SyntheticImages(ArrayDataModule):
         self.augment = augment
 
     def train_transform(self) -> Augmentation | None:
-        return Augmentation(_as_they_are, padding=2, erasing=0.5) if self.augment else None
+        return Augmentation(_unchanged, padding=2, erasing=0.5) if self.augment else None
 
     def load(self) -> tuple[Split, Split, Split]:
         generator = torch.Generator().manual_seed(self.seed)
@@ -65,5 +65,5 @@ class SyntheticImages(ArrayDataModule):
         return Split(moved + torch.randn(count, 3, SIDE, SIDE, generator=generator), labels)
 
 
-def _as_they_are(images: Tensor) -> Tensor:
+def _unchanged(images: Tensor) -> Tensor:
     return images

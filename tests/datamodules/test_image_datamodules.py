@@ -434,7 +434,7 @@ def test_notmnist_can_be_trained_on(tmp_path: Path) -> None:
     assert abs(images.mean()) < 1e-4
     everything = torch.cat([part.inputs for part in module.splits]).flatten(1)
     assert len(everything.unique(dim=0)) == 50
-    with pytest.raises(ValueError, match="test_size=40 and val_size=10 leave nothing of the 50 images"):
+    with pytest.raises(ValueError, match="test_size=40 and val_size=10 leave none of the 50 images"):
         prepared(NotMNISTDataModule(tmp_path, test_size=40, val_size=10))
 
 
@@ -450,8 +450,8 @@ def test_notmnist_can_be_trained_on(tmp_path: Path) -> None:
         (lambda: CIFAR100DataModule(batch_size=0), "batch_size must be at least 1, got 0"),
         (lambda: NotMNISTDataModule(test_size=-1), "test_size must not be negative, got -1"),
         (lambda: NotMNISTDataModule(val_size=5), "val_size=5 needs a test_size"),
-        (lambda: NotMNISTDataModule(mean=None), "given both or not at all, got mean=None and std=0.3081"),
-        (lambda: NotMNISTDataModule(mean=None, std=None), "there is none without a test_size"),
+        (lambda: NotMNISTDataModule(mean=None), "both be numbers or both None, got mean=None and std=0.3081"),
+        (lambda: NotMNISTDataModule(mean=None, std=None), "which needs a test_size"),
         (lambda: NotMNISTDataModule(std=0.0), "std must be positive, got 0.0"),
     ],
 )
@@ -488,7 +488,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     module = CIFAR10DataModule(tmp_path, val_size=20)
     for content in (whole[: len(whole) // 2], b"", b"<html>Not found</html>"):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"cifar10.npz is damaged or no .npz file: replace it$"):
+        with pytest.raises(ValueError, match=r"cifar10.npz is damaged or not an .npz file: replace it$"):
             prepared(module)
     middle = len(whole) // 3
     path.write_bytes(whole[:middle] + bytes(100) + whole[middle + 100 :])
@@ -501,7 +501,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     ):
         prepared(module)
     write(tmp_path, "cifar10", colour_arrays(train=20))
-    with pytest.raises(ValueError, match="val_size=20 leaves nothing of the 20 training images"):
+    with pytest.raises(ValueError, match="val_size=20 leaves none of the 20 training images"):
         prepared(module)
 
 

@@ -96,7 +96,7 @@ def test_ucis_own_file_of_mushrooms_is_read(tmp_path: Path) -> None:
         ([HEADER[:-1], *mushroom_rows(3)], "mushroom.csv.gz should begin with the header edible,cap-shape,…, got edib"),
         ([HEADER, *mushroom_rows(2), ["e", "a"]], "row 4 of .* should be e or p and 22 attributes, got 'e,a'"),
         ([HEADER, ["x", *["a"] * 22]], "row 2 of .* should be e or p and 22 attributes, got 'x,a"),
-        ([HEADER], "mushroom.csv.gz holds no mushrooms"),
+        ([HEADER], "mushroom.csv.gz has no rows"),
     ],
 )
 def test_wrong_mushrooms_are_named(tmp_path: Path, lines: list[list[str]], message: str) -> None:

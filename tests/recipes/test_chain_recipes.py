@@ -73,7 +73,7 @@ def test_estimates_weigh_what_was_drawn_up_to_a_mark(monkeypatch: pytest.MonkeyP
 
 
 def test_squares_hold_the_modes() -> None:
-    squares = twenty_five_modes.Squares()
+    squares = twenty_five_modes.Squares(twenty_five_modes.TARGET)
     assert float(squares.truth.sum()) == pytest.approx(1)
     assert squares.found(squares.truth) == 25
     only = squares.masses(torch.tensor([[0.1, -0.2], [2.3, -1.9]]), torch.tensor([0.5, 0.5]))

@@ -25,7 +25,7 @@ def test_the_list_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> Non
 def test_mistakes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert runner.main(["nothing"]) == 2
     said = capsys.readouterr().err
-    assert "there is no recipe 'nothing', but cifar" in said
+    assert "got 'nothing'" in said
     assert ", digits_csghmc, " in said
     assert runner.main(["mnist_ood", "--data-root", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
     assert "MNIST is not at" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from recipes import subsampling_error, switching_diffusion
+from recipes.shared import switching
 from recipes.shared.results import Options, Row
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
@@ -37,8 +38,8 @@ def test_distances_and_their_error() -> None:
     """Of N(0.5, 0.1), which is 0.5 from N(0, 0.1): the error is that of the mean, √(0.1/n)."""
     generator = torch.Generator().manual_seed(0)
     draws = 0.5 + 0.1**0.5 * torch.randn(20_000, generator=generator, dtype=torch.float64)
-    value, without = switching_diffusion.distances(draws)
-    error = switching_diffusion.jackknife_error(without)
+    value, without = switching.distances(draws)
+    error = switching.jackknife_error(without)
     assert error == pytest.approx((0.1 / 20_000) ** 0.5, rel=0.5)  # 20 groups know an error to 16 %
     assert abs(value - 0.5) < 4 * error
 

@@ -1,0 +1,68 @@
+"""Draws in the plane: the draws of many repeats, the time they took, and the modes they found."""
+
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.simulation.loop import CHUNK
+from lightning_sgmcmc.simulation.targets import CosineTarget
+
+
+class Draws(NamedTuple):
+    """The draws of a method in all repeats.
+
+    Attributes:
+        progress: the share of the budget spent at each draw, increasing, shape (S,).
+        places: shape (S, R, P, 2), P chains of each repeat.
+        log_weights: shape (S, R, P).
+        seconds: time of all repeats side by side, without compilation.
+    """
+
+    progress: Tensor
+    places: Tensor
+    log_weights: Tensor
+    seconds: float
+
+
+class Clock:
+    """An observed function that times each chunk of steps; the first chunk, which compiles, is excluded."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+
+    def __call__(self, places: Tensor) -> Tensor:
+        self._times.append(time.monotonic())
+        return places[..., :1]
+
+    def seconds(self, num_steps: int) -> float:
+        """Return the time of `num_steps` steps, at the pace of all chunks but the first."""
+        if num_steps <= CHUNK:
+            return 0.0
+        return (self._times[-1] - self._times[0]) * num_steps / (num_steps - CHUNK)
+
+
+class Squares:
+    """The unit squares around the modes, which have integer coordinates, with their true masses."""
+
+    SIDE = 17
+
+    def __init__(self, target: CosineTarget) -> None:
+        cells = target.cells()
+        self.modes = target.modes
+        self.truth = self.masses(cells, (-target.energy(cells)).softmax(0))
+
+    def masses(self, places: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted share of places in each square, shape (SIDE²,); outer squares include places beyond."""
+        half = self.SIDE // 2
+        row, column = (places.double().round().clamp(-half, half).long() + half).unbind(1)
+        sums = torch.zeros(self.SIDE**2, dtype=torch.float64)
+        return sums.index_add_(0, row * self.SIDE + column, weights.double()) / weights.double().sum()
+
+    def found(self, masses: Tensor) -> int:
+        """Return how many of the 25 modes' squares have at least half of their true mass."""
+        half = self.SIDE // 2
+        row, column = (self.modes.round().long() + half).unbind(1)
+        modes = row * self.SIDE + column
+        return int((masses[modes] >= 0.5 * self.truth[modes]).sum())

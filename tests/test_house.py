@@ -1,0 +1,165 @@
+"""The architecture, read from the source: no import circles, short files and functions, public names listed."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGE = "lightning_sgmcmc"
+INSTALLED = {PACKAGE: PACKAGE, "callbacks": f"{PACKAGE}.callbacks", "datamodules": f"{PACKAGE}.datamodules"}
+"""The folders of the distribution, and the packages that they are installed as."""
+FOLDERS = (*INSTALLED, "recipes")
+MOST_LINES_OF_A_FILE = 350
+MOST_LINES_OF_A_FUNCTION = 60
+MOST_FILES_IN_THE_ROOT = 14
+MOST_TYPE_IGNORES = 25
+
+
+def python_files(*folders: str) -> Iterator[Path]:
+    for folder in folders:
+        yield from sorted((REPOSITORY / folder).rglob("*.py"))
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def shown(path: Path) -> str:
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+# -- imports ----------------------------------------------------------------------------------------------------------
+
+
+def module_name(path: Path) -> str:
+    """Return the name that a file of the distribution is imported by."""
+    folder, *rest = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join([INSTALLED[folder], *rest]).removesuffix(".__init__")
+
+
+def imports() -> dict[str, set[str]]:
+    """Return the modules of the package that each of its modules imports, in functions and for types too."""
+    files = {module_name(path): path for path in python_files(*INSTALLED)}
+    found: dict[str, set[str]] = {name: set() for name in files}
+    for name, path in files.items():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Import):
+                wanted = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{shown(path)}, line {node.lineno}: imports are absolute"
+                base = node.module or ""
+                wanted = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in files else base for alias in node.names]
+            else:
+                continue
+            found[name] |= files.keys() & set(wanted)
+    return found
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of modules that reach one another (Tarjan's algorithm)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    groups: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(graph[name]):
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            at = stack.index(name)
+            group = stack[at:]
+            del stack[at:]
+            if len(group) > 1 or name in graph[name]:
+                groups.append(sorted(group))
+
+    for name in sorted(graph):
+        if name not in index:
+            visit(name)
+    return groups
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d"}, "e": {"a"}}
+    assert circles(graph) == [["b", "c"], ["d"]]
+
+
+def test_no_circle_of_imports() -> None:
+    assert circles(imports()) == []
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_root_holds_few_files() -> None:
+    files = sorted(path.name for path in (REPOSITORY / PACKAGE).glob("*.py"))
+    assert len(files) <= MOST_FILES_IN_THE_ROOT, files
+
+
+def test_files_are_short() -> None:
+    lengths = {shown(path): len(path.read_text().splitlines()) for path in python_files(*FOLDERS)}
+    assert {name: length for name, length in lengths.items() if length > MOST_LINES_OF_A_FILE} == {}
+
+
+def length_without_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    assert function.end_lineno is not None
+    length = function.end_lineno - function.lineno + 1
+    if ast.get_docstring(function) is not None:
+        docstring = function.body[0]
+        assert docstring.end_lineno is not None
+        length -= docstring.end_lineno - docstring.lineno + 1
+    return length
+
+
+def test_functions_are_short() -> None:
+    lengths = {
+        f"{shown(path)}: {node.name}": length_without_docstring(node)
+        for path in python_files(*FOLDERS)
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert {name: length for name, length in lengths.items() if length > MOST_LINES_OF_A_FUNCTION} == {}
+
+
+# -- habits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quote", ['"', "'"])
+def test_no_attribute_is_set_or_read_past_the_module(quote: str) -> None:
+    poke = f"__dict__[{quote}"
+    assert [shown(path) for path in python_files(*FOLDERS, "tests") if poke in path.read_text()] == []
+
+
+def test_few_types_are_ignored() -> None:
+    comment = "# type: ignore"
+    counts = {shown(path): path.read_text().count(comment) for path in python_files(*INSTALLED)}
+    assert sum(counts.values()) <= MOST_TYPE_IGNORES, {name: count for name, count in counts.items() if count}
+
+
+def test_every_package_says_what_it_offers() -> None:
+    lacking = []
+    for path in python_files(*INSTALLED):
+        if path.name != "__init__.py":
+            continue
+        tree = parsed(path)
+        assigned = {
+            target.id
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        if ast.get_docstring(tree) is None:
+            lacking.append(f"{shown(path)} has no docstring")
+        if "__all__" not in assigned:
+            lacking.append(f"{shown(path)} has no __all__")
+    assert lacking == []
