@@ -18,7 +18,7 @@ from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.finite_sums import FiniteSum
 from lightning_sgmcmc.simulation.gradient_estimators import GradientEstimator
 from lightning_sgmcmc.simulation.gradient_runs import Gradients, SumRun
-from lightning_sgmcmc.simulation.loop import starting_places
+from lightning_sgmcmc.simulation.starts import starting_places
 
 
 @dataclass(frozen=True)
