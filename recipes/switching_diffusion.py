@@ -19,6 +19,7 @@ import torch
 
 from lightning_sgmcmc.diagnostics.samples import wasserstein_distance
 from lightning_sgmcmc.simulation.switching_diffusion import (
+    Potentials,
     SwitchingPaths,
     stationary_moments,
     switching_ornstein_uhlenbeck,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 
 SLOPES, CENTRES = (5.0, 15.0), (5.0, -5 / 3)
+POTENTIALS = Potentials(SLOPES, CENTRES)
 MEAN_SLOPE = 10.0
 SWITCHING_TIMES = (10.0, 1.0, 0.1, 0.01, 0.001)
 CHAINS = {"quick": 20_000, "full": 200_000}
@@ -42,7 +44,7 @@ COLOURS = ("black", "teal")
 
 def stationary_draws(switching_time: float, chains: int, seed: int) -> torch.Tensor:
     """Return independent draws of μ^η: the index begins in its own law, and θ_0 = 0 is forgotten up to e^-15."""
-    return switching_ornstein_uhlenbeck(SLOPES, CENTRES, switching_time, [SETTLED], chains, seed).places[0]
+    return switching_ornstein_uhlenbeck(POTENTIALS, switching_time, [SETTLED], chains, seed).places[0]
 
 
 def target_quantiles(count: int) -> torch.Tensor:
@@ -76,7 +78,7 @@ def run(options: Options) -> list[Row]:
     rows, laws = [], {}
     for eta in SWITCHING_TIMES:
         draws = laws[eta] = stationary_draws(eta, chains, options.seed)
-        mean, variance = stationary_moments(SLOPES, CENTRES, eta)
+        mean, variance = stationary_moments(POTENTIALS, eta)
         distance, without = distances(draws)
         squares = (draws - draws.mean()).square()
         method = f"η={eta:g}"
@@ -88,8 +90,8 @@ def run(options: Options) -> list[Row]:
             Row(method, "W₁ to N(0, 0.1)", distance, jackknife_error(without)),
         ]
     times = torch.linspace(0, PATH_LENGTH, PATH_POINTS)
-    paths = {eta: switching_ornstein_uhlenbeck(SLOPES, CENTRES, eta, times, 1, options.seed) for eta in SWITCHING_TIMES}
-    mean_path = switching_ornstein_uhlenbeck([MEAN_SLOPE], [0.0], 1.0, times, 1, options.seed)
+    paths = {eta: switching_ornstein_uhlenbeck(POTENTIALS, eta, times, 1, options.seed) for eta in SWITCHING_TIMES}
+    mean_path = switching_ornstein_uhlenbeck(Potentials([MEAN_SLOPE], [0.0]), 1.0, times, 1, options.seed)
     mean_figure(times, mean_path).savefig(options.out / "figure_1_1.png", dpi=120)
     switching_figure(times, paths, laws).savefig(options.out / "figure_1_2.png", dpi=120)
     return rows

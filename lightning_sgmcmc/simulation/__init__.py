@@ -19,6 +19,7 @@ from lightning_sgmcmc.simulation.results import Simulation
 from lightning_sgmcmc.simulation.subsampled_chains import SumSamples, sample_sum
 from lightning_sgmcmc.simulation.svgd import descend
 from lightning_sgmcmc.simulation.switching_diffusion import (
+    Potentials,
     SwitchingPaths,
     coupled_ornstein_uhlenbeck,
     stationary_moments,
@@ -45,6 +46,7 @@ __all__ = [
     "LogisticBound",
     "LogisticRegressionSum",
     "NormalModelSum",
+    "Potentials",
     "RandomWalk",
     "Simulation",
     "SumSamples",
