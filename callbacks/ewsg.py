@@ -244,9 +244,9 @@ class EWSG(SamplerCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         module: BayesianModule = pl_module  # type: ignore[assignment]
-        if not is_logged(trainer, module):
+        if not is_logged(trainer, module.chain_state, module.sampler.step_count):
             return
-        log_cost(trainer, module)
+        log_cost(trainer, module.chain_state)
         if self._proposed and self._accepted is not None:
             log_scalars(trainer, {"ewsg/acceptance": self._accepted.sum().item() / self._proposed}, trainer.global_step)
             self._accepted.zero_()
