@@ -62,7 +62,7 @@ def average_predictions(
 def append_with_new_statistics(
     store: SampleStore, model: nn.Module, samples: Iterable[PosteriorSample], batches: Iterable[Any]
 ) -> None:
-    """Append samples to a store, with BatchNorm's running statistics re-estimated; see `Posterior.update_batch_norm`."""
+    """Append samples with re-estimated BatchNorm statistics to a store; see `Posterior.update_batch_norm`."""
     device = next(model.parameters()).device
     batches = _repeatable(batches)
     layers = {
