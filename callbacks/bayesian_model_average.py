@@ -11,7 +11,7 @@ from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import require_schedule
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import check_choice
-from lightning_sgmcmc.evaluation.full_data import full_log_likelihood, unnoticed
+from lightning_sgmcmc.evaluation.full_data import full_log_likelihood, undisturbed
 from lightning_sgmcmc.evaluation.loader_average import LoaderAverage, loaders_of
 from lightning_sgmcmc.evaluation.out_of_distribution import OutOfDistributionData, OutOfDistributionSource
 from lightning_sgmcmc.evaluation.scoring import evaluate
@@ -95,7 +95,7 @@ class BayesianModelAverage(SamplerCallback):
                 "validation or test loader with shuffle=False"
             )
         module = bayesian(pl_module, self)
-        with unnoticed(trainer, module):
+        with undisturbed(trainer, module):
             self.ood.check(trainer, module)
         if len(self._averages) != len(loaders):
             self._averages = [LoaderAverage(self.cycle_weights) for _ in loaders]
@@ -154,7 +154,7 @@ class BayesianModelAverage(SamplerCallback):
     ) -> None:
         """Evaluate a sample on every loader and take it into the averages."""
         scale = float(getattr(getattr(trainer, "datamodule", None), "target_std", None) or 1.0)
-        with unnoticed(trainer, module):
+        with undisturbed(trainer, module):
             state = {name: tensor.to(module.device) for name, tensor in sample.state.items()}
             log_likelihood = 0.0
             if self.cycle_weights == "harmonic":

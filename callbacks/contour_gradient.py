@@ -26,7 +26,7 @@ from lightning_sgmcmc.contour.rules import (
 )
 from lightning_sgmcmc.contour.warm_up import EnergyRecord
 from lightning_sgmcmc.contour.watch import ContourWatch
-from lightning_sgmcmc.evaluation.full_data import full_log_likelihood, unnoticed
+from lightning_sgmcmc.evaluation.full_data import full_log_likelihood, undisturbed
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.loggers import log_scalars
 from lightning_sgmcmc.samplers import Sampler
@@ -406,7 +406,7 @@ class ContourGradient(SamplerCallback):
             with module.at_chain(chain), torch.no_grad():
                 state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
                 log_prior = float(module.log_prior()) if self.include_prior else 0.0
-            with unnoticed(self._trainer, module):
+            with undisturbed(self._trainer, module):
                 found = full_log_likelihood(self._trainer, module, state, "sample_energy='full'", of_own_chain=True)
             energies.append(-found - log_prior)
         return torch.tensor(energies, dtype=torch.float64, device=module.device)

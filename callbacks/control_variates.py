@@ -76,8 +76,8 @@ class ControlVariates(SnapshotCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if is_logged(trainer, self._module):
-            log_cost(trainer, self._module)
+        if is_logged(trainer, self._module.chains, self._module.sampler.step_count):
+            log_cost(trainer, self._module.chains)
 
 
 class VarianceReducedEnergy(SnapshotCallback):

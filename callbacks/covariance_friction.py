@@ -263,9 +263,9 @@ class CovarianceFriction(SnapshotCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._sampler is not None
-        if not is_logged(trainer, self._module):
+        if not is_logged(trainer, self._module.chains, self._module.sampler.step_count):
             return
-        log_cost(trainer, self._module)
+        log_cost(trainer, self._module.chains)
         if self._moments is not None and not self.rests():
             diagonal = self._covariance.diagonal(dim1=1, dim2=2) if self.form == "matrix" else self._covariance
             extra = (diagonal * self._factor(self._sampler.param_groups[0])).mean().item()

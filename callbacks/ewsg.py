@@ -239,9 +239,9 @@ class EWSG(SamplerCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         module = bayesian(pl_module, self)
-        if not is_logged(trainer, module):
+        if not is_logged(trainer, module.chains, module.sampler.step_count):
             return
-        log_cost(trainer, module)
+        log_cost(trainer, module.chains)
         if self._proposed and self._accepted is not None:
             log_scalars(trainer, {"ewsg/acceptance": self._accepted.sum().item() / self._proposed}, trainer.global_step)
             self._accepted.zero_()

@@ -242,7 +242,7 @@ class ReplicaExchange(SamplerCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._tally is not None
-        if not is_logged(trainer, self._module):
+        if not is_logged(trainer, self._module.chains, self._module.sampler.step_count):
             return
         tried, accepted = self._tally.tolist()
         pairs = enumerate(zip(tried, accepted, strict=True))

@@ -1,6 +1,5 @@
 """The end of a run: a table and `results.json`."""
 
-import json
 import math
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.folder import run_folder
+from lightning_sgmcmc.run.results import markdown_table, write_results
 from lightning_sgmcmc.run.trainer import is_trial
 
 STAGE_NAMES = {"val": "validation data", "test": "test data"}
@@ -57,7 +57,6 @@ class RunSummary(SamplerCallback):
         _print_table(evaluation, f"{counted} on the {STAGE_NAMES[stage]}", folder)
 
     def _write_files(self, folder: Path, module: BayesianModule, stage: str, rows: list[dict[str, Any]]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         results = {
             "recipe": self.name,
             "scale": "run",
@@ -66,8 +65,7 @@ class RunSummary(SamplerCallback):
             "rows": rows,
             "seconds": round(self._seconds, 3),
         }
-        (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-        (folder / "table.md").write_text(_markdown(rows))
+        write_results(folder, results, _markdown(rows))
 
 
 def _rows(evaluation: Evaluation) -> list[dict[str, Any]]:
@@ -88,11 +86,11 @@ def _rows(evaluation: Evaluation) -> list[dict[str, Any]]:
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:
-    lines = ["| method | metric | value | error |", "|---|---|---|---|"]
-    for row in rows:
-        error = "" if row["error"] is None else f"{row['error']:.4f}"
-        lines.append(f"| {row['method']} | {row['metric']} | {row['value']:.4f} | {error} |")
-    return "\n".join(lines) + "\n"
+    columns = ["method", "metric", "value", "error"]
+    errors = ["" if row["error"] is None else f"{row['error']:.4f}" for row in rows]
+    return markdown_table(
+        columns, [[r["method"], r["metric"], f"{r['value']:.4f}", e] for r, e in zip(rows, errors, strict=True)]
+    )
 
 
 def _print_table(evaluation: Evaluation, title: str, folder: Path) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, refuse_loss_scaler
 from lightning_sgmcmc.chains.chains import Chains, chains_of
+from lightning_sgmcmc.chains.stateless import undisturbed_generators
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.evaluation.full_data import pass_over_data
 from lightning_sgmcmc.subsampling.snapshot import Snapshot
@@ -106,8 +107,7 @@ class SnapshotCallback(SamplerCallback):
             self._snapshot = Snapshot(self.chains, self.gradients)
         self._snapshot.take()
         total = torch.zeros_like(self._snapshot.log_likelihood)
-        devices = [module.device] if module.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
+        with undisturbed_generators(module):
             for batch in pass_over_data(trainer, module, type(self).__name__, "snapshot", self.shuffles_pass):
                 each = self._at_snapshot(trainer, self._snapshot, batch)
                 total += each.detach().double().sum(1)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_sgmcmc.batches.loader import as_is
+
 
 class TensorBatches(Dataset[tuple[Tensor, ...]]):
     """Tensors of equal length that are indexed by whole batches, without a Python loop over the items.
@@ -48,11 +50,6 @@ class TensorBatches(Dataset[tuple[Tensor, ...]]):
             index = index.to(self.device, non_blocking=True)
         inputs, *rest = (tensor[index] for tensor in self.tensors)
         return (self.transform(inputs) if self.transform is not None else inputs, *rest)
-
-
-def as_is(batch: Any) -> Any:
-    """Return a batch unchanged: the collate function of `TensorBatches`, which indexes whole batches."""
-    return batch
 
 
 def evaluation_loader(dataset: TensorBatches, batch_size: int) -> DataLoader[Any]:

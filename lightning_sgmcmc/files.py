@@ -44,6 +44,12 @@ def write_atomically(path: Path, content: bytes | memoryview, durable: bool = Tr
         _flush_folder(path.parent)
 
 
+def write_output(path: Path, content: bytes) -> None:
+    """Write a file of a run's folder completely or not at all; the folder is made if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, content, durable=False)
+
+
 def flush(file: Any) -> None:
     """Flush an open file to the disk."""
     file.flush()

@@ -23,7 +23,7 @@ from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.contour.rules import Contour, ContourState, DecayingStepSize
 from lightning_sgmcmc.figures.contour import energy_histogram_figure, multiplier_figure
 from lightning_sgmcmc.figures.targets import densities_figure, errors_figure, path_figure
-from lightning_sgmcmc.simulation.loop import ContourRun, Simulation, simulate
+from lightning_sgmcmc.simulation import ContourRun, Simulation, simulate
 from lightning_sgmcmc.simulation.targets import GaussianMixture
 from recipes.shared.results import Options, Row, mean_row
 

@@ -21,7 +21,7 @@ from lightning_sgmcmc.contour.rules import Contour, DecayingStepSize
 from lightning_sgmcmc.diagnostics.samples import cell_masses, divergence, mode_coverage, resample
 from lightning_sgmcmc.figures.targets import plane_figure, trajectories_figure
 from lightning_sgmcmc.schedules import CyclicalPlan
-from lightning_sgmcmc.simulation.loop import ContourRun, Simulation, simulate
+from lightning_sgmcmc.simulation import ContourRun, Simulation, simulate
 from lightning_sgmcmc.simulation.targets import CosineTarget
 from recipes.shared.results import Options, Row, mean_row
 

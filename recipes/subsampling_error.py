@@ -43,10 +43,9 @@ from lightning_sgmcmc.simulation.switching_diffusion import coupled_ornstein_uhl
 from recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
 from recipes.shared.results import Options, Row, mean_row
 from recipes.shared.switching import (
-    CENTRES,
     CHAINS,
     GROUPS,
-    SLOPES,
+    POTENTIALS,
     SWITCHING_TIMES,
     distances,
     jackknife_error,
@@ -129,7 +128,7 @@ def strong_errors(options: Options) -> dict[float, Curve]:
     """Return E|θ_t - ζ_t| at several times t; both start at 0 and share one Brownian path."""
     by_time: dict[float, list[torch.Tensor]] = {time: [] for time in TIMES}
     for eta in SWITCHING_TIMES:
-        pairs = coupled_ornstein_uhlenbeck(SLOPES, CENTRES, eta, TIMES, PAIRS[options.scale], options.seed)
+        pairs = coupled_ornstein_uhlenbeck(POTENTIALS, eta, TIMES, PAIRS[options.scale], options.seed)
         for time, place in zip(TIMES, pairs.places, strict=True):
             by_time[time].append((place[:, 0] - place[:, 1]).abs())
     return {time: curve_of_means(SWITCHING_TIMES, errors, GROUPS) for time, errors in by_time.items()}

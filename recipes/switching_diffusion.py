@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_sgmcmc.simulation.switching_diffusion import (
+    Potentials,
     SwitchingPaths,
     stationary_moments,
     switching_ornstein_uhlenbeck,
@@ -27,6 +28,7 @@ from recipes.shared.switching import (
     CENTRES,
     CHAINS,
     MEAN_SLOPE,
+    POTENTIALS,
     SLOPES,
     SWITCHING_TIMES,
     distances,
@@ -50,7 +52,7 @@ def run(options: Options) -> list[Row]:
     rows, laws = [], {}
     for eta in SWITCHING_TIMES:
         draws = laws[eta] = stationary_draws(eta, chains, options.seed)
-        mean, variance = stationary_moments(SLOPES, CENTRES, eta)
+        mean, variance = stationary_moments(POTENTIALS, eta)
         distance, without = distances(draws)
         squares = (draws - draws.mean()).square()
         method = f"η={eta:g}"
@@ -62,8 +64,8 @@ def run(options: Options) -> list[Row]:
             Row(method, "W₁ to N(0, 0.1)", distance, jackknife_error(without)),
         ]
     times = torch.linspace(0, PATH_LENGTH, PATH_POINTS)
-    paths = {eta: switching_ornstein_uhlenbeck(SLOPES, CENTRES, eta, times, 1, options.seed) for eta in SWITCHING_TIMES}
-    mean_path = switching_ornstein_uhlenbeck([MEAN_SLOPE], [0.0], 1.0, times, 1, options.seed)
+    paths = {eta: switching_ornstein_uhlenbeck(POTENTIALS, eta, times, 1, options.seed) for eta in SWITCHING_TIMES}
+    mean_path = switching_ornstein_uhlenbeck(Potentials([MEAN_SLOPE], [0.0]), 1.0, times, 1, options.seed)
     mean_figure(times, mean_path).savefig(options.out / "figure_1_1.png", dpi=120)
     switching_figure(times, paths, laws).savefig(options.out / "figure_1_2.png", dpi=120)
     return rows

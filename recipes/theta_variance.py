@@ -27,7 +27,7 @@ import torch
 from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.contour.rules import Contour, DecayingStepSize
 from lightning_sgmcmc.figures.targets import estimates_figure
-from lightning_sgmcmc.simulation.loop import ContourRun, simulate
+from lightning_sgmcmc.simulation import ContourRun, simulate
 from lightning_sgmcmc.simulation.targets import GaussianMixture
 from recipes.shared.results import Options, Row
 

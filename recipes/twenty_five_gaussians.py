@@ -16,7 +16,7 @@ import torch
 from lightning_sgmcmc.diagnostics.samples import cell_masses, mode_coverage
 from lightning_sgmcmc.figures.targets import plane_figure
 from lightning_sgmcmc.schedules import CyclicalPlan
-from lightning_sgmcmc.simulation.loop import simulate
+from lightning_sgmcmc.simulation import simulate
 from lightning_sgmcmc.simulation.targets import GaussianMixture
 from recipes.shared.results import Options, Row, mean_row
 

@@ -58,8 +58,8 @@ from lightning_sgmcmc.diagnostics.samples import cell_masses, divergence
 from lightning_sgmcmc.figures.targets import plane_figure, progress_figure
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.simulation import ContourRun, simulate
 from lightning_sgmcmc.simulation.exchange_run import ExchangeRun
-from lightning_sgmcmc.simulation.loop import ContourRun, simulate
 from lightning_sgmcmc.simulation.svgd import descend
 from lightning_sgmcmc.simulation.targets import CosineTarget
 from recipes.shared.plane import Clock, Draws, Squares

@@ -131,7 +131,7 @@ class ResumableLoader:
             return lambda batch: items.load_all(batch, [order.indices(batch) for order in orders])
         stream = _Stream(orders, self._batches)
         loader = DataLoader(
-            items, batch_sampler=stream, num_workers=self.num_workers, collate_fn=_as_is, pin_memory=self.pin_memory
+            items, batch_sampler=stream, num_workers=self.num_workers, collate_fn=as_is, pin_memory=self.pin_memory
         )
         batches = iter(loader)
         if len(orders) == 1:
@@ -228,8 +228,9 @@ class _SeededItems(Dataset[Any]):
 
 
 def _default_collate_of(dataset: Dataset[Any]) -> Callable[[list[Any]], Any]:
-    return _as_is if hasattr(dataset, "whole_batch") else default_collate
+    return as_is if hasattr(dataset, "whole_batch") else default_collate
 
 
-def _as_is(batch: Any) -> Any:
+def as_is(batch: Any) -> Any:
+    """Collate nothing: the data set returns whole batches."""
     return batch

@@ -15,6 +15,7 @@ from lightning_sgmcmc.chains.energies import ChainEnergies, Execution
 from lightning_sgmcmc.chains.layout import ChainLayout, layout_of
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.state import Accumulation, Counters, ObservedEnergy, Progress, SampleTags
+from lightning_sgmcmc.chains.stateless import state_of
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed, reseed
@@ -159,7 +160,7 @@ class Chains:
 
     def first_bad(self, name: str) -> int:
         """Return the global index of the first chain whose tensor `name` is not finite."""
-        tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        tensors = state_of(self.model)
         rows = tensors[name].reshape(self.num_chains, -1)
         return self.layout.chains[int((~rows.isfinite()).any(1).byte().argmax())]
 

@@ -11,7 +11,7 @@ from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.starts import layer_at_fault
 from lightning_sgmcmc.chains.state import StepEnergy
-from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode
+from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode, state_of, undisturbed_generators
 from lightning_sgmcmc.model import EnergyModel, check_shape
 
 Execution = Literal["auto", "loop", "vmap"]
@@ -138,7 +138,7 @@ class ChainEnergies:
 
     def _named(self, tensors: Sequence[Tensor] | None) -> dict[str, Tensor]:
         if tensors is None or self._chains is None:
-            return dict(self._model.named_parameters()) | dict(self._model.named_buffers())
+            return state_of(self._model)
         return dict(zip(self._chains.names, tensors, strict=True))
 
     # -- all at once --------------------------------------------------------------------------------------------------
@@ -210,8 +210,7 @@ class ChainEnergies:
         if model.likelihood is None or model.has_own("log_likelihood"):
             return
         first = batch[0] if isinstance(batch, ChainBatches) else batch
-        devices = [model.device] if model.device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices), evaluation_mode(model):
+        with torch.no_grad(), undisturbed_generators(model), evaluation_mode(model):
             with chains.at(0) if chains is not None else nullcontext():
                 output, target = model.output_and_target(first)
             model.likelihood.check_target(output, target)

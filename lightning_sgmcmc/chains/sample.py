@@ -51,12 +51,14 @@ class SampleRecord:
     bin: int | None = None
 
 
-def _record(sample: PosteriorSample, file: str = "", checksum: str = "") -> SampleRecord:
+def record_of(sample: PosteriorSample, file: str = "", checksum: str = "") -> SampleRecord:
+    """Return a sample's record."""
     place = (sample.step, sample.cycle, sample.chain, sample.energy, sample.log_weight)
     return SampleRecord(*place, file=file, checksum=checksum, bin=sample.bin)
 
 
-def _on_cpu(sample: PosteriorSample) -> PosteriorSample:
+def on_cpu(sample: PosteriorSample) -> PosteriorSample:
+    """Return a copy of a sample in the host's memory."""
     parameters = {k: v.detach().to("cpu", copy=True) for k, v in sample.parameters.items()}
     buffers = {k: v.detach().to("cpu", copy=True) for k, v in sample.buffers.items()}
     return replace(sample, parameters=parameters, buffers=buffers)

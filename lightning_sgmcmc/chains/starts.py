@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 from torch import nn
 
+from lightning_sgmcmc.chains.stateless import state_of
+
 
 def redraw(module: nn.Module, chain: int, rebuild: Callable[[], nn.Module] | None) -> None:
     """Draw the start of a chain into a module's tensors; warn if a layer keeps its values.
@@ -34,11 +36,11 @@ def draw_start(module: nn.Module, rebuild: Callable[[], nn.Module] | None) -> li
         the names of the trainable parameters that have kept their values.
     """
     frozen = [(p, p.detach().clone()) for p in module.parameters() if not p.requires_grad]
-    own = dict(module.named_parameters()) | dict(module.named_buffers())
+    own = state_of(module)
     renewed: set[int] = set()
     fresh = rebuild() if rebuild is not None else None
     if fresh is not None:
-        theirs = dict(fresh.named_parameters()) | dict(fresh.named_buffers())
+        theirs = state_of(fresh)
         for name, tensor in own.items():
             if name in theirs and theirs[name] is not tensor and theirs[name].shape == tensor.shape:
                 tensor.copy_(theirs[name])

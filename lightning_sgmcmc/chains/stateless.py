@@ -1,11 +1,18 @@
-"""Calls of a module with given tensors instead of its own, and evaluation mode for a while."""
+"""Evaluation of a module without side effects: with given tensors, in evaluation mode, generators undisturbed."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import pytorch_lightning as pl
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters and buffers by name, the parameters first."""
+    return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
 class StatelessCall(nn.Module):
@@ -31,7 +38,7 @@ class StatelessCall(nn.Module):
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode, and every part of it back into its own mode at the end."""
+    """Put a module into evaluation mode, and at the end every part of it back into its own mode."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -39,3 +46,11 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
+
+
+@contextmanager
+def undisturbed_generators(module: pl.LightningModule) -> Iterator[None]:
+    """Restore torch's default generators at the end, those of the CPU and of the module's device."""
+    devices = [module.device] if module.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        yield

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from lightning_sgmcmc.batches.per_chain import ChainBatches
-from lightning_sgmcmc.chains.stateless import evaluation_mode
+from lightning_sgmcmc.chains.stateless import evaluation_mode, undisturbed_generators
 from lightning_sgmcmc.evaluation.loader_average import loaders_of
 from lightning_sgmcmc.evaluation.scoring import evaluate
 from lightning_sgmcmc.evaluation.share import EvaluationShare
@@ -22,14 +22,13 @@ from lightning_sgmcmc.seeding import derive_seed, reseed
 
 
 @contextmanager
-def unnoticed(trainer: pl.Trainer, module: BayesianModule) -> Iterator[None]:
-    """Evaluate as Lightning does, and so that the chain does not notice.
+def undisturbed(trainer: pl.Trainer, module: BayesianModule) -> Iterator[None]:
+    """Evaluate as Lightning does, without advancing any random generator.
 
-    Going through a loader draws from the global generator.
+    Iterating over a loader draws from the global generator.
     """
-    devices = [module.device] if module.device.type == "cuda" else []
     precision = trainer.strategy.precision_plugin
-    with torch.random.fork_rng(devices), evaluation_mode(module), precision.val_step_context():
+    with undisturbed_generators(module), evaluation_mode(module), precision.val_step_context():
         yield
 
 

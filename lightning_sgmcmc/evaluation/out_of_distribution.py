@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_sgmcmc.chains.stateless import StatelessCall
+from lightning_sgmcmc.chains.stateless import StatelessCall, state_of
 from lightning_sgmcmc.evaluation.scoring import concatenate
 from lightning_sgmcmc.evaluation.share import EvaluationShare, share_of_plain
 from lightning_sgmcmc.module import BayesianModule
@@ -90,7 +90,7 @@ class OutOfDistributionData:
             RuntimeError, TypeError, ValueError: as the network does, naming the set.
         """
         with module.at_chain(0):
-            state = {name: t.detach() for name, t in (*module.named_parameters(), *module.named_buffers())}
+            state = {name: tensor.detach() for name, tensor in state_of(module).items()}
         for name in self.sources:
             batches = EvaluationShare(self._loaders[name], 1).batches(trainer, module)
             self._evaluate(batches, module, state, name)

@@ -24,7 +24,7 @@ METRIC_LABELS = {
 
 
 def canvas(rows: int = 1, width: float = 7.0, height: float = 4.0, shared: bool = True) -> "tuple[Figure, list[Axes]]":
-    """Return an empty figure without a window, and its axes from top to bottom, which share the x-axis or do not."""
+    """Return an empty figure without a window, and its axes from top to bottom; `shared` lets them share the x-axis."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -47,16 +47,18 @@ def legend_above(axes: "Axes", columns: int = 3) -> None:
 
 
 def integer_ticks() -> "MaxNLocator":
-    """Return what places ticks at whole numbers only."""
+    """Return a locator that places ticks at integers only."""
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(integer=True, min_n_ticks=1)
 
 
-def _marker(steps: Sequence[float]) -> str:
-    return "." if len(steps) == 1 else ""  # a line of one point is invisible
+def point_marker(steps: Sequence[float]) -> str:
+    """Return a marker for a line of one point, which is invisible without one; none for longer lines."""
+    return "." if len(steps) == 1 else ""
 
 
-def _finite(values: Sequence[float]) -> Any:
+def finite_values(values: Sequence[float]) -> Any:
+    """Return the finite ones of some numbers, as an array."""
     array = np.asarray(values, dtype=float)
     return array[np.isfinite(array)]

@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_sgmcmc.figures.canvas import SAMPLE_COLOUR, _finite, _marker, canvas, integer_ticks, legend_above
+from lightning_sgmcmc.figures.canvas import (
+    SAMPLE_COLOUR,
+    canvas,
+    finite_values,
+    integer_ticks,
+    legend_above,
+    point_marker,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,13 +23,13 @@ def schedule_figure(
 ) -> "Figure":
     """Draw step size and temperature against the step, with the samples marked."""
     figure, (upper, lower) = canvas(2, height=4.5)
-    upper.plot(steps, lr, color="black", linewidth=1, marker=_marker(steps))
+    upper.plot(steps, lr, color="black", linewidth=1, marker=point_marker(steps))
     if len(sample_steps):
         heights = np.interp(sample_steps, steps, lr)
         upper.plot(sample_steps, heights, "o", color=SAMPLE_COLOUR, markersize=4, label="samples")
     upper.set_ylabel("step size lr")
     legend_above(upper)
-    lower.step(steps, temperature, where="post", color="black", linewidth=1, marker=_marker(steps))
+    lower.step(steps, temperature, where="post", color="black", linewidth=1, marker=point_marker(steps))
     lower.set_ylabel("temperature τ")
     lower.set_xlabel("optimizer step")
     return figure
@@ -36,12 +43,12 @@ def energy_figure(
     Where the start of the run dwarfs what comes later, a second row shows the range since the first sample.
     """
     since = np.asarray(steps) >= (sample_steps[0] if len(sample_steps) else np.inf)
-    later = _finite([*np.asarray(energy, dtype=float)[since], *sample_energy])
-    everything = _finite(energy)
+    later = finite_values([*np.asarray(energy, dtype=float)[since], *sample_energy])
+    everything = finite_values(energy)
     closer = everything.size > 0 and later.size > 1 and 0 < np.ptp(later) < np.ptp(everything) / 3
     figure, rows = canvas(2 if closer else 1, height=6 if closer else 4)
     for axes in rows:
-        axes.plot(steps, energy, color="black", linewidth=0.8, marker=_marker(steps), label="mini-batch")
+        axes.plot(steps, energy, color="black", linewidth=0.8, marker=point_marker(steps), label="mini-batch")
         if len(sample_steps):
             axes.plot(sample_steps, sample_energy, "o", color=SAMPLE_COLOUR, markersize=4, label="samples")
         axes.set_ylabel("potential energy Ũ (nats)")
@@ -62,7 +69,7 @@ def traces_figure(
     """Draw the paths of a few quantities (energy, single weights) one below the other, with the samples marked."""
     figure, rows = canvas(len(traces), height=0.8 + 1.25 * len(traces))
     for axes, (name, values) in zip(rows, traces.items(), strict=True):
-        axes.plot(steps, values, color="black", linewidth=0.8, marker=_marker(steps))
+        axes.plot(steps, values, color="black", linewidth=0.8, marker=point_marker(steps))
         if len(sample_steps):
             heights = np.interp(sample_steps, steps, values)
             axes.plot(sample_steps, heights, "o", color=SAMPLE_COLOUR, markersize=3, label="samples")

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 KIND_COLOURS = {"within a cycle": "tab:blue", "between cycles": "tab:red", "between chains": "tab:purple"}
 GROUPS_WITH_NAMES = 12
 """More cycles or chains than this get a colour bar in place of a legend."""
+MARKED_POINTS = 100
+"""Lines of more points than this have no markers."""
 TENSORS_SHOWN = 40
 
 
@@ -164,6 +166,9 @@ def temperatures_figure(
         shown: of more tensors than this, those farthest from the target are drawn.
     """
 
+    def is_known(value: Any) -> bool:
+        return value is not None and bool(np.isfinite(value))
+
     def distance(name: str) -> float:
         values = [tensors[name].get(kind) for kind in ("kinetic", "configurational")]
         return max((abs(value - temperature) for value in values if value is not None), default=0.0)
@@ -176,7 +181,7 @@ def temperatures_figure(
     axes.axvline(temperature, color="black", linestyle=":", linewidth=1, label=f"target τ = {temperature:g}")
     drawn = [temperature]
     for kind, colour, offset in (("kinetic", AVERAGE_COLOUR, -0.14), ("configurational", SAMPLE_COLOUR, 0.14)):
-        places = [(i, tensors[n]) for i, n in enumerate(names) if _finite(tensors[n].get(kind))]
+        places = [(i, tensors[n]) for i, n in enumerate(names) if is_known(tensors[n].get(kind))]
         if not places:
             continue
         values = np.array([record[kind] for _, record in places], dtype=float)
@@ -197,10 +202,6 @@ def temperatures_figure(
     return figure
 
 
-def _finite(value: Any) -> bool:
-    return value is not None and bool(np.isfinite(value))
-
-
 def chains_figure(
     chains: Mapping[int, tuple[Sequence[int], Sequence[float]]], rows: "Sequence[ChainRow]", disagreement: float
 ) -> "Figure":
@@ -215,7 +216,14 @@ def chains_figure(
     figure, panels = canvas(rows=2 if evaluated else 1, height=6.0 if evaluated else 4.0, shared=False)
     upper = panels[0]
     for chain, (steps, energy) in chains.items():
-        upper.plot(steps, energy, _marker(len(steps)), linewidth=0.8, markersize=3, label=f"chain {chain}")
+        upper.plot(
+            steps,
+            energy,
+            "-o" if len(steps) <= MARKED_POINTS else "-",
+            linewidth=0.8,
+            markersize=3,
+            label=f"chain {chain}",
+        )
     upper.set_xlabel("optimizer step")
     upper.set_ylabel("potential energy Ũ (nats)")
     upper.ticklabel_format(axis="y", useOffset=False)
@@ -238,7 +246,3 @@ def chains_figure(
                 f"disagreement {disagreement:.3g}", (0.99, 0.97), xycoords="axes fraction", ha="right", va="top"
             )
     return figure
-
-
-def _marker(count: int) -> str:
-    return "-o" if count <= 100 else "-"

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_sgmcmc.chains.stateless import state_of
+
 
 class NotDescribableError(ValueError):
     """Raised where a module cannot be turned into plain data."""
@@ -104,7 +106,7 @@ def _check_rebuilds(module: nn.Module, description: dict[str, Any]) -> None:
 
 def _outline(module: nn.Module) -> list[Any]:
     """Return the names, shapes and types of a network's parts; a parameter in two places is named once."""
-    tensors = [(name, t.shape) for name, t in (*module.named_parameters(), *module.named_buffers())]
+    tensors = [(name, tensor.shape) for name, tensor in state_of(module).items()]
     return [*tensors, *((name, _plain_type(m)) for name, m in module.named_modules(remove_duplicate=False))]
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
-from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, _on_cpu, _record
+from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, on_cpu, record_of
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.files import flush, free_space, megabytes, write_atomically
 from lightning_sgmcmc.posterior.store import SampleStore
@@ -135,13 +135,13 @@ class DiskStore(SampleStore):
 
     def append(self, sample: PosteriorSample) -> None:
         name = f"sample-{sample.step:08d}-chain-{sample.chain:03d}.safetensors"
-        sample = _on_cpu(sample)
+        sample = on_cpu(sample)
         tensors = {f"parameter.{k}": v.contiguous() for k, v in sample.parameters.items()}
         tensors |= {f"buffer.{k}": v.contiguous() for k, v in sample.buffers.items()}
-        metadata = {k: str(v) for k, v in asdict(_record(sample)).items() if k not in ("file", "checksum")}
+        metadata = {k: str(v) for k, v in asdict(record_of(sample)).items() if k not in ("file", "checksum")}
         metadata["names"] = json.dumps(list(tensors))  # safetensors does not keep their order
         content = save(tensors, metadata)
-        record = _record(sample, name, _checksum(content))
+        record = record_of(sample, name, _checksum(content))
         try:
             write_atomically(self.path / name, content)
             self._add_line(json.dumps(asdict(record)))

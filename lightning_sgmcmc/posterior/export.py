@@ -1,11 +1,11 @@
-"""Samples as ArviZ sees them: an export with dimensions (chain, draw), and ArviZ's diagnostics of chains."""
+"""Export of samples to ArviZ, with the dimensions (chain, draw)."""
 
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +15,12 @@ from lightning_sgmcmc.chains.sample import SampleRecord
 from lightning_sgmcmc.diagnostics.chains import ChainGrid, import_arviz
 from lightning_sgmcmc.posterior.store import SampleStore
 
-if TYPE_CHECKING:
-    from lightning_sgmcmc.posterior.posterior import Posterior
-
-
 SMALL = 10
 """Parameters of at most so many elements are exported where no names are given."""
 
 
 def to_inference_data(
-    posterior: "Posterior",
+    store: SampleStore,
     parameters: Sequence[str] | None = None,
     predictions: Mapping[str, Tensor] | None = None,
     max_elements: int = SMALL,
@@ -36,24 +32,24 @@ def to_inference_data(
 
     The groups: `posterior` holds the chosen parameters by their names in the network. `sample_stats` holds `energy`
     (the mini-batch estimate Ũ, in nats), `lp` = -Ũ (ArviZ's name for the log density at temperature 1, up to a
-    constant), `step`, `cycle` and `log_weight`. `posterior_predictive` holds the predictions. ArviZ counts all draws
-    alike: it knows nothing of importance weights.
+    constant), `step`, `cycle` and `log_weight`. `posterior_predictive` holds the predictions. ArviZ weighs all draws
+    equally: it ignores importance weights.
 
     Args:
-        posterior: the samples.
+        store: the samples.
         parameters: names, or shell patterns of them ("net.0.*"); None takes the small ones (see `max_elements`). A
-            parameter of a deep network is not identified (its units can be permuted), so what it says of the chains'
-            mixing is less than energies and predictions say.
-        predictions: what each sample predicts, by name, shape (S, …) in the order of the samples
+            parameter of a deep network is not identified (its units can be permuted), so it shows less of the chains'
+            mixing than energies and predictions do.
+        predictions: each sample's predictions by name, shape (S, …) in the order of the samples
             (`posterior.predict(x, return_samples=True).sample_probabilities`, or `.sample_means`).
         max_elements: without `parameters`, those of at most so many elements are taken.
 
     Raises:
         ImportError: if ArviZ is not installed.
-        ValueError: if there are no samples, a pattern fits no parameter, or predictions are not one for each sample.
+        ValueError: if there are no samples, a pattern matches no parameter, or there is not one prediction for each
+            sample.
     """
     arviz = import_arviz()
-    store = posterior.store
     if len(store) == 0:
         raise ValueError("there are no posterior samples to export")
     grid = ChainGrid.of(store.records)
@@ -80,10 +76,10 @@ def to_inference_data(
 def choose_parameters(
     shapes: Mapping[str, tuple[int, ...]], patterns: Sequence[str] | None, max_elements: int = SMALL
 ) -> list[str]:
-    """Return the names that fit a pattern, or without patterns those of small parameters, in the network's order.
+    """Return the names that match a pattern, or without patterns those of small parameters, in the network's order.
 
     Raises:
-        ValueError: if a pattern fits no name.
+        ValueError: if a pattern matches no name.
     """
     if patterns is None:
         return [name for name, shape in shapes.items() if math.prod(shape) <= max_elements]

@@ -1,27 +1,23 @@
 """The collected posterior: samples, their weights, and the predictive that averages over them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
-from torch.utils.data import RandomSampler
+from torch import Tensor
 
 from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord
-from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode
 from lightning_sgmcmc.checks import check_choice, check_number
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.diagnostics.samples import effective_sample_size, normalised_weights, resample
-from lightning_sgmcmc.evaluation.averages import WeightedAverage
-from lightning_sgmcmc.evaluation.scoring import concatenate
-from lightning_sgmcmc.finite import bad_tensor
 from lightning_sgmcmc.likelihoods import Prediction
+from lightning_sgmcmc.posterior.checks import check_fits, check_sample
 from lightning_sgmcmc.posterior.description import NotDescribableError, build
-from lightning_sgmcmc.posterior.disk import LEAVE_OUT, DiskStore
+from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.export import SMALL, to_inference_data
+from lightning_sgmcmc.posterior.predictive import append_with_new_statistics, average_predictions
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore, StoreView
 
 if TYPE_CHECKING:
@@ -72,7 +68,7 @@ class Posterior:
         if model is None:
             posterior._build_model(store.model_description)
         elif len(store) > 0 and not skip_damaged:
-            posterior._check_fits(store[0], model)
+            check_fits(store[0], model)
         if skip_damaged:
             posterior._leave_out_damaged(store)
         if posterior.model is not None:
@@ -94,7 +90,7 @@ class Posterior:
         sound, reasons = [], [f"line {number} of the manifest is damaged" for number in store.damaged_lines]
         for index, record in enumerate(store.records):
             try:
-                self._check_sample(store[index])
+                check_sample(store[index], self.model)
                 sound.append(record)
             except ValueError as error:
                 reasons.append(str(error))
@@ -104,34 +100,6 @@ class Posterior:
                 f"{len(reasons)} of {total} samples in {store.path} are left out, the first since {reasons[0]}"
             )
         store.records = sound
-
-    def _check_sample(self, sample: PosteriorSample) -> None:
-        """Refuse a sample that is not finite, or of another network."""
-        if self.model is not None:
-            self._check_fits(sample, self.model)
-        bad = bad_tensor(sample.parameters, sample.buffers)
-        if bad is not None:
-            raise ValueError(
-                f"the sample of step {sample.step}, chain {sample.chain} has NaN or infinite numbers in '{bad}'; "
-                f"{LEAVE_OUT} it"
-            )
-
-    @staticmethod
-    def _check_fits(sample: PosteriorSample, model: "BayesianModule") -> None:
-        found = {name: (tuple(t.shape), _kind(t)) for name, t in sample.state.items()}
-        with model.at_chain(0):
-            present = (*model.named_parameters(), *model.named_buffers())
-            expected = {name: (tuple(t.shape), _kind(t)) for name, t in present}
-        odd = sorted(k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k))
-        if not odd:
-            return
-        theirs, ours = found.get(odd[0], ("none", "none")), expected.get(odd[0], ("none", "none"))
-        part, word = (0, "shape") if theirs[0] != ours[0] else (1, "type")
-        raise ValueError(
-            f"the samples are of another network than the model: '{odd[0]}' has {word} {theirs[part]} in the samples "
-            f"and {ours[part]} in the model ({len(odd)} tensors of the sample of step {sample.step} differ; "
-            f"{LEAVE_OUT} single samples)"
-        )
 
     def __len__(self) -> int:
         return len(self.store)
@@ -251,35 +219,8 @@ class Posterior:
             ValueError: if there are no inputs, a loader shuffles, or no sample has a weight.
         """
         model = self._ready_model()
-        device = next(model.parameters()).device
-        likelihood = model.likelihood
-        if likelihood is None:
-            raise RuntimeError(f"{type(model).__name__} has no likelihood object, so there is no predictive to average")
-        batches = [x] if isinstance(x, Tensor) else _repeatable(x)
-        if isinstance(getattr(batches, "sampler", None), RandomSampler):
-            raise ValueError("every sample must see the inputs in one order: make the loader with shuffle=False")
-        _ = self.weights  # speaks up if they are NaN, or all zero
-        caller = StatelessCall(model, lambda m, inputs: m.likelihood.terms(m(inputs)))
-        averages: list[WeightedAverage] = []
-        kept: list[Tensor] = []
-        with evaluation_mode(model), torch.no_grad():
-            for sample in self:
-                self._check_sample(sample)
-                state = {name: tensor.to(device) for name, tensor in sample.state.items()}
-                of_sample = []
-                for index, inputs in enumerate(_inputs_of(batches, device)):
-                    terms = caller.call(state, inputs)
-                    if index == len(averages):
-                        averages.append(WeightedAverage())
-                    averages[index].add(terms, torch.empty(0, device=device), sample.log_weight)
-                    if return_samples:
-                        of_sample.append(terms[likelihood.per_sample_term])
-                if return_samples:
-                    kept.append(torch.cat(of_sample))
-        if not averages:
-            raise ValueError("there are no inputs to predict")
-        terms = concatenate(average.terms for average in averages)
-        return likelihood.prediction(terms, torch.stack(kept) if kept else None)
+        _ = self.weights  # raises if they are NaN, or all zero
+        return average_predictions(model, self, x, return_samples)
 
     def to_arviz(
         self,
@@ -295,7 +236,7 @@ class Posterior:
             data = posterior.to_arviz(predictions={"probabilities": prediction.sample_probabilities})
             arviz.summary(data, group="posterior_predictive")
         """
-        return to_inference_data(self, parameters, predictions, max_elements)
+        return to_inference_data(self.store, parameters, predictions, max_elements)
 
     def update_batch_norm(self, batches: Iterable[Any]) -> "Posterior":
         """Re-estimate the running statistics of BatchNorm for every sample, by one pass over training data.
@@ -310,34 +251,8 @@ class Posterior:
         Returns:
             a new posterior, in memory; this one stays as it is.
         """
-        model = self._ready_model()
-        device = next(model.parameters()).device
-        batches = _repeatable(batches)
-        layers = {
-            name: layer
-            for name, layer in model.named_modules()
-            if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.track_running_stats
-        }
-        store = MemoryStore()
-        caller = StatelessCall(model, lambda m, inputs: m(inputs))
-        momenta = {name: layer.momentum for name, layer in layers.items()}
-        with evaluation_mode(model), torch.no_grad():
-            try:
-                for layer in layers.values():
-                    layer.train()
-                    layer.momentum = None  # the plain average over batches
-                for sample in self:
-                    state = {name: tensor.to(device, copy=True) for name, tensor in sample.state.items()}
-                    for name in layers:
-                        state[f"{name}.running_mean"].zero_()
-                        state[f"{name}.running_var"].fill_(1)
-                        state[f"{name}.num_batches_tracked"].zero_()
-                    for inputs in _inputs_of(batches, device) if layers else ():
-                        caller.call(state, inputs)
-                    store.append(replace(sample, buffers={name: state[name] for name in sample.buffers}))
-            finally:
-                for name, layer in layers.items():
-                    layer.momentum = momenta[name]
+        model, store = self._ready_model(), MemoryStore()
+        append_with_new_statistics(store, model, self, batches)
         return Posterior(store, model)
 
     def _ready_model(self) -> "BayesianModule":
@@ -348,19 +263,3 @@ class Posterior:
                 f"predictions need the network, and {self._why_no_model}: use Posterior.load(path, model=…)"
             )
         return self.model
-
-
-def _kind(tensor: Tensor) -> str:
-    """Return a tensor's type in words; networks may be held in another floating-point type than they trained in."""
-    return "float32" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
-
-
-def _repeatable(batches: Iterable[Any]) -> Iterable[Any]:
-    """Return batches that can be gone through again: an iterator's are kept, since every sample needs them."""
-    return list(batches) if isinstance(batches, Iterator) else batches
-
-
-def _inputs_of(batches: Iterable[Any], device: torch.device) -> Iterator[Tensor]:
-    for batch in batches:
-        inputs = batch[0] if isinstance(batch, list | tuple) else batch
-        yield inputs.to(device)

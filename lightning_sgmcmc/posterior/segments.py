@@ -6,7 +6,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.chains.stateless import evaluation_mode
+from lightning_sgmcmc.chains.stateless import evaluation_mode, undisturbed_generators
 from lightning_sgmcmc.diagnostics.geometry import interpolate, segment_pairs
 from lightning_sgmcmc.evaluation.loader_average import loaders_of, metrics_of
 from lightning_sgmcmc.evaluation.scoring import evaluate
@@ -44,9 +44,7 @@ class SegmentWalk:
         chosen = segment_pairs([(record.chain, record.cycle) for record in records], self.pairs)
         segments: list[Segment] = []
         data: list[Any] | None = None
-        devices = [module.device] if module.device.type == "cuda" else []
-        # As for every evaluation: the chain must not notice it.
-        with torch.random.fork_rng(devices), evaluation_mode(module):
+        with undisturbed_generators(module), evaluation_mode(module):
             for first, second, kind in chosen:
                 ends = [(records[i].step, records[i].chain) for i in (first, second)]
                 key = (stage, *ends)

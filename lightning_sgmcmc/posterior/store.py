@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, _on_cpu, _record
+from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, on_cpu, record_of
 from lightning_sgmcmc.contour.learned import LearnedContour
 
 
@@ -53,8 +53,8 @@ class MemoryStore(SampleStore):
         self._samples: list[PosteriorSample] = []
 
     def append(self, sample: PosteriorSample) -> None:
-        self._samples.append(_on_cpu(sample))
-        self.records.append(_record(sample))
+        self._samples.append(on_cpu(sample))
+        self.records.append(record_of(sample))
 
     def __getitem__(self, index: int) -> PosteriorSample:
         return self._samples[index]

@@ -8,8 +8,9 @@ from typing import Any
 
 from lightning_sgmcmc.chains.sample import SampleRecord
 from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
+from lightning_sgmcmc.run.results import RESULTS
 
-RESULTS, HISTORY, HEALTH = "results.json", "history.json", "health.json"
+HISTORY, HEALTH = "history.json", "health.json"
 MARKS = (RESULTS, HISTORY, HEALTH, f"samples/{MANIFEST}")
 """The files that make a folder a run's."""
 TEXTS = ("config.yaml", "hparams.yaml", "table.md")

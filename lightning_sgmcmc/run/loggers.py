@@ -1,4 +1,4 @@
-"""What a run has cost, in gradients of single data."""
+"""Output of a run to its loggers and folder: numbers, figures, histograms, tables."""
 
 import csv
 import io
@@ -12,36 +12,22 @@ import pytorch_lightning as pl
 from pytorch_lightning.loggers import TensorBoardLogger, WandbLogger
 
 from lightning_sgmcmc import figures
-from lightning_sgmcmc.files import write_atomically
-from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.files import write_output
+from lightning_sgmcmc.run.results import markdown_table
+from lightning_sgmcmc.run.trainer import log_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from lightning_sgmcmc.module import BayesianModule
-
-
-def log_cost(trainer: pl.Trainer, module: BayesianModule) -> None:
-    """Write `sampler/gradient_evaluations`, the gradients of single data that each chain has taken, and
-    `sampler/data_passes`, the same over N, to every logger."""
-    state = module.chain_state
-    evaluations = state.gradient_evaluations
-    scalars = {
-        "sampler/gradient_evaluations": float(evaluations),
-        "sampler/data_passes": evaluations / state.num_data,
-    }
-    log_scalars(trainer, scalars, trainer.global_step)
 
 
 Cell = str | float | int | None
 DPI = 120
 
 
-def is_logged(trainer: pl.Trainer, module: "BayesianModule") -> bool:
-    """Return whether the step that has just been made is one of those that `trainer.log_every_n_steps` logs."""
-    if module.chain_state.accumulating:
-        return False
-    return module.sampler.step_count % trainer.log_every_n_steps == 0  # type: ignore[attr-defined, no-any-return]
+def is_logged(trainer: pl.Trainer, chains: Chains, step_count: int) -> bool:
+    """Return whether `trainer.log_every_n_steps` logs the step that has just been made, the one of this number."""
+    return not chains.accumulation.accumulating and step_count % log_interval(trainer) == 0
 
 
 def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float], step: int) -> None:
@@ -56,13 +42,27 @@ def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float], step: int) ->
         logger.log_metrics(dict(scalars), step=step)
 
 
+def log_cost(trainer: pl.Trainer, chains: Chains) -> None:
+    """Write the cost of the run to every logger.
+
+    `sampler/gradient_evaluations` counts the gradients of single data that each chain has taken;
+    `sampler/data_passes` is that number divided by N.
+    """
+    evaluations = chains.counters.gradient_evaluations
+    scalars = {
+        "sampler/gradient_evaluations": float(evaluations),
+        "sampler/data_passes": evaluations / chains.observed.num_data,
+    }
+    log_scalars(trainer, scalars, trainer.global_step)
+
+
 def log_figure(trainer: pl.Trainer, name: str, figure: "Figure", step: int, folder: Path | None) -> None:
-    """Write a figure to the loggers that take pictures, and as a PNG file.
+    """Write a figure to the loggers that accept pictures, and as a PNG file.
 
     Args:
         trainer: the run's; only its rank zero writes.
-        name: such as "posterior/energy"; the file is called by the part behind the slash.
-        figure: matplotlib's.
+        name: such as "posterior/energy"; the part after the slash names the file.
+        figure: a matplotlib figure.
         step: the trainer's global step.
         folder: for the file; None writes none.
     """
@@ -84,12 +84,12 @@ def log_figure(trainer: pl.Trainer, name: str, figure: "Figure", step: int, fold
 def log_histogram(
     trainer: pl.Trainer, name: str, values: Sequence[float], label: str, step: int, folder: Path | None
 ) -> None:
-    """Write a histogram to the loggers that take them, and as a PNG file; numbers that are not finite are left out.
+    """Write a histogram to the loggers that accept them, and as a PNG file; non-finite numbers are left out.
 
     Args:
         trainer, name, step, folder: as in `log_figure`.
         values: the numbers.
-        label: what they are, with their unit.
+        label: of the axis, with the unit.
     """
     finite = np.asarray(values, dtype=float)
     finite = finite[np.isfinite(finite)]
@@ -116,7 +116,7 @@ def log_table(
     step: int,
     folder: Path | None,
 ) -> None:
-    """Write a table to the loggers that take them, and as a CSV file; a number that is not finite is an empty cell.
+    """Write a table to the loggers that accept them, and as a CSV file; a non-finite number is an empty cell.
 
     Args:
         trainer, name, step, folder: as in `log_figure`.
@@ -133,17 +133,13 @@ def log_table(
             table = wandb.Table(columns=list(columns), data=rows, allow_mixed_types=True)
             logger.log_metrics({name: table}, step=step)  # type: ignore[dict-item]
         elif isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_text(name, _markdown(columns, rows), step)
+            logger.experiment.add_text(
+                name, markdown_table(columns, [[_text(cell) for cell in row] for row in rows]), step
+            )
     if folder is not None:
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows([columns, *rows])
         write_output(folder / f"{_stem(name)}.csv", text.getvalue().encode())
-
-
-def write_output(path: Path, content: bytes) -> None:
-    """Write a file of a run's folder completely or not at all; the folder is made if needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, content, durable=False)
 
 
 def _pixels(png: io.BytesIO) -> Any:
@@ -158,14 +154,6 @@ def _stem(name: str) -> str:
 
 def _cell(cell: Cell) -> Cell:
     return None if isinstance(cell, float) and not math.isfinite(cell) else cell
-
-
-def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    shown = [
-        ["" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in r] for r in rows
-    ]
-    lines = [columns, ["---"] * len(columns), *shown]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _text(cell: Cell) -> str:

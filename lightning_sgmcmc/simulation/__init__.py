@@ -1,1 +1,68 @@
 """The samplers without a trainer: analytic targets, finite sums, exact references, many chains at once."""
+
+from lightning_sgmcmc.simulation.contour_run import ContourRun
+from lightning_sgmcmc.simulation.exchange_run import ExchangeRun
+from lightning_sgmcmc.simulation.finite_sums import FiniteSum, GaussianSum, LogisticRegressionSum, NormalModelSum
+from lightning_sgmcmc.simulation.firefly import FireflyRun, firefly
+from lightning_sgmcmc.simulation.gradient_estimators import (
+    CalibratedFriction,
+    ControlVariateGradient,
+    ExponentialGradient,
+    FullGradient,
+    GradientEstimator,
+    UniformGradient,
+)
+from lightning_sgmcmc.simulation.likelihood_bounds import BoundedLikelihood, LogisticBound, TaylorBound
+from lightning_sgmcmc.simulation.loop import simulate
+from lightning_sgmcmc.simulation.random_walk import RandomWalk, random_walk_metropolis
+from lightning_sgmcmc.simulation.results import Simulation
+from lightning_sgmcmc.simulation.subsampled_chains import SumSamples, sample_sum
+from lightning_sgmcmc.simulation.svgd import descend
+from lightning_sgmcmc.simulation.switching_diffusion import (
+    Potentials,
+    SwitchingPaths,
+    coupled_ornstein_uhlenbeck,
+    stationary_moments,
+    switching_ornstein_uhlenbeck,
+    switching_underdamped,
+)
+from lightning_sgmcmc.simulation.target_module import TargetDataModule, TargetModule
+from lightning_sgmcmc.simulation.targets import CosineTarget, GaussianMixture, Target
+
+__all__ = [
+    "BoundedLikelihood",
+    "CalibratedFriction",
+    "ContourRun",
+    "ControlVariateGradient",
+    "CosineTarget",
+    "ExchangeRun",
+    "ExponentialGradient",
+    "FiniteSum",
+    "FireflyRun",
+    "FullGradient",
+    "GaussianMixture",
+    "GaussianSum",
+    "GradientEstimator",
+    "LogisticBound",
+    "LogisticRegressionSum",
+    "NormalModelSum",
+    "Potentials",
+    "RandomWalk",
+    "Simulation",
+    "SumSamples",
+    "SwitchingPaths",
+    "Target",
+    "TargetDataModule",
+    "TargetModule",
+    "TaylorBound",
+    "UniformGradient",
+    "coupled_ornstein_uhlenbeck",
+    "descend",
+    "firefly",
+    "random_walk_metropolis",
+    "sample_sum",
+    "simulate",
+    "stationary_moments",
+    "switching_ornstein_uhlenbeck",
+    "switching_underdamped",
+]

@@ -3,20 +3,22 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_count, check_number
-from lightning_sgmcmc.replica_exchange import attempted_pairs
+from lightning_sgmcmc.replica_exchange import attempted_pairs, log_swap_rate, swapped
+from lightning_sgmcmc.seeding import derive_seed
 
 
 @dataclass(frozen=True)
 class ExchangeRun:
     """How chains of a simulation exchange their temperatures.
 
-    Chains form ladders by their order: the first R chains are one, the next R another, and ladders do not meet. At the
-    start chain r of a ladder stands in slot r.
+    Chains form ladders by their order: the first R chains are one, the next R another, and ladders do not interact. At
+    the start chain r of a ladder is in slot r.
 
     Args:
         temperatures: of the slots, rising, in units of the run's temperature, R ≥ 2 of them.
@@ -53,18 +55,19 @@ class ExchangeRun:
         return len(self.temperatures)
 
     def variance_at(self, step: int) -> float:
-        """Return the variance that is reckoned with at step k = 1, 2, …"""
+        """Return the variance that the swap rate of step k = 1, 2, … uses."""
         return float(self.variance(step)) if callable(self.variance) else float(self.variance)
 
     def log_limits(self, first: int, count: int, generators: list[torch.Generator]) -> Tensor:
         """Return log u, u uniform in (0, 1), for each step, ladder and pair, shape (count, L, R-1).
 
-        A swap is made where it lies below the log rate. It is +inf where none is tried, so that a loop needs no branch.
+        A swap is made where log u is below the log rate. It is +inf where no swap is attempted, so a loop needs no
+        branch.
 
         Args:
             first: the first step.
-            count: how many steps.
-            generators: of the ladders; each draws for its attempts alone.
+            count: number of steps.
+            generators: one for each ladder, which draws for its attempts only.
         """
         pairs = self.num_slots - 1
         limits = torch.full((count, len(generators), pairs), math.inf, device=generators[0].device)
@@ -77,3 +80,49 @@ class ExchangeRun:
         drawn = drawn.masked_fill(~tried[:, None].to(drawn.device), math.inf)
         limits[torch.tensor(attempts, device=limits.device) - first] = drawn
         return limits
+
+
+class Ladders:
+    """Which chain is in which slot, changed in place, and the random numbers that decide on swaps.
+
+    Raises:
+        ValueError: if the chains cannot be split evenly into ladders.
+    """
+
+    def __init__(self, exchange: ExchangeRun, num_chains: int, seed: int, place: Tensor) -> None:
+        size = exchange.num_slots
+        if num_chains % size:
+            raise ValueError(f"{num_chains} chains cannot be split evenly into ladders of {size} temperatures")
+        count = num_chains // size
+        self.exchange = exchange
+        options: dict[str, Any] = {"dtype": place.dtype, "device": place.device}
+        self.temperatures = torch.tensor(exchange.temperatures, **options)
+        self.lrs = torch.ones(size, **options) if exchange.lrs is None else torch.tensor(exchange.lrs, **options)
+        self.order = torch.arange(size, device=place.device).repeat(count, 1)
+        self._slots = self.order.clone()
+        self._generators = [
+            torch.Generator(place.device).manual_seed(derive_seed(seed, "exchange", ladder)) for ladder in range(count)
+        ]
+
+    def draw(self, first: int, count: int) -> list[Tensor]:
+        """Return the swaps' limits (K, L, R-1) and the energies' variance (K,) of the steps first, first + 1, …"""
+        limits = self.exchange.log_limits(first, count, self._generators)
+        variances = [self.exchange.variance_at(k) for k in range(first, first + count)]
+        return [limits, torch.tensor(variances, dtype=self.lrs.dtype, device=self.lrs.device)]
+
+    def swap_(self, energies: Tensor, temperature: Tensor, limits: Tensor, variance: Tensor) -> Tensor:
+        """Make the swaps of one step, and return each chain's slot, shape (C,).
+
+        Args:
+            energies: with their noise, shape (C,).
+            temperature: the run's, shape ().
+            limits: log of uniform numbers, shape (L, R-1).
+            variance: of one energy's noise, shape ().
+        """
+        by_slot = energies.view(self.order.shape).gather(1, self.order)
+        levels = temperature * self.temperatures
+        rate = log_swap_rate(
+            by_slot[:, :-1], by_slot[:, 1:], levels[:-1], levels[1:], variance, self.exchange.correction
+        )
+        self.order.copy_(swapped(self.order, limits < rate))
+        return torch.zeros_like(self.order).scatter_(1, self.order, self._slots).view(-1)

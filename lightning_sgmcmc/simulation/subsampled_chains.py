@@ -1,9 +1,9 @@
-"""A light loop on posteriors that are sums over data: the library's samplers, and a choice of gradient estimators.
+"""A light loop on posteriors that are sums over data: this library's samplers with a choice of gradient estimators.
 
-As `lightning_sgmcmc.simulation.loop` does for analytic targets, it makes the steps of `lightning_sgmcmc.samplers` by
-their own code, on thousands of chains at once. What is compared are equal numbers of gradient evaluations, not of
-steps: places are noted at asked numbers of data passes, one pass being N evaluations of one datum's gradient for each
-chain.
+As `lightning_sgmcmc.simulation.loop` does for analytic targets, it calls the update rules of
+`lightning_sgmcmc.samplers` on thousands of chains at once. Methods are compared at equal numbers of gradient
+evaluations, not of steps: places are recorded after given numbers of data passes. One pass is N evaluations of one
+datum's gradient for each chain.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,23 +18,23 @@ from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.finite_sums import FiniteSum
 from lightning_sgmcmc.simulation.gradient_estimators import GradientEstimator
 from lightning_sgmcmc.simulation.gradient_runs import Gradients, SumRun
-from lightning_sgmcmc.simulation.loop import starting_places
+from lightning_sgmcmc.simulation.starts import starting_places
 
 
 @dataclass(frozen=True)
 class SumSamples:
-    """What a run leaves.
+    """Results of a run.
 
     Attributes:
-        passes: data passes spent at each mark: as asked, or what the asked steps took; shape (S,), float64.
+        passes: data passes spent at each mark: those of `at_passes`, or what the steps took; shape (S,), float64.
         steps: steps made until each mark, shape (S,).
         positions: the chains' places there, shape (S, C, d).
         averages: of the observed function over the places after each step until there, float64, shape (S, C, F), F = 0
             without one.
-        last: places in the end, shape (C, d).
+        last: the chains' last places, shape (C, d).
         num_steps: steps made.
-        evaluations: evaluations of one datum's gradient for each chain, all told.
-        acceptance: share of candidates that the index chain accepted; None where there is none.
+        evaluations: total evaluations of one datum's gradient for each chain.
+        acceptance: share of candidates that the index chain accepted; None without an index chain.
     """
 
     passes: Tensor
@@ -72,28 +72,28 @@ def sample_sum(
     preconditioner sees that of U/N, take lr = ε·N and eps = λ·N.
 
     Args:
-        target: the posterior; its data are taken to `dtype` and `device`.
+        target: the posterior; its data are moved to `dtype` and `device`.
         sampler: a sampler class, or a partial of one; N is 1, so that `lr` is the papers' ε or h.
-        gradient: which gradient.
+        gradient: the gradient estimator.
         lr: step size.
         num_passes: budget in passes; either this or `num_steps`.
         num_steps: steps of each chain.
         num_chains: C.
         temperature: τ.
         initial: where the chains start, shape (C, d) or (d,); None draws standard normal places.
-        at_passes: marks in passes, rising, from 0 on; with `num_passes`.
-        at_steps: marks in steps, rising, from 0 on; either these or `at_passes`.
-        observe: function from (C, d) to (C, F) whose averages along each chain are wanted at the marks.
-        seed: of all draws; one generator for each purpose (start, noise, batches, acceptance) serves all chains, so
-            that a chain's law, but not its numbers, is the same however many chains there are.
+        at_passes: marks in passes, rising, ≥ 0; with `num_passes`.
+        at_steps: marks in steps, rising, ≥ 0; either these or `at_passes`.
+        observe: function from (C, d) to (C, F) whose averages along each chain are recorded at the marks.
+        seed: of all draws. One generator for each purpose (start, noise, batches, acceptance) serves all chains, so the
+            law of a chain does not depend on the number of chains, but its numbers do.
         dtype: of the places.
-        device: of everything.
+        device: of all tensors.
 
     Raises:
-        ValueError: for an argument out of range or of the wrong shape, a sampler that the estimator does not go with,
+        ValueError: for an argument out of range or of the wrong shape, a sampler that the estimator does not support,
             or a place that is not finite in the end.
     """
-    _check(num_passes, num_steps, num_chains, lr, temperature, at_passes, at_steps)
+    _check_budget(num_passes, num_steps, num_chains, lr, temperature, at_passes, at_steps)
     device = torch.device(device)
     target = target.to(device, dtype)
     if initial is None:
@@ -102,34 +102,34 @@ def sample_sum(
     place = nn.Parameter(starting_places(initial, num_chains, target.dimension, dtype, device))
     rule = sampler([place], lr=lr, num_data=1, temperature=temperature, num_chains=num_chains, seed=seed)
     run = SumRun(target, rule, rule.param_groups[0], place, seed)
-    walk = _Walk(run, gradient.begin(run))
-    record = _Record(observe, place)
-    marks, wanted = [round(p * target.num_data) for p in at_passes], set(at_steps)
+    steps = _SumSteps(run, gradient.begin(run))
+    recorder = _MarkRecorder(observe, place)
+    marks, at_steps_set = [round(p * target.num_data) for p in at_passes], set(at_steps)
     budget = None if num_passes is None else round(num_passes * target.num_data)
     with torch.no_grad():
         while True:
-            after = walk.spent + walk.gradients.cost
+            after = steps.spent + steps.gradients.cost
             if at_passes:
-                for _ in range(len(record.steps), sum(mark < after for mark in marks)):
-                    record.note(walk, at_passes[len(record.steps)])
-            elif walk.steps in wanted:
-                record.note(walk, walk.spent / target.num_data)
-            if walk.steps == num_steps or (budget is not None and after > budget):
+                for _ in range(len(recorder.steps), sum(mark < after for mark in marks)):
+                    recorder.record(steps, at_passes[len(recorder.steps)])
+            elif steps.count in at_steps_set:
+                recorder.record(steps, steps.spent / target.num_data)
+            if steps.count == num_steps or (budget is not None and after > budget):
                 break
-            walk.step()
-            record.observe()
+            steps.step()
+            recorder.observe()
     if not bool(place.isfinite().all()):
-        raise ValueError(f"a chain left for infinity within {walk.steps} steps: take a smaller lr")
-    return record.result(walk)
+        raise ValueError(f"a chain diverged to infinity within {steps.count} steps: take a smaller lr")
+    return recorder.result(steps)
 
 
-class _Walk:
+class _SumSteps:
     """The steps of all chains."""
 
     def __init__(self, run: SumRun, gradients: Gradients) -> None:
         self.run = run
         self.gradients = gradients
-        self.steps = 0
+        self.count = 0
         self.spent = 0
         self._noise = run.generator("noise")
         self._is_noisy = run.group["temperature"] > 0
@@ -144,11 +144,11 @@ class _Walk:
             options = {"dtype": gradient.dtype, "device": gradient.device}
             noise = [torch.randn(gradient.shape, generator=self._noise, **options)]  # type: ignore[call-overload]
         run.rule.update(run.group, [run.place], [gradient], noise)
-        self.steps += 1
+        self.count += 1
 
 
-class _Record:
-    """What is noted at the marks."""
+class _MarkRecorder:
+    """Records places and running averages at the marks."""
 
     def __init__(self, observe: Callable[[Tensor], Tensor] | None, place: nn.Parameter) -> None:
         self._observe = observe
@@ -161,24 +161,24 @@ class _Record:
         self._averages: list[Tensor] = []
 
     def observe(self) -> None:
-        """Take the present places into the averages."""
+        """Add the current places to the running averages."""
         if self._observe is None:
             return
         seen = self._observe(self._place.detach()).double()
         self._sum = seen if self._sum is None else self._sum.add_(seen)
         self._count += 1
 
-    def note(self, walk: _Walk, passes: float) -> None:
-        """Note a mark."""
-        self.steps.append(walk.steps)
+    def record(self, steps: _SumSteps, passes: float) -> None:
+        """Record a mark."""
+        self.steps.append(steps.count)
         self._passes.append(passes)
         self._positions.append(self._place.detach().clone())
         if self._observe is not None:
             empty = torch.full_like(self._observe(self._place.detach()), torch.nan).double()
             self._averages.append(empty if self._sum is None else self._sum / self._count)
 
-    def result(self, walk: _Walk) -> SumSamples:
-        """Return everything."""
+    def result(self, steps: _SumSteps) -> SumSamples:
+        """Return the run's results."""
         last = self._place.detach().clone()
         chains = len(last)
         averages = self._averages or [last.new_zeros(chains, 0).double()] * len(self.steps)
@@ -188,13 +188,13 @@ class _Record:
             torch.stack(self._positions) if self._positions else last.new_zeros(0, *last.shape),
             torch.stack(averages) if averages else last.new_zeros(0, chains, 0).double(),
             last,
-            walk.steps,
-            walk.spent,
-            walk.gradients.acceptance,
+            steps.count,
+            steps.spent,
+            steps.gradients.acceptance,
         )
 
 
-def _check(
+def _check_budget(
     num_passes: float | None,
     num_steps: int | None,
     num_chains: int,
@@ -213,6 +213,6 @@ def _check(
         raise ValueError("give either at_passes or at_steps")
     marks, end, word = (at_steps, num_steps, "num_steps") if at_steps else (at_passes, num_passes, "num_passes")
     if marks and end is None:
-        raise ValueError(f"marks in {word[4:]} go with {word}")
+        raise ValueError(f"marks in {word[4:]} need {word}, and it is None")
     if list(marks) != sorted(set(marks)) or any(not 0 <= mark <= (end or 0) for mark in marks):
         raise ValueError(f"marks must rise and lie between 0 and {word}={end}, got {list(marks)}")

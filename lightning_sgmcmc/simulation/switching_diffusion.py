@@ -1,7 +1,7 @@
 """The switching diffusion (SGLDiff) on quadratic potentials of one variable, exact: no time step, exact jump times.
 
-With Φ_i(θ) = a_i/2·(θ - b_i)² each piece between two jumps of the data index is linear, so given the jumps the place at
-any time is Gaussian with a mean and a covariance in closed form; noise is drawn at the times that were asked for only.
+With Φ_i(θ) = a_i/2·(θ - b_i)² each piece between two jumps of the data index is linear. Given the jumps, the place at
+any time is therefore Gaussian with a mean and a covariance in closed form; noise is drawn at the requested times only.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,34 @@ from lightning_sgmcmc.checks import check_count, check_positive
 from lightning_sgmcmc.seeding import derive_seed
 
 
+class Potentials:
+    """Quadratic potentials Φ_i(θ) = a_i/2·(θ - b_i)² of S data indices, and the temperature of the diffusion on them.
+
+    Args:
+        slopes: a_i > 0, shape (S,).
+        centres: b_i, shape (S,).
+        inverse_temperature: β > 0.
+
+    Raises:
+        ValueError: for numbers out of range or shapes that do not fit.
+    """
+
+    def __init__(
+        self, slopes: Tensor | Sequence[float], centres: Tensor | Sequence[float], inverse_temperature: float = 1.0
+    ) -> None:
+        a, b = (torch.as_tensor(values, dtype=torch.float64) for values in (slopes, centres))
+        if a.dim() != 1 or a.shape != b.shape or len(a) == 0:
+            raise ValueError(f"slopes and centres must have one shape (S,), got {tuple(a.shape)} and {tuple(b.shape)}")
+        if not bool(((a > 0) & a.isfinite() & b.isfinite()).all()):
+            raise ValueError("slopes must be positive, and slopes and centres finite")
+        check_positive("inverse_temperature", inverse_temperature)
+        self.slopes = a
+        self.centres = b
+        self.inverse_temperature = inverse_temperature
+
+
 class SwitchingPaths(NamedTuple):
-    """What chains pass through at the times that were asked for.
+    """Places and indices of chains at the requested times.
 
     `places` is of shape (T, C), or (T, C, 2) for two variables, in float64; `states`, the indices i, of shape (T, C).
     """
@@ -25,25 +51,21 @@ class SwitchingPaths(NamedTuple):
 
 
 def switching_ornstein_uhlenbeck(
-    slopes: Tensor | Sequence[float],
-    centres: Tensor | Sequence[float],
+    potentials: Potentials,
     switching_time: float,
     times: Tensor | Sequence[float],
     num_chains: int,
     seed: int = 0,
-    inverse_temperature: float = 1.0,
     initial: Tensor | float = 0.0,
 ) -> SwitchingPaths:
     """Run dθ_t = -a_i·(θ_t - b_i)dt + √(2/β) dW_t with i = i(t/η), which jumps to each other index at rate 1.
 
     Args:
-        slopes: a_i > 0, shape (S,).
-        centres: b_i, shape (S,).
+        potentials: a, b and β.
         switching_time: η > 0; an index is held for an exponential time with mean η/(S-1).
-        times: at which places are wanted, rising and not negative, shape (T,).
+        times: of the places, rising and not negative, shape (T,).
         num_chains: C.
-        seed: of jumps and noise, which have streams of their own; paths depend on the number of chains, too.
-        inverse_temperature: β > 0.
+        seed: of jumps and noise, which have separate streams; paths depend on the number of chains, too.
         initial: θ_0, a number or of shape (C,); i(0) is uniform.
 
     Raises:
@@ -51,21 +73,18 @@ def switching_ornstein_uhlenbeck(
 
     Source: Jin, Liu & Latz 2023 (SGLDiff), eq. (1.4) and (4.1), Figure 1.2.
     """
-    a, b = _potentials(slopes, centres)
-    check_positive("inverse_temperature", inverse_temperature)
+    a, b, inverse_temperature = potentials.slopes, potentials.centres, potentials.inverse_temperature
     pieces = _Pieces(a[:, None, None], b[:, None], (1 / (inverse_temperature * a))[:, None, None])
-    paths = _run(pieces, _start(initial, num_chains, 1), switching_time, times, seed)
+    paths = _run_pieces(pieces, _start(initial, num_chains, 1), switching_time, times, seed)
     return SwitchingPaths(paths.places[..., 0], paths.states)
 
 
 def switching_underdamped(
-    slopes: Tensor | Sequence[float],
-    centres: Tensor | Sequence[float],
+    potentials: Potentials,
     switching_time: float,
     times: Tensor | Sequence[float],
     num_chains: int,
     seed: int = 0,
-    inverse_temperature: float = 1.0,
     initial: Tensor | float = 0.0,
     friction: float = 1.0,
 ) -> SwitchingPaths:
@@ -75,13 +94,11 @@ def switching_underdamped(
     paper's noise √2·dW_t is that of β = γ.
 
     Args:
-        slopes: a_i > 0, shape (S,).
-        centres: b_i, shape (S,).
+        potentials: a, b and β.
         switching_time: η > 0.
-        times: at which places are wanted, rising and not negative, shape (T,).
+        times: of the places, rising and not negative, shape (T,).
         num_chains: C.
         seed: of jumps and noise.
-        inverse_temperature: β > 0.
         initial: (X_0, V_0), a number for both or of shape (2,) or (C, 2); i(0) is uniform.
         friction: γ > 0.
 
@@ -90,24 +107,21 @@ def switching_underdamped(
 
     Source: Jin, Liu & Latz 2023 (SGLDiff), section 4.1, Momentum.
     """
-    a, b = _potentials(slopes, centres)
-    check_positive("inverse_temperature", inverse_temperature)
+    a, b, inverse_temperature = potentials.slopes, potentials.centres, potentials.inverse_temperature
     check_positive("friction", friction)
     drift = torch.zeros(len(a), 2, 2, dtype=torch.float64)
     drift[:, 0, 1], drift[:, 1, 0], drift[:, 1, 1] = -1, a, friction
     variances = torch.stack([1 / a, torch.ones_like(a)], 1) / inverse_temperature
     pieces = _Pieces(drift, torch.stack([b, torch.zeros_like(b)], 1), variances.diag_embed())
-    return _run(pieces, _start(initial, num_chains, 2), switching_time, times, seed)
+    return _run_pieces(pieces, _start(initial, num_chains, 2), switching_time, times, seed)
 
 
 def coupled_ornstein_uhlenbeck(
-    slopes: Tensor | Sequence[float],
-    centres: Tensor | Sequence[float],
+    potentials: Potentials,
     switching_time: float,
     times: Tensor | Sequence[float],
     num_chains: int,
     seed: int = 0,
-    inverse_temperature: float = 1.0,
     initial: Tensor | float = 0.0,
 ) -> SwitchingPaths:
     """Run the switching diffusion θ and the one with the mean potential, ζ, on the same Brownian path.
@@ -117,13 +131,11 @@ def coupled_ornstein_uhlenbeck(
     with ā the mean of a and b̄ that of a·b over ā. Its places are (θ, ζ), of shape (T, C, 2).
 
     Args:
-        slopes: a_i > 0, shape (S,).
-        centres: b_i, shape (S,).
+        potentials: a, b and β.
         switching_time: η > 0.
-        times: at which places are wanted, rising and not negative, shape (T,).
+        times: of the places, rising and not negative, shape (T,).
         num_chains: C.
         seed: of jumps and noise.
-        inverse_temperature: β > 0.
         initial: θ_0 = ζ_0 where it is a number; else (θ_0, ζ_0) of shape (2,) or (C, 2).
 
     Raises:
@@ -131,42 +143,36 @@ def coupled_ornstein_uhlenbeck(
 
     Source: Jin, Liu & Latz 2023 (SGLDiff), Theorem 1.1.
     """
-    a, b = _potentials(slopes, centres)
-    check_positive("inverse_temperature", inverse_temperature)
+    a, b, inverse_temperature = potentials.slopes, potentials.centres, potentials.inverse_temperature
     mean_slope = a.mean()
     rates = torch.stack([a, mean_slope.expand_as(a)], 1)
     means = torch.stack([b, ((a * b).mean() / mean_slope).expand_as(b)], 1)
     covariances = 2 / inverse_temperature / (rates[:, :, None] + rates[:, None, :])
     pieces = _Pieces(rates.diag_embed(), means, covariances)
-    return _run(pieces, _start(initial, num_chains, 2), switching_time, times, seed)
+    return _run_pieces(pieces, _start(initial, num_chains, 2), switching_time, times, seed)
 
 
 def stationary_moments(
-    slopes: Tensor | Sequence[float],
-    centres: Tensor | Sequence[float],
+    potentials: Potentials,
     switching_time: float,
-    inverse_temperature: float = 1.0,
 ) -> tuple[float, float]:
     """Return the exact mean and variance of the switching diffusion's stationary law μ^η.
 
-    They are sums over i of u_i = E[θ·1{i}] and w_i = E[θ²·1{i}], which solve the linear equations
+    They are the sums over i of u_i = E[θ·1{i}] and w_i = E[θ²·1{i}], which solve the linear equations
 
         0 = a_i·(b_i/S - u_i) + Σ_j (u_j - u_i)/η,   0 = 2·a_i·(b_i·u_i - w_i) + 2/(β·S) + Σ_j (w_j - w_i)/η.
 
     Args:
-        slopes: a_i > 0, shape (S,).
-        centres: b_i, shape (S,).
+        potentials: a, b and β.
         switching_time: η > 0.
-        inverse_temperature: β > 0.
 
     Raises:
         ValueError: for numbers out of range or shapes that do not fit.
 
     Source: the generator of Jin, Liu & Latz 2023 (SGLDiff), eq. (1.4) and (4.1), applied to θ and θ².
     """
-    a, b = _potentials(slopes, centres)
+    a, b, inverse_temperature = potentials.slopes, potentials.centres, potentials.inverse_temperature
     check_positive("switching_time", switching_time)
-    check_positive("inverse_temperature", inverse_temperature)
     count = len(a)
     mixing = (count * torch.eye(count, dtype=torch.float64) - 1) / switching_time
     first = torch.linalg.solve(torch.diag(a) + mixing, a * b / count)
@@ -215,7 +221,7 @@ class _Pieces(NamedTuple):
 
 
 class _Jumps:
-    """The data index of each chain, and the time that is left until it jumps."""
+    """The data index of each chain, and the time until it jumps."""
 
     def __init__(self, count: int, chains: int, switching_time: float, seed: int) -> None:
         self._count = count
@@ -230,8 +236,8 @@ class _Jumps:
             return times.fill_(torch.inf)
         return times.exponential_(self._rate, generator=self._generator)
 
-    def pass_(self, time: Tensor) -> None:
-        """Let a time (C,) pass, at most what is left; those with nothing left jump."""
+    def advance_(self, time: Tensor) -> None:
+        """Advance by a time (C,), at most `left`; chains with no time left jump."""
         self.left = self.left - time
         jumps = self.left <= 0
         if bool(jumps.any()):
@@ -242,7 +248,7 @@ class _Jumps:
             self.left[jumps] = self._holding_times(among)
 
 
-def _run(
+def _run_pieces(
     pieces: _Pieces, initial: Tensor, switching_time: float, times: Tensor | Sequence[float], seed: int
 ) -> SwitchingPaths:
     check_positive("switching_time", switching_time)
@@ -260,7 +266,7 @@ def _run(
             step = torch.minimum(jumps.left, remaining)
             mean, covariance = pieces.advance(jumps.states, mean, covariance, step)
             remaining = remaining - step
-            jumps.pass_(step)
+            jumps.advance_(step)
         draws = torch.randn(initial.shape, generator=noise, dtype=torch.float64)
         place, now = mean + (_lower(covariance) @ draws[..., None])[..., 0], time
         places.append(place)
@@ -276,15 +282,6 @@ def _lower(covariance: Tensor) -> Tensor:
         lower[:, 1, 0] = covariance[:, 1, 0] / lower[:, 0, 0].clamp(min=1e-150)
         lower[:, 1, 1] = (covariance[:, 1, 1] - lower[:, 1, 0].square()).clamp(min=0).sqrt()
     return lower
-
-
-def _potentials(slopes: Tensor | Sequence[float], centres: Tensor | Sequence[float]) -> tuple[Tensor, Tensor]:
-    a, b = (torch.as_tensor(values, dtype=torch.float64) for values in (slopes, centres))
-    if a.dim() != 1 or a.shape != b.shape or len(a) == 0:
-        raise ValueError(f"slopes and centres must have one shape (S,), got {tuple(a.shape)} and {tuple(b.shape)}")
-    if not bool(((a > 0) & a.isfinite() & b.isfinite()).all()):
-        raise ValueError("slopes must be positive, and slopes and centres finite")
-    return a, b
 
 
 def _start(initial: Tensor | float, chains: int, dimension: int) -> Tensor:

@@ -8,6 +8,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,17 @@ from lightning_sgmcmc.contour.partition import bin_index
 GRID_1D = 1_000_000
 GRID_2D = 2_000
 """Cells of the quadrature along each axis."""
+
+
+class Density(Protocol):
+    """The part of a `Target` that is needed to sample from it."""
+
+    @property
+    def dimension(self) -> int: ...
+
+    def energy(self, x: Tensor) -> Tensor: ...
+
+    def gradient(self, x: Tensor) -> Tensor: ...
 
 
 class Target(ABC):

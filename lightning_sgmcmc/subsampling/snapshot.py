@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.chains.chains import Chains
-from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode
+from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode, state_of
 
 
 class Snapshot:
@@ -42,7 +42,7 @@ class Snapshot:
         self._states = self._make_states()
 
     def _present(self) -> dict[str, Tensor]:
-        return dict(self._module.named_parameters()) | dict(self._module.named_buffers())
+        return state_of(self._module)
 
     def _like_parameters(self) -> tuple[Tensor, list[Tensor]]:
         """Return zeros in one piece of memory, and its parts in the parameters' shapes."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.simulation.loop import CHUNK
+from lightning_sgmcmc.simulation.steps import CHUNK
 from lightning_sgmcmc.simulation.targets import CosineTarget
 
 

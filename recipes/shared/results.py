@@ -1,10 +1,11 @@
 """The results of a recipe: `results.json`, and `table.md` with our figures next to the paper's."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from lightning_sgmcmc.run import results as run_results
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,6 @@ def mean_row(method: str, metric: str, values: Sequence[float], paper: float | N
 
 def write_results(recipe: str, options: Options, rows: Sequence[Row], seconds: float) -> None:
     """Write `results.json` and `table.md` into the run's folder."""
-    options.out.mkdir(parents=True, exist_ok=True)
     results = {
         "recipe": recipe,
         "scale": options.scale,
@@ -59,17 +59,16 @@ def write_results(recipe: str, options: Options, rows: Sequence[Row], seconds: f
         "rows": [asdict(row) for row in rows],
         "seconds": round(seconds, 1),
     }
-    (options.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    (options.out / "table.md").write_text(markdown(rows))
+    run_results.write_results(options.out, results, markdown(rows))
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return the table, with a line for each figure."""
-    lines = ["| method | metric | ours | paper |", "|---|---|---|---|"]
-    for row in rows:
-        ours, paper = _with_error(row.value, row.error), _with_error(row.paper, row.paper_error)
-        lines.append(f"| {row.method} | {row.metric} | {ours} | {paper} |")
-    return "\n".join(lines) + "\n"
+    """Return the table: a line for each figure."""
+    figures = [(_with_error(row.value, row.error), _with_error(row.paper, row.paper_error)) for row in rows]
+    return run_results.markdown_table(
+        ["method", "metric", "ours", "paper"],
+        [[row.method, row.metric, *both] for row, both in zip(rows, figures, strict=True)],
+    )
 
 
 def _with_error(value: float | None, error: float | None) -> str:

@@ -18,7 +18,8 @@ import torch
 
 from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.contour.rules import Contour, DecayingStepSize
-from lightning_sgmcmc.simulation.loop import CHUNK, ContourRun, simulate
+from lightning_sgmcmc.simulation import ContourRun, simulate
+from lightning_sgmcmc.simulation.steps import CHUNK
 from lightning_sgmcmc.simulation.targets import GaussianMixture
 
 PEERS = Path(__file__).parent / "peers"

@@ -75,7 +75,9 @@ def test_chosen_parameters_and_predictions(tmp_path: Path) -> None:
     prediction = posterior.predict(torch.randn(7, 4), return_samples=True)
     assert prediction.sample_probabilities is not None
     data = to_inference_data(
-        posterior, parameters=["*.bias", "net.1.*"], predictions={"probabilities": prediction.sample_probabilities}
+        posterior.store,
+        parameters=["*.bias", "net.1.*"],
+        predictions={"probabilities": prediction.sample_probabilities},
     )
     assert set(data["posterior"].data_vars) == {"net.0.bias", "net.1.weight", "net.1.bias"}
     predicted = data["posterior_predictive"]["probabilities"]

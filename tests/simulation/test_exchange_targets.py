@@ -11,8 +11,9 @@ from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.contour.rules import Contour, DecayingStepSize
 from lightning_sgmcmc.replica_exchange import attempted_pairs, log_swap_rate, swapped
 from lightning_sgmcmc.samplers import SGHMC
+from lightning_sgmcmc.simulation import ContourRun, Simulation, simulate
 from lightning_sgmcmc.simulation.exchange_run import ExchangeRun
-from lightning_sgmcmc.simulation.loop import ContourRun, Simulation, _has_compiler, simulate
+from lightning_sgmcmc.simulation.steps import has_compiler
 from lightning_sgmcmc.simulation.svgd import descend, median_bandwidth, stein_direction
 from lightning_sgmcmc.simulation.targets import GaussianMixture
 
@@ -140,7 +141,7 @@ def test_a_large_variance_forbids_swaps() -> None:
 
 @pytest.mark.slow
 def test_compiled_exchange_is_the_eager_one() -> None:
-    if not _has_compiler():
+    if not has_compiler():
         pytest.skip("no C++ compiler")
     exchange = ExchangeRun((1.0, 2.0, 4.0), (1.0, 2.0, 3.0), every=3)
     eager, compiled = (

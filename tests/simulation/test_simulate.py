@@ -10,7 +10,8 @@ import torch
 from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.contour.rules import Contour, ContourState, DecayingStepSize
 from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, UnderdampedLangevin, pSGLD
-from lightning_sgmcmc.simulation.loop import ContourRun, _has_compiler, simulate
+from lightning_sgmcmc.simulation import ContourRun, simulate
+from lightning_sgmcmc.simulation.steps import has_compiler
 from lightning_sgmcmc.simulation.targets import CosineTarget, GaussianMixture
 
 NORMAL = GaussianMixture([1.0], [[0.0, 0.0]])
@@ -61,7 +62,7 @@ def test_without_zeta_chains_are_the_plain_ones(sampler: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not _has_compiler(), reason="no C++ compiler")
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("learner", [None, contour(), contour(shared=True), contour(scheme="original")])
 def test_compiled_blocks_are_the_eager_steps(sampler: Any, learner: ContourRun | None) -> None:
@@ -77,7 +78,7 @@ def test_compiled_blocks_are_the_eager_steps(sampler: Any, learner: ContourRun |
 
 
 def test_compiled_sgld_is_eager_sgld() -> None:
-    if not _has_compiler():
+    if not has_compiler():
         pytest.skip("no C++ compiler")
     eager, compiled = (
         simulate(NORMAL, lr=0.1, num_steps=40, num_chains=5, keep_every=1, compile=compile) for compile in (False, True)
@@ -179,7 +180,7 @@ def test_all_modes_are_found_by_a_contour() -> None:
         ({"gradient_noise": math.nan}, "gradient_noise"),
         ({"initial": torch.zeros(3)}, "initial"),
         ({"initial": torch.tensor([math.nan])}, "initial"),
-        ({"checkpoints": [5]}, "give observe"),
+        ({"checkpoints": [5]}, "pass observe"),
         ({"checkpoints": [5, 4], "observe": torch.square}, "must rise"),
         ({"checkpoints": [11], "observe": torch.square}, "between the burn-in"),
         ({"lr": 1e20}, "smaller lr"),

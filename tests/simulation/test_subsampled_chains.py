@@ -405,7 +405,7 @@ def test_bad_combinations_are_refused() -> None:
         ExponentialGradient(guess="nought")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="either num_passes or num_steps"):
         run(SGLD, FullGradient(), num_passes=1)
-    with pytest.raises(ValueError, match="go with num_passes"):
+    with pytest.raises(ValueError, match="need num_passes"):
         run(SGLD, FullGradient(), at_passes=[1])
     with pytest.raises(ValueError, match="rise"):
         run(SGLD, FullGradient(), at_steps=[2, 1])

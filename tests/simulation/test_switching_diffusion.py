@@ -14,6 +14,7 @@ from scipy import linalg, stats
 from torch import Tensor
 
 from lightning_sgmcmc.simulation.switching_diffusion import (
+    Potentials,
     _Jumps,
     coupled_ornstein_uhlenbeck,
     stationary_moments,
@@ -24,6 +25,7 @@ from lightning_sgmcmc.simulation.switching_diffusion import (
 Array = np.ndarray[Any, Any]
 
 SLOPES, CENTRES = (5.0, 15.0), (5.0, -5 / 3)
+POTENTIALS = Potentials(SLOPES, CENTRES)
 PUBLISHED = {
     10: (1.623, 10.954),
     1: (1.316, 8.847),
@@ -61,7 +63,7 @@ def two_states(a: Any, b: Any, eta: float, beta: float) -> tuple[float, float]:
 
 @pytest.mark.parametrize("eta", PUBLISHED)
 def test_stationary_moments_are_the_published_ones(eta: float) -> None:
-    ours = stationary_moments(SLOPES, CENTRES, eta)
+    ours = stationary_moments(POTENTIALS, eta)
     assert ours == pytest.approx(two_states(SLOPES, CENTRES, eta, 1.0), rel=1e-10)
     for value, published in zip(ours, PUBLISHED[eta], strict=True):
         digits = len(str(published).split(".")[1])
@@ -71,10 +73,10 @@ def test_stationary_moments_are_the_published_ones(eta: float) -> None:
 def test_stationary_moments_in_the_limits() -> None:
     """Fast switching leaves the mean potential's law N(b̄, 1/(βā)); slow switching the mixture of the pieces' laws."""
     a, b, beta = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([-1.0, 0.5, 2.0]), 2.0
-    mean, variance = stationary_moments(a, b, 1e-9, beta)
+    mean, variance = stationary_moments(Potentials(a, b, beta), 1e-9)
     assert mean == pytest.approx(float((a * b).sum() / a.sum()), abs=1e-6)
     assert variance == pytest.approx(1 / (beta * 3.0), abs=1e-6)
-    mean, variance = stationary_moments(a, b, 1e9, beta)
+    mean, variance = stationary_moments(Potentials(a, b, beta), 1e9)
     assert mean == pytest.approx(float(b.mean()), abs=1e-6)
     assert variance == pytest.approx(float((1 / (beta * a)).mean() + b.var(correction=0)), abs=1e-6)
 
@@ -82,20 +84,20 @@ def test_stationary_moments_in_the_limits() -> None:
 @pytest.mark.parametrize("eta", [10, 1, 0.1, 0.01])
 def test_paths_have_the_stationary_moments(eta: float) -> None:
     """The index begins in its own law, and what is left of θ_0 = 0 after 3 is e^-15 of it."""
-    draws = switching_ornstein_uhlenbeck(SLOPES, CENTRES, eta, [3.0], 8000, seed=1).places[0]
-    assert_moments(draws, *stationary_moments(SLOPES, CENTRES, eta))
+    draws = switching_ornstein_uhlenbeck(POTENTIALS, eta, [3.0], 8000, seed=1).places[0]
+    assert_moments(draws, *stationary_moments(POTENTIALS, eta))
 
 
 @pytest.mark.slow
 def test_paths_have_the_stationary_moments_of_fast_switching() -> None:
-    draws = switching_ornstein_uhlenbeck(SLOPES, CENTRES, 0.001, [3.0], 8000, seed=1).places[0]
-    assert_moments(draws, *stationary_moments(SLOPES, CENTRES, 0.001))
+    draws = switching_ornstein_uhlenbeck(POTENTIALS, 0.001, [3.0], 8000, seed=1).places[0]
+    assert_moments(draws, *stationary_moments(POTENTIALS, 0.001))
 
 
 def test_one_piece_is_an_ornstein_uhlenbeck_process() -> None:
     """Means, variances and the covariance of two times of dθ = -a(θ-b)dt + √(2/β)dW from a fixed place."""
     a, b, beta, start, first, second = 3.0, -1.0, 4.0, 2.0, 0.1, 0.35
-    paths = switching_ornstein_uhlenbeck([a], [b], 1.0, [0.0, first, second], 40_000, 0, beta, start)
+    paths = switching_ornstein_uhlenbeck(Potentials([a], [b], beta), 1.0, [0.0, first, second], 40_000, 0, start)
     assert (paths.places[0] == start).all()
     assert (paths.states == 0).all()
     for place, time in zip(paths.places[1:], (first, second), strict=True):
@@ -148,7 +150,7 @@ THREE, TIMES = (np.array([1.0, 4.0, 2.0]), np.array([2.0, -1.0, 0.5])), [0.1, 0.
 def test_three_indices_and_the_coupled_pair_at_finite_times(eta: float) -> None:
     """All moments of (θ, ζ) at some times, with places in between: nothing depends on what is asked."""
     (a, b), start = THREE, np.array([1.0, -0.5])
-    paths = coupled_ornstein_uhlenbeck(a.tolist(), b.tolist(), eta, TIMES, 10_000, 2, initial=torch.tensor(start))
+    paths = coupled_ornstein_uhlenbeck(Potentials(a, b), eta, TIMES, 10_000, 2, torch.tensor(start))
     assert torch.allclose(paths.places[1], paths.places[2])
     drifts = np.array([np.diag([slope, a.mean()]) for slope in a])
     pushes = np.stack([a * b, np.full(3, (a * b).mean())], 1)
@@ -160,8 +162,7 @@ def test_three_indices_and_the_coupled_pair_at_finite_times(eta: float) -> None:
 @pytest.mark.parametrize("eta", [3.0, 0.1])
 def test_underdamped_with_three_indices_at_finite_times(eta: float, friction: float) -> None:
     (a, b), start, beta = THREE, np.array([1.0, -0.5]), 2.0
-    options: dict[str, Any] = {"initial": torch.tensor(start), "inverse_temperature": beta, "friction": friction}
-    paths = switching_underdamped(a.tolist(), b.tolist(), eta, TIMES, 10_000, 2, **options)
+    paths = switching_underdamped(Potentials(a, b, beta), eta, TIMES, 10_000, 2, torch.tensor(start), friction)
     drifts = np.array([[[0, -1], [slope, friction]] for slope in a])
     pushes = np.stack([np.zeros(3), a * b], 1)
     for time, place in zip(TIMES, paths.places, strict=True):
@@ -170,7 +171,7 @@ def test_underdamped_with_three_indices_at_finite_times(eta: float, friction: fl
 
 
 def test_the_coupled_pair_is_one_without_switching() -> None:
-    both = coupled_ornstein_uhlenbeck([2.0], [1.0], 1.0, [0.5, 2.0], 100, 0).places
+    both = coupled_ornstein_uhlenbeck(Potentials([2.0], [1.0]), 1.0, [0.5, 2.0], 100, 0).places
     torch.testing.assert_close(both[..., 0], both[..., 1], atol=1e-7, rtol=0)
 
 
@@ -184,7 +185,7 @@ def test_holding_times_and_next_indices(count: int) -> None:
     for _ in range(4):
         before, left = jumps.states, jumps.left
         holding.append(left)
-        jumps.pass_(left)
+        jumps.advance_(left)
         moves.index_put_((before, jumps.states), torch.ones(5000), accumulate=True)
     assert stats.kstest(torch.cat(holding), stats.expon(scale=eta / (count - 1)).cdf).pvalue > 1e-4
     assert (moves.diagonal() == 0).all()
@@ -197,7 +198,7 @@ def test_holding_times_and_next_indices(count: int) -> None:
 def test_those_who_do_not_jump_go_on_waiting() -> None:
     jumps = _Jumps(3, 50, 1.0, seed=0)
     before, left = jumps.states.clone(), jumps.left.clone()
-    jumps.pass_(left / 2)
+    jumps.advance_(left / 2)
     assert torch.equal(jumps.states, before)
     torch.testing.assert_close(jumps.left, left / 2)
 
@@ -206,7 +207,8 @@ def test_those_who_do_not_jump_go_on_waiting() -> None:
 def test_indices_have_the_transition_matrix(eta: float) -> None:
     """Pairs of indices at two times against exp(Q·dt)/S."""
     count, gap = 4, 0.15
-    one, other = switching_ornstein_uhlenbeck([1.0] * 4, [0.0] * 4, eta, [0.2, 0.2 + gap], 20_000, 5).states
+    potentials = Potentials([1.0] * 4, [0.0] * 4)
+    one, other = switching_ornstein_uhlenbeck(potentials, eta, [0.2, 0.2 + gap], 20_000, 5).states
     found = torch.bincount(count * one + other, minlength=count**2)
     generator = (np.ones((count, count)) - count * np.eye(count)) / eta
     expected = linalg.expm(generator * gap).reshape(-1) / count * 20_000
@@ -217,7 +219,8 @@ def test_indices_have_the_transition_matrix(eta: float) -> None:
 def test_underdamped_stationary_law_of_one_index(friction: float) -> None:
     """N(b, 1/(βa)) × N(0, 1/β), whether it swings or not."""
     a, b, beta = 5.0, 2.0, 4.0
-    x, v = switching_underdamped([a], [b], 1.0, [80.0], 40_000, 0, beta, friction=friction).places[0].unbind(-1)
+    potentials = Potentials([a], [b], beta)
+    x, v = switching_underdamped(potentials, 1.0, [80.0], 40_000, 0, friction=friction).places[0].unbind(-1)
     assert_moments(x, b, 1 / (beta * a))
     assert_moments(v, 0.0, 1 / beta)
     products = (x - b) * v
@@ -235,9 +238,8 @@ def test_underdamped_piece_at_a_time(friction: float, time: float) -> None:
     factor = linalg.expm(-drift * time)
     covariance = factor @ big[:2, 2:]
     mean = np.array([b, 0]) + factor @ (start - np.array([b, 0]))
-    initial = torch.tensor(start)
-    options: dict[str, Any] = {"inverse_temperature": beta, "initial": initial, "friction": friction}
-    place = switching_underdamped([a], [b], 1.0, [time], 40_000, 1, **options).places[0]
+    potentials = Potentials([a], [b], beta)
+    place = switching_underdamped(potentials, 1.0, [time], 40_000, 1, torch.tensor(start), friction).places[0]
     centred = place - torch.tensor(mean)
     assert float((centred.mean(0) / centred.std(0)).abs().max()) < 4 / 200
     products = (centred[:, :, None] * centred[:, None, :]).reshape(-1, 4)
@@ -248,19 +250,22 @@ def test_underdamped_piece_at_a_time(friction: float, time: float) -> None:
 def test_inverse_temperature_scales_the_variance() -> None:
     """With one centre β scales the noise and so every variance: μ_β is N(b, 1/(βa)) up to the switching of a."""
     for beta in (0.5, 1.0, 8.0):
-        mean, variance = stationary_moments(SLOPES, (1.0, 1.0), 0.1, beta)
-        assert (mean, beta * variance) == pytest.approx((1.0, stationary_moments(SLOPES, (1.0, 1.0), 0.1)[1]))
-        draws = switching_ornstein_uhlenbeck(SLOPES, (1.0, 1.0), 0.1, [3.0], 10_000, 4, beta).places[0]
+        together = Potentials(SLOPES, (1.0, 1.0), beta)
+        mean, variance = stationary_moments(together, 0.1)
+        unscaled = stationary_moments(Potentials(SLOPES, (1.0, 1.0)), 0.1)[1]
+        assert (mean, beta * variance) == pytest.approx((1.0, unscaled))
+        draws = switching_ornstein_uhlenbeck(together, 0.1, [3.0], 10_000, 4).places[0]
         assert_moments(draws, mean, variance)
         # Between b's the switching itself spreads, so β → ∞ leaves a variance.
-        apart = stationary_moments(SLOPES, CENTRES, 0.1, beta)
+        potentials = Potentials(SLOPES, CENTRES, beta)
+        apart = stationary_moments(potentials, 0.1)
         assert apart == pytest.approx(two_states(SLOPES, CENTRES, 0.1, beta), rel=1e-10)
-        assert_moments(switching_ornstein_uhlenbeck(SLOPES, CENTRES, 0.1, [3.0], 10_000, 4, beta).places[0], *apart)
+        assert_moments(switching_ornstein_uhlenbeck(potentials, 0.1, [3.0], 10_000, 4).places[0], *apart)
 
 
 def test_paths_are_functions_of_the_seed() -> None:
     def places(seed: int) -> Tensor:
-        return switching_ornstein_uhlenbeck(SLOPES, CENTRES, 0.1, [0.5, 1.0], 7, seed).places
+        return switching_ornstein_uhlenbeck(POTENTIALS, 0.1, [0.5, 1.0], 7, seed).places
 
     assert torch.equal(places(3), places(3))
     assert not torch.equal(places(3), places(4))
@@ -269,12 +274,8 @@ def test_paths_are_functions_of_the_seed() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"slopes": (1.0, 0.0)}, "slopes must be positive"),
-        ({"slopes": (1.0,)}, "must have one shape"),
-        ({"centres": (1.0, math.nan)}, "finite"),
         ({"switching_time": 0.0}, "switching_time must be positive"),
         ({"switching_time": -1.0}, "switching_time must be a finite number"),
-        ({"inverse_temperature": 0.0}, "inverse_temperature must be positive"),
         ({"times": [1.0, 0.5]}, "times must be finite, rising"),
         ({"times": [-1.0]}, "times must be finite, rising"),
         ({"num_chains": 0}, "num_chains must be at least 1"),
@@ -283,8 +284,7 @@ def test_paths_are_functions_of_the_seed() -> None:
 )
 def test_mistakes(change: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {
-        "slopes": SLOPES,
-        "centres": CENTRES,
+        "potentials": POTENTIALS,
         "switching_time": 1.0,
         "times": [1.0],
         "num_chains": 3,
@@ -293,3 +293,17 @@ def test_mistakes(change: dict[str, Any], message: str) -> None:
         switching_ornstein_uhlenbeck(**(good | change))
     with pytest.raises(ValueError, match="friction must be positive"):
         switching_underdamped(**good, friction=0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slopes": (1.0, 0.0)}, "slopes must be positive"),
+        ({"slopes": (1.0,)}, "must have one shape"),
+        ({"centres": (1.0, math.nan)}, "finite"),
+        ({"inverse_temperature": 0.0}, "inverse_temperature must be positive"),
+    ],
+)
+def test_mistakes_in_potentials(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Potentials(**({"slopes": SLOPES, "centres": CENTRES} | change))

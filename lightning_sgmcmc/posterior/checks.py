@@ -1,0 +1,48 @@
+"""Whether samples can be used: finite, and of the model's network."""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.stateless import state_of
+from lightning_sgmcmc.finite import bad_tensor
+from lightning_sgmcmc.posterior.disk import LEAVE_OUT
+
+if TYPE_CHECKING:
+    from lightning_sgmcmc.module import BayesianModule
+
+
+def check_sample(sample: PosteriorSample, model: "BayesianModule | None") -> None:
+    """Raise ValueError unless a sample is finite and, if there is a model, of the model's network."""
+    if model is not None:
+        check_fits(sample, model)
+    bad = bad_tensor(sample.parameters, sample.buffers)
+    if bad is not None:
+        raise ValueError(
+            f"the sample of step {sample.step}, chain {sample.chain} has NaN or infinite numbers in '{bad}'; "
+            f"{LEAVE_OUT} it"
+        )
+
+
+def check_fits(sample: PosteriorSample, model: "BayesianModule") -> None:
+    """Raise ValueError unless a sample has the names, shapes and types of the model's tensors."""
+    found = {name: (tuple(t.shape), _kind(t)) for name, t in sample.state.items()}
+    with model.at_chain(0):
+        expected = {name: (tuple(t.shape), _kind(t)) for name, t in state_of(model).items()}
+    odd = sorted(k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k))
+    if not odd:
+        return
+    theirs, ours = found.get(odd[0], ("none", "none")), expected.get(odd[0], ("none", "none"))
+    part, word = (0, "shape") if theirs[0] != ours[0] else (1, "type")
+    raise ValueError(
+        f"the samples are of another network than the model: '{odd[0]}' has {word} {theirs[part]} in the samples "
+        f"and {ours[part]} in the model ({len(odd)} tensors of the sample of step {sample.step} differ; "
+        f"{LEAVE_OUT} single samples)"
+    )
+
+
+def _kind(tensor: Tensor) -> str:
+    """Return a tensor's type as text: "float32" for all floating-point types, since a network may be held in another
+    one than it was trained in."""
+    return "float32" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")

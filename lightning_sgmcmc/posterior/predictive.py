@@ -1,0 +1,102 @@
+"""Passes of samples through their network: the averaged predictive, and BatchNorm's statistics."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import RandomSampler
+
+from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode
+from lightning_sgmcmc.evaluation.averages import WeightedAverage
+from lightning_sgmcmc.evaluation.scoring import concatenate
+from lightning_sgmcmc.likelihoods import Prediction
+from lightning_sgmcmc.posterior.checks import check_sample
+from lightning_sgmcmc.posterior.store import SampleStore
+
+if TYPE_CHECKING:
+    from lightning_sgmcmc.module import BayesianModule
+
+
+def average_predictions(
+    model: "BayesianModule", samples: Iterable[PosteriorSample], inputs: Any, return_samples: bool
+) -> Prediction:
+    """Return the predictive distribution averaged over samples, by their weights; see `Posterior.predict`.
+
+    Raises:
+        RuntimeError: if the model has no likelihood.
+        ValueError: if there are no inputs, a loader shuffles, or a sample is damaged.
+    """
+    device = next(model.parameters()).device
+    likelihood = model.likelihood
+    if likelihood is None:
+        raise RuntimeError(f"{type(model).__name__} has no likelihood object, so there is no predictive to average")
+    batches = [inputs] if isinstance(inputs, Tensor) else _repeatable(inputs)
+    if isinstance(getattr(batches, "sampler", None), RandomSampler):
+        raise ValueError("every sample must see the inputs in one order: make the loader with shuffle=False")
+    caller = StatelessCall(model, lambda m, x: m.likelihood.terms(m(x)))
+    averages: list[WeightedAverage] = []
+    kept: list[Tensor] = []
+    with evaluation_mode(model), torch.no_grad():
+        for sample in samples:
+            check_sample(sample, model)
+            state = {name: tensor.to(device) for name, tensor in sample.state.items()}
+            of_sample = []
+            for index, x in enumerate(_inputs_of(batches, device)):
+                terms = caller.call(state, x)
+                if index == len(averages):
+                    averages.append(WeightedAverage())
+                averages[index].add(terms, torch.empty(0, device=device), sample.log_weight)
+                if return_samples:
+                    of_sample.append(terms[likelihood.per_sample_term])
+            if return_samples:
+                kept.append(torch.cat(of_sample))
+    if not averages:
+        raise ValueError("there are no inputs to predict")
+    terms = concatenate(average.terms for average in averages)
+    return likelihood.prediction(terms, torch.stack(kept) if kept else None)
+
+
+def append_with_new_statistics(
+    store: SampleStore, model: nn.Module, samples: Iterable[PosteriorSample], batches: Iterable[Any]
+) -> None:
+    """Append samples with re-estimated BatchNorm statistics to a store; see `Posterior.update_batch_norm`."""
+    device = next(model.parameters()).device
+    batches = _repeatable(batches)
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.track_running_stats
+    }
+    caller = StatelessCall(model, lambda m, x: m(x))
+    momenta = {name: layer.momentum for name, layer in layers.items()}
+    with evaluation_mode(model), torch.no_grad():
+        try:
+            for layer in layers.values():
+                layer.train()
+                layer.momentum = None  # the plain average over batches
+            for sample in samples:
+                state = {name: tensor.to(device, copy=True) for name, tensor in sample.state.items()}
+                for name in layers:
+                    state[f"{name}.running_mean"].zero_()
+                    state[f"{name}.running_var"].fill_(1)
+                    state[f"{name}.num_batches_tracked"].zero_()
+                for x in _inputs_of(batches, device) if layers else ():
+                    caller.call(state, x)
+                store.append(replace(sample, buffers={name: state[name] for name in sample.buffers}))
+        finally:
+            for name, layer in layers.items():
+                layer.momentum = momenta[name]
+
+
+def _repeatable(batches: Iterable[Any]) -> Iterable[Any]:
+    """Return batches that can be iterated over again: those of an iterator are kept, since every sample needs them."""
+    return list(batches) if isinstance(batches, Iterator) else batches
+
+
+def _inputs_of(batches: Iterable[Any], device: torch.device) -> Iterator[Tensor]:
+    for batch in batches:
+        inputs = batch[0] if isinstance(batch, list | tuple) else batch
+        yield inputs.to(device)

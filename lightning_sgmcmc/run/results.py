@@ -1,0 +1,34 @@
+"""The files of a run's results: `results.json` and `table.md`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_sgmcmc.files import write_output
+
+RESULTS, TABLE = "results.json", "table.md"
+
+
+def write_results(folder: Path, results: Mapping[str, Any], table: str) -> None:
+    """Write `results.json` and `table.md`.
+
+    Args:
+        folder: the run's folder, made if needed.
+        results: plain data: recipe, scale, seed, rows (each with method, metric and value), seconds, …
+        table: the rows as a Markdown table.
+    """
+    write_output(folder / RESULTS, (json.dumps(results, indent=2) + "\n").encode())
+    write_output(folder / TABLE, table.encode())
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table.
+
+    Args:
+        columns: their names.
+        rows: a text for each column.
+    """
+    lines = ["| " + " | ".join(line) + " |" for line in (columns, *rows)]
+    lines.insert(1, "|" + "---|" * len(columns))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,190 @@
+"""The steps of all chains of a light loop, in blocks that can be compiled, and the noise they use."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sgmcmc.contour.rules import ContourState
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.simulation.contour_run import ContourRun
+from lightning_sgmcmc.simulation.exchange_run import Ladders
+from lightning_sgmcmc.simulation.targets import Density
+
+CHUNK = 1024
+"""Steps whose noise is drawn at once; part of what a seed means, since normal_ of another length draws otherwise."""
+BLOCK = 32
+CONTOUR_BLOCK = 16
+"""Steps that are unrolled into one compiled function: more save calls, and take longer to compile."""
+
+
+@dataclass(frozen=True)
+class NoiseLevels:
+    """Standard deviations of the Gaussian noise that a run adds.
+
+    Attributes:
+        energy: of the energy, in nats.
+        gradient: of each coordinate of the gradient.
+    """
+
+    energy: float = 0.0
+    gradient: float = 0.0
+
+
+class TargetSteps:
+    """Makes the steps of all chains; its tensors are changed in place.
+
+    Args:
+        target: the density.
+        rule: the sampler, with `place` as its only parameter.
+        place: the chains' places, shape (C, d).
+        levels: the noise that is added.
+        contour: contour sampling.
+        ladders: replica exchange.
+
+    Raises:
+        ValueError: if the chains cannot be split into the contour's groups, or a sampler with momentum is to exchange
+            temperatures.
+    """
+
+    def __init__(
+        self,
+        target: Density,
+        rule: Sampler,
+        place: nn.Parameter,
+        levels: NoiseLevels,
+        contour: ContourRun | None = None,
+        ladders: Ladders | None = None,
+    ) -> None:
+        self.target = target
+        self.rule = rule
+        self.place = place
+        self.levels = levels
+        self.contour = contour
+        self.ladders = ladders
+        self.state: ContourState | None = None
+        if contour is not None:
+            self.state = contour.initial_state(len(place), place.device)
+            self.edges = contour.rules.partition.edges(place.device)
+        self.group = dict(rule.param_groups[0])
+        self.group["lr"] = self.group["temperature"] = torch.zeros((), dtype=place.dtype, device=place.device)
+        # One update without force and of no length makes the rule's buffers; it moves nothing.
+        zero = torch.zeros_like(place)
+        with torch.no_grad():
+            rule.update(self.group, [place], [zero], [zero.clone()])
+        if ladders is not None and rule.momenta(self.group) is not None:
+            raise ValueError(f"{type(rule).__name__} has momentum, which has a temperature too: exchange takes SGLD")
+
+    @property
+    def block_length(self) -> int:
+        """Steps of a block that is compiled."""
+        return BLOCK if self.contour is None and self.ladders is None else CONTOUR_BLOCK
+
+    def run(
+        self,
+        lr: Tensor,
+        temperature: Tensor,
+        step_size: Tensor,
+        noise: Tensor,
+        energy: Tensor,
+        gradient: Tensor,
+        *swaps: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Make as many steps as there are step sizes.
+
+        Args:
+            lr, temperature, step_size: ε, τ and ω of each step, shape (K,).
+            noise: the injected noise, standard normal, shape (K, C, d).
+            energy: that on the energy, shape (K, C) or (K, 0).
+            gradient: that on the gradient, shape (K, C, d) or (K, 0).
+            swaps: with an exchange, what `Ladders.draw` returned.
+
+        Returns:
+            places (K, C, d), energies (K, C), and with a contour log Ψ and multipliers (K, C), before each step; with
+            an exchange, slots (K, C) of the step.
+        """
+        places, energies, densities, multipliers, slots = [], [], [], [], []
+        group = dict(self.group)
+        for k in range(len(lr)):
+            potential = self.target.energy(self.place)
+            force = self.target.gradient(self.place)
+            places.append(self.place.clone())
+            energies.append(potential)
+            if self.levels.gradient > 0:
+                force = force + self.levels.gradient * gradient[k]
+            group["lr"], group["temperature"] = lr[k], temperature[k]
+            if self.ladders is not None:
+                seen = potential + self.levels.energy * energy[k] if self.levels.energy > 0 else potential
+                limits, variance = swaps
+                slot = self.ladders.swap_(seen, temperature[k], limits[k], variance[k])
+                group["lr"] = lr[k] * self.ladders.lrs[slot]
+                group["temperature"] = temperature[k] * self.ladders.temperatures[slot]
+                slots.append(slot)
+            if self.contour is None:
+                self.rule.update(group, [self.place], [force], [noise[k].clone()])
+                continue
+            assert self.state is not None
+            seen = potential + self.levels.energy * energy[k] if self.levels.energy > 0 else potential
+            location = self.contour.rules.locate(self.state, seen, temperature[k], self.edges)
+            group["gradient_multiplier"] = location.multiplier
+            densities.append(location.log_density)
+            multipliers.append(location.multiplier)
+            self.rule.update(group, [self.place], [force], [noise[k].clone()])
+            if self.contour.learn:
+                self.contour.rules.learn_(self.state, location.index, location.log_density, step_size[k])
+        return tuple(torch.stack(part) for part in (places, energies, densities, multipliers, slots) if part)
+
+    def compiled(self) -> Callable[..., tuple[Tensor, ...]]:
+        """Return `run`, compiled."""
+        options: dict[str, Any] = {"cpp_wrapper": True} if self.place.device.type == "cpu" else {}
+        # A code object of its own, since torch limits how often one may be compiled.
+        own = FunctionType(TargetSteps.run.__code__.replace(), TargetSteps.run.__globals__, "run")
+        return torch.compile(MethodType(own, self), dynamic=False, fullgraph=True, options=options)
+
+
+class ChainNoise:
+    """Standard normal numbers for chunks of steps, from generators of (seed, purpose, chain).
+
+    A chain's numbers therefore do not depend on what else is drawn.
+    """
+
+    def __init__(self, seed: int, place: Tensor, levels: NoiseLevels) -> None:
+        chains, dimension = place.shape
+        widths = {
+            "noise": dimension,
+            "energy noise": int(levels.energy > 0),
+            "gradient noise": dimension * (levels.gradient > 0),
+        }
+        self._parts: list[tuple[list[torch.Generator], Tensor, Tensor]] = []
+        for purpose, width in widths.items():
+            shape = (CHUNK, chains) if purpose == "energy noise" and width else (CHUNK, chains, width)
+            if not width:
+                shape, chains_drawn = (CHUNK, 0), 0
+            else:
+                chains_drawn = chains
+            generators = [
+                torch.Generator(place.device).manual_seed(derive_seed(seed, purpose, chain))
+                for chain in range(chains_drawn)
+            ]
+            rows = torch.empty(chains_drawn, CHUNK * width, dtype=place.dtype, device=place.device)
+            turned = torch.empty(shape, dtype=place.dtype, device=place.device)
+            self._parts.append((generators, rows, turned))
+
+    def draw(self) -> list[Tensor]:
+        """Return the numbers of the next chunk, one tensor for each purpose; the next call overwrites them."""
+        for generators, rows, turned in self._parts:
+            for row, generator in zip(rows, generators, strict=True):
+                row.normal_(generator=generator)
+            if generators:
+                turned.copy_(rows.view(len(rows), CHUNK, *turned.shape[2:]).transpose(0, 1))
+        return [turned for _, _, turned in self._parts]
+
+
+def has_compiler() -> bool:
+    """Return whether there is a C++ compiler for compiled loops."""
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
