@@ -197,7 +197,7 @@ def callbacks_of(method: str, setting: Setting, unknown: Any) -> "list[pl.Callba
         setting: quick or full.
         unknown: datamodule of the out-of-distribution images.
     """
-    from lightning_sgmcmc import DecayingStepSize
+    from lightning_sgmcmc import ContourRules, DecayingStepSize
     from lightning_sgmcmc.callbacks import (
         BayesianModelAverage,
         ContourGradient,
@@ -237,19 +237,22 @@ def callbacks_of(method: str, setting: Setting, unknown: Any) -> "list[pl.Callba
             ReplicaExchange(LADDER, every_n_steps=setting.attempts, noise_variance=variance, include_prior=False)
         )
     if method == "ICSGHMC×P4":
+        rules = ContourRules(
+            zeta=setting.zeta,
+            weighting="bin",
+            weight_exponent=1 / setting.zeta,
+            min_multiplier=-CLAMP,
+            max_multiplier=CLAMP,
+        )
         callbacks.append(
             ContourGradient(
-                setting.zeta,
+                rules,
                 num_bins=200,
                 first_edge=setting.first_edge,
                 width=setting.width,
                 step_size=DecayingStepSize(setting.step_size, 0.0, 0.0),
-                weighting="bin",
-                weight_exponent=1 / setting.zeta,
                 include_prior=False,
                 warm_up_steps=setting.contour_epoch * setting.steps_per_epoch,
-                min_multiplier=-CLAMP,
-                max_multiplier=CLAMP,
                 interacting=True,
             )
         )

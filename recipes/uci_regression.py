@@ -103,7 +103,7 @@ def one(table: str, method: str, split: int, options: Options, epochs: int | Non
     import torch
     from torchvision.ops import MLP
 
-    from lightning_sgmcmc import BayesianModule, Gaussian, GaussianPrior, samplers
+    from lightning_sgmcmc import BayesianModule, ContourRules, Gaussian, GaussianPrior, samplers
     from lightning_sgmcmc.callbacks import BayesianModelAverage, ContourGradient, SampleCollector, SamplingSchedule
     from lightning_sgmcmc.datamodules import UCIRegressionDataModule
 
@@ -134,8 +134,9 @@ def one(table: str, method: str, split: int, options: Options, epochs: int | Non
         BayesianModelAverage(),
     ]
     if method.startswith("C"):
-        weights = {"weighting": "bin", "weight_exponent": 1 / place.zeta} if place.zeta > 1 else {}
-        callbacks.append(ContourGradient(place.zeta, BINS, width=WIDTH, warm_up_steps=steps // 4, **weights))
+        tempered = {"weighting": "bin", "weight_exponent": 1 / place.zeta} if place.zeta > 1 else {}
+        rules = ContourRules(place.zeta, **tempered)
+        callbacks.append(ContourGradient(rules, BINS, width=WIDTH, warm_up_steps=steps // 4))
     trainer = quiet_trainer(
         accelerator="cpu",
         max_epochs=epochs,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.checks import check_count, check_number
-from lightning_sgmcmc.contour.rules import Contour, ContourState, DecayingStepSize
+from lightning_sgmcmc.contour import Contour, ContourState, DecayingStepSize
 from lightning_sgmcmc.replica_exchange import log_swap_rate, swapped
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.seeding import derive_seed
