@@ -29,32 +29,12 @@ from lightning_sgmcmc.callbacks import (
     PosteriorDashboard,
     RunSummary,
     SampleCollector,
-    SamplerCallback,
     SamplingSchedule,
 )
 from lightning_sgmcmc.chains.sample import PosteriorSample
-from tests.support.conjugate import quiet_trainer
-
-
-def blobs(count: int = 96, seed: int = 0) -> TensorDataset:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, 2, generator=generator)
-    return TensorDataset(x, (x.sum(1) + 0.7 * torch.randn(count, generator=generator) > 0).long())
-
-
-def network(dropout: float = 0.0, seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 2))
-
-
-def classifier(dropout: float = 0.0, **options: Any) -> BayesianModule:
-    options = {"sampler": SGHMC, "lr": 0.05, "seed": 1} | options
-    return BayesianModule(net=network(dropout), likelihood=Categorical(), **options)
-
-
-def loaders(batch_size: int = 24) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    return DataLoader(blobs(), batch_size), DataLoader(blobs(64, seed=1), 16)
+from tests.support.problems import blob_network, blobs, classifier, loaders
+from tests.support.recorders import Samples
+from tests.support.trainers import quiet_trainer
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
@@ -72,14 +52,6 @@ class Controls(pl.Callback):
         if pl_module.sampler.step_count > len(self.lr):
             self.lr.append(pl_module.sampler.param_groups[0]["lr"])
             self.temperature.append(pl_module.sampler.param_groups[0]["temperature"])
-
-
-class Samples(SamplerCallback):
-    def __init__(self) -> None:
-        self.samples: list[PosteriorSample] = []
-
-    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
-        self.samples.append(sample)
 
 
 def test_loss_is_the_potential_over_n() -> None:
@@ -208,7 +180,7 @@ def test_torch_schedulers_and_learning_rate_monitor_work(tmp_path: Path) -> None
 
     logger = pl.loggers.CSVLogger(tmp_path)
     monitor = pl.callbacks.LearningRateMonitor()
-    module = Scheduled(net=network(), likelihood=Categorical(), sampler=SGLD, lr=0.4)
+    module = Scheduled(net=blob_network(), likelihood=Categorical(), sampler=SGLD, lr=0.4)
     trainer = quiet_trainer(max_epochs=3, logger=logger, callbacks=[SamplingSchedule(every_n_steps=1), monitor])
     trainer.fit(module, *loaders())
     assert module.sampler.param_groups[0]["lr"] == pytest.approx(0.05)
@@ -224,7 +196,7 @@ def test_samples_are_states_of_the_chain_and_reach_everyone() -> None:
             seen.append(sample.step)
 
     samples = Samples()
-    module = Mine(net=network(), likelihood=Categorical(), sampler=SGHMC, lr=0.05)
+    module = Mine(net=blob_network(), likelihood=Categorical(), sampler=SGHMC, lr=0.05)
     quiet_trainer(max_epochs=2, callbacks=[samples, SamplingSchedule(every_n_steps=3)]).fit(module, *loaders())
     assert seen == [s.step for s in samples.samples] == [3, 6]
     assert not torch.equal(samples.samples[0].parameters["net.0.weight"], samples.samples[1].parameters["net.0.weight"])
@@ -445,7 +417,7 @@ def test_a_compiled_network_trains_compiled_and_is_sampled_by_its_plain_names(tm
 
         return run
 
-    net = network()
+    net = blob_network()
     module = BayesianModule(net=torch.compile(net, backend=backend), likelihood=Categorical(), sampler=SGLD, lr=0.05)  # type: ignore[arg-type]
     callbacks = [SamplingSchedule(every_n_steps=4), SampleCollector(tmp_path / "s"), BayesianModelAverage()]
     quiet_trainer(max_epochs=2, callbacks=callbacks).fit(module, *loaders())

@@ -12,8 +12,9 @@ import torch
 from lightning_sgmcmc.cli.fit import main
 from lightning_sgmcmc.samplers import SGHMC, SGLD
 from lightning_sgmcmc.tune import propose_lr
-from tests.support.conjugate import ConjugateRegression, quiet_trainer
 from tests.support.paths import RECIPE
+from tests.support.problems import ConjugateRegression
+from tests.support.trainers import quiet_trainer
 
 PROBLEM = ConjugateRegression()
 propose = functools.partial(propose_lr, make_trainer=quiet_trainer)

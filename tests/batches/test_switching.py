@@ -19,8 +19,8 @@ from lightning_sgmcmc import SGLD, BayesianModule, Categorical, ResumableLoader,
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.batches.switching import CHUNK
 from lightning_sgmcmc.callbacks import SamplingSchedule
-from tests.run.test_exact_resume import BATCH, NUM_DATA, InMemory, data, network
-from tests.support.conjugate import quiet_trainer
+from tests.support.problems import BATCH, NUM_DATA, Data, data, network
+from tests.support.trainers import quiet_trainer
 
 HELD = partial(SwitchingOrder, switching_time=1.0, time_step=0.02)
 
@@ -277,7 +277,7 @@ class Seen(pl.callbacks.Checkpoint):
             torch.save(torch.cat(self.batches), self.folder / f"rank{trainer.global_rank}.pt")
 
 
-class Switched(InMemory):
+class Switched(Data):
     """Data without augmentation, held and switched."""
 
     def __init__(self) -> None:

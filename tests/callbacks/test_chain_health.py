@@ -23,8 +23,8 @@ from lightning_sgmcmc import (
 )
 from lightning_sgmcmc.callbacks import ChainHealth, CyclicalSchedule, SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.figures.samples import temperatures_figure
-from tests.support.conjugate import ConjugateRegression, quiet_trainer
-from tests.test_training import classifier, loaders
+from tests.support.problems import ConjugateRegression, classifier, loaders
+from tests.support.trainers import quiet_trainer
 
 PROBLEM = ConjugateRegression()
 

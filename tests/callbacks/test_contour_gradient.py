@@ -37,10 +37,10 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
 )
 from lightning_sgmcmc.contour import LearnedContour
-from tests.chains.test_ddp import RankData
 from tests.support import contour_reference as reference
-from tests.support.conjugate import ConjugateRegression, quiet_trainer
 from tests.support.paths import REPOSITORY
+from tests.support.problems import ConjugateRegression, RankData
+from tests.support.trainers import quiet_trainer
 
 PROBLEM = ConjugateRegression(num_data=120, features=2, outputs=3)
 PARTITION = {"first_edge": 390.0, "width": 6.0, "num_bins": 30}
@@ -63,15 +63,15 @@ class Spy(SamplerCallback):
         if pl_module.sampler.step_count == self._count:
             return
         self._count = pl_module.sampler.step_count
-        group, state = pl_module.sampler.param_groups[0], pl_module.chain_state
+        group, chains = pl_module.sampler.param_groups[0], pl_module.chains
         self.steps.append(
             {
-                "energy": state.mean_potential.double().item() * state.num_data,
-                "log_prior": state.log_prior.item(),
+                "energy": chains.observed.mean_potential.double().item() * chains.observed.num_data,
+                "log_prior": chains.observed.log_prior.item(),
                 "multiplier": float(group["gradient_multiplier"]),
                 "temperature": float(group["temperature"]),
-                "log_weight": state.log_weight.item(),
-                "bin": -1 if state.bin is None else int(state.bin),
+                "log_weight": chains.tags.log_weight.item(),
+                "bin": -1 if chains.tags.bin is None else int(chains.tags.bin),
             }
         )
 
@@ -294,7 +294,7 @@ class SaveAt(pl.callbacks.Checkpoint):
 
 @pytest.mark.parametrize("learns_range", [True, False])
 def test_a_resumed_run_learns_on_bit_for_bit(tmp_path: Path, learns_range: bool) -> None:
-    from tests.run.test_exact_resume import InMemory, network
+    from tests.support.problems import Data, network
 
     def run(ckpt_path: Path | None = None) -> Any:
         module = BayesianModule(net=network(), likelihood=Categorical(), sampler=SGHMC, lr=0.05, seed=3)
@@ -306,7 +306,7 @@ def test_a_resumed_run_learns_on_bit_for_bit(tmp_path: Path, learns_range: bool)
             SaveAt(tmp_path, {4, 9, 10, 17, 24}),
         ]
         trainer = quiet_trainer(max_epochs=4, callbacks=callbacks, enable_checkpointing=True)
-        trainer.fit(module, datamodule=InMemory(), ckpt_path=ckpt_path)
+        trainer.fit(module, datamodule=Data(), ckpt_path=ckpt_path)
         return module
 
     whole = run()
@@ -501,7 +501,7 @@ def test_dropout_and_full_energies_do_not_go_together() -> None:
 
 def test_the_average_weighs_by_importance() -> None:
     """The running average of the validation data is that of the samples with their weights."""
-    from tests.run.test_exact_resume import InMemory
+    from tests.support.problems import Data
 
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -512,7 +512,7 @@ def test_the_average_weighs_by_importance() -> None:
         SampleCollector(in_memory=True),
         BayesianModelAverage(),
     ]
-    data = InMemory()
+    data = Data()
     quiet_trainer(max_epochs=30, callbacks=callbacks).fit(module, datamodule=data)
     posterior = module.posterior
     assert posterior is not None

@@ -23,12 +23,10 @@ from lightning_sgmcmc.callbacks import (
 )
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.posterior.posterior import Posterior
-from tests.chains.test_chain_strategy import Even, Plain
-from tests.chains.test_chain_strategy import fit as fit_in_layout
-from tests.chains.test_chains import CHAINS, Net, OneOfMany, assert_same, seeded
-from tests.chains.test_chains import fit as fit_chains
-from tests.run.test_exact_resume import InMemory, SaveEverywhere, differences
-from tests.support.conjugate import Array, ConjugateRegression, Draws, covariance_with_error, quiet_trainer
+from tests.support.comparisons import assert_same, covariance_with_error, differences
+from tests.support.problems import CHAINS, Array, ConjugateRegression, Data, Even, Net, Plain
+from tests.support.recorders import Draws, SaveEverywhere
+from tests.support.trainers import OneOfMany, fit_chains, fit_in_layout, quiet_trainer, seeded
 
 Langevin = functools.partial(UnderdampedLangevin, friction=2.0)
 SMALL = ConjugateRegression(num_data=24, features=3, outputs=2, seed=1)
@@ -241,7 +239,7 @@ def test_every_save_point(tmp_path: Path, form: Any, options: dict[str, Any]) ->
         callbacks = [SamplingSchedule(every_n_steps=2), SampleCollector(folder / "samples"), *extra]
         callbacks += [CovarianceFriction(1, 2, form)] if with_it else []
         trainer = quiet_trainer(max_epochs=4, enable_checkpointing=True, callbacks=callbacks, **options)
-        trainer.fit(module, datamodule=InMemory(), **more)
+        trainer.fit(module, datamodule=Data(), **more)
         posterior = Posterior.load(folder / "samples", model=Net())
         samples = [sample.state for sample in posterior.store]
         return {"state": module.state_dict(), "samples": samples, "cost": module.gradient_evaluations}

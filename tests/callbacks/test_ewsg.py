@@ -36,11 +36,10 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
 )
 from lightning_sgmcmc.samplers import Sampler
-from tests.chains.test_chain_strategy import Even, Plain
-from tests.chains.test_chain_strategy import fit as fit_in_layout
-from tests.chains.test_chains import CHAINS, Data, Net, OneOfMany, assert_same, fit, seeded
-from tests.run.test_exact_resume import SETTINGS, SaveEverywhere, differences, run
-from tests.support.conjugate import quiet_trainer
+from tests.support.comparisons import assert_same, differences
+from tests.support.problems import CHAINS, Data, Even, Net, Plain
+from tests.support.recorders import SaveEverywhere
+from tests.support.trainers import SETTINGS, OneOfMany, fit_chains, fit_in_layout, quiet_trainer, resumable_run, seeded
 
 Underdamped = partial(UnderdampedLangevin, friction=5.0)
 
@@ -69,8 +68,10 @@ def flat(module: Any) -> Tensor:
 @pytest.mark.parametrize("sampler", [SGHMC, SGLD, pSGLD, UnderdampedLangevin])
 def test_without_proposals_it_is_the_plain_sampler(sampler: Any) -> None:
     lr = 0.001 if sampler in (pSGLD, UnderdampedLangevin) else 0.05
-    plain = fit(seeded(lambda: Net(2, sampler=sampler, lr=lr)), accumulate_grad_batches=2)
-    assert_same(plain, fit(seeded(lambda: Net(2, sampler=sampler, lr=lr)), 20, [EWSG(0)], accumulate_grad_batches=2))
+    plain = fit_chains(seeded(lambda: Net(2, sampler=sampler, lr=lr)), accumulate_grad_batches=2)
+    assert_same(
+        plain, fit_chains(seeded(lambda: Net(2, sampler=sampler, lr=lr)), 20, [EWSG(0)], accumulate_grad_batches=2)
+    )
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
@@ -80,7 +81,7 @@ def test_a_step_takes_one_of_its_batches(accumulated: int) -> None:
     # In front of EWSG, so it sees what EWSG gets; behind it, what EWSG leaves.
     after = Gradients()
     module = seeded(lambda: Net(sampler=SGHMC))
-    fit(module, 10, [seen, EWSG(proposals), after], accumulate_grad_batches=accumulated)
+    fit_chains(module, 10, [seen, EWSG(proposals), after], accumulate_grad_batches=accumulated)
     each, chosen = (proposals + 1) * accumulated, []
     batches = iter(seen.batches)
     per_epoch, step = 8, 0
@@ -223,15 +224,17 @@ def fit_with(module: BayesianModule, callbacks: list[Any], **options: Any) -> pl
 )
 def test_each_chain_chooses_for_itself(options: dict[str, Any], trainer: dict[str, Any]) -> None:
     """Stacked chains are bit for bit the chains alone."""
-    together = fit(seeded(lambda: Net(CHAINS, **options)), 20, [EWSG(2)], **trainer)
+    together = fit_chains(seeded(lambda: Net(CHAINS, **options)), 20, [EWSG(2)], **trainer)
     for chain in range(CHAINS):
-        alone = fit(seeded(lambda: Net(1, **options)), 20, [EWSG(2)], strategy=OneOfMany(chain, CHAINS), **trainer)
+        alone = fit_chains(
+            seeded(lambda: Net(1, **options)), 20, [EWSG(2)], strategy=OneOfMany(chain, CHAINS), **trainer
+        )
         assert_same(alone, [sample for sample in together if sample.chain == chain])
 
 
 def test_all_chains_at_once_choose_the_same() -> None:
-    loop = fit(seeded(lambda: Plain(CHAINS)), 20, [EWSG(1)])
-    vmapped = fit(seeded(lambda: Plain(CHAINS, chain_execution="vmap")), 20, [EWSG(1)])
+    loop = fit_chains(seeded(lambda: Plain(CHAINS)), 20, [EWSG(1)])
+    vmapped = fit_chains(seeded(lambda: Plain(CHAINS, chain_execution="vmap")), 20, [EWSG(1)])
     for one, other in zip(loop, vmapped, strict=True):
         torch.testing.assert_close(other.parameters, one.parameters, rtol=1e-4, atol=1e-5)
 
@@ -271,14 +274,14 @@ def test_it_goes_on_exactly_from_any_batch(tmp_path: Path, setting: str) -> None
     options = SETTINGS[setting] | {"log_every_n_steps": 3}
     if setting != "epochs":
         options |= {"accumulate_grad_batches": 2}
-    whole = run(tmp_path / "whole", options, "memory", EWSG(1), SaveEverywhere(tmp_path))
+    whole = resumable_run(tmp_path / "whole", options, "memory", EWSG(1), SaveEverywhere(tmp_path))
     checkpoints = sorted(tmp_path.glob("*.ckpt"))[::3]
     assert len(checkpoints) > 8
     bad = {}
     for checkpoint in checkpoints:
         folder = tmp_path / checkpoint.stem
         shutil.copytree(tmp_path / "whole" / "samples", folder / "samples")
-        if found := differences(whole, run(folder, options, "memory", EWSG(1), ckpt_path=checkpoint)):
+        if found := differences(whole, resumable_run(folder, options, "memory", EWSG(1), ckpt_path=checkpoint)):
             bad[checkpoint.stem] = found[:3]
     assert not bad, bad
 
@@ -359,9 +362,9 @@ def contour() -> ContourGradient:
 
 @pytest.mark.parametrize("other", [contour, lambda: ReplicaExchange([1.0, 2.0])])
 def test_it_chooses_after_the_controls_are_set_in_any_order_of_callbacks(other: Any) -> None:
-    samples = fit(seeded(lambda: Net(2)), 20, [other(), EWSG(1)])
+    samples = fit_chains(seeded(lambda: Net(2)), 20, [other(), EWSG(1)])
     assert samples
-    assert_same(samples, fit(seeded(lambda: Net(2)), 20, [EWSG(1), other()]))
+    assert_same(samples, fit_chains(seeded(lambda: Net(2)), 20, [EWSG(1), other()]))
 
 
 def test_the_multiplier_of_the_step_counts() -> None:

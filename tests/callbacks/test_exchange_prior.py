@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import SGLD, BayesianModule, GaussianPrior
 from lightning_sgmcmc.callbacks import ReplicaExchange, SamplingSchedule
-from tests.support.conjugate import quiet_trainer
+from tests.support.trainers import quiet_trainer
 
 
 class FarApart(BayesianModule):

@@ -10,7 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_sgmcmc import (
     SGHMC,
@@ -32,27 +32,11 @@ from lightning_sgmcmc.callbacks import (
     SamplerCallback,
     SamplingSchedule,
 )
-from tests.support.conjugate import quiet_trainer
+from tests.support.problems import Stream
+from tests.support.small_run import BATCH, COUNT, data, loader, module
+from tests.support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no validation data to evaluate")
-
-COUNT, BATCH = 24, 8
-
-
-def data() -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(COUNT, 2, generator=generator)
-    return TensorDataset(x, (x.sum(1) > 0).long())
-
-
-def loader(**options: Any) -> DataLoader[Any]:
-    return DataLoader(data(), **({"batch_size": BATCH} | options))
-
-
-def module(**options: Any) -> BayesianModule:
-    return BayesianModule(
-        **({"net": nn.Linear(2, 2), "likelihood": Categorical(), "sampler": SGLD, "lr": 0.01} | options)
-    )
 
 
 def every_step() -> SamplingSchedule:
@@ -303,11 +287,6 @@ def test_the_last_sample_may_be_the_last_step() -> None:
     fit(module(), SamplingSchedule(burn_in_steps=4, every_n_steps=2), SampleCollector(in_memory=True))
 
 
-class Stream(IterableDataset):  # type: ignore[type-arg]
-    def __iter__(self) -> Iterator[Any]:
-        return iter(list(data()))
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -321,7 +300,7 @@ def test_epochs_without_a_length(options: dict[str, Any]) -> None:
     with pytest.raises(
         ValueError, match="loader has no length, so epochs cannot be counted in steps: give steps instead"
     ):
-        fit(module(num_data=COUNT), SamplingSchedule(**options), train=DataLoader(Stream(), BATCH))
+        fit(module(num_data=COUNT), SamplingSchedule(**options), train=DataLoader(Stream(data()), BATCH))
 
 
 # -- the model and its data -------------------------------------------------------------------------------------------
@@ -434,7 +413,7 @@ class Declared(pl.LightningDataModule):
 @pytest.mark.parametrize(
     ("train", "reason"),
     [
-        (DataLoader(Stream(), BATCH), "the training data set has no length"),
+        (DataLoader(Stream(data()), BATCH), "the training data set has no length"),
         (
             loader(sampler=WeightedRandomSampler([1.0] * COUNT, COUNT)),
             "the training loader draws by a WeightedRandomSampler",
@@ -454,7 +433,7 @@ def test_the_number_of_data_is_not_known(train: Any, reason: str) -> None:
 def test_epochs_of_a_loader_without_length() -> None:
     """Steps are asked for, so the run's length need not be known."""
     model = module(num_data=COUNT)
-    fit(model, every_step(), train=DataLoader(Stream(), BATCH), max_epochs=2)
+    fit(model, every_step(), train=DataLoader(Stream(data()), BATCH), max_epochs=2)
     assert model.sampler.step_count == 6
 
 

@@ -23,13 +23,12 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
 )
 from lightning_sgmcmc.callbacks.posterior_dashboard import PARTS
-from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.diagnostics.geometry import interpolate, squared_distances
 from lightning_sgmcmc.report import drawings as dashboard_parts
 from lightning_sgmcmc.run import loggers as logger_output
-from tests.chains.test_ddp import Blobs
-from tests.support.conjugate import quiet_trainer
-from tests.test_training import classifier, loaders
+from tests.support.problems import Blobs, classifier, loaders
+from tests.support.recorders import Each
+from tests.support.trainers import quiet_trainer
 
 
 class Steps(pl.loggers.CSVLogger):
@@ -305,15 +304,11 @@ def test_importance_weights_reach_the_pictures() -> None:
             step = pl_module.sampler.step_count
             pl_module.chains.tags.log_weight = torch.tensor([-np.inf if step < 8 else 700.0 + np.log(step)])
 
-    class Count(SamplerCallback):
-        def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
-            worth.append(dashboard.history.effective_sample_size)
-
-    worth: list[float] = []
     dashboard = PosteriorDashboard(figures=["weights"])
-    callbacks = [SamplingSchedule(every_n_steps=4), Weigh(), dashboard, Count()]
+    worth = Each("on_posterior_sample", lambda *args: dashboard.history.effective_sample_size)
+    callbacks = [SamplingSchedule(every_n_steps=4), Weigh(), dashboard, worth]
     quiet_trainer(max_epochs=3, callbacks=callbacks).fit(classifier(), *loaders())
-    assert worth == pytest.approx([0, 1, 400 / (64 + 144)])
+    assert worth.seen == pytest.approx([0, 1, 400 / (64 + 144)])
     assert dashboard.history.weights == pytest.approx([0, 0.4, 0.6])
     assert Path("sgmcmc/weights.png").exists()
 

@@ -21,8 +21,8 @@ from lightning_sgmcmc.callbacks import (
 )
 from lightning_sgmcmc.simulation.target_module import TargetDataModule, TargetModule
 from lightning_sgmcmc.simulation.targets import GaussianMixture
-from tests.chains.test_chains import Data, Net, seeded
-from tests.support.conjugate import quiet_trainer
+from tests.support.problems import Data, Net
+from tests.support.trainers import quiet_trainer, seeded
 
 LADDERS = 12
 

@@ -8,44 +8,9 @@ from torch import nn
 
 from lightning_sgmcmc import BayesianModule, Categorical, ContourRules
 from lightning_sgmcmc.callbacks import ContourGradient, SamplerCallback, SamplingSchedule, VarianceReducedEnergy
-from tests.chains.test_chain_strategy import Even
-from tests.support.conjugate import quiet_trainer
-
-
-class Energies(SamplerCallback):
-    """The corrected and the plain energies of each step, (C,) each, by epoch."""
-
-    def __init__(self) -> None:
-        self.corrected: list[list[torch.Tensor]] = []
-        self.plain: list[list[torch.Tensor]] = []
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self.corrected.append([])
-        self.plain.append([])
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        observed = pl_module.chains.observed
-        energy = observed.energy.double()
-        self.plain[-1].append(energy)
-        correction = observed.correction
-        self.corrected[-1].append(energy + correction if correction is not None else energy)
-
-
-class Nudge(SamplerCallback):
-    """Moves the chains off their snapshot, at the end of the second epoch."""
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 1 and trainer.is_last_batch:
-            with torch.no_grad():
-                for parameter in pl_module.parameters():
-                    parameter.mul_(1.1)
-
-
-def full_energy(module: BayesianModule) -> torch.Tensor:
-    data = Even()
-    data.setup("fit")
-    train = data.splits[0]
-    return module.potential_energy((train.inputs, train.targets)).detach().double()
+from tests.support.problems import Even, full_energy
+from tests.support.recorders import Energies, Nudge
+from tests.support.trainers import quiet_trainer
 
 
 @pytest.mark.parametrize("chains", [1, 2])

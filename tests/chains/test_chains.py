@@ -1,7 +1,6 @@
 """Several chains in one process: each is, bit for bit, the chain that it would be alone."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,80 +34,14 @@ from lightning_sgmcmc.callbacks import (
     SampleCollector,
     SamplingSchedule,
 )
-from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.stacked import clip_each_chain
-from lightning_sgmcmc.datamodules import ArrayDataModule, DatasetDataModule, Split, TensorBatches
+from lightning_sgmcmc.datamodules import DatasetDataModule, TensorBatches
 from lightning_sgmcmc.tune import propose_lr
-from tests.run.test_exact_resume import Decoded, Noisy, data
-from tests.samplers.test_conjugate_regression import check_law
-from tests.support.conjugate import ConjugateRegression, Draws, quiet_trainer
-
-CHAINS = 3
-
-
-class Data(ArrayDataModule):
-    """60 data in the plane of five, with augmentation that draws from the default generator."""
-
-    def __init__(self, batch_size: int = 8) -> None:
-        super().__init__(batch_size)
-
-    def load(self) -> tuple[Split, Split, Split]:
-        return data(60, 0), data(20, 1), data(20, 2)
-
-    def train_transform(self) -> Any:
-        return Noisy()
-
-
-class Net(BayesianModule):
-    """A network with BatchNorm and dropout; `first` tells which chain of the run it starts with."""
-
-    def __init__(self, num_chains: int = 1, first: int = 0, **options: Any) -> None:
-        chosen = {"likelihood": Categorical(), "sampler": SGHMC, "lr": 0.05, "seed": 5} | options
-        super().__init__(num_chains=num_chains, **chosen)
-        self.first = first
-        self.net = nn.Sequential(
-            nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3, bias=False)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)  # type: ignore[no-any-return]
-
-
-class OneOfMany(pl.strategies.SingleDeviceStrategy):
-    """A process of a run with chains in others: this one holds chain `chain`."""
-
-    def __init__(self, chain: int, total: int) -> None:
-        super().__init__("cpu")
-        self._place = ChainLayout(chain, 1, 1, 1, 0, None)
-        self.total = total
-
-    def chain_layout(self, num_chains: int) -> ChainLayout:
-        return self._place
-
-
-def fit(module: BayesianModule, steps: int = 20, callbacks: Any = (), **options: Any) -> list[PosteriorSample]:
-    """Return the samples of every tenth step."""
-    collector = SampleCollector(in_memory=True)
-    trainer = quiet_trainer(
-        max_steps=steps, callbacks=[SamplingSchedule(every_n_steps=10), collector, *callbacks], **options
-    )
-    trainer.fit(module, datamodule=Data())
-    assert collector.posterior is not None
-    return list(collector.posterior.store)
-
-
-def seeded(make: Callable[[], BayesianModule]) -> BayesianModule:
-    torch.manual_seed(0)
-    return make()
-
-
-def assert_same(first: list[PosteriorSample], second: list[PosteriorSample]) -> None:
-    assert [(s.step, s.chain, s.energy) for s in first] == [(s.step, s.chain, s.energy) for s in second]
-    for one, other in zip(first, second, strict=True):
-        assert one.state.keys() == other.state.keys()
-        for name, tensor in one.state.items():
-            assert torch.equal(tensor, other.state[name]), name
+from tests.support.comparisons import assert_same, check_law
+from tests.support.problems import CHAINS, ConjugateRegression, Data, Decoded, Net, data
+from tests.support.recorders import Draws, Each
+from tests.support.trainers import OneOfMany, fit_chains, quiet_trainer, seeded
 
 
 @pytest.mark.parametrize(
@@ -122,24 +55,19 @@ def assert_same(first: list[PosteriorSample], second: list[PosteriorSample]) -> 
     ],
 )
 def test_each_chain_is_bit_for_bit_the_chain_alone(options: dict[str, Any], trainer: dict[str, Any]) -> None:
-    together = fit(seeded(lambda: Net(CHAINS, **options)), **trainer)
+    together = fit_chains(seeded(lambda: Net(CHAINS, **options)), **trainer)
     for chain in range(CHAINS):
-        alone = fit(seeded(lambda: Net(1, **options)), strategy=OneOfMany(chain, CHAINS), **trainer)
+        alone = fit_chains(seeded(lambda: Net(1, **options)), strategy=OneOfMany(chain, CHAINS), **trainer)
         assert_same(alone, [sample for sample in together if sample.chain == chain])
 
 
 def test_chains_differ_in_start_batches_and_noise() -> None:
-    seen: list[Any] = []
-
-    class Look(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            seen.append(batch)
-
-    module = seeded(lambda: Net(CHAINS))
-    fit(module, 10, [Look()])
+    look = Each("on_train_batch_start", lambda trainer, module, batch, batch_idx: batch)
+    fit_chains(seeded(lambda: Net(CHAINS)), 10, [look])
+    seen = look.seen
     assert all(isinstance(batch, ChainBatches) and len(batch) == CHAINS for batch in seen)
     assert not torch.equal(seen[0][0][0], seen[0][1][0])
-    samples = fit(seeded(lambda: Net(CHAINS, lr=0.0)), 10)
+    samples = fit_chains(seeded(lambda: Net(CHAINS, lr=0.0)), 10)
     for name in ("net.0.weight", "net.4.weight"):
         starts = torch.stack([sample.parameters[name] for sample in samples])
         assert float((starts[0] - starts[1]).abs().min()) > 0
@@ -147,7 +75,7 @@ def test_chains_differ_in_start_batches_and_noise() -> None:
 
 
 def test_chains_start_alike_where_that_is_asked_for() -> None:
-    samples = fit(seeded(lambda: Net(CHAINS, lr=0.0, chain_start="same")), 10)
+    samples = fit_chains(seeded(lambda: Net(CHAINS, lr=0.0, chain_start="same")), 10)
     for sample in samples[1:]:
         assert all(torch.equal(t, samples[0].parameters[n]) for n, t in sample.parameters.items())
 
@@ -193,7 +121,7 @@ def test_shared_batches() -> None:
     net = lambda: nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))  # noqa: E731
     torch.manual_seed(0)
     module = BayesianModule(net=net(), likelihood=Categorical(), lr=0.1, num_chains=2, seed=1, **options)  # type: ignore[arg-type]
-    samples = fit(module)
+    samples = fit_chains(module)
     assert all(torch.equal(t, samples[-2].parameters[n]) for n, t in samples[-1].parameters.items())
 
 
@@ -260,7 +188,7 @@ def test_vmap_is_the_loop_to_rounding(options: dict[str, Any]) -> None:
     def run(execution: str) -> list[PosteriorSample]:
         module = seeded(lambda: Net(CHAINS, chain_execution=execution, **options))
         module.net[3].p = 0.0
-        return fit(module, 10)
+        return fit_chains(module, 10)
 
     for looped, vmapped in zip(run("loop"), run("vmap"), strict=True):
         assert vmapped.energy == pytest.approx(looped.energy, rel=1e-5)
@@ -269,7 +197,7 @@ def test_vmap_is_the_loop_to_rounding(options: dict[str, Any]) -> None:
 
 def test_vmap_with_dropout_gives_chains_masks_of_their_own() -> None:
     module = seeded(lambda: Net(2, lr=0.0, chain_start="same", shared_batch=True, chain_execution="vmap"))
-    samples = fit(module, 10)
+    samples = fit_chains(module, 10)
     assert samples[0].energy != samples[1].energy
 
 
@@ -281,7 +209,7 @@ def test_a_layer_that_vmap_cannot_run_is_named() -> None:
     net = nn.Sequential(nn.Linear(5, 3), Picky())
     module = BayesianModule(net=net, likelihood=Categorical(), num_chains=2, chain_execution="vmap")
     with pytest.raises(RuntimeError, match=r"'net\.1' \(Picky\) cannot be run for all chains at once .*'loop'"):
-        fit(module)
+        fit_chains(module)
 
 
 def test_a_prior_of_the_users_own_under_vmap() -> None:
@@ -292,7 +220,7 @@ def test_a_prior_of_the_users_own_under_vmap() -> None:
     def run(execution: str) -> list[float]:
         module = seeded(lambda: Hierarchical(2, chain_execution=execution))
         module.net[3].p = 0.0
-        return [sample.energy for sample in fit(module, 10)]
+        return [sample.energy for sample in fit_chains(module, 10)]
 
     assert run("vmap") == pytest.approx(run("loop"), rel=1e-5)
 
@@ -333,7 +261,7 @@ def test_gradients_that_a_cuda_graph_would_overwrite_are_added_up() -> None:
 
     def run(model: Any) -> list[PosteriorSample]:
         module = seeded(lambda: model(2, chain_execution="vmap"))
-        return fit(module, 10, accumulate_grad_batches=2)
+        return fit_chains(module, 10, accumulate_grad_batches=2)
 
     assert_same(run(Net), run(Kept))
 
@@ -369,7 +297,7 @@ def test_the_state_between_micro_batches_survives(tmp_path: Path) -> None:
             ):
                 trainer.save_checkpoint(tmp_path / "mid.ckpt")
 
-    whole = fit(seeded(lambda: Net(2)), 10, [Save()], accumulate_grad_batches=3, enable_checkpointing=True)
+    whole = fit_chains(seeded(lambda: Net(2)), 10, [Save()], accumulate_grad_batches=3, enable_checkpointing=True)
     collector = SampleCollector(in_memory=True)
     trainer = quiet_trainer(
         max_steps=10, callbacks=[SamplingSchedule(every_n_steps=10), collector], accumulate_grad_batches=3
@@ -395,7 +323,7 @@ def test_chains_with_temperatures_and_step_sizes_of_their_own() -> None:
 
 def test_a_module_with_chains_speaks_of_one_network_at_a_time() -> None:
     module = seeded(lambda: Net(CHAINS))
-    fit(module, 10)
+    fit_chains(module, 10)
     x = torch.randn(4, 5)
     with pytest.raises(RuntimeError, match="holds 3 chains, and an output is of one"):
         module(x)
@@ -421,13 +349,13 @@ def test_a_module_with_chains_speaks_of_one_network_at_a_time() -> None:
 
 def test_copies_and_moves_keep_the_chains_together(tmp_path: Path) -> None:
     module = seeded(lambda: Net(2))
-    fit(module, 10)
+    fit_chains(module, 10)
     twin = copy.deepcopy(module)
-    assert_same(fit(module, 10), fit(twin, 10))
+    assert_same(fit_chains(module, 10), fit_chains(twin, 10))
     torch.save(module, tmp_path / "module.pt")
     again = torch.load(tmp_path / "module.pt", weights_only=False)
     double = again.double().float()
-    assert_same(fit(module, 10), fit(double, 10))
+    assert_same(fit_chains(module, 10), fit_chains(double, 10))
 
 
 def test_a_checkpoint_loads_without_a_trainer(tmp_path: Path) -> None:
@@ -483,8 +411,8 @@ def test_a_step_size_for_several_chains() -> None:
         module, datamodule=Data(), steps=100, burn_in_steps=20, max_probes=2, make_trainer=quiet_trainer
     )
     assert proposal.probes
-    tuned = fit(module, 10)
-    assert_same(fit(seeded(lambda: Net(2)), 10), tuned)
+    tuned = fit_chains(module, 10)
+    assert_same(fit_chains(seeded(lambda: Net(2)), 10), tuned)
 
 
 def test_the_store_holds_single_networks(tmp_path: Path) -> None:
@@ -540,7 +468,7 @@ def test_tied_and_replaced_tensors() -> None:
             return self.out(self.second(self.first(x)))  # type: ignore[no-any-return]
 
     module = BayesianModule(net=Tied(), likelihood=Categorical(), lr=0.01, num_chains=2, seed=1)
-    samples = fit(module, 10)
+    samples = fit_chains(module, 10)
     assert module.net.first.weight is module.net.second.weight
     assert module.net.first.weight.shape == (2, 5, 5)
     assert module.net.calls.tolist() == [10.0, 10.0]
@@ -549,9 +477,9 @@ def test_tied_and_replaced_tensors() -> None:
 
 def test_misuse() -> None:
     with pytest.raises(ValueError, match="lr has 3 values, and the run has 2 chains"):
-        fit(Net(2, lr=[0.1, 0.1, 0.1]))
+        fit_chains(Net(2, lr=[0.1, 0.1, 0.1]))
     with pytest.raises(ValueError, match="LearningRateMonitor logs one number"):
-        fit(Net(2, lr=[0.1, 0.2]), callbacks=[pl.callbacks.LearningRateMonitor()], logger=True)
+        fit_chains(Net(2, lr=[0.1, 0.2]), callbacks=[pl.callbacks.LearningRateMonitor()], logger=True)
     with pytest.raises(ValueError, match="pass the plain network, and compile=True"):
         BayesianModule(net=torch.compile(nn.Linear(2, 2)), likelihood=Categorical(), num_chains=2)
     with pytest.raises(ValueError, match="chain_execution must be 'auto' or 'loop' or 'vmap'"):
@@ -578,7 +506,7 @@ def test_a_chain_that_leaves_for_infinity_is_named() -> None:
                 pl_module.third = pl_module.net[0].weight.data_ptr()
 
     with pytest.raises(NonFiniteEnergyError, match="of chain 2 is not made") as caught:
-        fit(module, callbacks=[Find()])
+        fit_chains(module, callbacks=[Find()])
     assert caught.value.chain == 2
 
 

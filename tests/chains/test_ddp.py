@@ -13,23 +13,12 @@ from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Categorical, Posterior
 from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.callbacks.base import SamplerCallback
 from lightning_sgmcmc.chains.sample import PosteriorSample
-from tests.samplers.test_conjugate_regression import check_law
-from tests.support.conjugate import ConjugateRegression, Draws, quiet_trainer
+from tests.support.comparisons import check_law
+from tests.support.problems import Blobs, ConjugateRegression, RankData
+from tests.support.recorders import Draws
+from tests.support.trainers import quiet_trainer
 
 PROBLEM = ConjugateRegression()
-
-
-class RankData(pl.LightningDataModule):
-    """Independent batches on every rank."""
-
-    def __init__(self, batch_size: int) -> None:
-        super().__init__()
-        self.num_data = PROBLEM.num_data
-        self.batch_size = batch_size
-
-    def train_dataloader(self) -> Any:
-        assert self.trainer is not None
-        return PROBLEM.loader(self.batch_size, seed=100 + self.trainer.global_rank)
 
 
 class Dump(SamplerCallback):
@@ -56,7 +45,9 @@ class Dump(SamplerCallback):
         torch.save(state, self.folder / f"rank{trainer.global_rank}.pt")
 
 
-def fit_on_two_ranks(folder: Path, steps: int, callbacks: list[pl.Callback], **options: Any) -> list[dict[str, Any]]:
+def fit_on_two_ranks(
+    folder: Path, steps: int, callbacks: list[pl.Callback], chains: int = 1, **options: Any
+) -> list[dict[str, Any]]:
     trainer = quiet_trainer(
         max_steps=steps,
         strategy="ddp_fork",
@@ -64,7 +55,7 @@ def fit_on_two_ranks(folder: Path, steps: int, callbacks: list[pl.Callback], **o
         use_distributed_sampler=False,
         callbacks=[*callbacks, Dump(folder)],
     )
-    trainer.fit(PROBLEM.module(**options), datamodule=RankData(25))
+    trainer.fit(PROBLEM.module(**options), datamodule=RankData(25, chains))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 
@@ -82,6 +73,9 @@ def test_replicas_stay_bit_identical(tmp_path: Path, sampler: Any) -> None:
     assert len(first["energies"]) == 10
 
 
+CHAINS = 8
+
+
 class DumpDraws(Draws):
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -89,34 +83,15 @@ class DumpDraws(Draws):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
-            np.save(self.path, self.array())
+            np.save(self.path, self.array(CHAINS))
 
 
 def test_two_ranks_have_the_law_of_the_joint_batch(tmp_path: Path) -> None:
     """Two ranks with 25 data each are one chain with batches of 50; false alarms as in the test without ranks."""
-    callbacks = [SamplingSchedule(burn_in_steps=500, every_n_steps=2), DumpDraws(tmp_path / "draws.npy")]
-    fit_on_two_ranks(tmp_path, 5000, callbacks, sampler=SGLD, lr=0.1)
+    callbacks = [SamplingSchedule(burn_in_steps=100, every_n_steps=2), DumpDraws(tmp_path / "draws.npy")]
+    options = {"num_chains": CHAINS, "chain_start": "same", "chain_execution": "vmap"}
+    fit_on_two_ranks(tmp_path, 700, callbacks, CHAINS, sampler=SGLD, lr=0.1, **options)
     check_law(np.load(tmp_path / "draws.npy"), PROBLEM.sgld_covariance(0.1, 50))
-
-
-class Blobs(pl.LightningDataModule):
-    """Two overlapping classes in the plane."""
-
-    num_data = 96
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.x = torch.randn(160, 2, generator=generator)
-        self.y = (self.x.sum(1) + 0.7 * torch.randn(160, generator=generator) > 0).long()
-
-    def train_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(self.x[:96], self.y[:96]), 24, shuffle=True)
-
-    def val_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(self.x[96:], self.y[96:]), 16)
-
-    test_dataloader = val_dataloader
 
 
 def test_collected_samples_and_their_average_on_two_ranks(tmp_path: Path) -> None:

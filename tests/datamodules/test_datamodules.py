@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc.datamodules import (
     ArrayDataModule,
@@ -20,6 +20,7 @@ from lightning_sgmcmc.datamodules import (
 from lightning_sgmcmc.datamodules.base import random_split, standardise
 from lightning_sgmcmc.datamodules.loading import evaluation_loader
 from tests.support.paths import DATA_ROOT as ROOT
+from tests.support.problems import Stream
 
 needs_data = pytest.mark.skipif(not ROOT.is_dir(), reason="no data files: set SGMCMC_DATA_ROOT to their folder")
 
@@ -152,11 +153,6 @@ def test_mnist_files() -> None:
     assert prepared(MNISTDataModule(ROOT, flatten=True)).input_shape == (784,)
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter([(torch.zeros(2), torch.tensor(0))] * 8)
-
-
 def test_wrapper() -> None:
     data = TensorDataset(torch.randn(30, 2), torch.zeros(30))
     module = DatasetDataModule(data, val=data, batch_size=7, drop_last=True)
@@ -164,7 +160,7 @@ def test_wrapper() -> None:
     assert len(module.train_dataloader()) == 4
     assert len(module.val_dataloader()) == 5
     assert module.test_dataloader() == []
-    stream = DatasetDataModule(Stream(), batch_size=4, num_data=8)
+    stream = DatasetDataModule(Stream([(torch.zeros(2), torch.tensor(0))] * 8), batch_size=4, num_data=8)
     assert stream.num_data == 8
     assert len(list(stream.train_dataloader())) == 2
 
@@ -179,7 +175,7 @@ def test_wrapper() -> None:
         (lambda: UCIRegressionDataModule("yacht", split=20), "split must be between 0 and 19, got 20"),
         (lambda: UCIClassificationDataModule("iris"), "name must be one of australian, .*, got 'iris'"),
         (lambda: MNISTDataModule(val_size=60_000), "val_size must be between 0 and 59999, got 60000"),
-        (lambda: DatasetDataModule(Stream()), "no length: give num_data"),
+        (lambda: DatasetDataModule(Stream([(torch.zeros(2), torch.tensor(0))] * 8)), "no length: give num_data"),
         (lambda: DatasetDataModule(TensorDataset(torch.zeros(3)), num_data=4), "num_data=4 contradicts .* there are 3"),
         (lambda: TensorBatches(torch.zeros(3), torch.zeros(4)), r"lengths \[3, 4\]"),
     ],

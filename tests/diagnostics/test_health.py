@@ -24,7 +24,8 @@ from lightning_sgmcmc.diagnostics.batch_means import (
 )
 from lightning_sgmcmc.diagnostics.health import Record, assess, inner_products, square_norms
 from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, UnderdampedLangevin, pSGLD
-from tests.support.conjugate import ConjugateRegression, quiet_trainer
+from tests.support.problems import ConjugateRegression
+from tests.support.trainers import quiet_trainer
 
 PROBLEM = ConjugateRegression()
 BATCH = 50

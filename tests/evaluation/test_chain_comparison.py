@@ -13,10 +13,9 @@ from lightning_sgmcmc import BayesianModule, Gaussian, Posterior
 from lightning_sgmcmc.callbacks import BayesianModelAverage, PosteriorDashboard, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.diagnostics.chains import ChainGrid
 from lightning_sgmcmc.evaluation.comparison import ChainComparison, chain_rows, prediction_diagnostics
-from tests.chains.test_chains import Data, Net, seeded
-from tests.run.test_exact_resume import data
-from tests.run.test_loggers import contained, finished_records, wandb_row
-from tests.support.conjugate import quiet_trainer
+from tests.support.problems import Data, Net, data
+from tests.support.trainers import quiet_trainer, seeded
+from tests.support.wandb_records import contained, finished_records, wandb_row
 
 arviz = pytest.importorskip("arviz")
 

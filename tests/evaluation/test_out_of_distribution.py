@@ -15,8 +15,9 @@ from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, S
 from lightning_sgmcmc.cli.fit import main
 from lightning_sgmcmc.datamodules import NotMNISTDataModule
 from lightning_sgmcmc.diagnostics.metrics import out_of_distribution_metrics, predictive_entropy
-from tests.support.conjugate import quiet_trainer
-from tests.test_training import blobs, classifier, loaders
+from tests.support.problems import blobs, classifier, loaders
+from tests.support.recorders import Dump
+from tests.support.trainers import quiet_trainer
 
 PARTS = ("train", "test")
 
@@ -94,14 +95,6 @@ def test_it_survives_a_checkpoint(tmp_path: Path) -> None:
     assert "ood_ood_auroc" in whole.evaluations["val"].bma
 
 
-class KeepMetrics(pl.Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        torch.save(pl_module.evaluations["val"].bma, self.path / f"rank-{trainer.global_rank}.pt")
-
-
 def test_two_ranks_share_the_data(tmp_path: Path) -> None:
     """The ranks' figures are one rank's, on data that they can share and on a set of one batch."""
     for count in (40, 10):
@@ -109,12 +102,13 @@ def test_two_ranks_share_the_data(tmp_path: Path) -> None:
         for devices in (1, 2):
             # One batch for both ranks would be another step, so the run has none: the start is what is evaluated.
             module = classifier(lr=0.0, temperature=0.0)
-            callbacks = [CyclicalSchedule(1, 0.5, 1), BayesianModelAverage(ood=far_away(count)), KeepMetrics(tmp_path)]
+            dump = Dump(tmp_path, lambda module: module.evaluations["val"].bma)
+            callbacks = [CyclicalSchedule(1, 0.5, 1), BayesianModelAverage(ood=far_away(count)), dump]
             strategy = {"strategy": "ddp_fork"} if devices == 2 else {}
             module.net[1].momentum = 0.0  # nor do BatchNorm's statistics depend on the batches
             trainer = quiet_trainer(max_epochs=2, devices=devices, callbacks=callbacks, **strategy)
             trainer.fit(module, *loaders())
-            figures.append(torch.load(tmp_path / f"rank-{devices - 1}.pt", weights_only=True))
+            figures.append(Dump.read(tmp_path)[devices - 1])
         assert figures[0].keys() == figures[1].keys()
         for name, value in figures[0].items():
             assert figures[1][name] == pytest.approx(value, abs=1e-5), name

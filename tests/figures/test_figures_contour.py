@@ -18,8 +18,8 @@ from lightning_sgmcmc.figures.targets import (
     plane_figure,
     trajectories_figure,
 )
-from tests.run.test_exact_resume import InMemory
-from tests.support.conjugate import quiet_trainer
+from tests.support.problems import Data
+from tests.support.trainers import quiet_trainer
 
 
 @pytest.mark.parametrize("bins", [10, 100_000])
@@ -72,6 +72,6 @@ def test_the_dashboard_draws_the_contour(tmp_path: Path) -> None:
         ContourGradient(ContourRules(0.8), 20, first_edge=45.0, width=3.0),
         PosteriorDashboard(figures=["contour", "weights"]),
     ]
-    quiet_trainer(max_epochs=30, callbacks=callbacks, default_root_dir=tmp_path).fit(module, datamodule=InMemory())
+    quiet_trainer(max_epochs=30, callbacks=callbacks, default_root_dir=tmp_path).fit(module, datamodule=Data())
     names = {path.name for path in tmp_path.rglob("*.png")}
     assert {"contour.png", "multiplier.png", "weights.png"} <= names

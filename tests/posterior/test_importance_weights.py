@@ -13,8 +13,8 @@ from lightning_sgmcmc.callbacks import BayesianModelAverage, ContourGradient, Sa
 from lightning_sgmcmc.contour import DecayingStepSize
 from lightning_sgmcmc.diagnostics.samples import cell_masses, divergence, mode_coverage, resample, wasserstein_distance
 from lightning_sgmcmc.posterior.disk import CONTOUR
-from tests.run.test_exact_resume import InMemory
-from tests.support.conjugate import quiet_trainer
+from tests.support.problems import Data
+from tests.support.trainers import quiet_trainer
 
 # -- resampling -------------------------------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ def test_wasserstein_distance_of_what_is_known() -> None:
 # -- the posterior ----------------------------------------------------------------------------------------------------
 
 
-def run(folder: Path, **options: Any) -> tuple[BayesianModule, InMemory]:
+def run(folder: Path, **options: Any) -> tuple[BayesianModule, Data]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
     module = BayesianModule(net=net, likelihood=Categorical(), sampler=SGLD, lr=0.1, seed=2)
@@ -99,7 +99,7 @@ def run(folder: Path, **options: Any) -> tuple[BayesianModule, InMemory]:
         ContourGradient(ContourRules(zeta=3.0), 20, first_edge=50.0, width=3.0, step_size=DecayingStepSize(5, 0.7, 20)),
         SampleCollector(**({"dirpath": folder / "samples"} | options)),
     ]
-    data = InMemory()
+    data = Data()
     quiet_trainer(max_epochs=30, callbacks=callbacks, default_root_dir=folder).fit(module, datamodule=data)
     return module, data
 
@@ -165,7 +165,7 @@ def test_resampled_posteriors_predict_with_equal_weights(tmp_path: Path) -> None
 def test_runs_without_a_contour_have_no_final_weights(tmp_path: Path) -> None:
     module = BayesianModule(net=nn.Linear(5, 3), likelihood=Categorical(), sampler=SGLD, lr=0.1)
     callbacks = [SamplingSchedule(every_n_steps=2), SampleCollector(in_memory=True)]
-    quiet_trainer(max_steps=6, callbacks=callbacks).fit(module, datamodule=InMemory())
+    quiet_trainer(max_steps=6, callbacks=callbacks).fit(module, datamodule=Data())
     assert module.posterior is not None
     assert module.posterior.contour is None
     with pytest.raises(ValueError, match="without ContourGradient"):

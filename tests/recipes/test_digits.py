@@ -9,7 +9,7 @@ from torchvision.ops import MLP
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical
 from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, Evaluation, SampleCollector
 from lightning_sgmcmc.datamodules import DigitsDataModule
-from tests.support.conjugate import quiet_trainer
+from tests.support.trainers import quiet_trainer
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Categorical, NonFinite
 from lightning_sgmcmc.callbacks import RunSummary, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.finite import all_finite, bad_tensor
 from lightning_sgmcmc.run.deferred import DeferredCheck
-from tests.support.conjugate import quiet_trainer
+from tests.support.trainers import quiet_trainer
 
 COUNT, BATCH = 24, 4
 

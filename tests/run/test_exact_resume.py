@@ -5,18 +5,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, Posterior
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.order import BatchOrder
 from lightning_sgmcmc.callbacks import (
-    BayesianModelAverage,
     ChainHealth,
     CyclicalSchedule,
     PosteriorDashboard,
@@ -24,174 +21,22 @@ from lightning_sgmcmc.callbacks import (
     SampleCollector,
     SamplingSchedule,
 )
-from lightning_sgmcmc.datamodules import ArrayDataModule, DatasetDataModule, Split
-from tests.support.conjugate import quiet_trainer
-
-NUM_DATA, BATCH, CLASSES = 60, 8, 3
-
-
-def data(count: int, seed: int) -> Split:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, 5, generator=generator)
-    return Split(x, (x[:, :CLASSES] + 0.3 * torch.randn(count, CLASSES, generator=generator)).argmax(1))
-
-
-class Noisy:
-    """Augmentation of a whole batch."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x + 0.1 * torch.randn_like(x)
-
-
-class InMemory(ArrayDataModule):
-    def __init__(self) -> None:
-        super().__init__(BATCH)
-
-    def load(self) -> tuple[Split, Split, Split]:
-        return data(NUM_DATA, 0), data(20, 1), data(20, 2)
-
-    def train_transform(self) -> Any:
-        return Noisy()
-
-
-class Decoded(Dataset[Any]):
-    """Items that draw their augmentation from torch's and NumPy's default generators."""
-
-    def __init__(self, split: Split, augment: bool) -> None:
-        self.split = split
-        self.augment = augment
-
-    def __len__(self) -> int:
-        return len(self.split.targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        x = self.split.inputs[index]
-        if self.augment:
-            x = x + 0.1 * torch.randn(5) + 0.1 * float(np.random.normal())  # noqa: NPY002
-        return x, self.split.targets[index]
-
-
-def datamodule(kind: str) -> pl.LightningDataModule:
-    if kind == "memory":
-        return InMemory()
-    train, val = Decoded(data(NUM_DATA, 0), True), Decoded(data(20, 1), False)
-    module = DatasetDataModule(train, val, batch_size=BATCH, num_workers=int(kind.removeprefix("workers ")))
-    module.val_dataloader = lambda: torch.utils.data.DataLoader(val, BATCH)  # type: ignore[method-assign]
-    return module
-
-
-def network() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)
-        )
-
-
-class SaveEverywhere(pl.callbacks.Checkpoint):
-    """Saves a checkpoint behind every batch, micro-batches included, every validation and every epoch."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.batches = 0
-
-    def _save(self, trainer: pl.Trainer, what: str) -> None:
-        if not trainer.sanity_checking:
-            trainer.save_checkpoint(self.folder / f"{self.batches:03d}-{what}.ckpt")
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        self.batches += 1
-        self._save(trainer, "batch")
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._save(trainer, "validation")
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._save(trainer, "epoch")
-
-
-Outcome = dict[str, Any]
-
-
-def run(
-    folder: Path, options: dict[str, Any], kind: str, *extra: pl.Callback, ckpt_path: Path | None = None, **fit: Any
-) -> Outcome:
-    """Fit; return everything that must not depend on stops."""
-    torch.manual_seed(int.from_bytes(folder.name.encode()[-3:], "little"))  # what a new process happens to have
-    module = BayesianModule(net=network(), likelihood=Categorical(), sampler=SGHMC, lr=0.05, seed=3)
-    trainer = quiet_trainer(
-        **({"max_epochs": 3, "num_sanity_val_steps": 0, "enable_checkpointing": True} | options),
-        callbacks=[
-            CyclicalSchedule(2, 0.4, 3),
-            SampleCollector(folder / "samples"),
-            BayesianModelAverage(),
-            *extra,
-        ],
-        default_root_dir=folder,
-    )
-    trainer.fit(module, datamodule=datamodule(kind), ckpt_path=ckpt_path, **fit)
-    posterior = Posterior.load(folder / "samples")
-    return {
-        "state": module.state_dict(),
-        "sampler": module.sampler.state_dict(),
-        "samples": [sample.state for sample in posterior],
-        "records": posterior.records,
-        "running": module.evaluations["val"].running,
-        "members": module.evaluations["val"].members,
-        "step": trainer.global_step,
-    }
-
-
-def differences(a: Any, b: Any, path: str = "") -> list[str]:
-    """Return the places where two outcomes differ."""
-    if isinstance(a, Tensor):
-        return [] if torch.equal(a, b) else [path]
-    if isinstance(a, dict):
-        if a.keys() != b.keys():
-            return [f"{path} keys"]
-        return [d for key in a for d in differences(a[key], b[key], f"{path}/{key}")]
-    if isinstance(a, list | tuple):
-        if len(a) != len(b):
-            return [f"{path} has {len(a)} and {len(b)}"]
-        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{path}/{i}")]
-    return [] if a == b or a != a else [f"{path}: {a} {b}"]
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "epochs": {},
-    "steps": {"max_steps": 21, "max_epochs": -1},
-    "steps in mid-epoch": {"max_steps": 19, "max_epochs": -1},
-    "validation in mid-epoch": {"val_check_interval": 3},
-    "validation across epochs": {"val_check_interval": 5, "check_val_every_n_epoch": None},
-    "validation seldom": {"check_val_every_n_epoch": 2},
-    "accumulation": {"accumulate_grad_batches": 2, "max_epochs": 4},
-    "accumulation and validation in mid-window": {
-        "accumulate_grad_batches": 3,
-        "val_check_interval": 2,
-        "max_epochs": 5,
-    },
-    "part of the batches": {"limit_train_batches": 5, "max_epochs": 4},
-    "everything": {
-        "limit_train_batches": 7,
-        "accumulate_grad_batches": 2,
-        "val_check_interval": 3,
-        "max_epochs": 4,
-        "gradient_clip_val": 1.0,
-        "precision": "bf16-mixed",
-    },
-}
+from tests.support.comparisons import differences
+from tests.support.problems import BATCH, NUM_DATA, Data, Stream, data, network
+from tests.support.recorders import Dump, SaveEverywhere
+from tests.support.trainers import SETTINGS, Outcome, quiet_trainer, resumable_run
 
 
 def check_every_save_point(tmp_path: Path, setting: str, kind: str, stride: int = 1) -> int:
     whole_folder = tmp_path / "whole"
-    whole = run(whole_folder, SETTINGS[setting], kind, SaveEverywhere(tmp_path))
+    whole = resumable_run(whole_folder, SETTINGS[setting], kind, SaveEverywhere(tmp_path))
     checkpoints = sorted(tmp_path.glob("*.ckpt"))[::stride]
     bad = {}
     for checkpoint in checkpoints:
         torch.load(checkpoint, weights_only=True)  # nothing in it needs unpickling
         folder = tmp_path / checkpoint.stem
         shutil.copytree(whole_folder / "samples", folder / "samples")
-        resumed = run(folder, SETTINGS[setting], kind, ckpt_path=checkpoint)
+        resumed = resumable_run(folder, SETTINGS[setting], kind, ckpt_path=checkpoint)
         if found := differences(whole, resumed):
             bad[checkpoint.stem] = found[:3]
         shutil.rmtree(folder)
@@ -211,16 +56,18 @@ def test_with_every_callback(tmp_path: Path) -> None:
         dashboard = PosteriorDashboard(every="end", figures=["tables"])
         return dashboard, [dashboard, ChainHealth(every_n_steps=2, warn=False), RunSummary()]
 
-    plain = run(tmp_path / "plain", SETTINGS["everything"], "memory")
+    plain = resumable_run(tmp_path / "plain", SETTINGS["everything"], "memory")
     dashboard, watchers = watch()
-    whole = run(tmp_path / "whole", SETTINGS["everything"], "memory", *watchers, SaveEverywhere(tmp_path))
+    whole = resumable_run(tmp_path / "whole", SETTINGS["everything"], "memory", *watchers, SaveEverywhere(tmp_path))
     assert not differences(plain, whole)
     for checkpoint in sorted(tmp_path.glob("*.ckpt"))[3::12]:
         torch.load(checkpoint, weights_only=True)
         folder = tmp_path / checkpoint.stem
         shutil.copytree(tmp_path / "whole" / "samples", folder / "samples")
         again, watchers = watch()
-        assert not differences(whole, run(folder, SETTINGS["everything"], "memory", *watchers, ckpt_path=checkpoint))
+        assert not differences(
+            whole, resumable_run(folder, SETTINGS["everything"], "memory", *watchers, ckpt_path=checkpoint)
+        )
         assert again.history.as_json() == dashboard.history.as_json()
 
 
@@ -231,7 +78,7 @@ def test_decoded_data_with_workers(tmp_path: Path, workers: int) -> None:
 
 
 def test_the_number_of_workers_does_not_change_the_run(tmp_path: Path) -> None:
-    outcomes = [run(tmp_path / f"w{n}", {}, f"workers {n}") for n in (0, 1, 2)]
+    outcomes = [resumable_run(tmp_path / f"w{n}", {}, f"workers {n}") for n in (0, 1, 2)]
     assert not differences(outcomes[0], outcomes[1])
     assert not differences(outcomes[0], outcomes[2])
 
@@ -239,17 +86,17 @@ def test_the_number_of_workers_does_not_change_the_run(tmp_path: Path) -> None:
 def test_another_order_of_the_data_is_another_run(tmp_path: Path) -> None:
     """What the other tests compare does depend on the data, their order, and the seed's augmentation."""
 
-    class Ordered(InMemory):
+    class Ordered(Data):
         def train_dataloader(self) -> Any:
             loader = super().train_dataloader()
             loader.adopt_seed(7)
             return loader
 
-    class Plain(InMemory):
+    class Plain(Data):
         def train_transform(self) -> Any:
             return None
 
-    whole = run(tmp_path / "a", {}, "memory")
+    whole = resumable_run(tmp_path / "a", {}, "memory")
     for other in (Ordered(), Plain()):
         module = BayesianModule(net=network(), likelihood=Categorical(), sampler=SGHMC, lr=0.05, seed=3)
         schedule = CyclicalSchedule(2, 0.4, 3)
@@ -264,7 +111,7 @@ def test_an_unseeded_run_goes_on_with_its_own_seed(tmp_path: Path) -> None:
         module = BayesianModule(net=network(), likelihood=Categorical(), sampler=SGHMC, lr=0.05)
         schedule = CyclicalSchedule(1, 0.4, 1)
         trainer = quiet_trainer(max_epochs=epochs, enable_checkpointing=True, callbacks=[schedule, *callbacks])
-        trainer.fit(module, datamodule=InMemory(), **options)
+        trainer.fit(module, datamodule=Data(), **options)
         return module
 
     whole = fit(3, SaveEverywhere(tmp_path))
@@ -274,9 +121,9 @@ def test_an_unseeded_run_goes_on_with_its_own_seed(tmp_path: Path) -> None:
 
 
 def test_other_data_than_the_checkpoints_are_refused(tmp_path: Path) -> None:
-    run(tmp_path / "whole", {}, "memory", SaveEverywhere(tmp_path))
+    resumable_run(tmp_path / "whole", {}, "memory", SaveEverywhere(tmp_path))
     module = BayesianModule(net=network(), likelihood=Categorical(), sampler=SGHMC, lr=0.05, seed=3)
-    other = InMemory()
+    other = Data()
     other.batch_size = 10
     trainer = quiet_trainer(max_epochs=3, callbacks=[CyclicalSchedule(2, 0.4, 3)])
     with pytest.raises(ValueError, match="the checkpoint's epochs have 8 batches, this loader's have 6: go on with"):
@@ -307,27 +154,20 @@ def test_a_run_limited_by_epochs_can_be_made_longer(tmp_path: Path) -> None:
     """The trainer's limit of epochs comes back after a fit, so that fit, more epochs, fit again works."""
     module = BayesianModule(net=network(), likelihood=Categorical(), sampler=SGHMC, lr=0.05, seed=3)
     trainer = quiet_trainer(max_epochs=2, callbacks=[SamplingSchedule(every_n_steps=4)])
-    trainer.fit(module, datamodule=InMemory())
+    trainer.fit(module, datamodule=Data())
     assert trainer.global_step == 16
     assert trainer.max_steps == -1
     trainer.fit_loop.max_epochs = 3
-    trainer.fit(module, datamodule=InMemory())
+    trainer.fit(module, datamodule=Data())
     assert trainer.global_step == 24
 
 
-class SaveOutcome(pl.Callback):
-    """Writes what each rank holds at the end: the processes that hold it are gone after the fit."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        outcome = {
-            "state": pl_module.state_dict(),
-            "sampler": pl_module.sampler.state_dict(),
-            "step": trainer.global_step,
-        }
-        torch.save(outcome, self.folder / f"rank-{trainer.global_rank}.pt")
+def outcome(module: Any) -> Outcome:
+    return {
+        "state": module.state_dict(),
+        "sampler": module.sampler.state_dict(),
+        "step": module.trainer.global_step,
+    }
 
 
 def test_two_ranks_go_on_from_micro_batches_too(tmp_path: Path) -> None:
@@ -336,12 +176,12 @@ def test_two_ranks_go_on_from_micro_batches_too(tmp_path: Path) -> None:
 
     def fit(folder: Path, *extra: pl.Callback, **fit_options: Any) -> list[Outcome]:
         module = BayesianModule(net=network(), likelihood=Categorical(), sampler=SGHMC, lr=0.05, seed=3)
-        callbacks = [CyclicalSchedule(2, 0.4, 3), SampleCollector(folder / "samples"), SaveOutcome(folder), *extra]
+        callbacks = [CyclicalSchedule(2, 0.4, 3), SampleCollector(folder / "samples"), Dump(folder, outcome), *extra]
         trainer = quiet_trainer(
             strategy="ddp_fork", devices=2, enable_checkpointing=True, callbacks=callbacks, **options
         )
-        trainer.fit(module, datamodule=InMemory(), **fit_options)
-        ranks = [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
+        trainer.fit(module, datamodule=Data(), **fit_options)
+        ranks = Dump.read(folder)
         posterior = Posterior.load(folder / "samples")
         return [*ranks, {"records": posterior.records, "samples": [sample.state for sample in posterior]}]
 
@@ -424,10 +264,6 @@ def test_a_pass_goes_on_where_the_last_one_stopped() -> None:
 
 
 def test_mistakes_with_the_loader() -> None:
-    class Stream(torch.utils.data.IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter(())
-
     tensors = torch.utils.data.TensorDataset(torch.zeros(5))
     for build, message in (
         (lambda: ResumableLoader(Stream(), 3), "Stream has no length, so the order of its data cannot be fixed"),

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import multiprocessing
 import os
 import resource
 import signal
@@ -28,7 +27,9 @@ from lightning_sgmcmc.posterior.disk import MANIFEST
 from lightning_sgmcmc.run import interruption
 from lightning_sgmcmc.run.checkpoints import AtomicCheckpointIO
 from lightning_sgmcmc.run.interruption import FILE_NAME
-from tests.support.conjugate import quiet_trainer
+from tests.support.processes import in_a_process
+from tests.support.recorders import Each
+from tests.support.trainers import quiet_trainer
 
 STEPS, PER_EPOCH = 24, 6
 
@@ -74,28 +75,6 @@ class SignalAt(pl.Callback):
         if trainer.global_step == self.step - 1:
             for number in self.signals:
                 os.kill(os.getpid(), number)
-
-
-def in_a_process(target: Callable[[], Any], said: Path | None = None, timeout: float = 60) -> int:
-    """Run in a process of its own; return its exit code (-9 for one killed by signal 9)."""
-
-    def child() -> None:
-        torch.set_num_threads(1)
-        if said is not None:
-            descriptor = os.open(said, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
-            sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-            sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-        target()
-
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join(timeout)
-    if process.exitcode is None:
-        process.kill()
-        pytest.fail("the run does not end")
-    return process.exitcode
 
 
 @pytest.mark.parametrize(
@@ -405,18 +384,13 @@ def test_a_folder_that_cannot_be_written_is_seen_before_the_first_step(make: Any
     """(Permissions do not stop root, so the folder is a file, or lies in one.)"""
     path = tmp_path / "samples"
     make(path)
-    steps: list[int] = []
-
-    class Count(pl.Callback):
-        def on_train_batch_start(self, *args: Any) -> None:
-            steps.append(1)
-
+    count = Each("on_train_batch_start", lambda *args: 1)
     where = path if path.exists() else tmp_path / "x" / "samples"
     with pytest.raises(OSError, match=rf"no sample store can be made at {where}: .*give another dirpath"):
-        quiet_trainer(max_steps=4, callbacks=[SamplingSchedule(every_n_steps=1), SampleCollector(where), Count()]).fit(
+        quiet_trainer(max_steps=4, callbacks=[SamplingSchedule(every_n_steps=1), SampleCollector(where), count]).fit(
             module(), loader()
         )
-    assert not steps
+    assert not count.seen
 
 
 def test_no_permission_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

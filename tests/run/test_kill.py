@@ -14,7 +14,8 @@ import torch
 
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.run.folder import newest_checkpoint
-from tests.run.test_exact_resume import differences, run
+from tests.support.comparisons import differences
+from tests.support.trainers import resumable_run
 
 # Every feature at once, in a run of about a second: 7 of the 8 batches of an epoch in windows of two, validation in
 # mid-window, dropout, BatchNorm, augmentation, a sample store and a running average.
@@ -44,7 +45,7 @@ def attempt(folder: Path, options: dict[str, Any], kind: str, seed: int) -> None
     saver = pl.callbacks.ModelCheckpoint(
         folder / "checkpoints", every_n_train_steps=1 + seed % 7, save_top_k=-1, save_last=seed % 2 == 0
     )
-    outcome = run(folder, options, kind, saver, ckpt_path=Newest.in_folder(folder))
+    outcome = resumable_run(folder, options, kind, saver, ckpt_path=Newest.in_folder(folder))
     torch.save({name: outcome[name] for name in ("state", "running", "members", "step")}, folder / "outcome.tmp")
     os.replace(folder / "outcome.tmp", folder / "outcome.pt")
 
@@ -92,7 +93,7 @@ def check_sequences(tmp_path: Path, count: int, seed: int, kinds: tuple[str, ...
         options = (LIMITED_BY_EPOCHS, LIMITED_BY_STEPS)[number // len(kinds) % 2]
         key = (kind, options["max_epochs"])
         if key not in wholes:
-            wholes[key] = run(tmp_path / f"whole-{kind}-{options['max_epochs']}", options, kind)
+            wholes[key] = resumable_run(tmp_path / f"whole-{kind}-{options['max_epochs']}", options, kind)
         whole, folder = wholes[key], tmp_path / f"sequence-{number}"
         folder.mkdir()
         kills.append(killed_sequence(folder, options, kind, dice))

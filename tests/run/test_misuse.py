@@ -14,16 +14,14 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning import callbacks as lightning_callbacks
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from lightning_sgmcmc import (
     SGHMC,
     SGLD,
     SGNHT,
     Annealing,
-    BayesianModule,
     Bernoulli,
-    Categorical,
     Gaussian,
     GaussianPrior,
     LaplacePrior,
@@ -42,26 +40,8 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
 )
 from lightning_sgmcmc.datamodules import DatasetDataModule, DigitsDataModule, MNISTDataModule
-from tests.support.conjugate import quiet_trainer
-
-COUNT = 24
-
-
-def tensors() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(COUNT, 2, generator=generator)
-    return x, (x.sum(1) > 0).long()
-
-
-def loader(y: Tensor | None = None, x: Tensor | None = None, **options: Any) -> DataLoader[Any]:
-    inputs, labels = tensors()
-    data = TensorDataset(inputs if x is None else x, labels if y is None else y)
-    return DataLoader(data, **({"batch_size": 8} | options))
-
-
-def module(**options: Any) -> BayesianModule:
-    options = {"net": nn.Linear(2, 2), "likelihood": Categorical(), "sampler": SGLD, "lr": 0.01} | options
-    return BayesianModule(**options)
+from tests.support.small_run import COUNT, loader, module, tensors
+from tests.support.trainers import quiet_trainer
 
 
 def fit(model: pl.LightningModule, *callbacks: pl.Callback, train: Any = None, val: Any = None, **options: Any) -> None:

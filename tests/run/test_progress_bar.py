@@ -14,21 +14,16 @@ from lightning_sgmcmc.callbacks import CyclicalSchedule, SampleCollector, Sampli
 from lightning_sgmcmc.chains.state import ObservedEnergy
 from lightning_sgmcmc.run import progress_bar as progress
 from lightning_sgmcmc.run.progress_bar import SamplingProgress, short_number
-from tests.support.conjugate import quiet_trainer
-from tests.test_training import classifier, loaders
+from tests.support.problems import classifier, loaders
+from tests.support.recorders import Each
+from tests.support.trainers import quiet_trainer
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 STEPS, CYCLES, SAMPLES = 24, 3, 2  # epochs of 4 steps, cycles of 8
 
 
-class Energies(pl.Callback):
-    """Records the energy and the lr of every step."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
-        self.values.append(pl_module.chains.observed.energy.item())
+def energy_of_each_step() -> Each:
+    return Each("on_train_batch_end", lambda trainer, module, *args: module.chains.observed.energy.item())
 
 
 def rich_bar() -> tuple[RichProgressBar, io.StringIO]:
@@ -63,17 +58,17 @@ def _every_reading(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_every_reading")
 def test_tqdm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    energies = Energies()
+    energies = energy_of_each_step()
     fit(TQDMProgressBar(), (energies,), logger=pl.loggers.CSVLogger("."))
     printed = capsys.readouterr().out
     items = shown(printed)
-    assert [i["energy"] for i in items if i["energy"] == short_number(energies.values[0])], "the first step's"
-    assert {i["energy"] for i in items} == {short_number(value) for value in energies.values}
+    assert [i["energy"] for i in items if i["energy"] == short_number(energies.seen[0])], "the first step's"
+    assert {i["energy"] for i in items} == {short_number(value) for value in energies.seen}
     assert {i["cycle"] for i in items} == {"1/3", "2/3", "3/3"}
     assert {(i["stage"], i["temperature"]) for i in items} == {("exploration", "0"), ("sampling", "1")}
     assert items[0]["samples"] == "0"
     assert items[-1] == {
-        "energy": short_number(energies.values[-1]),
+        "energy": short_number(energies.seen[-1]),
         "temperature": "1",
         "cycle": "3/3",
         "stage": "sampling",
@@ -85,13 +80,13 @@ def test_tqdm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("_every_reading")
 def test_rich() -> None:
     bar, file = rich_bar()
-    energies = Energies()
+    energies = energy_of_each_step()
     fit(bar, (energies,), logger=pl.loggers.CSVLogger("."))
     items = shown(file.getvalue())
     assert items[-1]["cycle"] == "3/3"
     assert items[-1]["samples"] == str(CYCLES * SAMPLES)
     assert items[-1]["stage"] == "sampling"
-    assert items[-1]["energy"] == short_number(energies.values[-1])
+    assert items[-1]["energy"] == short_number(energies.seen[-1])
     assert "v_num" not in file.getvalue()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGLD
+from lightning_sgmcmc.samplers import SGHMC, SGLD, pSGLD
 
 STEPS = 100
 
@@ -131,41 +131,3 @@ def test_sgd_of_another_momentum_differs() -> None:
     train(ours, SGHMC(ours.parameters(), lr=0.3, friction=0.1, temperature=0.0), batches((6,), torch.float32), None)
     train(theirs, torch.optim.SGD(theirs.parameters(), lr=0.3, momentum=0.89), batches((6,), torch.float32), None)
     assert not torch.equal(next(ours.parameters()), next(theirs.parameters()))
-
-
-SAMPLERS = [SGLD, pSGLD, SGHMC, UnderdampedLangevin, SGNHT]
-
-
-def generators(sampler: Sampler) -> list[Tensor]:
-    return [state.clone() for state in sampler.state_dict()["sampler"]["noise"]["generators"]]
-
-
-@pytest.mark.parametrize("cls", SAMPLERS)
-def test_no_noise_is_drawn_at_temperature_zero(cls: Any) -> None:
-    net = Wide()
-    sampler = cls(net.parameters(), lr=0.01, num_data=100, temperature=1.0)
-    train(net, sampler, batches((6,), torch.float32, 2), None)
-    before = generators(sampler)
-    sampler.set_control("temperature", 0.0)
-    train(net, sampler, batches((6,), torch.float32, 5), None)
-    assert all(torch.equal(a, b) for a, b in zip(before, generators(sampler), strict=True))
-    sampler.set_control("temperature", 0.5)
-    train(net, sampler, batches((6,), torch.float32, 1), None)
-    assert not any(torch.equal(a, b) for a, b in zip(before, generators(sampler), strict=True))
-
-
-@pytest.mark.parametrize("cls", SAMPLERS)
-def test_the_global_generator_is_not_touched_and_has_no_say(cls: Any) -> None:
-    ends = []
-    for global_seed in (17, 18):
-        p = nn.Parameter(torch.ones(30_000))  # large enough to be drawn beside the gradient
-        sampler = cls([p], lr=0.01, num_data=100)
-        torch.manual_seed(global_seed)
-        before = torch.get_rng_state()
-        for _ in range(5):
-            p.grad = torch.ones_like(p)
-            sampler.step()
-            sampler.state_dict()
-        assert torch.equal(torch.get_rng_state(), before)
-        ends.append(p.detach())
-    assert torch.equal(*ends)

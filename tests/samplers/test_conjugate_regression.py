@@ -1,12 +1,15 @@
 """Truth: mini-batch sampling of a conjugate posterior through `Trainer.fit`, against closed forms.
 
 For SGLD, SGHMC and underdamped Langevin the law that the draws must have at a finite step size is known exactly
-(`tests/support/conjugate.py`), so the draws are held against it within Monte-Carlo error, and the law against the
+(`tests/support/problems.py`), so the draws are held against it within Monte-Carlo error, and the law against the
 posterior. For pSGLD and SGNHT, which are not linear, the distance to the posterior must fall with the step size.
 
-Standard errors are of 40 batch means. A mean's largest |z| of 60 is compared with 6, a covariance's largest of 6 with
-5: under Student's t with 39 degrees of freedom a false alarm has probability 60·5e-7 = 3e-5 and 6·1.3e-5 = 8e-5.
-Seeds are fixed.
+Eight chains run at once, each with batches of its own, so a few hundred steps of each have the Monte-Carlo error that
+thousands of one would have.
+
+Standard errors are of 40 batch means, five a chain. A mean's largest |z| of 60 is compared with 6, a covariance's
+largest of 6 with 5: under Student's t with 39 degrees of freedom a false alarm has probability 60·5e-7 = 3e-5 and
+6·1.3e-5 = 8e-5. Seeds are fixed.
 """
 
 import functools
@@ -16,11 +19,13 @@ import numpy as np
 import pytest
 
 from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, UnderdampedLangevin, pSGLD
-from tests.support.conjugate import Array, ConjugateRegression, covariance_with_error, mean_with_error, sample
+from tests.support.comparisons import check_law, covariance_with_error, mean_with_error
+from tests.support.problems import PROBLEM, Array
+from tests.support.trainers import sample
 
-PROBLEM = ConjugateRegression()
 FRICTION = 10.0
 BATCH = 50
+CHAINS = 8
 
 # name, sampler, larger and smaller step, and the exact stationary covariance at a step
 LINEAR = [
@@ -36,23 +41,13 @@ LINEAR = [
 ]
 
 
-def check_law(draws: Array, covariance: Array, slack: float = 0.0) -> None:
-    """Hold draws against the exact mean and a covariance; slack is a relative error granted to the covariance."""
-    mean, error = mean_with_error(draws)
-    assert np.abs((mean - PROBLEM.mean) / error).max() < 6
-    found, found_error = covariance_with_error(draws, PROBLEM.mean)
-    scale = np.sqrt(np.outer(np.diag(covariance), np.diag(covariance)))
-    assert (np.maximum(np.abs(found - covariance) - slack * scale, 0) / found_error).max() < 5
-    assert (found_error / scale).max() < 0.05, "the test must be able to see an error of a quarter"
-
-
 def trace_ratio(covariance: Array) -> float:
     return float(np.trace(covariance) / np.trace(PROBLEM.covariance))
 
 
 @pytest.mark.parametrize(("sampler", "step", "small_step", "law"), LINEAR)
 def test_draws_have_the_exact_law_of_their_step_size(sampler: Any, step: float, small_step: float, law: Any) -> None:
-    draws = sample(PROBLEM, steps=6000, burn_in=500, every=2, batch_size=BATCH, sampler=sampler, lr=step)
+    draws = sample(PROBLEM, 850, 100, 2, BATCH, CHAINS, sampler=sampler, lr=step)
     check_law(draws, law(step, BATCH))
     # That law is off the posterior by more than the draws' error, so the check above can tell them apart ...
     assert abs(trace_ratio(law(step, BATCH)) - 1) > 0.15
@@ -64,23 +59,23 @@ def test_draws_have_the_exact_law_of_their_step_size(sampler: Any, step: float, 
 
 @pytest.mark.parametrize(("sampler", "step", "small_step", "law"), LINEAR)
 def test_small_steps_sample_the_posterior(sampler: Any, step: float, small_step: float, law: Any) -> None:
-    draws = sample(PROBLEM, steps=8000, burn_in=1000, every=4, batch_size=BATCH, sampler=sampler, lr=small_step)
+    draws = sample(PROBLEM, 1300, 300, 4, BATCH, CHAINS, sampler=sampler, lr=small_step)
     bias = trace_ratio(law(small_step, BATCH)) - 1
     assert abs(bias) < 0.2
     check_law(draws, PROBLEM.covariance, slack=1.5 * bias)
 
 
 @pytest.mark.parametrize(
-    ("sampler", "steps"),
+    ("sampler", "burn_in", "steps"),
     [
-        pytest.param(functools.partial(pSGLD, alpha=0.999), {0.04: 6000, 0.01: 12000}, id="pSGLD"),
-        pytest.param(SGNHT, {0.04: 6000, 0.01: 8000}, id="SGNHT"),
+        pytest.param(functools.partial(pSGLD, alpha=0.999), 2500, {0.04: 460, 0.01: 1200}, id="pSGLD"),
+        pytest.param(SGNHT, 1500, {0.04: 460, 0.01: 700}, id="SGNHT"),
     ],
 )
-def test_adaptive_samplers_come_closer_as_the_step_shrinks(sampler: Any, steps: dict[float, int]) -> None:
+def test_adaptive_samplers_come_closer_as_the_step_shrinks(sampler: Any, burn_in: int, steps: dict[float, int]) -> None:
     errors, uncertainty = [], 0.0
     for lr, count in steps.items():
-        draws = sample(PROBLEM, steps=count, burn_in=2500, every=4, batch_size=BATCH, sampler=sampler, lr=lr)
+        draws = sample(PROBLEM, burn_in + count, burn_in, 4, BATCH, CHAINS, sampler=sampler, lr=lr)
         mean, mean_error = mean_with_error(draws)
         assert np.abs((mean - PROBLEM.mean) / mean_error).max() < 6
         covariance, error = covariance_with_error(draws, PROBLEM.mean)
@@ -92,7 +87,7 @@ def test_adaptive_samplers_come_closer_as_the_step_shrinks(sampler: Any, steps: 
 
 
 def test_temperature_scales_the_covariance() -> None:
-    draws = sample(PROBLEM, 6000, 500, 2, BATCH, sampler=SGLD, lr=0.05, temperature=0.25)
+    draws = sample(PROBLEM, 1000, 200, 2, BATCH, CHAINS, sampler=SGLD, lr=0.05, temperature=0.25)
     check_law(draws, PROBLEM.sgld_covariance(0.05, BATCH, temperature=0.25))
 
 
@@ -100,7 +95,7 @@ def test_temperature_scales_the_covariance() -> None:
 def test_bfloat16_autocast_has_the_same_law(sampler: Any) -> None:
     lr = 0.1 if sampler is SGLD else 0.02
     law = PROBLEM.sgld_covariance(lr, BATCH) if sampler is SGLD else PROBLEM.sghmc_covariance(lr, BATCH, 0.1)
-    draws = sample(PROBLEM, 6000, 500, 2, BATCH, sampler=sampler, lr=lr, trainer_precision="bf16-mixed")
+    draws = sample(PROBLEM, 850, 100, 2, BATCH, CHAINS, sampler=sampler, lr=lr, trainer_precision="bf16-mixed")
     assert draws.dtype == np.float64
     check_law(draws, law, slack=0.03)  # bfloat16 rounds the gradients by up to 0.4 %
 
@@ -110,5 +105,5 @@ def test_accumulation_has_the_law_of_the_whole_batch(sampler: Any) -> None:
     """Four micro-batches of 10 are a batch of 40: the prior counts once, the noise is drawn once."""
     lr = 0.1 if sampler is SGLD else 0.02
     law = PROBLEM.sgld_covariance(lr, 40) if sampler is SGLD else PROBLEM.sghmc_covariance(lr, 40, 0.1)
-    draws = sample(PROBLEM, 6000, 500, 2, 10, sampler=sampler, lr=lr, trainer_accumulate_grad_batches=4)
+    draws = sample(PROBLEM, 850, 100, 2, 10, CHAINS, sampler=sampler, lr=lr, trainer_accumulate_grad_batches=4)
     check_law(draws, law)

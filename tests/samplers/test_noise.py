@@ -1,11 +1,8 @@
 """The injected noise: streams by (seed, chain), the same bits whether drawn ahead or not."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from lightning_sgmcmc.samplers import SGHMC, SGLD
 from lightning_sgmcmc.samplers.noise import ChainNoise
 
 
@@ -45,14 +42,3 @@ def test_noise_is_standard_normal() -> None:
     views = ChainNoise([torch.zeros(400_000)], 1, seed=0, ahead=True).draw()
     assert abs(views[0].mean().item()) < 5 / 400_000**0.5
     assert abs(views[0].var().item() - 1) < 5 * (2 / 400_000) ** 0.5
-
-
-@pytest.mark.parametrize("sampler", [SGLD, SGHMC])
-def test_global_generator_is_left_alone(sampler: Any) -> None:
-    p = torch.nn.Parameter(torch.ones(30_000))
-    optimizer = sampler([p], lr=0.1, num_data=10)
-    before = torch.get_rng_state()
-    for _ in range(5):
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-    assert torch.equal(torch.get_rng_state(), before)

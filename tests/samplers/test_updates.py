@@ -304,32 +304,6 @@ def test_stacked_chains_are_separate_chains(cls: Any, options: dict[str, Any], k
             torch.testing.assert_close(stacked[step][chain], state, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("cls", "options"), RULES_WITHOUT_REFERENCE)
-def test_permuted_controls_permute_the_chains(cls: Any, options: dict[str, Any]) -> None:
-    """Chains that start alike and see the same gradients and noise differ by their controls alone."""
-    order = (2, 0, 1)
-
-    def run_alike(courses: Sequence[Sequence[Controls]]) -> Tensor:
-        params = [torch.nn.Parameter(p.expand(3, *p.shape).clone()) for p in start()[:2]]
-        sampler = cls(params, lr=0.1, num_data=N, seed=SEED, num_chains=3, **options)
-        sampler._noise.draw()
-        for generator in sampler._noise._generators:
-            generator.manual_seed(3)
-        for step in range(3):
-            now = [course[step] for course in courses]
-            values = [[getattr(c, name) for c in now] for name in ("lr", "temperature", "multiplier")]
-            set_controls(sampler, *(torch.tensor(v, dtype=torch.float64) for v in values))
-            for p, push in zip(params, pushes(step, 0)[:2], strict=True):
-                p.grad = 0.3 * p.detach() + push
-            sampler.step()
-        return torch.stack([flat([p[c] for p in params]) for c in range(3)])
-
-    plain = run_alike(CHAIN_COURSES)
-    permuted = run_alike([CHAIN_COURSES[c] for c in order])
-    torch.testing.assert_close(permuted, plain[list(order)], rtol=1e-13, atol=1e-13)
-    assert (plain[0] - plain[1]).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize(
     ("cls", "options", "decay"),
     [(SGHMC, {"friction": 0.3}, 0.7), (UnderdampedLangevin, {"friction": 1.5}, 1 - 0.2 * 1.5), (SGNHT, {}, 0.9)],

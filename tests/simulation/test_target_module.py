@@ -14,8 +14,8 @@ from lightning_sgmcmc import SGHMC, SGLD, ContourRules
 from lightning_sgmcmc.callbacks import ContourGradient, SampleCollector, SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.simulation.target_module import TargetDataModule, TargetModule
 from lightning_sgmcmc.simulation.targets import GaussianMixture
-from tests.simulation.test_targets import TARGETS
-from tests.support.conjugate import quiet_trainer
+from tests.support.problems import TARGETS
+from tests.support.trainers import quiet_trainer
 
 
 class Draws(SamplerCallback):

@@ -5,15 +5,8 @@ import math
 import pytest
 import torch
 
-from lightning_sgmcmc.simulation.targets import CosineTarget, GaussianMixture, Target
-
-TARGETS = {
-    "two modes": GaussianMixture.two_modes(),
-    "asymmetric": GaussianMixture.two_modes(5 / 6),
-    "25 gaussians": GaussianMixture.twenty_five(),
-    "nine modes": CosineTarget.nine_modes(),
-    "25 modes": CosineTarget.twenty_five_modes(),
-}
+from lightning_sgmcmc.simulation.targets import GaussianMixture, Target
+from tests.support.problems import TARGETS
 
 
 @pytest.fixture(params=TARGETS.values(), ids=TARGETS.keys())

@@ -1,0 +1,33 @@
+"""24 data in the plane and a linear network: the run that most mistakes are made with."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sgmcmc import SGLD, BayesianModule, Categorical
+
+COUNT, BATCH = 24, 8
+
+
+def tensors() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(COUNT, 2, generator=generator)
+    return x, (x.sum(1) > 0).long()
+
+
+def data() -> TensorDataset:
+    return TensorDataset(*tensors())
+
+
+def loader(y: Tensor | None = None, x: Tensor | None = None, **options: Any) -> DataLoader[Any]:
+    """Return batches of the data, or of others in their place."""
+    inputs, labels = tensors()
+    data = TensorDataset(inputs if x is None else x, labels if y is None else y)
+    return DataLoader(data, **({"batch_size": BATCH} | options))
+
+
+def module(**options: Any) -> BayesianModule:
+    options = {"net": nn.Linear(2, 2), "likelihood": Categorical(), "sampler": SGLD, "lr": 0.01} | options
+    return BayesianModule(**options)
