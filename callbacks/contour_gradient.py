@@ -407,7 +407,8 @@ class ContourGradient(SamplerCallback):
                 state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
                 log_prior = float(module.log_prior()) if self.include_prior else 0.0
             with undisturbed(self._trainer, module):
-                found = full_log_likelihood(self._trainer, module, state, "sample_energy='full'", of_own_chain=True)
+                chains, reason = module.chains, "sample_energy='full'"
+                found = full_log_likelihood(self._trainer, chains, state, reason, of_own_chain=True)
             energies.append(-found - log_prior)
         return torch.tensor(energies, dtype=torch.float64, device=module.device)
 
