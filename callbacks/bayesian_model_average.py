@@ -158,7 +158,7 @@ class BayesianModelAverage(SamplerCallback):
             state = {name: tensor.to(module.device) for name, tensor in sample.state.items()}
             log_likelihood = 0.0
             if self.cycle_weights == "harmonic":
-                log_likelihood = full_log_likelihood(trainer, module, state, "cycle_weights='harmonic'")
+                log_likelihood = full_log_likelihood(trainer, module.chains, state, "cycle_weights='harmonic'")
             ood_terms = self.ood.terms(trainer, module, state)
             for index, (average, loader, limit) in enumerate(zip(self._averages, loaders, limits, strict=True)):
                 share = share_of(trainer, loader, limit)

@@ -285,7 +285,7 @@ class PosteriorDashboard(SamplerCallback):
         return seen[-1] if seen else _mean(torch.as_tensor(module.temperature))
 
     def _walk_segments(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> parts.Figures:
-        segments = self._segments.walk(trainer, module, stage)
+        segments = self._segments.walk(trainer, module, module.posterior, stage)
         return {"segments": segments_figure(self._segments.positions, segments, STAGE_NAMES[stage])} if segments else {}
 
     def _log_histograms(

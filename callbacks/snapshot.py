@@ -108,7 +108,8 @@ class SnapshotCallback(SamplerCallback):
         self._snapshot.take()
         total = torch.zeros_like(self._snapshot.log_likelihood)
         with undisturbed_generators(module):
-            for batch in pass_over_data(trainer, module, type(self).__name__, "snapshot", self.shuffles_pass):
+            reason, sampler = type(self).__name__, module.sampler
+            for batch in pass_over_data(trainer, module.chains, sampler, reason, "snapshot", self.shuffles_pass):
                 each = self._at_snapshot(trainer, self._snapshot, batch)
                 total += each.detach().double().sum(1)
                 self.process_batch(each)

@@ -1,1 +1,17 @@
 """Which data a step sees: orders of the data, loaders that resume exactly, batches for each chain."""
+
+from lightning_sgmcmc.batches.clustered import ClusteredOrder, cluster_data
+from lightning_sgmcmc.batches.loader import ResumableLoader
+from lightning_sgmcmc.batches.order import BatchOrder
+from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.batches.switching import SwitchingBatchSampler, SwitchingOrder
+
+__all__ = [
+    "BatchOrder",
+    "ChainBatches",
+    "ClusteredOrder",
+    "ResumableLoader",
+    "SwitchingBatchSampler",
+    "SwitchingOrder",
+    "cluster_data",
+]

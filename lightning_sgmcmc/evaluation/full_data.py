@@ -13,16 +13,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.stateless import evaluation_mode, undisturbed_generators
 from lightning_sgmcmc.evaluation.loader_average import loaders_of
 from lightning_sgmcmc.evaluation.scoring import evaluate
 from lightning_sgmcmc.evaluation.share import EvaluationShare
-from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed, reseed
 
 
 @contextmanager
-def undisturbed(trainer: pl.Trainer, module: BayesianModule) -> Iterator[None]:
+def undisturbed(trainer: pl.Trainer, module: EnergyModel) -> Iterator[None]:
     """Evaluate as Lightning does, without advancing any random generator.
 
     Iterating over a loader draws from the global generator.
@@ -34,7 +36,7 @@ def undisturbed(trainer: pl.Trainer, module: BayesianModule) -> Iterator[None]:
 
 def full_log_likelihood(
     trainer: pl.Trainer,
-    module: BayesianModule,
+    chains: Chains,
     state: Mapping[str, Tensor],
     reason: str,
     of_own_chain: bool = False,
@@ -43,17 +45,17 @@ def full_log_likelihood(
 
     Args:
         trainer: the run's.
-        module: the module, in evaluation mode.
+        chains: the chains of the model, which is in evaluation mode.
         state: θ, parameters and buffers by name.
         reason: the option that needs it, for the message.
-        of_own_chain: θ is a chain of this process's, so only the ranks of its group share the data; else all processes
-            have the same θ.
+        of_own_chain: θ belongs to a chain of this process, so only the ranks of its group share the data; otherwise all
+            processes have the same θ.
 
     Raises:
         ValueError: if there are no training data.
     """
     total = torch.zeros((), dtype=torch.float64)
-    layout = module.layout
+    layout = chains.layout
     rank, ranks = trainer.global_rank, trainer.world_size
     if of_own_chain:
         rank, ranks = layout.rank_in_chain, layout.ranks_per_chain
@@ -61,7 +63,9 @@ def full_log_likelihood(
     for loader in _training_loaders(trainer, reason):
         dataset = plain() if plain is not None else loader.dataset
         again = _again(loader, dataset, range(rank, len(dataset), ranks))
-        _, log_density, _ = evaluate(module, state, EvaluationShare(again, math.inf).batches(trainer, module))
+        _, log_density, _ = evaluate(
+            chains.model, state, EvaluationShare(again, math.inf).batches(trainer, chains.model)
+        )
         total += log_density.double().sum().cpu()
     if ranks == 1:
         return float(total)
@@ -71,43 +75,44 @@ def full_log_likelihood(
 
 
 def pass_over_data(
-    trainer: pl.Trainer, module: BayesianModule, reason: str, purpose: str, shuffled: bool = False
+    trainer: pl.Trainer, chains: Chains, sampler: Sampler, reason: str, purpose: str, shuffled: bool = False
 ) -> Iterator[Any]:
-    """Yield the batches of a pass of the chains over all training data, with their augmentation, on the module's
-    device: plain ones of one chain, `ChainBatches` of several. The ranks that share a chain share the data.
+    """Yield the batches of a pass of the chains over all training data, with their augmentation, on the model's device.
 
-    The default generators are reseeded before each batch: the augmentation, and the order if there is one, are
+    They are plain batches for one chain, `ChainBatches` for several. The ranks that share a chain share the data. The
+    default generators are reseeded before each batch: the augmentation, and the order if the data are shuffled, are
     functions of (seed, purpose, chain, steps made), wherever the chain runs.
 
     Args:
         trainer: the run's.
-        module: the module.
+        chains: the run's chains.
+        sampler: theirs.
         reason: the callback that needs it, for the message.
         purpose: names the random numbers.
-        shuffled: whether batches are made of data at random, as in training; else in the data set's order.
+        shuffled: whether the data are in random order, as in training; otherwise in the data set's order.
 
     Raises:
         ValueError: if there are no training data, or a data set has no length.
     """
-    layout, step = module.layout, module.sampler.step_count
+    layout, model, step = chains.layout, chains.model, sampler.step_count
     for place, loader in enumerate(_training_loaders(trainer, reason)):
         iterators = []
         for chain in layout.chains:
             indices = torch.arange(_length(loader.dataset, reason))
             if shuffled:
-                seed = derive_seed(module.sampler.seed, f"{purpose} order", chain, step, place)
+                seed = derive_seed(sampler.seed, f"{purpose} order", chain, step, place)
                 indices = torch.randperm(len(indices), generator=torch.Generator().manual_seed(seed))
             again = _again(loader, loader.dataset, indices[layout.rank_in_chain :: layout.ranks_per_chain].tolist())
-            iterators.append(EvaluationShare(again, math.inf).batches(trainer, module))
+            iterators.append(EvaluationShare(again, math.inf).batches(trainer, model))
         for number in itertools.count():
             batches: list[Any] = []
             for chain, iterator in zip(layout.chains, iterators, strict=True):
                 stream = layout.stream(chain)
-                reseed(derive_seed(module.sampler.seed, purpose, stream, step, place, number), module.device)
+                reseed(derive_seed(sampler.seed, purpose, stream, step, place, number), model.device)
                 batches.extend(itertools.islice(iterator, 1))
             if not batches:
                 break
-            yield ChainBatches(batches) if module.num_chains > 1 else batches[0]
+            yield ChainBatches(batches) if chains.num_chains > 1 else batches[0]
 
 
 def _training_loaders(trainer: pl.Trainer, reason: str) -> list[Any]:
@@ -116,7 +121,7 @@ def _training_loaders(trainer: pl.Trainer, reason: str) -> list[Any]:
             trainer.fit_loop.setup_data()
         except MisconfigurationException as error:
             raise ValueError(
-                f"{reason} needs the training data, and there are none here: hand the trainer the fit's datamodule"
+                f"{reason} needs the training data, and the trainer has none: pass it the fit's datamodule"
             ) from error
     return loaders_of(trainer.train_dataloader)
 
@@ -124,7 +129,7 @@ def _training_loaders(trainer: pl.Trainer, reason: str) -> list[Any]:
 def _length(dataset: Any, reason: str) -> int:
     if not hasattr(dataset, "__len__"):
         raise ValueError(
-            f"{reason} goes over all training data, and {type(dataset).__name__} has no length: hand over a data set "
+            f"{reason} goes over all training data, and {type(dataset).__name__} has no length: pass a data set "
             "with one"
         )
     return len(dataset)

@@ -4,34 +4,36 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.chains.stateless import state_of
 from lightning_sgmcmc.evaluation.full_data import full_log_likelihood, undisturbed
-from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.model import EnergyModel
 
 
-def full_energies(trainer: pl.Trainer, module: BayesianModule, include_prior: bool, reason: str) -> Tensor:
+def full_energies(trainer: pl.Trainer, chains: Chains, include_prior: bool, reason: str) -> Tensor:
     """Return U of each chain's present state over all training data, in evaluation mode, shape (C,), float64.
 
     Args:
         trainer: the run's.
-        module: the module.
+        chains: the chains of this process.
         include_prior: whether U includes -log p(θ).
         reason: the option that needs it, for error messages.
 
     Raises:
         ValueError: if there are no training data.
     """
-    energies = []
-    for chain in range(module.num_chains):
-        with module.at_chain(chain), torch.no_grad():
-            state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            log_prior = float(module.log_prior()) if include_prior else 0.0
-        with undisturbed(trainer, module):
-            found = full_log_likelihood(trainer, module, state, reason, of_own_chain=True)
+    energies, model = [], chains.model
+    for chain in range(chains.num_chains):
+        with chains.at(chain), torch.no_grad():
+            state = state_of(model)
+            log_prior = float(model.log_prior()) if include_prior else 0.0
+        with undisturbed(trainer, model):
+            found = full_log_likelihood(trainer, chains, state, reason, of_own_chain=True)
         energies.append(-found - log_prior)
-    return torch.tensor(energies, dtype=torch.float64, device=module.device)
+    return torch.tensor(energies, dtype=torch.float64, device=model.device)
 
 
-def differs_in_training(module: BayesianModule) -> bool:
+def differs_in_training(model: EnergyModel) -> bool:
     """Return whether a network's outputs differ between training and evaluation mode."""
     kinds = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd)
-    return any(isinstance(layer, kinds) for layer in module.modules())
+    return any(isinstance(layer, kinds) for layer in model.modules())

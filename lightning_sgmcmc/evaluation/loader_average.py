@@ -14,7 +14,7 @@ from lightning_sgmcmc.diagnostics.samples import effective_sample_size
 from lightning_sgmcmc.evaluation.averages import CycleAverage, WeightedAverage
 from lightning_sgmcmc.evaluation.comparison import ChainComparison
 from lightning_sgmcmc.evaluation.share import EvaluationShare
-from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.model import EnergyModel
 
 MEMBER_KEYS = ("step", "chain", "cycle")
 
@@ -89,7 +89,7 @@ class LoaderAverage:
 
     def take(
         self,
-        module: BayesianModule,
+        module: EnergyModel,
         sample: PosteriorSample,
         scores: tuple[dict[str, Tensor], Tensor, Tensor | None],
         share: EvaluationShare,
@@ -175,7 +175,7 @@ class LoaderAverage:
 
 
 def metrics_of(
-    module: BayesianModule, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor | None, scale: float
+    module: EnergyModel, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor | None, scale: float
 ) -> dict[str, float]:
     """Return the likelihood's figures of merit of a predictive, or its NLL where the module has no likelihood."""
     if module.likelihood is None or target is None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from lightning_sgmcmc.chains.stateless import StatelessCall, state_of
 from lightning_sgmcmc.evaluation.scoring import concatenate
 from lightning_sgmcmc.evaluation.share import EvaluationShare, share_of_plain
-from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.model import EnergyModel
 
 OutOfDistributionSource: TypeAlias = pl.LightningDataModule | DataLoader[Any]
 METRICS = ("auroc", "entropy", "brier")
@@ -49,7 +49,7 @@ class OutOfDistributionData:
         """The names of the metrics, as they stand in an `Evaluation`."""
         return [f"ood_{name}_{metric}" for name in self.sources for metric in METRICS]
 
-    def setup(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def setup(self, trainer: pl.Trainer, module: EnergyModel) -> None:
         """Read the data, once.
 
         Raises:
@@ -70,20 +70,20 @@ class OutOfDistributionData:
                 raise ValueError(f"there are no out-of-distribution data in '{name}'")
 
     def terms(
-        self, trainer: pl.Trainer, module: BayesianModule, state: Mapping[str, Tensor]
+        self, trainer: pl.Trainer, module: EnergyModel, state: Mapping[str, Tensor]
     ) -> dict[str, dict[str, Tensor]]:
         """Return the likelihood's terms of a sample on each set, gathered from all ranks, in evaluation mode."""
         return {name: self._terms_on(trainer, module, state, name) for name in self.sources}
 
     def _terms_on(
-        self, trainer: pl.Trainer, module: BayesianModule, state: Mapping[str, Tensor], name: str
+        self, trainer: pl.Trainer, module: EnergyModel, state: Mapping[str, Tensor], name: str
     ) -> dict[str, Tensor]:
         limit = 1 if trainer.fast_dev_run else math.inf  # type: ignore[attr-defined]
         share = share_of_plain(trainer, self._loaders[name], limit)
         terms = self._evaluate(share.batches(trainer, module), module, state, name)
         return {key: share.whole(term) for key, term in terms.items()}
 
-    def check(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+    def check(self, trainer: pl.Trainer, module: EnergyModel) -> None:
         """Let the network see a batch of each set, so that what it cannot take is said before hours of training.
 
         Raises:
@@ -96,7 +96,7 @@ class OutOfDistributionData:
             self._evaluate(batches, module, state, name)
 
     def _evaluate(
-        self, batches: Iterable[Any], module: BayesianModule, state: Mapping[str, Tensor], name: str
+        self, batches: Iterable[Any], module: EnergyModel, state: Mapping[str, Tensor], name: str
     ) -> dict[str, Tensor]:
         """Return the terms on some of a set's batches."""
         caller = StatelessCall(module, _terms_of_batch)
@@ -107,10 +107,10 @@ class OutOfDistributionData:
                 raise type(error)(f"the network cannot take the out-of-distribution data '{name}': {error}") from error
 
 
-def _terms_of_batch(module: BayesianModule, batch: Any) -> dict[str, Tensor]:
+def _terms_of_batch(module: EnergyModel, batch: Any) -> dict[str, Tensor]:
     assert module.likelihood is not None
     pair = isinstance(batch, list | tuple) and len(batch) == 2
-    if pair or type(module).output_and_target is not BayesianModule.output_and_target:
+    if pair or module.has_own("output_and_target"):
         return module.likelihood.terms(module.output_and_target(batch)[0])
     return module.likelihood.terms(module(batch[0] if isinstance(batch, list | tuple) else batch))
 

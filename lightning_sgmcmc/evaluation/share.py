@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.model import EnergyModel
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class EvaluationShare:
     replicas: int = 0
     num_data: int = 0
 
-    def batches(self, trainer: pl.Trainer, module: BayesianModule) -> Iterator[Any]:
+    def batches(self, trainer: pl.Trainer, module: EnergyModel) -> Iterator[Any]:
         """Yield the share's batches, on the module's device."""
         stop = int(self.limit) if math.isfinite(self.limit) else None
         for batch in itertools.islice(self.loader, stop):

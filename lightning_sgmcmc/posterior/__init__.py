@@ -1,5 +1,7 @@
 """Samples after the run: stores in memory and on disk, predictions, export to ArviZ."""
 
+from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.posterior import Posterior
+from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 
-__all__ = ["Posterior"]
+__all__ = ["DiskStore", "MemoryStore", "Posterior", "SampleStore"]

@@ -1,19 +1,15 @@
 """Whether samples can be used: finite, and of the model's network."""
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.stateless import state_of
 from lightning_sgmcmc.finite import bad_tensor
+from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.disk import LEAVE_OUT
 
-if TYPE_CHECKING:
-    from lightning_sgmcmc.module import BayesianModule
 
-
-def check_sample(sample: PosteriorSample, model: "BayesianModule | None") -> None:
+def check_sample(sample: PosteriorSample, model: EnergyModel | None) -> None:
     """Raise ValueError unless a sample is finite and, if there is a model, of the model's network."""
     if model is not None:
         check_fits(sample, model)
@@ -25,7 +21,7 @@ def check_sample(sample: PosteriorSample, model: "BayesianModule | None") -> Non
         )
 
 
-def check_fits(sample: PosteriorSample, model: "BayesianModule") -> None:
+def check_fits(sample: PosteriorSample, model: EnergyModel) -> None:
     """Raise ValueError unless a sample has the names, shapes and types of the model's tensors."""
     found = {name: (tuple(t.shape), _kind(t)) for name, t in sample.state.items()}
     with model.at_chain(0):

@@ -1,7 +1,7 @@
 """A network as plain data, so that a sample store can be opened later without the program that wrote it.
 
 `describe` turns a module into nested dictionaries of names and numbers where that is possible; `build` makes the module
-again. Nothing is pickled: a description names importable classes and the arguments they were made with.
+from it. Nothing is pickled: a description names importable classes and the arguments they were made with.
 """
 
 import functools
@@ -42,7 +42,7 @@ def describe(value: Any) -> Any:
 
 
 def build(description: Any) -> Any:
-    """Make what `describe` described.
+    """Rebuild the value from its description.
 
     Raises:
         NotDescribableError: if a named class cannot be imported, or is not a torch module.

@@ -29,14 +29,14 @@ class DiskStore(SampleStore):
     """Samples in a folder: `sample-….safetensors` files and `manifest.jsonl`.
 
     A sample is written under a temporary name, flushed to the disk and renamed, and only then named by a line of the
-    manifest; so what the manifest names is complete, whenever the process is killed. A last line cut short is ignored.
-    Checksums in the manifest tell a file that was damaged later. `contour.safetensors` holds what a contour sampler has
-    learned.
+    manifest. Every file that the manifest names is therefore complete, whenever the process is killed. A truncated last
+    line is ignored. Checksums in the manifest reveal a file that was damaged later. `contour.safetensors` holds what a
+    contour sampler has learned.
 
     Args:
         path: an existing store's folder (see `create`).
         verify: compare each file's checksum when it is read for the first time.
-        skip_damaged: leave out lines of the manifest that cannot be read (`damaged_lines`), in place of an error.
+        skip_damaged: leave out unreadable lines of the manifest (`damaged_lines`) instead of raising an error.
 
     Raises:
         FileNotFoundError: if there is no store.
@@ -105,7 +105,7 @@ class DiskStore(SampleStore):
             write_atomically(self.path / CONTOUR, contour.to_bytes())
 
     def reload(self) -> None:
-        """Read the manifest anew."""
+        """Read the manifest again."""
         manifest = self.path / MANIFEST
         if not manifest.is_file():
             raise FileNotFoundError(f"no sample store at {self.path}: there is no {MANIFEST}")
@@ -208,8 +208,8 @@ class DiskStore(SampleStore):
             records: those to be kept.
             retire: leave the files of the others where they are, so that `restore` can bring them back.
         """
-        wanted = {repr(r) for r in records}  # as text, since a NaN among the numbers equals nothing
-        kept = [r for r in self.records if repr(r) in wanted]
+        chosen = {repr(r) for r in records}  # as text, since a NaN among the numbers equals nothing
+        kept = [r for r in self.records if repr(r) in chosen]
         if len(kept) == len(self.records):
             return
         dropped = {r.file for r in self.records} - {r.file for r in kept}
@@ -248,29 +248,31 @@ def _checksum(content: bytes) -> str:
 
 
 def _verify(path: Path, content: bytes, record: SampleRecord) -> None:
-    """Refuse a file that is not the one that was written, as far as the record tells."""
+    """Raise OSError for a file that is not the one that was written, as far as the record shows."""
     if record.checksum:
         if _checksum(content) != record.checksum:
             raise OSError("it has not the checksum of the manifest")
         return
     with safe_open(path, "pt") as file:
-        said = file.metadata() or {}
-    if (said.get("step"), said.get("chain")) != (str(record.step), str(record.chain)):
+        metadata = file.metadata() or {}
+    if (metadata.get("step"), metadata.get("chain")) != (str(record.step), str(record.chain)):
         raise OSError(
-            f"it is of step {said.get('step')}, chain {said.get('chain')}, and the manifest says step {record.step}, "
-            f"chain {record.chain}"
+            f"it is of step {metadata.get('step')}, chain {metadata.get('chain')}, and the manifest says step "
+            f"{record.step}, chain {record.chain}"
         )
 
 
 def _in_order(tensors: dict[str, Tensor], content: bytes) -> dict[str, Tensor]:
     """Return a file's tensors in the order in which the module has them."""
     length = int.from_bytes(content[:8], "little")
-    said = json.loads(content[8 : 8 + length]).get("__metadata__", {})
-    return {name: tensors[name] for name in json.loads(said.get("names", "[]")) or sorted(tensors) if name in tensors}
+    metadata = json.loads(content[8 : 8 + length]).get("__metadata__", {})
+    return {
+        name: tensors[name] for name in json.loads(metadata.get("names", "[]")) or sorted(tensors) if name in tensors
+    }
 
 
 def _end_of_last_line(file: Any, block: int = 4096) -> int:
-    """Return the position behind the last newline, reading from the end."""
+    """Return the position after the last newline, reading from the end."""
     position = file.seek(0, os.SEEK_END)
     while position > 0:
         start = max(0, position - block)

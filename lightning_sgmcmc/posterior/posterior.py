@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
@@ -13,6 +13,7 @@ from lightning_sgmcmc.checks import check_choice, check_number
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.diagnostics.samples import effective_sample_size, normalised_weights, resample
 from lightning_sgmcmc.likelihoods import Prediction
+from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.checks import check_fits, check_sample
 from lightning_sgmcmc.posterior.description import NotDescribableError, build
 from lightning_sgmcmc.posterior.disk import DiskStore
@@ -20,14 +21,11 @@ from lightning_sgmcmc.posterior.export import SMALL, to_inference_data
 from lightning_sgmcmc.posterior.predictive import append_with_new_statistics, average_predictions
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore, StoreView
 
-if TYPE_CHECKING:
-    from lightning_sgmcmc.module import BayesianModule
-
 
 class Posterior:
     """Samples of a posterior and what they predict.
 
-    Iterating gives `PosteriorSample`s in the order of drawing, one at a time from the disk.
+    Iterating yields `PosteriorSample`s in the order of drawing, read from the disk one at a time.
 
     Args:
         store: the samples.
@@ -35,7 +33,7 @@ class Posterior:
             None leaves the samples without predictions.
     """
 
-    def __init__(self, store: SampleStore, model: "BayesianModule | None" = None) -> None:
+    def __init__(self, store: SampleStore, model: EnergyModel | None = None) -> None:
         self.store = store
         self.model = model
         self._why_no_model = "no model was given"
@@ -44,7 +42,7 @@ class Posterior:
     def load(
         cls,
         path: str | Path,
-        model: "BayesianModule | None" = None,
+        model: EnergyModel | None = None,
         device: str | torch.device = "cpu",
         skip_damaged: bool = False,
     ) -> "Posterior":
@@ -112,7 +110,7 @@ class Posterior:
 
     @property
     def records(self) -> list[SampleRecord]:
-        """What is known of each sample without loading it."""
+        """The samples' records, which are known without loading the samples."""
         return self.store.records
 
     @property
@@ -132,7 +130,7 @@ class Posterior:
 
     @property
     def contour(self) -> LearnedContour | None:
-        """What a contour sampler has learned in the end, None without one.
+        """What a contour sampler had learned at the end, None without one.
 
         Raises:
             ValueError: if its file is damaged.
@@ -241,11 +239,11 @@ class Posterior:
     def update_batch_norm(self, batches: Iterable[Any]) -> "Posterior":
         """Re-estimate the running statistics of BatchNorm for every sample, by one pass over training data.
 
-        A sample's statistics are an average over the steps before it, so they lag behind its weights; after this they
+        A sample's statistics are an average over the steps before it, so they lag behind its weights. Afterwards they
         are the plain averages at its weights. Dropout stays off.
 
         Args:
-            batches: an iterable that can be gone through once for each sample (a DataLoader), of inputs or tuples that
+            batches: an iterable that can be repeated for each sample (a DataLoader), of inputs or tuples that
                 start with them.
 
         Returns:
@@ -255,7 +253,7 @@ class Posterior:
         append_with_new_statistics(store, model, self, batches)
         return Posterior(store, model)
 
-    def _ready_model(self) -> "BayesianModule":
+    def _ready_model(self) -> EnergyModel:
         if len(self) == 0:
             raise RuntimeError("there are no posterior samples")
         if self.model is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +13,13 @@ from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.evaluation.scoring import concatenate
 from lightning_sgmcmc.likelihoods import Prediction
+from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.checks import check_sample
 from lightning_sgmcmc.posterior.store import SampleStore
 
-if TYPE_CHECKING:
-    from lightning_sgmcmc.module import BayesianModule
-
 
 def average_predictions(
-    model: "BayesianModule", samples: Iterable[PosteriorSample], inputs: Any, return_samples: bool
+    model: EnergyModel, samples: Iterable[PosteriorSample], inputs: Any, return_samples: bool
 ) -> Prediction:
     """Return the predictive distribution averaged over samples, by their weights; see `Posterior.predict`.
 

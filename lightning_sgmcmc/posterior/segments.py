@@ -11,7 +11,7 @@ from lightning_sgmcmc.diagnostics.geometry import interpolate, segment_pairs
 from lightning_sgmcmc.evaluation.loader_average import loaders_of, metrics_of
 from lightning_sgmcmc.evaluation.scoring import evaluate
 from lightning_sgmcmc.evaluation.share import EvaluationShare
-from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.posterior import Posterior
 
 Segment = tuple[str, str, dict[str, list[float]]]
@@ -20,8 +20,8 @@ Segment = tuple[str, str, dict[str, list[float]]]
 class SegmentWalk:
     """Evaluates points of the segments between chosen pairs of samples, each segment once.
 
-    Parameters and floating-point buffers are interpolated, BatchNorm's running statistics with them. The samples come
-    from the module's posterior, two at a time; the data are the first batches of this process's share.
+    Parameters and floating-point buffers are interpolated, BatchNorm's running statistics with them. Samples are
+    read two at a time; the data are the first batches of this process's share.
 
     Args:
         pairs: at most so many segments (see `segment_pairs`).
@@ -35,9 +35,15 @@ class SegmentWalk:
         self.positions = torch.linspace(0, 1, points, dtype=torch.float64).tolist()
         self._known: dict[tuple[Any, ...], dict[str, list[float]]] = {}
 
-    def walk(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> list[Segment]:
-        """Return kind, name and values of each segment, empty where there are no pairs or no data."""
-        posterior = module.posterior
+    def walk(self, trainer: pl.Trainer, module: EnergyModel, posterior: Posterior | None, stage: str) -> list[Segment]:
+        """Return kind, name and values of each segment; empty without samples, pairs or data.
+
+        Args:
+            trainer: the run's.
+            module: the model of the samples.
+            posterior: the samples.
+            stage: "val" or "test": which data.
+        """
         if posterior is None or self.pairs == 0:
             return []
         records = posterior.records
@@ -57,7 +63,7 @@ class SegmentWalk:
                 segments.append((kind, name, self._known[key]))
         return segments
 
-    def _data(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> list[Any]:
+    def _data(self, trainer: pl.Trainer, module: EnergyModel, stage: str) -> list[Any]:
         loaders = loaders_of(trainer.test_dataloaders if stage == "test" else trainer.val_dataloaders)
         limits = trainer.num_test_batches if stage == "test" else trainer.num_val_batches
         if not loaders or not limits:
@@ -65,7 +71,7 @@ class SegmentWalk:
         return list(EvaluationShare(loaders[0], min(self.batches, limits[0])).batches(trainer, module))
 
     def _walk_one(
-        self, trainer: pl.Trainer, module: BayesianModule, posterior: Posterior, ends: tuple[int, int], data: list[Any]
+        self, trainer: pl.Trainer, module: EnergyModel, posterior: Posterior, ends: tuple[int, int], data: list[Any]
     ) -> dict[str, list[float]]:
         first, second = ({k: t.to(module.device) for k, t in posterior[i].state.items()} for i in ends)
         scale = float(getattr(getattr(trainer, "datamodule", None), "target_std", None) or 1.0)
@@ -80,7 +86,7 @@ class SegmentWalk:
 
 
 def _shown(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the error and the negative log likelihood under the names that a picture gives them."""
+    """Return the error and the negative log likelihood under the names that figures use."""
     shown = {}
     if "accuracy" in metrics:
         shown["error"] = 1 - metrics["accuracy"]

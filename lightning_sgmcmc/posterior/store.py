@@ -60,17 +60,17 @@ class MemoryStore(SampleStore):
         return self._samples[index]
 
     def keep(self, records: list[SampleRecord]) -> None:
-        wanted = {repr(r) for r in records}
-        self._samples = [s for s, r in zip(self._samples, self.records, strict=True) if repr(r) in wanted]
-        self.records = [r for r in self.records if repr(r) in wanted]
+        chosen = {repr(r) for r in records}
+        self._samples = [s for s, r in zip(self._samples, self.records, strict=True) if repr(r) in chosen]
+        self.records = [r for r in self.records if repr(r) in chosen]
 
 
 class StoreView(SampleStore):
-    """Chosen samples of another store, in any order and with repetition, with weights of their own; it cannot grow.
+    """Chosen samples of another store, in any order and with repetition, with their own weights; it cannot grow.
 
     Args:
         store: the other store.
-        indices: which of its samples.
+        indices: indices of its samples.
         log_weights: their log importance weights here.
     """
 
@@ -100,6 +100,6 @@ class StoreView(SampleStore):
         return self._store.parameters(self._indices[index], names)
 
     def keep(self, records: list[SampleRecord]) -> None:
-        wanted = {repr(r) for r in records}
-        kept = [(i, r) for i, r in zip(self._indices, self.records, strict=True) if repr(r) in wanted]
+        chosen = {repr(r) for r in records}
+        kept = [(i, r) for i, r in zip(self._indices, self.records, strict=True) if repr(r) in chosen]
         self._indices, self.records = [i for i, _ in kept], [r for _, r in kept]

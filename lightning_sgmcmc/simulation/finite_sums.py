@@ -17,7 +17,7 @@ from torch.nn.functional import softplus
 from lightning_sgmcmc.subsampling.moments import GradientMoments, square_of
 
 CHUNK = 2**22
-"""Numbers in an intermediate tensor, beyond which chains are taken in turn."""
+"""Largest number of elements of an intermediate tensor; with more, chains are computed in parts."""
 Sum = TypeVar("Sum", bound="FiniteSum")
 
 
@@ -35,7 +35,7 @@ class FiniteSum(ABC):
 
         Args:
             x: places, shape (C, d).
-            indices: data of each chain's J batches, int64, shape (C, J, b); a datum may come twice, and then counts so.
+            indices: data of each chain's J batches, int64, shape (C, J, b); a datum that comes twice counts twice.
         """
 
     @abstractmethod
@@ -47,7 +47,7 @@ class FiniteSum(ABC):
         """Return U(x) in nats, up to a constant, shape (C,), for x of shape (C, d)."""
 
     def to(self: Sum, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Sum:
-        """Return the same sum with its data on a device and in a dtype; None keeps what is."""
+        """Return the same sum with its data on a device and in a dtype; None keeps the present one."""
         moved = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -95,7 +95,7 @@ class LogisticRegressionSum(FiniteSum):
     """U(x) = Σ_i [log(1 + exp(a_i·x)) - y_i·a_i·x] + ‖x‖²/(2v): Bayesian logistic regression with the prior N(0, vI).
 
     Args:
-        inputs: a, with a column of ones where an intercept is wanted, shape (N, d).
+        inputs: a, shape (N, d); for an intercept, add a column of ones.
         labels: y of 0 and 1, shape (N,).
         prior_variance: v > 0.
 

@@ -4,8 +4,8 @@ Every datum has a light z_i, which is on with chance 1 - B_i(θ)/L_i(θ), so tha
 
     p(θ)·Π_i [L_i(θ) - B_i(θ)]^{z_i}·B_i(θ)^{1-z_i} = p(θ)·Π_i B_i(θ)·Π_{i: z_i=1} [L_i(θ)/B_i(θ) - 1]
 
-has the posterior as its marginal of θ, and asks for the likelihoods of bright data alone. A step draws some of the z
-anew and then moves θ by Metropolis on the joint density.
+has the posterior as its marginal of θ, and needs the likelihoods of bright data only. A step redraws some of the z
+and then moves θ by Metropolis on the joint density.
 
 Source: Maclaurin & Adams 2015 (Firefly Monte Carlo: Exact MCMC with subsets of data), Algorithm 1.
 """
@@ -27,12 +27,12 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class FireflyRun:
-    """What a chain leaves.
+    """Results of a chain.
 
     Attributes:
         draws: places after the burn-in, shape (S, d).
-        bright: how many data were bright when θ was moved, of each step, shape (K,), int64.
-        evaluations: of the likelihood with its bound, of each step, shape (K,), int64. The start has N more.
+        bright: number of data that were bright when θ was moved, for each step, shape (K,), int64.
+        evaluations: of the likelihood with its bound, for each step, shape (K,), int64. The start takes N more.
         acceptance: share of accepted moves of θ after the burn-in.
         step_size: after the burn-in.
     """
@@ -62,13 +62,13 @@ def firefly(
     Args:
         likelihood: of the data, with its bound.
         initial: θ at the start, shape (d,), in the dtype of the data (float64 where bounds are very close).
-        num_steps: steps, the burn-in's among them.
-        resampled: how many data a step chooses (with repetition) to draw their z anew: N/10 is a tenth of the data.
+        num_steps: steps, including the burn-in.
+        resampled: number of data, chosen with repetition, whose z a step redraws: N/10 is a tenth of the data.
         step_size: s; a step proposes θ + s·ξ.
         langevin: propose θ + ½s²∇ + sξ with the gradient of the joint log density, for twice the bright evaluations.
-        burn_in: steps that are not kept, in which s is learned if there is a target.
-        target_acceptance: what s is learned for; None keeps s.
-        keep_every: a draw every so many steps.
+        burn_in: steps without draws, in which s is tuned if there is a target.
+        target_acceptance: the acceptance that s is tuned for; None keeps s.
+        keep_every: keep a draw every so many steps.
         seed: of all random numbers.
 
     Raises:
@@ -79,18 +79,18 @@ def firefly(
     check_count("resampled", resampled)
     check_count("burn_in", burn_in, 0)
     check_count("keep_every", keep_every)
-    _check(likelihood, initial, num_steps, step_size, burn_in, target_acceptance, keep_every)
-    walk = _Walk(likelihood, initial.clone(), resampled, langevin, seed)
+    _check_arguments(likelihood, initial, num_steps, step_size, burn_in, target_acceptance, keep_every)
+    chain = _FireflyChain(likelihood, initial.clone(), resampled, langevin, seed)
     log_step, accepted = math.log(step_size), 0
     draws, bright, evaluations = [], [], []
     for k in range(1, num_steps + 1):
-        chance, accepts = walk.step(math.exp(log_step))
-        bright.append(walk.num_bright)
-        evaluations.append(walk.evaluations)
+        chance, accepts = chain.step(math.exp(log_step))
+        bright.append(chain.num_bright)
+        evaluations.append(chain.evaluations)
         if k > burn_in:
             accepted += accepts
             if (k - burn_in) % keep_every == 0:
-                draws.append(walk.place)
+                draws.append(chain.place)
         elif target_acceptance is not None:
             log_step += k**-DECAY * (chance - target_acceptance)
     acceptance = accepted / (num_steps - burn_in)
@@ -98,8 +98,8 @@ def firefly(
     return FireflyRun(torch.stack(draws), counts[0], counts[1], acceptance, math.exp(log_step))
 
 
-class _Walk:
-    """θ, which data are bright, and log L_i - log B_i at θ of those that are (of others it may be out of date)."""
+class _FireflyChain:
+    """θ, which data are bright, and their log L_i - log B_i at θ (those of dark data may be out of date)."""
 
     def __init__(self, likelihood: BoundedLikelihood, place: Tensor, resampled: int, langevin: bool, seed: int) -> None:
         self.likelihood = likelihood
@@ -113,7 +113,7 @@ class _Walk:
         self._bright = uniforms < -torch.expm1(-self._excess)
 
     def step(self, step_size: float) -> tuple[float, bool]:
-        """Draw some z anew and move θ; return the chance of the proposal and whether it was accepted."""
+        """Redraw some z and move θ; return the chance of the proposal and whether it was accepted."""
         self._resample()
         index = self._bright.nonzero()[:, 0]
         self.num_bright, self.evaluations = len(index), self.resampled
@@ -145,7 +145,7 @@ class _Walk:
         uniforms = torch.rand(count, generator=self.generator, dtype=self.place.dtype)
         excess = self._excess_of(self.place, index)
         self._excess[index] = excess
-        # Of a datum that was chosen twice, any one of its draws may stand.
+        # If a datum was chosen twice, either of its draws is valid.
         self._bright[index] = uniforms < -torch.expm1(-excess)
 
     def _log_joint(self, place: Tensor, excess: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class _Walk:
         return gradient
 
     def _excess_of(self, place: Tensor, index: Tensor | None) -> Tensor:
-        """Return log L_i - log B_i, not below 0; refuse a bound that is above its likelihood by more than rounding."""
+        """Return log L_i - log B_i ≥ 0; raise if a bound is above its likelihood by more than rounding."""
         level = self.likelihood.log_likelihood(place, index)
         excess = level - self.likelihood.log_bound(place, index)
         wrong = ~(excess >= -TOLERANCE * (1 + level.abs()))
@@ -170,13 +170,13 @@ class _Walk:
             first = int(wrong.nonzero()[0])
             datum = first if index is None else int(index[first])
             raise ValueError(
-                f"the bound is no lower bound: at θ={place.tolist()} log B - log L of datum {datum} is "
+                f"the bound is not a lower bound: at θ={place.tolist()} log B - log L of datum {datum} is "
                 f"{-float(excess[first]):.3g}"
             )
         return excess.clamp(min=0)
 
 
-def _check(
+def _check_arguments(
     likelihood: BoundedLikelihood,
     initial: Tensor,
     num_steps: int,

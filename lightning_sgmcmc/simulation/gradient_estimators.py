@@ -1,9 +1,9 @@
-"""Which gradient a step of many chains takes: of all data, of a uniform batch, of a chosen one, with control variates.
+"""Gradient estimators: of all data, of a uniform batch, of a chosen batch, with control variates.
 
 For posteriors that are sums (`lightning_sgmcmc.simulation.finite_sums`) and the light loop on them
 (`lightning_sgmcmc.simulation.subsampled_chains`). An estimator is a description; `begin` makes the state of one run.
-What is counted are evaluations of one datum's gradient for one chain, all that an algorithm makes: of every candidate
-batch, and the passes of snapshots and calibrations.
+The cost counts evaluations of one datum's gradient for one chain, including those of every candidate batch and the
+passes of snapshots and calibrations.
 
 Batches are drawn uniformly and independently at every step, and within a batch with replacement too, so that
 one of size b has 1/b of the covariance of a single datum's gradient. One generator for each purpose serves all chains.
@@ -20,14 +20,14 @@ from lightning_sgmcmc.subsampling.ewsg import Guess
 
 
 class GradientEstimator(ABC):
-    """Describes how a gradient is estimated; with no state of its own."""
+    """Describes how a gradient is estimated; it has no state."""
 
     @abstractmethod
     def begin(self, run: SumRun) -> Gradients:
         """Return the gradients of a run.
 
         Raises:
-            ValueError: for a sampler or a temperature that the estimator does not go with.
+            ValueError: for a sampler or a temperature that the estimator does not support.
         """
 
 
@@ -67,8 +67,8 @@ class ControlVariateGradient(GradientEstimator):
     Args:
         batch_size: b.
         refresh_every_passes: steps between snapshots, in passes: of N/b steps each.
-        stored: each datum's gradient at the snapshot counts as kept, N·d numbers for a chain, so that a step costs b
-            evaluations; otherwise as computed anew, and a step costs 2b.
+        stored: whether each datum's gradient at the snapshot counts as stored, N·d numbers for a chain. Then a step costs
+            b evaluations; otherwise it is recomputed, and a step costs 2b.
 
     Source: Dubey et al. 2016, Algorithm 2 (SVRG-LD); Li et al. 2021 (EWSG), section 5.1.
     """
@@ -89,13 +89,13 @@ class ControlVariateGradient(GradientEstimator):
 class ExponentialGradient(GradientEstimator):
     """The gradient of a batch that a Metropolis chain of the index chooses (EWSG); (M+1)·b evaluations a step.
 
-    The index begins anew at each step, with a uniform batch. With no proposals it is `UniformGradient`, bit for bit.
+    The index chain restarts at each step, from a uniform batch. With no proposals it is `UniformGradient`, bit for bit.
 
     Args:
         batch_size: b.
         num_proposals: M.
-        guess: what stands for the momentum after the step, see `lightning_sgmcmc.subsampling.Guess`.
-        control_variate: chooses among gradients that this one corrects, of the same batch size; None among plain ones.
+        guess: approximation of the momentum after the step, see `lightning_sgmcmc.subsampling.Guess`.
+        control_variate: corrects the gradients of all candidates, of the same batch size; None leaves them plain.
 
     Source: Li et al. 2021 (EWSG), Algorithm 1 and appendices D and E.
     """
@@ -136,21 +136,21 @@ class ExponentialGradient(GradientEstimator):
 
 @dataclass(frozen=True)
 class CalibratedFriction(GradientEstimator):
-    """A batch's gradient, and a friction that takes out the noise of batches (EWSG-VR, with `ExponentialGradient`).
+    """A batch's gradient, and a friction that cancels the heating by batch noise (EWSG-VR, with `ExponentialGradient`).
 
-    The friction Γ = γ·I + h·cov/(2τ) comes of the moments of uniform batches' gradients: computed from all data at
-    calibrations, which cost N evaluations, and moved along by each step's batch in between. It reaches the sampler as
-    `UnderdampedLangevin.extra_drag`; EWSG's weights go on with γ. An Euler step wants h·Γ below 2.
+    The friction Γ = γ·I + h·cov/(2τ) follows from the moments of uniform batches' gradients. These are computed from
+    all data at calibrations, which cost N evaluations, and updated by each step's batch in between. It reaches the sampler
+    as `UnderdampedLangevin.extra_drag`; EWSG's weights keep using γ. An Euler step needs h·Γ below 2.
 
     As printed, Algorithm 2 spends every L-th pass on its calibration alone, so that with the paper's L = 1 it
     never samples. Here L passes of steps follow each calibration, and the calibration's pass is on top.
 
     Args:
-        gradient: of the steps, without control variates, since the moments would not be theirs.
+        gradient: of the steps, without control variates, whose moments would differ.
         calibrate_every_passes: L.
         matrix: the full covariance for each chain, or its diagonal.
-        stored: each datum's gradient at the calibration counts as kept, N·d numbers for a chain; otherwise the chosen
-            batch's as computed anew, for b evaluations more a step.
+        stored: whether each datum's gradient at the calibration counts as stored, N·d numbers for a chain;
+            otherwise that of the chosen batch is recomputed, for b more evaluations a step.
 
     Raises:
         ValueError: for gradients with control variates.

@@ -1,4 +1,4 @@
-"""The gradients of one run, step after step: the state behind `lightning_sgmcmc.simulation.gradient_estimators`."""
+"""The gradients of one run, step by step: the state of `lightning_sgmcmc.simulation.gradient_estimators`."""
 
 import math
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from lightning_sgmcmc.subsampling.moments import GradientMoments, advance_moment
 
 @dataclass(frozen=True)
 class SumRun:
-    """What an estimator sees of a run.
+    """The parts of a run that an estimator uses.
 
     Attributes:
         target: the posterior.
@@ -39,12 +39,12 @@ class SumRun:
 
 
 class Gradients(ABC):
-    """The gradients of one run, step after step."""
+    """The gradients of one run, step by step."""
 
     @property
     @abstractmethod
     def cost(self) -> int:
-        """Evaluations that the next step takes, of each chain."""
+        """Evaluations that the next step takes, for each chain."""
 
     @abstractmethod
     def take(self) -> Tensor:
@@ -52,7 +52,7 @@ class Gradients(ABC):
 
     @property
     def acceptance(self) -> float | None:
-        """Share of proposed candidates that were accepted so far, over all chains; None where none were proposed."""
+        """Share of proposed candidates accepted so far, over all chains; None without proposals."""
         return None
 
 

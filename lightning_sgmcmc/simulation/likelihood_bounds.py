@@ -1,8 +1,8 @@
 """Lower bounds of each datum's likelihood whose product over all data costs no more than one datum's.
 
-Firefly Monte Carlo (`lightning_sgmcmc.simulation.firefly`) looks at few data for an exact posterior where such a bound
-B_i ≤ L_i is close. Where log B_i is a sum of functions of θ times numbers of the datum's, as quadratics are, so is Σ
-log B_i, and its numbers are summed once.
+Firefly Monte Carlo (`lightning_sgmcmc.simulation.firefly`) needs few data for an exact posterior if such a bound
+B_i ≤ L_i is tight. If log B_i is a sum of functions of θ times numbers of the datum, as a quadratic is, so is
+Σ log B_i, and those numbers are summed once.
 """
 
 import math
@@ -53,7 +53,7 @@ class LogisticBound(BoundedLikelihood):
         log L_i = log σ(a),   a = ±x_iᵀθ by y_i
         log B_i = log σ(ξ_i) + (a - ξ_i)/2 - λ(ξ_i)·(a² - ξ_i²),   λ(ξ) = tanh(ξ/2)/(4ξ)
 
-    which touches at a = ±ξ_i. The sums Σx_i·(±1)/2 and Σλ(ξ_i)·x_i·x_iᵀ stand for all data.
+    which touches at a = ±ξ_i. The sums Σx_i·(±1)/2 and Σλ(ξ_i)·x_i·x_iᵀ are computed once.
 
     Args:
         inputs: x, shape (N, d); a column of ones is the intercept.
@@ -115,13 +115,13 @@ class TaylorBound(BoundedLikelihood):
         M_i = w·max(2, 4u_i, 4u_i²),   u_i = |x_i - μ*| + r_μ,   w = exp(2r_s)/σ*²
 
     M_i is at least the third derivatives 2e^{-2s}, 4(x_i - μ)e^{-2s}, 4(x_i - μ)²e^{-2s} of log L_i in the region
-    |δ_μ| ≤ r_μ, |δ_s| ≤ r_s (that by μ thrice is 0). The posterior is cut down to this region: take one beyond which it
-    has no mass to speak of. The sums of x_i, x_i² and M_i stand for all data.
+    |δ_μ| ≤ r_μ, |δ_s| ≤ r_s (that by μ thrice is 0). The posterior is cut down to this region: choose one that
+    holds practically all of its mass. The sums of x_i, x_i² and M_i are computed once.
 
     Args:
         values: x, shape (N,).
         radius: r_μ in units of the data and r_s.
-        shared: one M for all data, that of the farthest, in place of each one's own.
+        shared: whether all data share one M, that of the farthest, instead of each having its own.
 
     Raises:
         ValueError: for fewer than two values, values that are all equal, or a radius that is not positive.
@@ -161,7 +161,7 @@ class TaylorBound(BoundedLikelihood):
         return self._sums @ self._weights(place)
 
     def _weights(self, place: Tensor) -> Tensor:
-        """Return the functions of θ that stand beside 1, x_i - μ*, its square and M_i."""
+        """Return the functions of θ that multiply 1, x_i - μ*, its square and M_i."""
         a, b = place - self.mode
         precision = self._precision
         one = LOG_CONSTANT - place[1] - precision * a * a / 2

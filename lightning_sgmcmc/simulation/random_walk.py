@@ -1,11 +1,11 @@
-"""Random-walk Metropolis: many chains at once on an exact density, the reference that approximate samplers are held to.
+"""Random-walk Metropolis: many chains at once on an exact density, the reference for approximate samplers.
 
-A step proposes x' = x + s·Lξ with LLᵀ the covariance of proposals, and takes it with chance min{1, p(x')/p(x)}. The
-scale s learns from the acceptance in the burn-in alone, so that what is drawn afterwards is of a chain that leaves p
-as it is.
+A step proposes x' = x + s·Lξ with LLᵀ the covariance of proposals, and accepts it with probability min{1, p(x')/p(x)}.
+The scale s is tuned to the acceptance during the burn-in only, so the draws after it come from a chain that leaves p
+invariant.
 
 Source: Metropolis et al. 1953; Roberts, Gelman & Gilks 1997 (the acceptance of 0.234); Andrieu & Thoms 2008, Algorithm
-4 (the learning).
+4 (the tuning).
 """
 
 import math
@@ -21,12 +21,12 @@ from lightning_sgmcmc.seeding import derive_seed
 CHUNK = 1024
 """Steps whose numbers are drawn at once; part of what a seed means."""
 DECAY = 0.6
-"""The scale learns in steps of k^-0.6."""
+"""The scale is tuned in steps of k^-0.6."""
 
 
 @dataclass(frozen=True)
 class RandomWalk:
-    """What a random walk leaves.
+    """Results of a random walk.
 
     Attributes:
         draws: places after the burn-in, shape (S, C, d).
@@ -56,20 +56,20 @@ def random_walk_metropolis(
     """Run chains of random-walk Metropolis.
 
     Args:
-        log_density: log p up to a constant, from (C, d) to (C,); -inf (or NaN) is where the chain may not go.
+        log_density: log p up to a constant, from (C, d) to (C,); -inf (or NaN) where the chain may not go.
         initial: where the chains start, shape (C, d), of positive density.
-        num_steps: steps of each chain, the burn-in's among them.
+        num_steps: steps of each chain, including the burn-in.
         scale: s at the start; None is 2.38/√d.
         covariance: of the proposals at s = 1, shape (d, d); None is the unit matrix.
-        burn_in: steps in which each chain's s is learned, and of which nothing is kept.
-        target_acceptance: what s is learned for.
-        keep_every: a draw every so many steps.
-        seed: chain c draws from the stream of (seed, c) alone, however many chains there are.
+        burn_in: steps without draws, in which each chain's s is tuned.
+        target_acceptance: the acceptance that s is tuned for.
+        keep_every: keep a draw every so many steps.
+        seed: chain c draws from the stream of (seed, c) only, however many chains there are.
 
     Raises:
         ValueError: for an argument out of range or of the wrong shape, or a start without density.
     """
-    _check(initial, num_steps, scale, burn_in, target_acceptance, keep_every)
+    _check_arguments(initial, num_steps, scale, burn_in, target_acceptance, keep_every)
     chains, dimension = initial.shape
     factor = torch.eye(dimension).to(initial) if covariance is None else torch.linalg.cholesky(covariance.to(initial))
     place, density = initial.clone(), log_density(initial)
@@ -113,7 +113,7 @@ def _numbers(generators: list[torch.Generator], place: Tensor) -> tuple[Tensor, 
     return normal.transpose(0, 1).contiguous(), uniform.T.log()
 
 
-def _check(
+def _check_arguments(
     initial: Tensor, num_steps: int, scale: float | None, burn_in: int, target_acceptance: float, keep_every: int
 ) -> None:
     check_count("num_steps", num_steps)

@@ -5,7 +5,7 @@ A particle follows the others' gradients, averaged by a kernel, and is pushed aw
     x_i += lr·φ(x_i),   φ(x) = n⁻¹·Σ_j [k(x_j, x)·∇log p(x_j) + ∇_{x_j} k(x_j, x)],   k(x, y) = exp(-‖x-y‖²/h)
 
 with h = median of the squared distances over log n, so that Σ_j k(x_j, x) is about 1 for one x. A step costs n²
-kernels. Independent sets of particles stand in the leading axes.
+kernels. Leading axes hold independent sets of particles.
 
 Source: Liu & Wang 2016 (Stein variational gradient descent), eq. (8), Algorithm 1 and section 5.
 """
@@ -41,7 +41,7 @@ def stein_direction(particles: Tensor, gradients: Tensor, bandwidth: Tensor | No
     """
     count = particles.shape[-2]
     if count < 2:
-        raise ValueError(f"particles keep each other apart, so there must be at least two, got {count}")
+        raise ValueError(f"particles repel each other, so there must be at least two, got {count}")
     bandwidth = median_bandwidth(particles) if bandwidth is None else bandwidth
     scale = bandwidth[..., None, None]
     kernel = torch.exp(-_squares(particles) / scale)
@@ -63,8 +63,8 @@ def descend(
         gradient: ∇U of places (…, n, d).
         particles: where they start, shape (…, n, d); not changed.
         lr: step size.
-        num_steps: steps.
-        note: is called with the step k = 1, 2, … and the particles after it.
+        num_steps: number of steps.
+        note: called with the step k = 1, 2, … and the particles after it.
 
     Raises:
         ValueError: for a negative lr, or a particle that is not finite in the end.
@@ -76,7 +76,7 @@ def descend(
         if note is not None:
             note(step, particles)
     if not bool(particles.isfinite().all()):
-        raise ValueError(f"a particle left for infinity within {num_steps} steps: take a smaller lr")
+        raise ValueError(f"a particle diverged to infinity within {num_steps} steps: take a smaller lr")
     return particles
 
 

@@ -1,4 +1,4 @@
-"""An analytic target as a `BayesianModule`, so that it is sampled by `Trainer.fit` with any callback."""
+"""An analytic target as a `BayesianModule`, for `Trainer.fit` with any callback."""
 
 from typing import Any
 
@@ -60,10 +60,10 @@ class TargetModule(BayesianModule):
 
 
 class TargetDataModule(pl.LightningDataModule):
-    """Batches without content, since a target has no data but itself.
+    """Batches without content, since a target has no data.
 
     Args:
-        steps_per_epoch: batches of an epoch.
+        steps_per_epoch: batches in an epoch.
     """
 
     num_data = 1
@@ -74,7 +74,7 @@ class TargetDataModule(pl.LightningDataModule):
         self.steps_per_epoch = steps_per_epoch
 
     def training_data(self) -> TensorDataset:
-        """Return the one datum that the target stands for."""
+        """Return one datum, which represents the target."""
         return TensorDataset(torch.zeros(1))
 
     def train_dataloader(self) -> ResumableLoader:

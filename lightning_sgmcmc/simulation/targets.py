@@ -1,4 +1,4 @@
-"""Analytic target densities: energies, gradients, modes and moments, to hold samplers against the truth.
+"""Analytic target densities: energies, gradients, modes and moments, to compare samplers with the truth.
 
 A target is `p(x) ∝ exp(-U(x)/τ)` of x in d dimensions (one or two). Energies and gradients are closed formulas of the
 coordinates, along any leading axes, so that thousands of chains are computed at once.
@@ -35,7 +35,7 @@ class Target(ABC):
     """A density on the line or in the plane; subclasses give `energy`, `gradient`, `bounds` and `modes`."""
 
     bounds: tuple[float, float]
-    """The interval, for every axis, that holds all of the mass but a part that does not matter."""
+    """The interval, for every axis, that holds all but a negligible part of the mass."""
     dimension: int
 
     @abstractmethod
@@ -101,7 +101,7 @@ class Target(ABC):
         return masses.index_add_(0, bin_index(energies, edges.double()), (-energies / temperature).softmax(0))
 
     def cell_masses(self, count: int, temperature: float = 1.0) -> Tensor:
-        """Return the mass in each of the cells of `cells(count)`, shape (cells,); each is split finer for it.
+        """Return the mass in each of the cells of `cells(count)`, shape (cells,), from the quadrature's finer grid.
 
         Raises:
             ValueError: if the quadrature's grid is not a multiple of this one.

@@ -122,7 +122,7 @@ def test_segments_are_evaluated_like_samples_and_their_ends_are_the_samples(tmp_
     trainer.fit(module, train, val)
     members = module.evaluations["val"].members
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    segments = dashboard._segments.walk(trainer, module, "val")
+    segments = dashboard._segments.walk(trainer, module, module.posterior, "val")
     assert [kind for kind, _, _ in segments] == ["within a cycle", "within a cycle", "between cycles"]
     for (_, _, values), (first, second) in zip(segments, [(0, 1), (2, 3), (1, 3)], strict=True):
         for place, member in ((0, members[first]), (-1, members[second])):

@@ -269,10 +269,10 @@ def test_a_bound_above_the_likelihood_is_refused() -> None:
     options: dict[str, Any] = {"resampled": 8, "step_size": 0.5}
     inputs, labels = table()
     likelihood = TooHigh(inputs, labels, STD)
-    with pytest.raises(ValueError, match=r"no lower bound: at θ=\[0.0, 0.0\] log B - log L of datum \d+ is 0\.\d"):
+    with pytest.raises(ValueError, match=r"not a lower bound: at θ=\[0.0, 0.0\] log B - log L of datum \d+ is 0\.\d"):
         firefly(likelihood, torch.zeros(2).double(), 10, **options)
     likelihood.beyond = 1.0
-    with pytest.raises(ValueError, match="no lower bound"):
+    with pytest.raises(ValueError, match="not a lower bound"):
         firefly(likelihood, torch.zeros(2).double(), 1000, **options)
 
 
