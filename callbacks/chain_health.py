@@ -18,6 +18,7 @@ from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.run.loggers import log_scalars, write_output
+from lightning_sgmcmc.run.trainer import is_trial
 from lightning_sgmcmc.samplers import StepLaw
 
 QUARTER_MORE = 1.25
@@ -207,7 +208,7 @@ class ChainHealth(SamplerCallback):
             if finding.kind.value not in self._warned:
                 self._warned.add(finding.kind.value)
                 rank_zero_warn(f"ChainHealth: {finding.sentence}.")
-        if trainer.is_global_zero and self.warn and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if trainer.is_global_zero and self.warn and not is_trial(trainer):
             content = json.dumps(report.as_json(), indent=2) + "\n"
             write_output(self._folder / "health.json", content.encode())
         log_scalars(trainer, report.scalars(), trainer.global_step)
