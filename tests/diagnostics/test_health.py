@@ -188,7 +188,7 @@ def test_a_report_survives_its_file(trouble: dict[str, float]) -> None:
     "content", [{"tensors": []}, {"tensors": {"a": 1}}, {"warnings": [3]}, {"findings": ["hot"]}, {"energy": 1.0}]
 )
 def test_a_damaged_report(content: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="should be a"):
+    with pytest.raises(ValueError, match="should be "):
         HealthReport.from_json(content)
 
 
