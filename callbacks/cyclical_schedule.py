@@ -64,6 +64,10 @@ class CyclicalSchedule(Schedule):
         self._target_temperature: Control = 1.0
         self._planned_steps: int | None = None
 
+    @property
+    def sampling_lr_factor(self) -> float:
+        return (math.cos(math.pi * self.exploration) + 1) / 2
+
     def reset(self) -> None:
         self._planned_steps = None
 

@@ -17,6 +17,7 @@ from lightning_sgmcmc.chains.stacked import clip_each_chain
 from lightning_sgmcmc.chains.starts import redraw
 from lightning_sgmcmc.checks import check_choice, check_control, check_count
 from lightning_sgmcmc.contour.learned import LearnedContour
+from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.likelihoods import Likelihood, Prediction
 from lightning_sgmcmc.model import EnergyModel, check_sampler, name_of
 from lightning_sgmcmc.posterior.description import record_arguments
@@ -135,7 +136,7 @@ class BayesianModule(EnergyModel):
         """The collected samples, if a callback collects them."""
         self.evaluations: dict[str, Any] = {}
         """By stage ("val", "test"), the `Evaluation` of the collected samples, if a callback makes one."""
-        self.health: dict[str, Any] | None = None
+        self.health: HealthReport | None = None
         """The last report of a `ChainHealth` callback."""
         self.contour: LearnedContour | None = None
         """What a `ContourGradient` callback has learned."""

@@ -1,14 +1,16 @@
-"""A step size from short runs: `propose_lr`, and `sgmcmc tune` on the command line.
+"""A step size from short runs: `propose_lr`.
 
-What bounds the step of a stochastic-gradient sampler is heat, and there are two sources. The mini-batch noise of the
-gradient adds lr·N·Var(g)/(2·η·τ) of the target's temperature (η the friction, 1 for SGLD), which grows with lr and
-falls with the batch. The finite step adds about lr·λ/(4 - 2η) of it, with λ the curvature of the mean potential: it is
-large in the sharpest directions only. Both show within a few relaxation times of those sharp directions, so a short run
-finds them. It cannot find how long a chain needs to spread over the flat directions, N·(prior variance)/lr steps: a
-smaller step is never healthier in that respect, so the largest step whose heat is within the tolerance is proposed.
+Heat bounds the step of a stochastic-gradient sampler, and it has two sources. The mini-batch noise of the gradient adds
+lr·N·Var(g)/(2·η·τ) of the target's temperature (η the friction, 1 for SGLD), which grows with lr and falls with the
+batch size. The finite step adds about lr·λ/(4 - 2η) of it, with λ the curvature of the mean potential: it is large in
+the sharpest directions only. Both appear within a few relaxation times of those sharp directions, so a short run finds
+them. A short run cannot find how long a chain needs to spread over the flat directions, N·(prior variance)/lr steps. A
+smaller step is never healthier in that respect, so the proposal is the largest step whose heat is within the tolerance.
 """
 
+import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +21,13 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from lightning_sgmcmc.callbacks import ChainHealth, SamplerCallback, SamplingSchedule
-from lightning_sgmcmc.diagnostics.health import HEAT_WARNINGS
+from lightning_sgmcmc.checks import check_count
+from lightning_sgmcmc.diagnostics.health import FindingKind, HealthReport, Temperatures
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
+
+MIN_STEPS = 100
+"""The fewest steps of a probe."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +36,13 @@ class Probe:
 
     Attributes:
         lr: the step size.
-        kinetic: kinetic temperature of all tensors together, None for rules without momentum, or if it diverged.
-        configurational: the same for the configurational temperature.
+        kinetic: kinetic temperature of all tensors together, None if the run diverged.
+        configurational: configurational temperature of all tensors together, None if the run diverged.
         noise_share: the largest share of mini-batch noise in a tensor's step.
         energy: mean Ũ in nats.
         healthy: whether nothing heats the chain beyond the tolerance.
-        reason: what does, else "".
+        reason: a sentence on what heats it, else "".
+        cause: the reason in one or two words ("kinetic temperature", "divergence", "refused"), else "".
     """
 
     lr: float
@@ -45,16 +52,27 @@ class Probe:
     energy: float | None
     healthy: bool
     reason: str
+    cause: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """ "healthy", or the cause."""
+        return "healthy" if self.healthy else self.cause
+
+    @classmethod
+    def failed(cls, lr: float, cause: str, error: Exception) -> "Probe":
+        """Return the probe of a run that an error ended."""
+        return cls(lr, None, None, None, None, False, f"{cause}: {error}", cause)
 
 
 @dataclass(frozen=True)
 class StepProposal:
-    """What `propose_lr` found.
+    """The result of `propose_lr`.
 
     Attributes:
         lr: the largest step size that was healthy, None if none was.
         probes: all probes, by step size.
-        is_bounded: whether a larger step was tried and found wanting; else the proposal is only the largest tried.
+        is_bounded: whether a larger step was tried and was unhealthy; otherwise the proposal is the largest step tried.
     """
 
     lr: float | None
@@ -75,62 +93,60 @@ def propose_lr(
 ) -> StepProposal:
     """Return the largest step size at which a short run is healthy.
 
-    The chain is optimized at temperature 0 with the module's lr, and from there probed at the module's temperature:
-    at lr, then at steps twice as large while they are healthy or half as large while they are not, and at last between
-    the two. So the proposal is within a factor √2 of where health ends, up to the noise of a probe. A probe is
-    unhealthy if a `ChainHealth` warns of heat (too high a temperature, too much mini-batch noise, divergence), if the
-    kinetic temperature of all tensors together is above τ·(1 + tolerance), or if the energy is above what d harmonic
-    coordinates would have, U_0 + τ·(1 + tolerance)·d/2, with U_0 that of the optimum. Temperatures below τ do not
-    count: they are a matter of the run's length.
+    The chain is optimized at temperature 0 with the module's lr. From there it is probed at the module's temperature:
+    at lr, then at steps twice as large while they are healthy or half as large while they are not, and finally between
+    the last two. So the proposal is within a factor √2 of the largest healthy step, up to the noise of a probe. A probe
+    is unhealthy if `ChainHealth` finds heat (too high a temperature, too much mini-batch noise, divergence), if the
+    kinetic temperature of all tensors together is above τ·(1 + tolerance), or if the energy is above that of d harmonic
+    coordinates, U_0 + τ·(1 + tolerance)·d/2, with U_0 the energy of the optimum. Temperatures below τ do not count:
+    they depend on the length of the run.
 
-    The module is left as it was: parameters and buffers, lr, evaluations.
+    The call restores the module: parameters and buffers, lr, evaluations.
 
     Args:
-        module: the module, with an lr near which to look (None takes the sampler's own).
+        module: the module, with an lr to start the search from (None uses the sampler's default).
         train_dataloaders: training data, or
         datamodule: the datamodule that has them.
         steps: optimizer steps of a probe, at least 100.
         burn_in_steps: optimizer steps at temperature 0 before the probes.
         tolerance: accepted relative deviation of temperatures.
-        max_probes: the most probes to make.
+        max_probes: the largest number of probes.
         make_trainer: makes a trainer from keyword arguments; a partial of `Trainer` with devices or precision.
 
     Raises:
         ValueError: for an argument out of range, or a module at temperature 0.
         TypeError: if the module is not a `BayesianModule`.
     """
-    if not isinstance(module, BayesianModule):
-        raise TypeError(f"propose_lr works with a BayesianModule, got {type(module).__name__}")
-    for name, value, least in (
-        ("steps", steps, 100),
-        ("burn_in_steps", burn_in_steps, 0),
-        ("max_probes", max_probes, 1),
-    ):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-    if module.temperature == 0:
-        raise ValueError("at temperature 0 there is nothing to sample, so no step is too hot: set temperature")
-    if module.lr == 0:
-        raise ValueError("lr is 0: give the module an lr near which to look for a step size")
+    _check_arguments(module, steps, burn_in_steps, max_probes)
     data = {"train_dataloaders": train_dataloaders, "datamodule": datamodule}
-    module.configure_model()  # several chains are stacked now, and stay so
-    runs = _Runs(module, data, tolerance, make_trainer)
-    with _unchanged(module):
+    module.configure_model()  # stacks several chains, for good
+    runs = _ShortRuns(module, data, tolerance, make_trainer)
+    with _restored(module):
         lr, energy = runs.burn_in(burn_in_steps)
-        with _unchanged(module) as restore:
+        with _restored(module) as restore:
 
             def probe(lr: float) -> Probe:
                 restore()
                 found = runs.probe(lr, steps, energy)
-                rank_zero_info(f"lr={lr:.3g}: {'healthy' if found.healthy else found.reason.split(':')[0]}")
+                rank_zero_info(f"lr={lr:.3g}: {found.verdict}")
                 return found
 
-            probes = _search(probe, lr, max_probes)
-    healthy = [p.lr for p in probes if p.healthy]
-    # Heat grows with the step, so a healthy probe beyond an unhealthy one was luck.
-    limit = min((p.lr for p in probes if not p.healthy), default=math.inf)
-    below = [lr for lr in healthy if lr < limit]
-    return StepProposal(max(below, default=None), tuple(sorted(probes, key=lambda p: p.lr)), math.isfinite(limit))
+            return _proposal(_search(probe, lr, max_probes))
+
+
+def _check_arguments(module: Any, steps: int, burn_in_steps: int, max_probes: int) -> None:
+    if not isinstance(module, BayesianModule):
+        raise TypeError(
+            f"propose_lr works with a BayesianModule, got {type(module).__name__}: derive the module from "
+            "lightning_sgmcmc.BayesianModule"
+        )
+    check_count("steps", steps, least=MIN_STEPS)
+    check_count("burn_in_steps", burn_in_steps, least=0)
+    check_count("max_probes", max_probes)
+    if module.temperature == 0:
+        raise ValueError("at temperature 0 the chain does not sample, so no step is too hot: set temperature")
+    if module.lr == 0:
+        raise ValueError("lr is 0: set the module's lr to a step size to start the search from")
 
 
 def _search(probe: Callable[[float], Probe], lr: float, max_probes: int) -> list[Probe]:
@@ -144,8 +160,15 @@ def _search(probe: Callable[[float], Probe], lr: float, max_probes: int) -> list
     return probes
 
 
-class _Energy(SamplerCallback):
-    """Adds up the energies of the last half of a burn-in."""
+def _proposal(probes: list[Probe]) -> StepProposal:
+    # Heat grows with the step, so a healthy probe beyond an unhealthy one was luck.
+    limit = min((p.lr for p in probes if not p.healthy), default=math.inf)
+    below = [p.lr for p in probes if p.healthy and p.lr < limit]
+    return StepProposal(max(below, default=None), tuple(sorted(probes, key=lambda p: p.lr)), math.isfinite(limit))
+
+
+class _MeanEnergy(SamplerCallback):
+    """Averages the energies of the steps after `start`."""
 
     def __init__(self, start: int) -> None:
         self.start, self.count = start, 0
@@ -155,9 +178,14 @@ class _Energy(SamplerCallback):
         if trainer.global_step > self.start:
             self.total, self.count = self.total + pl_module.chain_state.energy.mean(), self.count + 1
 
+    @property
+    def mean(self) -> float | None:
+        """The mean, None without steps."""
+        return float(self.total) / self.count if self.count else None
+
 
 @dataclass
-class _Runs:
+class _ShortRuns:
     """Makes the short runs."""
 
     module: BayesianModule
@@ -178,59 +206,69 @@ class _Runs:
             num_sanity_val_steps=0,
             fast_dev_run=False,
         )
-        trainer.fit(self.module, **self.data)
+        with _quiet():
+            trainer.fit(self.module, **self.data)
 
     def burn_in(self, steps: int) -> tuple[float, float | None]:
-        """Optimize; return the sampler's lr and the mean energy at the end (None without steps)."""
-        energy = _Energy(steps // 2)
+        """Optimize; return the sampler's lr, and the mean energy of the later half (None without steps)."""
+        energy = _MeanEnergy(steps // 2)
         # The last step alone is not burn-in, since a schedule without a sample is refused.
         schedule = SamplingSchedule(burn_in_steps=max(steps - 1, 0), every_n_steps=1, temperature=0.0)
-        with _quiet():
-            self._fit(max(steps, 1), schedule, energy)
+        self._fit(max(steps, 1), schedule, energy)
         lr = self.module.lr if self.module.lr is not None else float(self.module.sampler.defaults["lr"])
         if not isinstance(lr, int | float):
-            raise ValueError("tuning finds one step size for all chains: give the module one lr, or none")
-        return lr, float(energy.total) / energy.count if steps > 0 and energy.count else None
+            raise ValueError(
+                f"propose_lr finds one step size for all chains, got lr={lr}: pass the module one number, or none"
+            )
+        return lr, energy.mean if steps > 0 else None
 
     def probe(self, lr: float, steps: int, lowest: float | None) -> Probe:
-        """Sample for some steps and judge."""
+        """Sample for some steps and judge.
+
+        Args:
+            lr: the step size.
+            steps: optimizer steps.
+            lowest: the energy of the optimum, None if it is not known.
+        """
         self.module.lr = lr
         health = ChainHealth(every_n_steps=max(1, min(20, steps // 100)), tolerance=self.tolerance, warn=False)
         try:
-            with _quiet():
-                self._fit(steps, SamplingSchedule(burn_in_steps=0, every_n_steps=steps), health)
-        except ValueError as error:  # a step that the sampler itself refuses
-            return Probe(lr, None, None, None, None, False, f"refused: {error}")
+            self._fit(steps, SamplingSchedule(burn_in_steps=0, every_n_steps=steps), health)
+        except ValueError as error:  # the sampler refuses the step
+            return Probe.failed(lr, "refused", error)
         except NonFiniteEnergyError as error:
-            return Probe(lr, None, None, None, None, False, f"divergence: {error}")
+            return Probe.failed(lr, FindingKind.DIVERGENCE.value, error)
         report = self.module.health
         assert report is not None
-        total = report["total"] or {"kinetic": None, "configurational": None}
-        reason = self._trouble(report, total, lowest)
-        share = max(report["gradient_noise_share"].values(), default=None)
-        energy = report["energy"]["mean"]
-        return Probe(lr, total["kinetic"], total["configurational"], share, energy, not reason, reason)
+        total = report.total or Temperatures()
+        cause, reason = self._trouble(report, total, lowest)
+        share = max(report.gradient_noise_share.values(), default=None)
+        energy = report.energy.mean
+        return Probe(lr, total.kinetic, total.configurational, share, energy, not reason, reason, cause)
 
-    def _trouble(self, report: dict[str, Any], total: dict[str, Any], lowest: float | None) -> str:
-        for warning in report["warnings"]:
-            if warning.startswith(HEAT_WARNINGS) and " is below " not in warning:
-                return str(warning)
-        tau, limit = report["temperature"], 1 + self.tolerance
-        if total["kinetic"] is not None and total["kinetic"] > tau * limit:
-            return f"kinetic temperature: {total['kinetic']:.3g} in all tensors together"
-        numel = sum(entry["numel"] for entry in report["tensors"].values())
-        if lowest is not None and report["energy"]["mean"] is not None:
-            highest = lowest + tau * limit * numel / 2
-            if report["energy"]["mean"] - report["energy"]["std"] > highest:
-                return f"energy: {report['energy']['mean']:.6g} is above the expected {highest:.6g}"
-        return ""
+    def _trouble(self, report: HealthReport, total: Temperatures, lowest: float | None) -> tuple[str, str]:
+        """Return what heats the chain, as a cause and a sentence, or empty strings."""
+        heat = next((finding for finding in report.findings if finding.is_heat), None)
+        if heat is not None:
+            return heat.kind.value, heat.sentence
+        limit, energy = report.temperature * (1 + self.tolerance), report.energy
+        if total.kinetic is not None and total.kinetic > limit:
+            cause = FindingKind.KINETIC.value
+            return cause, f"{cause}: {total.kinetic:.3g} in all tensors together"
+        if lowest is not None and energy.mean is not None and energy.std is not None:
+            numel = sum(entry.numel or 0 for entry in report.tensors.values())
+            highest = lowest + limit * numel / 2
+            if energy.mean - energy.std > highest:
+                cause = FindingKind.ENERGY.value
+                return cause, f"{cause}: {energy.mean:.6g} is above the expected {highest:.6g}"
+        return "", ""
 
 
 @contextmanager
-def _unchanged(module: BayesianModule) -> Iterator[Callable[[], None]]:
-    """Put the module's tensors and what a fit sets back at the end; yield the function that does so at any time.
+def _restored(module: BayesianModule) -> Iterator[Callable[[], None]]:
+    """Restore the module's tensors and the attributes that a fit sets at the end; yield a function that does so now.
 
-    A copy of the module would not do: compiled networks and what a subclass holds do not copy safely.
+    Copying the module is not safe: compiled networks and attributes of a subclass may not copy.
     """
     tensors = [*module.parameters(), *module.buffers()]
     kept = [t.detach().clone() for t in tensors]
@@ -258,10 +296,7 @@ def _unchanged(module: BayesianModule) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Lightning from announcing every probe."""
-    import logging
-    import warnings
-
+    """Silence Lightning's messages about a run."""
     logger = logging.getLogger("pytorch_lightning.utilities.rank_zero")
     level = logger.level
     logger.setLevel(logging.WARNING)

@@ -13,24 +13,26 @@ from lightning_sgmcmc.module import BayesianModule
 
 class SamplingCLI(LightningCLI):
     """A LightningCLI for `BayesianModule`s: after a fit that collected samples it tests their average, if there are
-    test data; `fit --resume` goes on with the newest run."""
+    test data; `fit --resume` continues the newest run."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add `--resume`."""
         parser.add_argument(
-            "--resume", action="store_true", help="fit: go on from the newest checkpoint of this configuration's runs"
+            "--resume",
+            action="store_true",
+            help="fit: continue from the newest checkpoint of this configuration",
         )
 
     def before_instantiate_classes(self) -> None:
-        """Refuse contradictions."""
+        """Raise for options that contradict each other."""
         config = self.config[self.subcommand]
         if config.resume and self.subcommand != "fit":
-            raise ValueError(f"--resume goes on with a fit, so it has no meaning for {self.subcommand}: leave it out")
+            raise ValueError(f"--resume continues a fit, so it has no meaning for {self.subcommand}: leave it out")
         if config.resume and config.get("ckpt_path"):
-            raise ValueError("--resume looks for the checkpoint itself: leave out --ckpt_path, or --resume")
+            raise ValueError("--resume finds the checkpoint itself: leave out --ckpt_path, or --resume")
 
     def before_fit(self) -> None:
-        """Find the checkpoint to go on from."""
+        """Find the checkpoint to continue from."""
         if not self.config.fit.resume:
             return
         from lightning_sgmcmc.run.folder import continue_run_of, newest_checkpoint, run_folder
@@ -38,11 +40,9 @@ class SamplingCLI(LightningCLI):
         checkpoint = newest_checkpoint(self.trainer)
         if checkpoint is None:
             where = run_folder(self.trainer).parent
-            rank_zero_info(
-                f"--resume found no checkpoint of an earlier run in {where}: this run begins at the beginning"
-            )
+            rank_zero_info(f"--resume found no checkpoint of an earlier run in {where}: this run starts from step 0")
             return
-        rank_zero_info(f"Going on from {checkpoint}")
+        rank_zero_info(f"Continuing from {checkpoint}")
         continue_run_of(self.trainer, checkpoint)
         self.config_init.fit.ckpt_path = str(checkpoint)
 
@@ -55,7 +55,7 @@ class SamplingCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return Lightning's subcommands and `tune`, each with the arguments that are not options."""
+        """Return Lightning's subcommands and `tune`, each with the arguments that the parser leaves out."""
         return LightningCLI.subcommands() | {"tune": {"model", "datamodule"}}
 
     def tune(self, **options: Any) -> None:
@@ -80,17 +80,17 @@ def main(args: Any = None) -> None:
     """Run the command line.
 
     Args:
-        args: the arguments in place of the process's own.
+        args: the arguments; None uses those of the process.
     """
     from lightning_sgmcmc.callbacks import PredictionWriter
     from lightning_sgmcmc.cli.tune import TuningTrainer
 
     given = sys.argv[1:] if args is None else args
     if isinstance(given, list) and given[:1] == ["report"]:
-        from lightning_sgmcmc.cli import report as command
+        from lightning_sgmcmc.cli.report import main as report
 
-        return command.main(given[1:])
-    # Configurations name classes of the folder that the command is called in.
+        return report(given[1:])
+    # Configurations may name classes of the working directory.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     SamplingCLI(

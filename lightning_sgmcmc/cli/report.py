@@ -1,4 +1,4 @@
-"""`sgmcmc report RUN`."""
+"""`sgmcmc report RUN`: write the HTML page of a run."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,14 +8,12 @@ from lightning_sgmcmc.report.run_record import RunError, find_run
 
 
 def main(args: Sequence[str]) -> None:
-    """Run `sgmcmc report`; mistakes are one sentence and exit code 2."""
+    """Run `sgmcmc report`; an error prints one sentence and exits with code 2."""
     parser = argparse.ArgumentParser(
         prog="sgmcmc report", description="Write one self-contained HTML page of a finished run: tables and pictures."
     )
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or a folder of runs (the newest is taken)")
-    parser.add_argument(
-        "--output", metavar="FILE", help="where the page goes (default: report.html in the run's folder)"
-    )
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or a folder of runs, whose newest is used")
+    parser.add_argument("--output", metavar="FILE", help="the file to write (default: report.html in the run's folder)")
     parser.add_argument(
         "--parameters",
         metavar="NAME",

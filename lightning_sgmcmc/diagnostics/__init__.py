@@ -1,1 +1,54 @@
-"""Numbers about draws: R-hat, effective sizes, temperatures, calibration, geometry."""
+"""Numbers about chains and draws: R-hat, effective sizes, temperatures, calibration, geometry.
+
+Pure functions of tensors, and small classes that hold their results; nothing here knows a trainer or a module.
+"""
+
+from lightning_sgmcmc.diagnostics.assessment import assess
+from lightning_sgmcmc.diagnostics.chains import ChainDiagnostics, ChainGrid, chain_diagnostics
+from lightning_sgmcmc.diagnostics.estimates import Observations
+from lightning_sgmcmc.diagnostics.geometry import classical_scaling, interpolate, squared_distances, weight_sketch
+from lightning_sgmcmc.diagnostics.health import Finding, FindingKind, HealthReport, Temperatures
+from lightning_sgmcmc.diagnostics.metrics import (
+    brier_score,
+    classification_metrics,
+    out_of_distribution_metrics,
+    predictive_entropy,
+    reliability,
+)
+from lightning_sgmcmc.diagnostics.observer import StepObserver
+from lightning_sgmcmc.diagnostics.samples import (
+    autocorrelation,
+    autocorrelation_time,
+    effective_sample_size,
+    normalised_weights,
+    resample,
+    wasserstein_distance,
+)
+
+__all__ = [
+    "ChainDiagnostics",
+    "ChainGrid",
+    "Finding",
+    "FindingKind",
+    "HealthReport",
+    "Observations",
+    "StepObserver",
+    "Temperatures",
+    "assess",
+    "autocorrelation",
+    "autocorrelation_time",
+    "brier_score",
+    "chain_diagnostics",
+    "classical_scaling",
+    "classification_metrics",
+    "effective_sample_size",
+    "interpolate",
+    "normalised_weights",
+    "out_of_distribution_metrics",
+    "predictive_entropy",
+    "reliability",
+    "resample",
+    "squared_distances",
+    "wasserstein_distance",
+    "weight_sketch",
+]

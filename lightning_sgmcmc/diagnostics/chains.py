@@ -10,17 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from lightning_sgmcmc.chains.sample import SampleRecord
-
 
 @dataclass(frozen=True)
 class ChainGrid:
-    """Where the samples stand in an array of shape (chain, draw).
+    """The places of samples in an array of shape (chain, draw).
 
     Attributes:
         chains: the chains' global indices.
         positions: index of each sample in the store's order, shape (chain, draw).
-        dropped: how many samples have no place in it.
+        dropped: number of samples without a place in it.
     """
 
     chains: list[int]
@@ -28,13 +26,12 @@ class ChainGrid:
     dropped: int
 
     @classmethod
-    def of(cls, records: Sequence[SampleRecord]) -> "ChainGrid":
-        """Arrange samples, at least one; of longer chains the newest draws."""
-        return cls.of_chains([record.chain for record in records])
-
-    @classmethod
     def of_chains(cls, chains_of_samples: Sequence[int]) -> "ChainGrid":
-        """Arrange samples by the chain of each."""
+        """Return the grid of some samples; longer chains keep their newest draws.
+
+        Args:
+            chains_of_samples: the chain of each sample in the store's order, at least one.
+        """
         by_chain: dict[int, list[int]] = {}
         for position, chain in enumerate(chains_of_samples):
             by_chain.setdefault(chain, []).append(position)
@@ -45,7 +42,7 @@ class ChainGrid:
 
     @property
     def draws(self) -> int:
-        """How many draws each chain has."""
+        """Number of draws of each chain."""
         return int(self.positions.shape[1])
 
     def arrange(self, values: Any) -> np.ndarray:
@@ -55,12 +52,12 @@ class ChainGrid:
 
 @dataclass(frozen=True)
 class ChainDiagnostics:
-    """R-hat and effective sample sizes of one quantity; NaN where there are too few draws, or they do not vary.
+    """R-hat and effective sample sizes of one quantity; NaN for too few draws, or draws that do not vary.
 
     Attributes:
         rhat: rank-normalised split R-hat.
         ess_bulk: effective number of draws for the centre of the distribution.
-        ess_tail: the lesser one for its 5 % and 95 % quantiles.
+        ess_tail: the smaller of those for its 5 % and 95 % quantiles.
 
     Source: Vehtari et al. 2021.
     """
@@ -74,8 +71,8 @@ def chain_diagnostics(values: np.ndarray) -> ChainDiagnostics:
     """Return ArviZ's diagnostics of a quantity along chains.
 
     Args:
-        values: shape (chain, draw). Of a single chain, R-hat takes the halves as two chains; it cannot see that another
-            chain would be elsewhere.
+        values: shape (chain, draw). For a single chain, R-hat compares its halves; it cannot detect that another chain
+            would be elsewhere.
 
     Raises:
         ImportError: if ArviZ is not installed.
@@ -102,16 +99,16 @@ def import_arviz() -> Any:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it announces its next version at every import
+            warnings.simplefilter("ignore")  # ArviZ warns of its next version at every import
             import arviz
     except ImportError as error:
-        raise ImportError("ArviZ is not installed; it comes with `pip install 'lightning-sgmcmc[arviz]'`") from error
+        raise ImportError("ArviZ is not installed: run `pip install 'lightning-sgmcmc[arviz]'`") from error
     return arviz
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Keep ArviZ's remarks about short chains off the screen; the result says it by a NaN."""
+    """Silence ArviZ's messages about short chains; the result is NaN there."""
     logger = logging.getLogger("arviz")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,349 +1,280 @@
-"""Is the step size right? Temperatures, mini-batch noise and energies of a chain against what its target implies.
+"""The report on a chain's health: temperatures, mini-batch noise, energies, and findings with advice.
 
-Under the target exp(-U/τ) every tensor of n parameters has
-
-    E[(θ - c)·∂U/∂θ]/n = τ  for any constant c        (configurational temperature, integration by parts)
-    E[m·m]/(n·σ²) = 1,  σ² the variance of a momentum coordinate at τ        (kinetic temperature over τ)
-
-For rules without momentum m is the step itself, with σ² = 2·lr·τ/N and E[Δθ·Δθ] = lr²·E[g·g] + n·σ². In equilibrium
-E‖θ - c‖² stays what it is, and then this is the configurational temperature too, known far more precisely:
-E[(θ - c)·∂U]/n = τ·(1 + lr·N·E[g·g]/(2·n·τ)).
-
-A step that is too large, and the noise of mini-batch gradients, heat the chain: temperatures above τ. A chain that has
-not yet spread from where it was optimized to has a configurational temperature below τ.
-
-Source: Wenzel et al. 2020, "How Good is the Bayes Posterior in Deep Neural Networks Really?", section 4 and appendix I.
+`lightning_sgmcmc.diagnostics.assessment.assess` makes one. `BayesianModule.health` holds the latest, `health.json` in
+a run's folder is its JSON form, and `sgmcmc report` reads that file.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
+Side = Literal["above", "below"]
+TemperatureKind = Literal["kinetic", "configurational"]
+Verdict = Literal["ok", "warning", "unknown"]
+Interval = tuple[float, float]
 
-from lightning_sgmcmc.diagnostics.batch_means import chi_square_interval, mean_and_error, student_quantile
-
-ROWS = 4
-KINETIC, PLAIN, ANCHOR, NOISE = range(ROWS)
-MIN_BATCHES = 8
-DIVERGENCE = (
-    "divergence: energies or gradients are infinite or NaN: take a smaller step (lr), and see that the burn-in ends in "
-    "a finite energy"
-)
-HEAT_WARNINGS = ("divergence", "kinetic temperature", "configurational temperature", "gradient noise")
-"""How the warnings begin that a smaller step cures, temperatures below the target aside."""
+VERDICTS: tuple[Verdict, ...] = ("ok", "warning", "unknown")
 
 
-# -- what a step shows ------------------------------------------------------------------------------------------------
+class FindingKind(str, Enum):
+    """What a finding is about."""
+
+    DIVERGENCE = "divergence"
+    KINETIC = "kinetic temperature"
+    CONFIGURATIONAL = "configurational temperature"
+    GRADIENT_NOISE = "gradient noise"
+    ENERGY = "energy"
+    CLIPPING = "clipping"
+    OTHER = "other"
+    """A kind that this version does not know, from a file."""
 
 
-def inner_products(a: Sequence[Tensor], b: Sequence[Tensor], chains: int = 1) -> Tensor:
-    """Return the inner product of each pair of tensors, shape (T,), without a wait for the device.
-
-    With several chains, whose tensors have a leading axis for them, of each pair and chain, shape (T, C).
-    """
-    if chains > 1:
-        return torch.stack([(x * y).flatten(1).sum(1) for x, y in zip(a, b, strict=True)])
-    return torch.stack([torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(a, b, strict=True)])
-
-
-def square_norms(tensors: Sequence[Tensor], chains: int = 1) -> Tensor:
-    """Return the squared norm of each tensor, shape (T,), or of each tensor and chain, (T, C)."""
-    if chains > 1:
-        return torch.stack([tensor.square().flatten(1).sum(1) for tensor in tensors])
-    return torch.stack(torch._foreach_norm(list(tensors))).square_()
-
-
-# -- the assessment ---------------------------------------------------------------------------------------------------
+HEATING = (FindingKind.DIVERGENCE, FindingKind.KINETIC, FindingKind.CONFIGURATIONAL, FindingKind.GRADIENT_NOISE)
 
 
 @dataclass(frozen=True)
-class Record:
-    """What was seen of a chain: batch means, in the units of the target's temperature.
+class Finding:
+    """One kind of trouble with a chain.
 
     Attributes:
-        names: the T tensors' names.
-        numels: their sizes.
-        values: shape (B, 4, T), means over each batch's observed steps of
-            [m·m/(n·σ²), θ·∂Ũ/(n·τ), c·∂Ũ/(n·τ), variance by mini-batch noise over that which friction takes out].
-        energies: the mean mini-batch energy Ũ of each batch, shape (B,).
-        square_energies: the mean of Ũ², shape (B,).
-        counts: observed steps in each batch, shape (B,).
-        temperature: τ.
-        allowance: the noise (in units of `values`' last row) that the rule reckons with, for each tensor; infinite
-            where it adapts.
-        clipped: share of the observed steps whose gradient was clipped, None without clipping.
+        kind: what it is about.
+        sentence: the kind, the measured values and a remedy.
+        side: "above" or "below" the expected value; None where the kind has one side only, or it is unknown.
+        tensor: name of the parameter tensor that is furthest off; None for the chain as a whole.
     """
 
-    names: Sequence[str]
-    numels: Sequence[int]
-    values: Tensor
-    energies: Tensor
-    square_energies: Tensor
-    counts: Tensor
-    temperature: float
-    allowance: Sequence[float]
-    clipped: float | None = None
+    kind: FindingKind
+    sentence: str
+    side: Side | None = None
+    tensor: str | None = None
+
+    @property
+    def is_heat(self) -> bool:
+        """Whether the chain is too hot, so that a smaller step cures it."""
+        return self.kind in HEATING and self.side != "below"
+
+    @classmethod
+    def divergence(cls) -> "Finding":
+        """Return the finding of energies or gradients that are not finite."""
+        sentence = (
+            "divergence: energies or gradients are infinite or NaN: use a smaller step (lr), and check that the "
+            "burn-in ends at a finite energy"
+        )
+        return cls(FindingKind.DIVERGENCE, sentence)
+
+    @classmethod
+    def of_sentence(cls, sentence: str) -> "Finding":
+        """Return a finding from its sentence alone, as reports of version 0.1.0 keep it."""
+        kind = _kind(sentence.split(":")[0])
+        side: Side | None = None
+        if kind in (FindingKind.KINETIC, FindingKind.CONFIGURATIONAL):
+            side = "below" if " is below " in sentence else "above"
+        return cls(kind, sentence, side)
 
 
-def assess(record: Record, step: int, tolerance: float = 0.2, false_alarm_rate: float = 0.01) -> dict[str, Any]:
-    """Return what is known of a chain's health, as plain Python numbers.
+@dataclass(frozen=True)
+class Temperatures:
+    """Temperatures of a tensor, or of all tensors together; None where there is no measurement.
 
-    A number is found wrong only if its whole interval is: the temperatures outside τ·(1 ± tolerance), the mini-batch
-    noise above tolerance times the injected noise (that is the share of the temperature that it adds), the energy's
-    drift beyond tolerance·τ·d/2 (d/2·τ is the mean energy of d harmonic coordinates). The intervals hold jointly
-    (Bonferroni over all tensors and both temperatures, noise and drift), so the probability of a false alarm in one
-    assessment of a chain that is within the tolerance is at most `false_alarm_rate`.
+    Attributes:
+        numel: number of elements.
+        kinetic: kinetic temperature.
+        kinetic_interval: its lower and upper bound.
+        configurational: configurational temperature.
+        configurational_interval: its lower and upper bound.
+    """
 
-    Of the two configurational estimates the plain one (c = 0, Wenzel's) is taken where its interval is narrower than
-    the tolerance. Elsewhere it is swamped by θ·(noise of the gradient), and c is the state at the beginning of the
-    sampling stage. That one starts at 0 and takes the time in which the chain forgets its beginning to reach τ.
+    numel: int | None = None
+    kinetic: float | None = None
+    kinetic_interval: Interval | None = None
+    configurational: float | None = None
+    configurational_interval: Interval | None = None
 
-    Args:
-        record: what was seen.
-        step: the optimizer step, for the report.
+    def measured(self, kind: TemperatureKind) -> tuple[float | None, Interval | None]:
+        """Return a temperature and its interval."""
+        if kind == "kinetic":
+            return self.kinetic, self.kinetic_interval
+        return self.configurational, self.configurational_interval
+
+
+@dataclass(frozen=True)
+class EnergySummary:
+    """The mini-batch energies Ũ of the sampling stage in nats; None where there are too few.
+
+    Attributes:
+        mean: their mean.
+        std: their standard deviation.
+        expected: the range in which the mean of the earlier half should lie.
+    """
+
+    mean: float | None = None
+    std: float | None = None
+    expected: Interval | None = None
+
+
+@dataclass(frozen=True)
+class HealthReport:
+    """The health of a chain.
+
+    Attributes:
+        step: the optimizer step of the report.
+        verdict: "ok", "warning" or "unknown".
+        findings: what is wrong.
+        temperature: τ, the temperature of the target; NaN if a file does not have it.
         tolerance: accepted relative deviation.
-        false_alarm_rate: of one assessment.
-
-    Returns:
-        the report: "step", "verdict" ("ok", "warning" or "unknown"), "warnings", "temperature", "tolerance", "total",
-        "tensors", "gradient_noise_share", "energy", "observations".
+        tensors: temperatures by the name of the parameter tensor.
+        total: temperatures of all tensors together, None without a measurement.
+        gradient_noise_share: share of mini-batch noise in the variance of a step, by tensor.
+        energy: mean, spread and expected range of the energies.
+        observations: number of observed steps.
     """
-    finite = bool(torch.isfinite(record.values).all() and torch.isfinite(record.energies).all())
-    report: dict[str, Any] = {
-        "step": step,
-        "verdict": "unknown",
-        "warnings": [],
-        "temperature": record.temperature,
-        "tolerance": tolerance,
-        "tensors": {},
-        "total": None,
-        "gradient_noise_share": {},
-        "energy": {"mean": None, "std": None, "expected": None},
-        "observations": int(record.counts.sum()),
-    }
-    if not finite:
-        report["verdict"] = "warning"
-        report["warnings"] = [DIVERGENCE]
-        return report
-    if len(record.counts) < 2 or not record.names:
-        return report
-    judge = _Judge(record, tolerance, false_alarm_rate)
-    report["tensors"] = {name: judge.tensor(i) for i, name in enumerate(record.names)}
-    report["total"] = judge.total()
-    report["gradient_noise_share"] = {name: judge.noise_share(i) for i, name in enumerate(record.names)}
-    report["energy"] = judge.energy()
-    known = len(record.counts) >= MIN_BATCHES
-    if known:
-        report["warnings"] = judge.warnings(report)
-    widths = [
-        (interval[1] - interval[0]) / 2 / record.temperature
-        for interval in (report["total"]["kinetic_interval"], report["total"]["configurational_interval"])
-        if interval is not None
-    ]
-    if report["warnings"]:
-        report["verdict"] = "warning"
-    elif known and max(widths) < 2 * tolerance:
-        report["verdict"] = "ok"
-    return report
 
+    step: int | None = None
+    verdict: Verdict = "unknown"
+    findings: tuple[Finding, ...] = ()
+    temperature: float = 1.0
+    tolerance: float = 0.2
+    tensors: Mapping[str, Temperatures] = field(default_factory=dict)
+    total: Temperatures | None = None
+    gradient_noise_share: Mapping[str, float] = field(default_factory=dict)
+    energy: EnergySummary = field(default_factory=EnergySummary)
+    observations: int = 0
 
-class _Judge:
-    """Means, errors and intervals of a record."""
+    @property
+    def warnings(self) -> list[str]:
+        """The findings' sentences."""
+        return [finding.sentence for finding in self.findings]
 
-    def __init__(self, record: Record, tolerance: float, false_alarm_rate: float) -> None:
-        self.record, self.tolerance = record, tolerance
-        self.tau = record.temperature
-        tests = 3 * len(record.names) + 2 + 1
-        self.probability = false_alarm_rate / (2 * tests)
-        self.dof = len(record.counts) - 1
-        self.quantile = student_quantile(self.probability, self.dof)
-        self.steps = float(record.counts.sum())
-        self.numels = torch.tensor(record.numels, dtype=torch.float64)
-        values = record.values
-        self.centred = values[:, PLAIN] - values[:, ANCHOR]
-        self.mean, self.error = mean_and_error(values, record.counts)
-        self.centred_mean, self.centred_error = mean_and_error(self.centred, record.counts)
+    def with_divergence(self) -> "HealthReport":
+        """Return this report with divergence as its first finding."""
+        divergence = Finding.divergence()
+        others = tuple(finding for finding in self.findings if finding != divergence)
+        return replace(self, verdict="warning", findings=(divergence, *others))
 
-    def tensor(self, index: int) -> dict[str, Any]:
-        mean, error = float(self.mean[KINETIC, index]), float(self.error[KINETIC, index])
-        kinetic, kinetic_interval = self._kinetic(mean, error, int(self.numels[index]))
-        plain = float(self.mean[PLAIN, index]), float(self.error[PLAIN, index])
-        centred = float(self.centred_mean[index]), float(self.centred_error[index])
-        value, interval = self._configurational(plain, centred)
+    def scalars(self) -> dict[str, float]:
+        """Return the numbers for a logger: the totals, the largest deviations, the number of findings."""
+        scalars = {"health/warnings": float(len(self.findings))}
+        if self.total is not None and self.temperature > 0:
+            for kind in ("kinetic", "configurational"):
+                values = [value for entry in self.tensors.values() if (value := getattr(entry, kind)) is not None]
+                if not values:
+                    continue
+                scalars[f"health/{kind}_temperature"] = getattr(self.total, kind)
+                deviations = [abs(value / self.temperature - 1) for value in values]
+                scalars[f"health/{kind}_temperature_max_deviation"] = max(deviations)
+        if self.gradient_noise_share:
+            scalars["health/gradient_noise_share_max"] = max(self.gradient_noise_share.values())
+        return scalars
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the contents of `health.json`: dictionaries, lists, strings and numbers."""
         return {
-            "numel": int(self.numels[index]),
-            "kinetic": kinetic,
-            "kinetic_interval": kinetic_interval,
-            "configurational": value,
-            "configurational_interval": interval,
+            "step": self.step,
+            "verdict": self.verdict,
+            "warnings": self.warnings,
+            "findings": [
+                {"kind": f.kind.value, "side": f.side, "tensor": f.tensor, "sentence": f.sentence}
+                for f in self.findings
+            ],
+            "temperature": self.temperature,
+            "tolerance": self.tolerance,
+            "tensors": {name: _plain(entry) for name, entry in self.tensors.items()},
+            "total": None if self.total is None else _plain(self.total),
+            "gradient_noise_share": dict(self.gradient_noise_share),
+            "energy": _plain(self.energy),
+            "observations": self.observations,
         }
 
-    def total(self) -> dict[str, Any]:
-        """Return the temperatures of all tensors together."""
-        weights = self.numels / self.numels.sum()
-        counts = self.record.counts
-        rows = torch.cat([self.record.values, self.centred[:, None]], 1) @ weights  # (B, 5)
-        mean, error = (t.tolist() for t in mean_and_error(rows, counts))
-        kinetic, kinetic_interval = self._kinetic(mean[KINETIC], error[KINETIC], int(self.numels.sum()))
-        value, interval = self._configurational((mean[PLAIN], error[PLAIN]), (mean[ROWS], error[ROWS]))
-        return {
-            "numel": int(self.numels.sum()),
-            "kinetic": kinetic,
-            "kinetic_interval": kinetic_interval,
-            "configurational": value,
-            "configurational_interval": interval,
-        }
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "HealthReport":
+        """Return the report from its JSON form, also from one of version 0.1.0, which has sentences only.
 
-    def _kinetic(self, mean: float, error: float, numel: int) -> tuple[float, list[float] | None]:
-        if mean <= 0:
-            return 0.0, None
-        error = max(error, mean * math.sqrt(2 / (numel * self.steps)))
-        low, high = chi_square_interval(mean, error, self.probability, self.dof)
-        return self.tau * mean, [self.tau * low, self.tau * high]
+        Missing entries, and values that are not finite numbers, count as not measured.
 
-    def _configurational(self, plain: tuple[float, float], centred: tuple[float, float]) -> tuple[float, list[float]]:
-        mean, error = plain if plain[1] * self.quantile < self.tolerance else min(plain, centred, key=lambda e: e[1])
-        width = self.quantile * error
-        return self.tau * mean, [self.tau * (mean - width), self.tau * (mean + width)]
-
-    def noise_share(self, index: int) -> float:
-        """Return the share of mini-batch noise in the variance of a step."""
-        ratio, allowance = float(self.mean[NOISE, index]), self.record.allowance[index]
-        injected = 1.0 if allowance == math.inf else 1.0 - allowance
-        return ratio / (ratio + injected) if ratio + injected > 0 else 0.0
-
-    def energy(self) -> dict[str, Any]:
-        """Return the energies' mean and spread, and the range in which the earlier half's mean should lie."""
-        record = self.record
-        mean = float((record.energies * record.counts).sum() / self.steps)
-        square = float((record.square_energies * record.counts).sum() / self.steps)
-        expected = None
-        if len(record.counts) >= MIN_BATCHES:
-            (_, later), slack = self._halves(), self._drift_slack()
-            expected = [later - slack, later + slack]
-        return {"mean": mean, "std": math.sqrt(max(square - mean**2, 0.0)), "expected": expected}
-
-    def _halves(self) -> tuple[float, float]:
-        half = len(self.record.counts) // 2
-        parts = slice(None, half), slice(half, None)
-        first, second = (
-            float((self.record.energies[p] * self.record.counts[p]).sum() / self.record.counts[p].sum()) for p in parts
-        )
-        return first, second
-
-    def _drift_slack(self) -> float:
-        counts = self.record.counts
-        half = len(counts) // 2
-        residuals = _without_trend(self.record.energies, counts)
-        errors = [float(mean_and_error(residuals[p], counts[p])[1]) for p in (slice(None, half), slice(half, None))]
-        thermal = self.tolerance * self.tau * float(self.numels.sum()) / 2
-        return student_quantile(self.probability, half - 1) * math.hypot(*errors) + thermal
-
-    # -- what is wrong ------------------------------------------------------------------------------------------------
-
-    def warnings(self, report: Mapping[str, Any]) -> list[str]:
-        """Return a sentence with advice for each kind of trouble."""
-        tensors: Mapping[str, Mapping[str, Any]] = report["tensors"]
-        noisy = self._noisy()
-        hot_noise = {name for name, _ in noisy}
-        found = []
-        for kind in ("kinetic", "configurational"):
-            for side in ("above", "below"):
-                off = self._off(tensors, kind, side)
-                if off:
-                    found.append(self._temperature_sentence(kind, side, off, tensors, hot_noise))
-        if noisy:
-            name, share = max(noisy, key=lambda pair: pair[1])
-            found.append(
-                f"gradient noise: mini-batch noise makes up {share:.0%} of the step's variance in {name} "
-                f"({_count(len(noisy), len(tensors))} over the limit) and heats the chain: take more data per batch or "
-                "a smaller lr"
-            )
-        found += self._drift_sentence()
-        if self.record.clipped is not None and self.record.clipped > 0.05:
-            found.append(
-                f"clipping: {self.record.clipped:.0%} of the gradients were clipped, so what is sampled is not the "
-                "posterior: raise gradient_clip_val, or take a smaller lr in place of clipping"
-            )
-        return found
-
-    def _off(self, tensors: Mapping[str, Mapping[str, Any]], kind: str, side: str) -> list[str]:
-        """Return the tensors (else "all tensors") whose interval lies on a side of the tolerated range."""
-        low, high = self.tau * (1 - self.tolerance), self.tau * (1 + self.tolerance)
-        candidates = {"all tensors together": self.total(), **tensors}
-        off = []
-        for name, entry in candidates.items():
-            interval = entry[f"{kind}_interval"]
-            if interval is not None and (interval[0] > high if side == "above" else interval[1] < low):
-                off.append(name)
-        return off
-
-    def _temperature_sentence(
-        self, kind: str, side: str, off: list[str], tensors: Mapping[str, Mapping[str, Any]], noisy: set[str]
-    ) -> str:
-        named = [name for name in off if name in tensors]
-        if named:
-            name = max(named, key=lambda n: abs(tensors[n][f"{kind}_interval"][0 if side == "above" else 1] - self.tau))
-            entry, where = tensors[name], f"{name} ({_count(len(named), len(tensors))} off)"
-        else:
-            entry, where = self.total(), off[0]
-        low, high = entry[f"{kind}_interval"]
-        if side == "above" and noisy & set(named):
-            advice = "mini-batch noise heats the chain: take more data per batch or a smaller lr"
-        elif side == "above" and kind == "configurational" and self._drift() < 0:
-            advice = "the chain still falls: take a longer burn-in, and a smaller lr if that does not help"
-        elif side == "above":
-            advice = "the step is too large: take a smaller lr"
-        elif kind == "kinetic":
-            advice = "the momentum has not come to the temperature: take a longer burn-in or more friction"
-        else:
-            advice = (
-                "the chain has not yet spread over the posterior: take a longer burn-in and longer sampling (a larger "
-                "lr spreads faster, where the other figures allow it)"
-            )
-        return (
-            f"{kind} temperature: {entry[kind]:.3g} in {where} is {side} the target {self.tau:.3g} (interval "
-            f"{low:.3g} to {high:.3g}): {advice}"
+        Raises:
+            ValueError: if an entry has the wrong form.
+        """
+        tensors, energy, total = (_dictionary(content, name) for name in ("tensors", "energy", "total"))
+        shares = _dictionary(content, "gradient_noise_share")
+        if not all(isinstance(values, dict) for values in tensors.values()):
+            raise ValueError("its tensors should be dictionaries by name")
+        verdict, temperature = content.get("verdict"), _number(content.get("temperature"))
+        return cls(
+            step=_integer(content.get("step")),
+            verdict=next((known for known in VERDICTS if known == verdict), "unknown"),
+            findings=tuple(_findings(content)),
+            temperature=math.nan if temperature is None else temperature,
+            tolerance=_number(content.get("tolerance")) or cls.tolerance,
+            tensors={name: _temperatures(values) for name, values in tensors.items()},
+            total=_temperatures(total) if total else None,
+            gradient_noise_share={n: share for n, value in shares.items() if (share := _number(value)) is not None},
+            energy=EnergySummary(
+                _number(energy.get("mean")), _number(energy.get("std")), _interval(energy.get("expected"))
+            ),
+            observations=_integer(content.get("observations")) or 0,
         )
 
-    def _noisy(self) -> list[tuple[str, float]]:
-        lower = self.mean[NOISE] - self.quantile * self.error[NOISE]
-        return [
-            (name, self.noise_share(i))
-            for i, name in enumerate(self.record.names)
-            if float(lower[i]) - self.record.allowance[i] > self.tolerance
-        ]
 
-    def _drift(self) -> float:
-        """Return the sign of the energy's drift, 0 if it is not certain to be beyond the tolerance."""
-        first, second = self._halves()
-        return 0.0 if abs(second - first) < self._drift_slack() else math.copysign(1.0, second - first)
-
-    def _drift_sentence(self) -> list[str]:
-        direction = self._drift()
-        if direction == 0:
-            return []
-        first, second = self._halves()
-        if direction < 0:
-            word, advice = "fallen", "the chain has not arrived: take a longer burn-in"
-        else:
-            word, advice = "risen", "the chain is still warming up, or diverges: take a longer burn-in or a smaller lr"
-        return [
-            f"energy: it has {word} from {first:.6g} to {second:.6g} nats between the halves of the sampling stage: "
-            f"{advice}"
-        ]
+# -- reading and writing JSON -----------------------------------------------------------------------------------------
 
 
-def _without_trend(values: Tensor, counts: Tensor) -> Tensor:
-    """Return the residuals of a straight line through batch means."""
-    middle = counts.cumsum(0) - counts / 2
-    columns = torch.stack([torch.ones_like(middle), middle / counts.sum()], 1) * counts.sqrt()[:, None]
-    line = torch.linalg.lstsq(columns, (values * counts.sqrt())[:, None]).solution[:, 0]
-    return values - line[0] - line[1] * middle / counts.sum()
+def _plain(entry: Temperatures | EnergySummary) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(entry).items()}
 
 
-def _count(part: int, whole: int) -> str:
-    return f"{part} of {whole} tensors"
+def _dictionary(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = content.get(name)
+    if not isinstance(value, dict | None):
+        raise ValueError(f"its {name} should be a dictionary")
+    return value or {}
+
+
+def _findings(content: Mapping[str, Any]) -> list[Finding]:
+    sentences, entries = content.get("warnings", []), content.get("findings")
+    if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
+        raise ValueError("its warnings should be a list of sentences")
+    if entries is None:
+        return [Finding.of_sentence(sentence) for sentence in sentences]
+    if not isinstance(entries, list) or not all(isinstance(e, dict) and "sentence" in e for e in entries):
+        raise ValueError("its findings should be a list of dictionaries, each with a sentence")
+    return [_finding(entry) for entry in entries]
+
+
+def _finding(entry: Mapping[str, Any]) -> Finding:
+    given, tensor = entry.get("side"), entry.get("tensor")
+    side: Side | None = "above" if given == "above" else "below" if given == "below" else None
+    return Finding(_kind(entry.get("kind")), str(entry["sentence"]), side, None if tensor is None else str(tensor))
+
+
+def _kind(name: Any) -> FindingKind:
+    return next((kind for kind in FindingKind if kind.value == name), FindingKind.OTHER)
+
+
+def _temperatures(values: Mapping[str, Any]) -> Temperatures:
+    return Temperatures(
+        _integer(values.get("numel")),
+        _number(values.get("kinetic")),
+        _interval(values.get("kinetic_interval")),
+        _number(values.get("configurational")),
+        _interval(values.get("configurational_interval")),
+    )
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value
+
+
+def _integer(value: Any) -> int | None:
+    number = _number(value)
+    return None if number is None else int(number)
+
+
+def _interval(value: Any) -> Interval | None:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return None
+    low, high = map(_number, value)
+    return None if low is None or high is None else (low, high)

@@ -52,7 +52,7 @@ def to_inference_data(
     arviz = import_arviz()
     if len(store) == 0:
         raise ValueError("there are no posterior samples to export")
-    grid = ChainGrid.of(store.records)
+    grid = ChainGrid.of_chains([record.chain for record in store.records])
     if grid.dropped:
         warnings.warn(
             f"the chains have unequal numbers of draws, so {grid.dropped} of the {len(store)} samples, the oldest of "

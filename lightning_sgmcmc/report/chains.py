@@ -38,7 +38,7 @@ class Chains:
         self._missing = ""
         if not self.records:
             return
-        self._grid = ChainGrid.of(self.records)
+        self._grid = ChainGrid.of_chains([record.chain for record in self.records])
         try:
             for quantity in self._quantities(run, parameters):
                 self._diagnose(quantity)

@@ -8,6 +8,7 @@ from lightning_sgmcmc import figures
 from lightning_sgmcmc.contour import ContourState, LearnedContour
 from lightning_sgmcmc.diagnostics.chains import ChainGrid, chain_diagnostics
 from lightning_sgmcmc.diagnostics.geometry import classical_scaling, squared_distances
+from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.diagnostics.metrics import predictive_entropy, reliability
 from lightning_sgmcmc.evaluation.comparison import chain_rows, prediction_diagnostics
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
@@ -68,16 +69,12 @@ def geometry(history: RunHistory) -> Figures:
     return {"geometry": figures_samples.geometry_figure(coordinates.tolist(), share.tolist(), cycles, chains)}
 
 
-def temperatures(health: Any) -> Figures:
-    """Draw each tensor's temperatures from a chain's health, where it has been checked."""
-    tensors = health.get("tensors") if isinstance(health, dict) else None
-    if not tensors:
+def temperatures(health: HealthReport | None) -> Figures:
+    """Draw each tensor's temperatures from the report on a chain's health, if it has any."""
+    if health is None or not health.tensors:
         return {}
-    return {
-        "temperatures": figures_samples.temperatures_figure(
-            tensors, health["temperature"], health.get("tolerance", 0.2)
-        )
-    }
+    tensors = {name: vars(entry) for name, entry in health.tensors.items()}
+    return {"temperatures": figures_samples.temperatures_figure(tensors, health.temperature, health.tolerance)}
 
 
 def contour(learned: LearnedContour | None, temperature: float) -> Figures:

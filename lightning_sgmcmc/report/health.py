@@ -1,65 +1,68 @@
-"""What was measured of the chain's health."""
+"""The report's section on temperatures and energies, from the run's `health.json`."""
 
-from typing import Any, TypeGuard
+from typing import Any
 
+from lightning_sgmcmc.diagnostics.assessment import ALL_TENSORS
+from lightning_sgmcmc.diagnostics.health import HealthReport, Interval, TemperatureKind, Temperatures
 from lightning_sgmcmc.report import html_page
 from lightning_sgmcmc.report.html_page import Cell, folded, is_finite, number, paragraph, table
 
 TOLERANCE = 0.2
-"""A temperature is marked where its whole interval is more than this share off the target."""
+"""A temperature is marked where its whole interval is further from the target than this share of it."""
+FOLD_ABOVE = 40
+"""A table with more rows is folded."""
 
 
-def tensors(health: dict[str, Any]) -> str:
-    """Return the table of measured temperatures."""
-    tensors: dict[str, dict[str, Any]] = health.get("tensors") or {}
-    if not tensors:
+def tensors(health: HealthReport | None) -> str:
+    """Return the table of measured temperatures, or nothing without measurements."""
+    if health is None or not health.tensors:
         return ""
-    target, shares = health.get("temperature"), health.get("gradient_noise_share") or {}
-    total = health.get("total")
-    everything = {"all tensors together": total, **tensors} if isinstance(total, dict) else tensors
+    total = {} if health.total is None else {ALL_TENSORS: health.total}
     rows = [
         [
             name,
-            values.get("numel"),
-            _temperature(values, "kinetic", target),
-            _temperature(values, "configurational", target),
-            shares.get(name),
+            entry.numel,
+            _temperature(entry, "kinetic", health.temperature),
+            _temperature(entry, "configurational", health.temperature),
+            health.gradient_noise_share.get(name),
         ]
-        for name, values in everything.items()
+        for name, entry in {**total, **health.tensors}.items()
     ]
     header = ["tensor", "elements", "kinetic temperature", "configurational temperature", "share of gradient noise"]
-    content = table(header, rows, f"Measured temperatures at step {number(health.get('step'))}")
-    energy = health.get("energy") or {}
-    expected = energy.get("expected")
-    facts = html_page.facts(
+    content = table(header, rows, f"Measured temperatures at step {number(health.step)}")
+    note = (
+        f"Intervals are in brackets; a temperature is marked where its whole interval is over {TOLERANCE:.0%} off the "
+        "target."
+    )
+    return (
+        _facts(health)
+        + (content if len(rows) <= FOLD_ABOVE else folded(f"All {len(rows)} tensors", content))
+        + paragraph(note, "note")
+    )
+
+
+def _facts(health: HealthReport) -> str:
+    energy = health.energy
+    return html_page.facts(
         [
-            ("Target temperature", target),
-            ("Mean energy", energy.get("mean")),
-            ("Its standard deviation", energy.get("std")),
-            ("Expected energy", _interval(expected) if _is_interval(expected) else None),
+            ("Target temperature", health.temperature if is_finite(health.temperature) else None),
+            ("Mean energy", energy.mean),
+            ("Its standard deviation", energy.std),
+            ("Expected energy", None if energy.expected is None else _brackets(energy.expected)),
         ]
     )
-    note = f"In brackets the measurement's interval; marked where all of it is over {TOLERANCE:.0%} off the target."
-    return (
-        facts + (content if len(rows) <= 40 else folded(f"All {len(rows)} tensors", content)) + paragraph(note, "note")
-    )
 
 
-def _temperature(values: dict[str, Any], name: str, target: Any) -> Any:
-    value, interval = values.get(name), values.get(f"{name}_interval")
-    if not is_finite(value):
+def _temperature(entry: Temperatures, kind: TemperatureKind, target: float) -> Any:
+    value, interval = entry.measured(kind)
+    if value is None:
         return None
-    if not _is_interval(interval):
+    if interval is None:
         return number(value)
-    text = f"{number(value)} {_interval(interval)}"
     low, high = interval
-    off = is_finite(target) and (low > target * (1 + TOLERANCE) or high < target * (1 - TOLERANCE))
-    return Cell(text, "bad") if off else text
+    text = f"{number(value)} {_brackets(interval)}"
+    return Cell(text, "bad") if low > target * (1 + TOLERANCE) or high < target * (1 - TOLERANCE) else text
 
 
-def _is_interval(value: Any) -> TypeGuard[list[float]]:
-    return isinstance(value, list) and len(value) == 2 and all(map(is_finite, value))
-
-
-def _interval(value: list[float]) -> str:
-    return f"[{number(value[0])}, {number(value[1])}]"
+def _brackets(interval: Interval) -> str:
+    return f"[{number(interval[0])}, {number(interval[1])}]"

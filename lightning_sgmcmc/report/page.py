@@ -49,7 +49,7 @@ def render(run: RunRecord, parameters: Sequence[str] | None = None) -> str:
         ("Weights", weights(run.records)),
         ("Chains", chains.html()),
         ("Pictures", pictures(run)),
-        ("Health of each tensor", tensors(run.health or {})),
+        ("Health of each tensor", tensors(run.health)),
         ("Configuration", _configuration(run)),
     ]
     title = str(run.results.get("recipe") or run.name)
@@ -59,23 +59,15 @@ def render(run: RunRecord, parameters: Sequence[str] | None = None) -> str:
 
 
 def _verdict(run: RunRecord, chains: "Chains") -> str:
-    health = run.health or {}
-    verdict = str(health.get("verdict", "unknown"))
+    verdict = "unknown" if run.health is None else run.health.verdict
     if run.health is None:
         says = "Not recorded: the run had no ChainHealth callback."
     elif verdict == "unknown":
         says = "Unknown: the temperatures could not be measured."
     else:
-        says = {"ok": "Healthy: the measured temperatures are the target's.", "warning": "Look at this first."}.get(
-            verdict, verdict
-        )
-    advice = health.get("advice", [])
-    attention = [
-        *health.get("warnings", []),
-        *([advice] if isinstance(advice, str) else [str(a) for a in advice]),
-        *_attention(run),
-        *chains.attention,
-    ]
+        says = {"ok": "Healthy: the measured temperatures are the target's.", "warning": "Look at this first."}[verdict]
+    warnings = [] if run.health is None else run.health.warnings
+    attention = [*warnings, *_attention(run), *chains.attention]
     kind = "bad" if attention or verdict == "warning" else "good" if verdict == "ok" else ""
     return f'<div class="verdict {kind}">{paragraph(says)}{bullets(attention)}</div>'
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sgmcmc.chains.sample import SampleRecord
+from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
 from lightning_sgmcmc.run.results import RESULTS
 
@@ -30,7 +31,7 @@ class RunRecord:
         rows: its rows, each with `method`, `metric` and `value`.
         steps: optimizer steps of the history.
         scalars: values at these steps, by name ("sampler/energy").
-        health: the contents of `health.json`, if there.
+        health: the report in `health.json`, if there is one.
         records: what is known of each sample, from the store, else from the history.
         store: the samples, if they are in the folder.
         pictures: the PNG files that can be shown, by name without the suffix.
@@ -43,7 +44,7 @@ class RunRecord:
     rows: list[dict[str, Any]] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     scalars: dict[str, list[float]] = field(default_factory=dict)
-    health: dict[str, Any] | None = None
+    health: HealthReport | None = None
     records: list[SampleRecord] = field(default_factory=list)
     store: DiskStore | None = None
     pictures: dict[str, bytes] = field(default_factory=dict)
@@ -97,9 +98,7 @@ def read_run(folder: Path) -> RunRecord:
     run.rows = _rows(run.results, folder / RESULTS)
     history = _read_json(folder / HISTORY) or {}
     run.steps, run.scalars = _series(history, folder / HISTORY)
-    run.health = _read_json(folder / HEALTH)
-    if run.health is not None:
-        _check_health(run.health, folder / HEALTH)
+    run.health = _health(_read_json(folder / HEALTH), folder / HEALTH)
     store = next((p for p in (folder / "samples", folder) if (p / MANIFEST).exists()), None)
     try:
         run.store = DiskStore(store) if store is not None else None
@@ -163,15 +162,13 @@ def _sample_records(samples: Any, path: Path) -> list[SampleRecord]:
         raise RunError(f"{path} is damaged: a sample should have {', '.join(names)}") from None
 
 
-def _check_health(health: dict[str, Any], path: Path) -> None:
-    for name in ("tensors", "gradient_noise_share", "energy", "total"):
-        if not isinstance(health.get(name), dict | None):
-            raise RunError(f"{path} is damaged: its {name} should be a dictionary")
-    warnings, tensors = health.get("warnings", []), health.get("tensors") or {}
-    if not isinstance(warnings, list) or not all(isinstance(text, str) for text in warnings):
-        raise RunError(f"{path} is damaged: its warnings should be a list of sentences")
-    if not all(isinstance(values, dict) for values in tensors.values()):
-        raise RunError(f"{path} is damaged: its tensors should be dictionaries by name")
+def _health(content: dict[str, Any] | None, path: Path) -> HealthReport | None:
+    if content is None:
+        return None
+    try:
+        return HealthReport.from_json(content)
+    except ValueError as error:
+        raise RunError(f"{path} is damaged: {error}") from None
 
 
 def _is_number(value: Any) -> bool:

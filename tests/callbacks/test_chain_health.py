@@ -22,6 +22,7 @@ from lightning_sgmcmc import (
     pSGLD,
 )
 from lightning_sgmcmc.callbacks import ChainHealth, CyclicalSchedule, SamplerCallback, SamplingSchedule
+from lightning_sgmcmc.diagnostics.health import FindingKind, HealthReport, TemperatureKind
 from lightning_sgmcmc.figures.samples import temperatures_figure
 from tests.support.problems import ConjugateRegression, classifier, loaders
 from tests.support.trainers import quiet_trainer
@@ -71,25 +72,29 @@ def test_every_sampler_on_a_network(sampler: Any) -> None:
     report = module.health
     assert report is not None
     names = {name for name, p in module.named_parameters() if p.requires_grad} - {"net.body.3.bias"}
-    assert set(report["tensors"]) == names == set(report["gradient_noise_share"])
-    assert report["tensors"]["net.scale"]["numel"] == 1
-    for entry in report["tensors"].values():
-        for kind in ("kinetic", "configurational"):
-            low, high = entry[f"{kind}_interval"]
-            assert low <= entry[kind] <= high
-    assert all(0 <= share <= 1 for share in report["gradient_noise_share"].values())
-    assert json.loads(Path("sgmcmc/health.json").read_text()) == report
-    temperatures_figure(report["tensors"], report["temperature"]).savefig("figure.png")
+    assert set(report.tensors) == names == set(report.gradient_noise_share)
+    assert report.tensors["net.scale"].numel == 1
+    kinds: tuple[TemperatureKind, ...] = ("kinetic", "configurational")
+    for entry in report.tensors.values():
+        for kind in kinds:
+            value, interval = entry.measured(kind)
+            assert value is not None
+            assert interval is not None
+            assert interval[0] <= value <= interval[1]
+    assert all(0 <= share <= 1 for share in report.gradient_noise_share.values())
+    assert HealthReport.from_json(json.loads(Path("sgmcmc/health.json").read_text())) == report
+    shown = {name: vars(entry) for name, entry in report.tensors.items()}
+    temperatures_figure(shown, report.temperature).savefig("figure.png")
 
 
 def test_only_hot_steps_of_the_sampling_stage_count() -> None:
     _, module = run(schedule=CyclicalSchedule(2, 0.5, 1), health=ChainHealth(every_n_steps=2, warm_up=0.0))
     assert module.health is not None
     # 2 stages of 50 steps, 25 observations each (in batches of one); the first step of a stage has no step before it.
-    assert module.health["observations"] in (48, 50)
+    assert module.health.observations in (48, 50)
     _, module = run(module=PROBLEM.module(sampler=SGHMC, lr=0.004, temperature=0.0, seed=0))
     assert module.health is not None
-    assert (module.health["observations"], module.health["verdict"]) == (0, "unknown")
+    assert (module.health.observations, module.health.verdict) == (0, "unknown")
 
 
 def test_it_does_not_touch_the_chain() -> None:
@@ -110,8 +115,10 @@ def test_controls_on_the_device_count_as_numbers_do() -> None:
     _, b = run(extra=(Tensors(),))
     assert a.health is not None
     assert b.health is not None
-    for kind in ("kinetic", "configurational"):
-        assert a.health["total"][kind] == pytest.approx(b.health["total"][kind], rel=1e-3)
+    assert a.health.total is not None
+    assert b.health.total is not None
+    assert a.health.total.kinetic == pytest.approx(b.health.total.kinetic, rel=1e-3)
+    assert a.health.total.configurational == pytest.approx(b.health.total.configurational, rel=1e-3)
 
 
 def test_a_gradient_multiplier_is_part_of_the_force() -> None:
@@ -124,15 +131,17 @@ def test_a_gradient_multiplier_is_part_of_the_force() -> None:
     module = PROBLEM.module(sampler=SGLD, lr=0.01, seed=0)
     _, module = run(module, 1500, extra=(Doubled(),))
     assert module.health is not None
-    assert module.health["verdict"] == "ok"
-    low, _ = module.health["total"]["configurational_interval"]
+    assert module.health.verdict == "ok"
+    assert module.health.total is not None
+    assert module.health.total.configurational_interval is not None
+    low, _ = module.health.total.configurational_interval
     assert low > 0.55, "without the multiplier it would be 0.5"
 
 
 def test_accumulation_counts_optimizer_steps() -> None:
     _, module = run(steps=200, accumulate_grad_batches=2, health=ChainHealth(every_n_steps=2, warm_up=0.0))
     assert module.health is not None
-    assert 80 <= module.health["observations"] <= 90
+    assert 80 <= module.health.observations <= 90
 
 
 def test_resume_keeps_the_record(tmp_path: Path) -> None:
@@ -151,8 +160,10 @@ def test_resume_keeps_the_record(tmp_path: Path) -> None:
     _, whole = run(steps=250, health=ChainHealth(every_n_steps=2, warm_up=0.0))
     assert module.health is not None
     assert whole.health is not None
-    assert abs(module.health["observations"] - whole.health["observations"]) <= 8
-    assert module.health["total"]["kinetic"] == pytest.approx(whole.health["total"]["kinetic"], rel=0.05)
+    assert abs(module.health.observations - whole.health.observations) <= 8
+    assert module.health.total is not None
+    assert whole.health.total is not None
+    assert module.health.total.kinetic == pytest.approx(whole.health.total.kinetic, rel=0.05)
 
 
 def test_warns_once_with_advice_and_writes_its_scalars(tmp_path: Path) -> None:
@@ -162,13 +173,14 @@ def test_warns_once_with_advice_and_writes_its_scalars(tmp_path: Path) -> None:
         run(module, 1200, schedule=CyclicalSchedule(4, 0.1, 1), logger=logger, log_every_n_steps=50)
     kinds = [str(w.message).split(":")[1] for w in caught if "ChainHealth" in str(w.message)]
     assert len(kinds) == len(set(kinds))
-    assert json.loads((Path(logger.log_dir) / "health.json").read_text()) == module.health
+    assert module.health is not None
+    assert module.health.total is not None
+    assert json.loads((Path(logger.log_dir) / "health.json").read_text()) == module.health.as_json()
     with open(Path(logger.log_dir) / "metrics.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["health/kinetic_temperature"]]
     assert len(rows) >= 4
-    assert module.health is not None
-    assert float(rows[-1]["health/kinetic_temperature"]) == pytest.approx(module.health["total"]["kinetic"], rel=1e-6)
-    assert float(rows[-1]["health/warnings"]) == len(module.health["warnings"])
+    assert float(rows[-1]["health/kinetic_temperature"]) == pytest.approx(module.health.total.kinetic, rel=1e-6)
+    assert float(rows[-1]["health/warnings"]) == len(module.health.findings)
 
 
 def test_divergence_is_said_and_still_json() -> None:
@@ -178,6 +190,7 @@ def test_divergence_is_said_and_still_json() -> None:
     report = json.loads(Path("sgmcmc/health.json").read_text())
     assert report["verdict"] == "warning"
     assert report["warnings"][0].startswith("divergence: ")
+    assert report["findings"][0]["kind"] == "divergence"
     assert report["step"] < 200
 
 
@@ -186,7 +199,7 @@ def test_clipping_that_bites_is_said() -> None:
         run(gradient_clip_val=1e-3)
     _, module = run(gradient_clip_val=1e3)
     assert module.health is not None
-    assert not [w for w in module.health["warnings"] if w.startswith("clipping")]
+    assert FindingKind.CLIPPING not in {finding.kind for finding in module.health.findings}
 
 
 def test_a_trial_run_and_a_second_fit() -> None:

@@ -382,7 +382,7 @@ def test_everything_after_a_fit(tmp_path: Path) -> None:
     )
     trainer.fit(module, datamodule=Data())
     assert module.health is not None
-    assert set(module.health["tensors"]) == {name for name, _ in Net().named_parameters()}
+    assert set(module.health.tensors) == {name for name, _ in Net().named_parameters()}
     (metrics,) = trainer.test(module, datamodule=Data(), verbose=False)
     assert 0 < metrics["test/bma_accuracy"] <= 1
     (prediction,) = trainer.predict(module, datamodule=Data(batch_size=20))
@@ -400,7 +400,8 @@ def test_health_of_several_chains_is_the_mean_of_theirs() -> None:
     trainer = quiet_trainer(max_steps=3000, callbacks=[SamplingSchedule(every_n_steps=100), health])
     trainer.fit(module, problem.loader(100))
     assert module.health is not None
-    kinetic = module.health["total"]["kinetic"] / module.health["temperature"]
+    assert module.health.total is not None
+    kinetic = (module.health.total.kinetic or 0.0) / module.health.temperature
     assert kinetic == pytest.approx(1, abs=0.08)  # the mini-batches' share and five standard errors
 
 

@@ -65,8 +65,8 @@ def test_configuration_mistakes_say_what_is_wrong(capsys: pytest.CaptureFixture[
     assert "learning_rate" in capsys.readouterr().err
 
 
-def test_resume_goes_on_with_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that lost its last two thirds is carried on in its own folder, bit for bit, and is told from a new one."""
+def test_resume_continues_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that lost its last two thirds is continued in its own folder, bit for bit; without one a new run starts."""
     saver = ["--trainer.callbacks+=pytorch_lightning.callbacks.ModelCheckpoint"]
     saver += [f"--trainer.callbacks.{name}" for name in ("every_n_train_steps=50", "save_top_k=-1")]
     folders = [tmp_path / "whole", tmp_path / "stopped", tmp_path / "new"]
@@ -94,7 +94,7 @@ def test_resume_goes_on_with_the_newest_run(tmp_path: Path, monkeypatch: pytest.
     assert results[0] == results[1]
 
     monkeypatch.chdir(folders[2])
-    main(["fit", "--config", RECIPE, *SHORT, "--resume"])  # where there is nothing to go on from, a run begins
+    main(["fit", "--config", RECIPE, *SHORT, "--resume"])  # without a checkpoint, a run starts
     assert (run / "results.json").exists()
 
 
@@ -104,7 +104,7 @@ def checkpoint_of(run: Path, step: int) -> Path:
 
 
 def test_resume_has_no_meaning_elsewhere() -> None:
-    with pytest.raises(ValueError, match="--resume goes on with a fit, so it has no meaning for test: leave it out"):
+    with pytest.raises(ValueError, match="--resume continues a fit, so it has no meaning for test: leave it out"):
         main(["test", "--config", RECIPE, "--resume"])
-    with pytest.raises(ValueError, match="looks for the checkpoint itself: leave out --ckpt_path, or --resume"):
+    with pytest.raises(ValueError, match="finds the checkpoint itself: leave out --ckpt_path, or --resume"):
         main(["fit", "--config", RECIPE, "--resume", "--ckpt_path=last"])

@@ -7,6 +7,7 @@ below 1 %, and seeds are fixed.
 """
 
 import functools
+import json
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks import ChainHealth, SamplingSchedule
+from lightning_sgmcmc.diagnostics.assessment import assess
 from lightning_sgmcmc.diagnostics.batch_means import (
     BatchMeans,
     chi_square_interval,
@@ -22,7 +24,9 @@ from lightning_sgmcmc.diagnostics.batch_means import (
     merge_batches,
     without_warm_up,
 )
-from lightning_sgmcmc.diagnostics.health import Record, assess, inner_products, square_norms
+from lightning_sgmcmc.diagnostics.estimates import Observations
+from lightning_sgmcmc.diagnostics.health import Finding, FindingKind, HealthReport, TemperatureKind, Temperatures
+from lightning_sgmcmc.diagnostics.observer import inner_products, square_norms
 from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, UnderdampedLangevin, pSGLD
 from tests.support.problems import ConjugateRegression
 from tests.support.trainers import quiet_trainer
@@ -33,7 +37,7 @@ UNDERDAMPED = functools.partial(UnderdampedLangevin, friction=10.0)
 PRECISION = np.linalg.inv(PROBLEM.covariance)
 
 
-def fit(sampler: Any, lr: float, steps: int = 1800, every: int = 2, seed: int = 0, **options: Any) -> dict[str, Any]:
+def fit(sampler: Any, lr: float, steps: int = 1800, every: int = 2, seed: int = 0, **options: Any) -> HealthReport:
     """Return the report of a run on the conjugate model."""
     module = PROBLEM.module(sampler=sampler, lr=lr, seed=seed, **options)
     health = ChainHealth(every_n_steps=every, warn=False)
@@ -111,7 +115,7 @@ def test_chi_square_interval_has_its_coverage() -> None:
 
 def record(
     kinetic: float = 1.0, configurational: float = 1.0, noise: float = 0.0, drift: float = 0.0, seed: int = 0
-) -> Record:
+) -> Observations:
     """A record of 24 batches of 50 steps: 20 tensors of 1 to 2000 numbers, with the scatter of Gaussians."""
     generator = torch.Generator().manual_seed(seed)
     numels = [1, 3, 10, 100, 2000] * 4
@@ -125,7 +129,7 @@ def record(
     rows = [scattered(kinetic), scattered(configurational) + swamp, swamp, ratio]
     thermal = sum(numels) / 2
     energies = 1e4 + drift * thermal * torch.linspace(-1, 1, 24) + 5 * torch.randn(24, generator=generator)
-    return Record(
+    return Observations(
         names=[f"tensor{i}" for i in range(20)],
         numels=numels,
         values=torch.stack(rows, 1),
@@ -139,47 +143,82 @@ def record(
 
 def test_a_healthy_record_raises_no_alarm() -> None:
     """200 records, exactly on target and a little off it: at 1 % each (and far less, as the tolerance is granted)."""
-    alarms = [assess(record(1.02, 0.98, seed=seed), 1)["verdict"] for seed in range(200)]
+    alarms = [assess(record(1.02, 0.98, seed=seed), 1).verdict for seed in range(200)]
     assert set(alarms) == {"ok"}
 
 
 @pytest.mark.parametrize(
-    ("trouble", "words"),
+    ("trouble", "kind", "side", "words"),
     [
-        ({"kinetic": 1.5}, ["kinetic temperature", "above", "smaller lr"]),
-        ({"kinetic": 0.6}, ["kinetic temperature", "below", "burn-in"]),
-        ({"configurational": 1.5}, ["configurational temperature", "above", "smaller lr"]),
-        ({"configurational": 0.5}, ["configurational temperature", "below", "burn-in"]),
-        ({"noise": 0.5}, ["gradient noise", "more data per batch"]),
-        ({"drift": -1.0}, ["energy", "fallen", "longer burn-in"]),
-        ({"drift": 1.0}, ["energy", "risen", "longer burn-in or a smaller lr"]),
+        ({"kinetic": 1.5}, FindingKind.KINETIC, "above", ["above", "smaller lr"]),
+        ({"kinetic": 0.6}, FindingKind.KINETIC, "below", ["below", "burn-in"]),
+        ({"configurational": 1.5}, FindingKind.CONFIGURATIONAL, "above", ["above", "smaller lr"]),
+        ({"configurational": 0.5}, FindingKind.CONFIGURATIONAL, "below", ["below", "burn-in"]),
+        ({"noise": 0.5}, FindingKind.GRADIENT_NOISE, "above", ["more data per batch"]),
+        ({"drift": -1.0}, FindingKind.ENERGY, "below", ["fallen", "longer burn-in"]),
+        ({"drift": 1.0}, FindingKind.ENERGY, "above", ["risen", "longer burn-in or a smaller lr"]),
     ],
 )
-def test_each_trouble_is_named_with_advice(trouble: dict[str, float], words: list[str]) -> None:
+def test_each_trouble_is_named_with_advice(
+    trouble: dict[str, float], kind: FindingKind, side: str, words: list[str]
+) -> None:
     for seed in range(5):
         report = assess(record(**trouble, seed=seed), 1)
-        assert report["verdict"] == "warning"
-        (warning,) = report["warnings"]
-        assert all(word in warning for word in words)
+        assert report.verdict == "warning"
+        (finding,) = report.findings
+        assert (finding.kind, finding.side) == (kind, side)
+        assert finding.sentence.startswith(f"{kind.value}: ")
+        assert all(word in finding.sentence for word in words)
+        assert finding.is_heat == (side == "above" and kind != FindingKind.ENERGY)
+
+
+@pytest.mark.parametrize("trouble", [{}, {"kinetic": 1.5, "configurational": 0.5, "noise": 0.5}])
+def test_a_report_survives_its_file(trouble: dict[str, float]) -> None:
+    """Reports of version 0.1.0 have sentences only: their findings lack the tensor, and no more."""
+    report = assess(record(**trouble), 7)
+    content = json.loads(json.dumps(report.as_json()))
+    assert HealthReport.from_json(content) == report
+    assert report.with_divergence().with_divergence() == report.with_divergence()
+    del content["findings"]
+    old = HealthReport.from_json(content)
+    assert old.warnings == report.warnings
+    assert [(f.kind, f.is_heat) for f in old.findings] == [(f.kind, f.is_heat) for f in report.findings]
+
+
+@pytest.mark.parametrize(
+    "content", [{"tensors": []}, {"tensors": {"a": 1}}, {"warnings": [3]}, {"findings": ["hot"]}, {"energy": 1.0}]
+)
+def test_a_damaged_report(content: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="should be "):
+        HealthReport.from_json(content)
+
+
+def test_an_incomplete_report() -> None:
+    tensor = {"kinetic": float("nan"), "kinetic_interval": [1], "configurational": True}
+    report = HealthReport.from_json({"tensors": {"a": tensor}, "verdict": "perfect", "warnings": ["hot: cool it"]})
+    assert report.tensors == {"a": Temperatures()}
+    assert (report.verdict, report.step, report.energy.mean) == ("unknown", None, None)
+    assert report.findings == (Finding(FindingKind.OTHER, "hot: cool it"),)
+    assert report.scalars() == {"health/warnings": 1.0}
 
 
 def test_tolerance_allows_what_it_says() -> None:
-    assert assess(record(1.15, 1.15), 1)["verdict"] == "ok"
-    assert assess(record(1.15, 1.15), 1, tolerance=0.05)["verdict"] == "warning"
-    assert assess(record(noise=0.15), 1)["verdict"] == "ok"
+    assert assess(record(1.15, 1.15), 1).verdict == "ok"
+    assert assess(record(1.15, 1.15), 1, tolerance=0.05).verdict == "warning"
+    assert assess(record(noise=0.15), 1).verdict == "ok"
 
 
 def test_too_little_to_go_by_is_unknown() -> None:
     short = record()
-    few = Record(
+    few = Observations(
         **{**vars(short), **{k: vars(short)[k][:4] for k in ("values", "energies", "square_energies", "counts")}}
     )
-    assert assess(few, 1)["verdict"] == "unknown"
-    none = Record(
+    assert assess(few, 1).verdict == "unknown"
+    none = Observations(
         **{**vars(short), **{k: vars(short)[k][:0] for k in ("values", "energies", "square_energies", "counts")}}
     )
     report = assess(none, 1)
-    assert (report["verdict"], report["tensors"]) == ("unknown", {})
+    assert (report.verdict, report.tensors) == ("unknown", {})
 
 
 # -- the conjugate model ----------------------------------------------------------------------------------------------
@@ -233,13 +272,13 @@ def test_a_large_step_is_flagged_and_a_right_one_passes(name: str, sampler: Any,
     for seed in range(2):
         assert exact(name, large)["configurational"] > 1.4
         report = fit(sampler, large, seed=seed)
-        assert report["verdict"] == "warning"
-        assert all("smaller lr" in warning for warning in report["warnings"])
-        assert {warning.split(":")[0] for warning in report["warnings"]} >= {"kinetic temperature", "gradient noise"}
+        assert report.verdict == "warning"
+        assert all("smaller lr" in warning for warning in report.warnings)
+        assert {finding.kind for finding in report.findings} >= {FindingKind.KINETIC, FindingKind.GRADIENT_NOISE}
 
         assert exact(name, right)["configurational"] < 1.12
         report = fit(sampler, right, seed=seed)
-        assert (report["verdict"], report["warnings"]) == ("ok", [])
+        assert (report.verdict, report.findings) == ("ok", ())
 
 
 @pytest.mark.parametrize(("name", "sampler", "large", "right"), CASES)
@@ -249,12 +288,13 @@ def test_estimates_have_their_exact_values(name: str, sampler: Any, large: float
         # On a harmonic target the momentum is as hot as the configuration, to the order of the noise's anisotropy.
         assert truth["kinetic"] == pytest.approx(truth["configurational"], rel=0.03)
     report = fit(sampler, large, steps=4000, seed=5)
-    (entry,) = report["tensors"].values()
-    for kind in ("kinetic", "configurational"):
-        low, high = entry[f"{kind}_interval"]
+    (entry,) = report.tensors.values()
+    kinds: tuple[TemperatureKind, ...] = ("kinetic", "configurational")
+    for kind in kinds:
+        low, high = entry.measured(kind)[1] or (np.nan, np.nan)
         assert low < truth[kind] < high
         assert (high - low) / 2 < 0.15 * truth[kind], "the test must be able to see an error of a fifth"
-    (share,) = report["gradient_noise_share"].values()
+    (share,) = report.gradient_noise_share.values()
     # 1500 observed differences of 60 coordinates of a heavy-tailed gradient: a standard error below 1 %
     assert share == pytest.approx(truth["share"], rel=0.04)
     # and what is estimated is the true share but for lr·λ
@@ -264,11 +304,11 @@ def test_estimates_have_their_exact_values(name: str, sampler: Any, large: float
 
 def test_temperature_of_the_target() -> None:
     report = fit(SGHMC, 0.004, temperature=0.5)
-    assert report["temperature"] == 0.5
+    assert report.temperature == 0.5
     # noise of the gradient does not fall with the temperature: heat in terms of τ doubles
     heat = exact("SGHMC", 0.004)["kinetic"] - 1
-    (entry,) = report["tensors"].values()
-    low, high = entry["kinetic_interval"]
+    (entry,) = report.tensors.values()
+    low, high = entry.kinetic_interval or (np.nan, np.nan)
     assert low < 0.5 * (1 + 2 * heat) < high
 
 
@@ -280,14 +320,14 @@ def test_temperature_of_the_target() -> None:
     ],
 )
 def test_the_rules_that_are_not_linear(sampler: Any, large: float, right: float) -> None:
-    assert fit(sampler, large)["verdict"] == "warning"
-    assert fit(sampler, right)["verdict"] == "ok"
+    assert fit(sampler, large).verdict == "warning"
+    assert fit(sampler, right).verdict == "ok"
 
 
 def test_the_thermostat_takes_the_noise_out() -> None:
     report = fit(SGNHT, 0.02)
-    assert report["verdict"] == "ok"
-    (share,) = report["gradient_noise_share"].values()
+    assert report.verdict == "ok"
+    (share,) = report.gradient_noise_share.values()
     assert share > 0.2, "noise that would heat SGHMC by a quarter"
 
 
@@ -299,6 +339,6 @@ def test_energy_of_a_chain_that_still_falls() -> None:
     callbacks = [SamplingSchedule(burn_in_steps=0, every_n_steps=1500), ChainHealth(every_n_steps=2, warn=False)]
     quiet_trainer(max_steps=1500, callbacks=callbacks).fit(module, PROBLEM.loader(BATCH))
     assert module.health is not None
-    (warning,) = [w for w in module.health["warnings"] if w.startswith("energy")]
-    assert "fallen" in warning
-    assert "longer burn-in" in warning
+    (finding,) = [finding for finding in module.health.findings if finding.kind == FindingKind.ENERGY]
+    assert "fallen" in finding.sentence
+    assert "longer burn-in" in finding.sentence

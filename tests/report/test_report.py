@@ -339,7 +339,7 @@ def test_text_is_escaped(tmp_path: Path) -> None:
     rows = [{"method": HOSTILE, "metric": HOSTILE, "value": 1.0}]
     (run / "results.json").write_text(json.dumps({"recipe": HOSTILE, "seed": HOSTILE, "scale": HOSTILE, "rows": rows}))
     health = json.loads((run / "health.json").read_text())
-    health |= {"warnings": [HOSTILE], "advice": HOSTILE, "tensors": {HOSTILE: health["tensors"]["net.weight"]}}
+    health |= {"warnings": [HOSTILE], "tensors": {HOSTILE: health["tensors"]["net.weight"]}}
     (run / "health.json").write_text(json.dumps(health))
     (run / "config.yaml").write_text(f"{HOSTILE}\n")
     (run / "hparams.yaml").write_text(f"? {HOSTILE!r}\n: {HOSTILE!r}\n")

@@ -20,6 +20,7 @@ from lightning_sgmcmc.callbacks import (
     SamplerCallback,
 )
 from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.diagnostics.health import HealthReport, Temperatures
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from tests.support.problems import classifier, loaders
 from tests.support.trainers import quiet_trainer
@@ -59,12 +60,12 @@ class Extras(SamplerCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         pl_module.sampler.set_control("gradient_multiplier", 0.5)
-        tensors = {"net.0.weight": {"configurational": 1.1, "configurational_interval": [0.9, 1.3]}}
+        measured = Temperatures(configurational=1.1, configurational_interval=(0.9, 1.3))
         rules = Contour(EnergyPartition(0.0, 10.0, 20))
         state = rules.initial_state()
         state.visits[3:6] = 7
         pl_module.contour = LearnedContour(rules, state)
-        pl_module.health = {"tensors": tensors, "temperature": 1.0}
+        pl_module.health = HealthReport(tensors={"net.0.weight": measured})
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         noise = WeightedAverage()

@@ -1,0 +1,326 @@
+"""What the steps of a chain show: products of weights, gradients and momenta, averaged over batches of steps.
+
+`lightning_sgmcmc.diagnostics.estimates` says what they estimate.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.diagnostics.batch_means import BatchMeans, merge_batches, without_warm_up
+from lightning_sgmcmc.diagnostics.estimates import ANCHORED, KINETIC, NOISE, NUM_ROWS, PLAIN, Observations
+from lightning_sgmcmc.samplers.law import StepLaw
+from lightning_sgmcmc.tensors import Control
+
+Batches = tuple[Tensor, Tensor]
+"""Means (B, length) and lengths (B,) of batches of steps."""
+Reduction = Callable[[Tensor], Tensor]
+"""Reduces batch means over processes."""
+
+NUM_EXTRAS = 4
+ENERGY, SQUARE_ENERGY, TEMPERATURE, CLIPPED = range(NUM_EXTRAS)
+
+
+def inner_products(a: Sequence[Tensor], b: Sequence[Tensor], chains: int = 1) -> Tensor:
+    """Return the inner product of each pair of tensors, shape (T,), without waiting for the device.
+
+    With several chains the tensors have a leading chain axis, and the shape is (T, C).
+    """
+    if chains > 1:
+        return torch.stack([(x * y).flatten(1).sum(1) for x, y in zip(a, b, strict=True)])
+    return torch.stack([torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(a, b, strict=True)])
+
+
+def square_norms(tensors: Sequence[Tensor], chains: int = 1) -> Tensor:
+    """Return the squared norm of each tensor, shape (T,), or of each tensor and chain, (T, C)."""
+    if chains > 1:
+        return torch.stack([tensor.square().flatten(1).sum(1) for tensor in tensors])
+    return torch.stack(torch._foreach_norm(list(tensors))).square_()
+
+
+def unreduced(means: Tensor) -> Tensor:
+    """Return batch means of this process as they are."""
+    return means
+
+
+class GroupStep(NamedTuple):
+    """A step of one parameter group.
+
+    Attributes:
+        law: the sampler's law of the step.
+        temperature: τ.
+        gradient_multiplier: κ.
+        num_data: N.
+        momenta: momentum of each parameter, None where it has none.
+    """
+
+    law: StepLaw
+    temperature: Control
+    gradient_multiplier: Control
+    num_data: int
+    momenta: Sequence[Tensor | None]
+
+
+class Clipping(NamedTuple):
+    """How gradients are clipped after the observation.
+
+    Attributes:
+        limit: the largest norm, or the largest absolute value; None or 0 clips nothing.
+        by: "norm" or "value".
+    """
+
+    limit: float | None = None
+    by: Literal["norm", "value"] = "norm"
+
+
+NO_CLIPPING = Clipping()
+
+
+class StepObserver:
+    """Observes the steps of the sampling stages of one or several chains, and holds the batch means.
+
+    The order in a step: `begin_stage` before the first step of a stage, `before_update` when the gradients are
+    complete, `after_update` with the laws of the step. `add` then completes a pending observation. `end_stage` closes
+    a stage. The memory is three copies of the parameters.
+
+    Args:
+        names: the parameters' names.
+        params: the parameters, with a leading axis for several chains.
+        group_sizes: number of parameters in each parameter group, in the order of `params`.
+        num_chains: C.
+        every_n_steps: number of steps from one observation to the next.
+        warm_up: share of each stage, at its beginning, that is left out.
+        clipping: how the gradients are clipped.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Sequence[Tensor],
+        group_sizes: Sequence[int],
+        num_chains: int = 1,
+        every_n_steps: int = 20,
+        warm_up: float = 0.25,
+        clipping: Clipping = NO_CLIPPING,
+    ) -> None:
+        self._names, self._params = list(names), [p.detach() for p in params]
+        self._slices = [slice(sum(group_sizes[:i]), sum(group_sizes[: i + 1])) for i in range(len(group_sizes))]
+        self._chains, self._every, self._warm_up = num_chains, every_n_steps, warm_up
+        self._clipping = clipping
+        numels = torch.tensor([p.numel() / num_chains for p in params]).to(params[0])
+        self._inverse_numels = 1 / (numels[:, None] if num_chains > 1 else numels)
+        self._anchors: list[Tensor] = []
+        self._previous: list[Tensor] = []  # the gradients of the step before an observed one
+        self._previous_step = -1
+        self._variances: list[Control | None] = [None] * len(self._slices)
+        self._past: Batches | None = None  # of the stages that have ended
+        self._stage: BatchMeans | None = None
+        self._pending: Tensor | None = None
+        self.missing: set[str] = set()
+        self.count = 0
+        """Number of observations so far."""
+
+    @property
+    def in_stage(self) -> bool:
+        """Whether a stage has begun."""
+        return self._stage is not None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether `add` has an observation to complete."""
+        return self._pending is not None
+
+    @property
+    def length(self) -> int:
+        """Number of entries of a batch mean."""
+        return NUM_ROWS * len(self._params) + NUM_EXTRAS
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def begin_stage(self) -> None:
+        """Begin a stage at the present parameters."""
+        if not self._anchors:
+            self._anchors = [torch.empty_like(p) for p in self._params]
+            self._previous = [torch.empty_like(p) for p in self._params]
+        torch._foreach_copy_(self._anchors, self._params)
+        self._stage = BatchMeans(self.length, self._params[0])
+        self._variances = [None] * len(self._slices)
+        self._previous_step = -1
+
+    def needs(self, step: int) -> bool:
+        """Return whether `before_update` looks at the gradients of step k."""
+        return step % self._every == 0 or (step + 1) % self._every == 0
+
+    @torch.no_grad()
+    def before_update(
+        self, step: int, gradients: Sequence[Tensor | None], metric: Callable[[], list[Tensor]] | None = None
+    ) -> None:
+        """Observe the complete gradients of step k before clipping.
+
+        Args:
+            step: k, from 1.
+            gradients: gradient of the mean potential for each parameter; a parameter without one is left out.
+            metric: returns the preconditioner's tensors, which are overwritten; None or none of them is the identity.
+        """
+        if any(gradient is None for gradient in gradients):
+            self.missing |= {name for name, g in zip(self._names, gradients, strict=True) if g is None}
+        complete = [torch.zeros_like(p) if g is None else g for p, g in zip(self._params, gradients, strict=True)]
+        if step % self._every == 0 and self._previous_step == step - 1:
+            self._pending = self._forces(complete, metric() if metric is not None else [])
+        if (step + 1) % self._every == 0:
+            torch._foreach_copy_(self._previous, complete)
+            self._previous_step = step
+
+    def _forces(self, gradients: list[Tensor], scales: list[Tensor]) -> Tensor:
+        """Return θ·g, c·g, g·g and (g - g of the last step)² for each tensor, and whether g will be clipped."""
+        changes, clipped = self._previous, self._clipped_share(gradients)
+        torch._foreach_sub_(changes, gradients)
+        if scales:  # norms in the metric of the preconditioner
+            torch._foreach_sqrt_(scales)
+            torch._foreach_mul_(changes, scales)
+        weighted = torch._foreach_mul(gradients, scales) if scales else gradients
+        parts = [
+            inner_products(self._params, gradients, self._chains),
+            inner_products(self._anchors, gradients, self._chains),
+            square_norms(weighted, self._chains),
+            square_norms(changes, self._chains),
+        ]
+        return torch.cat([*(part.flatten() for part in parts), clipped.reshape(1)])
+
+    def _clipped_share(self, gradients: list[Tensor]) -> Tensor:
+        limit, by = self._clipping
+        clipped = torch.zeros((), dtype=gradients[0].dtype, device=gradients[0].device)
+        if not limit:
+            return clipped
+        if by == "value":
+            return (torch.stack(torch._foreach_norm(gradients, math.inf)).amax() > limit).to(clipped)
+        return (square_norms(gradients, self._chains).sum(0).sqrt() > limit).to(clipped).mean()
+
+    def discard(self) -> None:
+        """Drop the pending observation of a step that was not made."""
+        self._pending = None
+
+    def after_update(self, laws: Sequence[StepLaw]) -> None:
+        """Follow the momenta's variance over a step; called after every step of a stage.
+
+        Args:
+            laws: the law of each parameter group's step.
+        """
+        pairs = zip(laws, self._variances, strict=True)
+        self._variances = [law.momentum_variance(before) for law, before in pairs]
+
+    @torch.no_grad()
+    def add(self, groups: Sequence[GroupStep], energy: Tensor) -> None:
+        """Complete the pending observation.
+
+        Args:
+            groups: the step of each parameter group.
+            energy: the mini-batch energy Ũ, the mean over chains.
+        """
+        assert self._stage is not None
+        assert self._pending is not None
+        self._stage.add(self._row(groups, self._pending, energy))
+        self.count, self._pending = self.count + 1, None
+
+    def _row(self, groups: Sequence[GroupStep], forces: Tensor, energy: Tensor) -> Tensor:
+        """Return the four numbers of each tensor, and the extras."""
+        rows: list[list[Tensor]] = [[] for _ in range(NUM_ROWS)]
+        several = self._chains > 1
+        shape = (4, -1, self._chains) if several else (4, -1)
+        plain, anchored, squares, changes = forces[:-1].reshape(shape)
+        for group, part, variance in zip(groups, self._slices, self._variances, strict=True):
+            inverse, kappa = self._inverse_numels[part], group.gradient_multiplier
+            scale = group.num_data * kappa / group.temperature
+            factor = group.law.gradient_noise_factor * kappa**2
+            rows[PLAIN].append(plain[part] * inverse * scale)
+            rows[ANCHORED].append(anchored[part] * inverse * scale)
+            rows[NOISE].append(changes[part] * inverse * (factor / 2))
+            if variance is None:
+                rows[KINETIC].append(1 + squares[part] * inverse * factor)
+            else:
+                pairs = zip(group.momenta, self._params[part], strict=True)
+                momenta = [torch.zeros_like(p) if m is None else m for m, p in pairs]
+                rows[KINETIC].append(square_norms(momenta, self._chains) * inverse / variance)
+        temperature = groups[0].temperature
+        if not isinstance(temperature, Tensor):
+            temperature = energy.new_tensor(temperature) if energy.device.type == "cpu" else energy * 0 + temperature
+        extras = torch.stack([energy, energy.square(), temperature.mean(), forces[-1].to(energy)])
+        # Each chain's numbers are in units of its own step size and temperature; the mean over the chains is kept.
+        shown = (part.mean(1) if several else part for row in rows for part in row)
+        return torch.cat([*shown, extras.to(forces)])
+
+    # -- batches ------------------------------------------------------------------------------------------------------
+
+    def end_stage(self) -> None:
+        """Keep the stage's batches and close it."""
+        self._past, self._stage, self._pending = self.batches(), None, None
+
+    def batches(self) -> Batches | None:
+        """Return all batches so far, of this stage and of those before it; None without any."""
+        parts = [self._past] if self._past is not None else []
+        if self._stage is not None:
+            parts.append(without_warm_up(*self._stage.full(), self._warm_up))
+        parts = [part for part in parts if len(part[1])]
+        if not parts:
+            return None
+        return merge_batches(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
+
+    def observations(
+        self,
+        allowance: Sequence[float],
+        mean_of_chains: Reduction = unreduced,
+        mean_of_energies: Reduction = unreduced,
+    ) -> Observations:
+        """Return all batches so far for `assess`.
+
+        Args:
+            allowance: the mini-batch noise that the rule corrects for, for each parameter.
+            mean_of_chains: reduces batch means over processes with other chains.
+            mean_of_energies: reduces the extras over processes with other data.
+        """
+        count = len(self._params)
+        means, counts = self.batches() or (torch.zeros(0, self.length, dtype=torch.float64), torch.zeros(0))
+        extras = mean_of_energies(means[:, NUM_ROWS * count :])
+        means = mean_of_chains(means)
+        kept = [i for i, name in enumerate(self._names) if name not in self.missing]
+        weights = counts / counts.sum()
+        temperature = float((extras[:, TEMPERATURE] * weights).sum()) if len(counts) else math.nan
+        return Observations(
+            names=[self._names[i] for i in kept],
+            numels=[self._params[i].numel() for i in kept],
+            values=means[:, : NUM_ROWS * count].reshape(-1, NUM_ROWS, count)[:, :, kept],
+            energies=extras[:, ENERGY],
+            square_energies=extras[:, SQUARE_ENERGY],
+            counts=counts,
+            temperature=round(temperature, 6) if math.isfinite(temperature) else 1.0,
+            allowance=[allowance[i] for i in kept],
+            clipped=float((extras[:, CLIPPED] * weights).sum()) if self._clipping.limit else None,
+        )
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self, mean_of_chains: Reduction = unreduced) -> dict[str, Any]:
+        """Return the batches of all stages.
+
+        Args:
+            mean_of_chains: reduces batch means over processes with other chains.
+        """
+        means, counts = self.batches() or (None, None)
+        return {
+            "means": None if means is None else mean_of_chains(means),
+            "counts": counts,
+            "missing": sorted(self.missing),
+            "observations": self.count,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Restore what `state_dict` returned; return whether its batches are of this network, else leave them out."""
+        missing: Collection[str] = state["missing"]
+        self.missing, self.count = set(missing), state["observations"]
+        means, counts = state["means"], state["counts"]
+        is_own = means is None or means.shape[1] == self.length
+        self._past = (means, counts) if is_own and means is not None else None
+        return is_own
