@@ -140,8 +140,9 @@ def record_arguments(cls: type[nn.Module]) -> None:
 
     @functools.wraps(init)
     def recording_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if "_arguments" not in self.__dict__:
-            self.__dict__["_arguments"] = _named_arguments(init, self, *args, **kwargs)
+        if "_arguments" not in vars(self):
+            # nn.Module takes no attributes before its constructor has run.
+            object.__setattr__(self, "_arguments", _named_arguments(init, self, *args, **kwargs))
         init(self, *args, **kwargs)
 
     cls.__init__ = recording_init  # type: ignore[method-assign]
