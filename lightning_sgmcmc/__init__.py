@@ -5,9 +5,7 @@ from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.switching import SwitchingBatchSampler, SwitchingOrder
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.strategy import ChainStrategy
-from lightning_sgmcmc.contour.learned import LearnedContour
-from lightning_sgmcmc.contour.partition import EnergyPartition
-from lightning_sgmcmc.contour.rules import Contour, DecayingStepSize
+from lightning_sgmcmc.contour import Contour, ContourRules, DecayingStepSize, EnergyPartition, LearnedContour
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Prediction
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.posterior import Posterior
@@ -27,6 +25,7 @@ __all__ = [
     "ChainStrategy",
     "ClusteredOrder",
     "Contour",
+    "ContourRules",
     "DecayingStepSize",
     "EnergyPartition",
     "FlatPrior",

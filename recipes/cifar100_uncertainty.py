@@ -43,7 +43,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.loggers import CSVLogger
 from torch.optim.lr_scheduler import MultiStepLR
 
-from lightning_sgmcmc import BayesianModule, Categorical, DecayingStepSize, GaussianPrior
+from lightning_sgmcmc import BayesianModule, Categorical, ContourRules, DecayingStepSize, GaussianPrior
 from lightning_sgmcmc.callbacks import (
     BayesianModelAverage,
     ContourGradient,
@@ -245,18 +245,21 @@ def replica_exchange(setting: Setting) -> ReplicaExchange:
 
 def interacting_contour(setting: Setting) -> ContourGradient:
     """Return ICSGHMC's callback."""
+    rules = ContourRules(
+        zeta=setting.zeta,
+        weighting="bin",
+        weight_exponent=1 / setting.zeta,
+        min_multiplier=-CLAMP,
+        max_multiplier=CLAMP,
+    )
     return ContourGradient(
-        setting.zeta,
+        rules,
         num_bins=200,
         first_edge=setting.first_edge,
         width=setting.width,
         step_size=DecayingStepSize(setting.step_size, 0.0, 0.0),
-        weighting="bin",
-        weight_exponent=1 / setting.zeta,
         include_prior=False,
         warm_up_steps=setting.contour_epoch * setting.steps_per_epoch,
-        min_multiplier=-CLAMP,
-        max_multiplier=CLAMP,
         interacting=True,
     )
 

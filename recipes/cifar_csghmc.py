@@ -94,7 +94,7 @@ def run(options: Options) -> list[Row]:
 
 def callbacks_of(method: str, setting: Setting) -> "list[pl.Callback]":
     """Return the callbacks of a method: schedule, samples, average, and the contour."""
-    from lightning_sgmcmc import Annealing, DecayingStepSize
+    from lightning_sgmcmc import Annealing, ContourRules, DecayingStepSize
     from lightning_sgmcmc.callbacks import BayesianModelAverage, ContourGradient, SampleCollector, SamplingSchedule
 
     annealed = method.startswith("sa")
@@ -109,19 +109,22 @@ def callbacks_of(method: str, setting: Setting) -> "list[pl.Callback]":
         BayesianModelAverage(),
     ]
     if "CSGHMC" in method:
+        rules = ContourRules(
+            zeta=setting.zeta,
+            scheme="high-order",
+            weighting="bin",
+            weight_exponent=1 / setting.zeta,
+            min_multiplier=-5.0,
+            max_multiplier=5.0,
+        )
         callbacks.append(
             ContourGradient(
-                setting.zeta,
+                rules,
                 num_bins=200,
                 first_edge=setting.width,
                 width=setting.width,
                 step_size=DecayingStepSize(10, 0.75, 1000),
-                scheme="high-order",
-                weighting="bin",
-                weight_exponent=1 / setting.zeta,
                 include_prior=False,
-                min_multiplier=-5.0,
-                max_multiplier=5.0,
             )
         )
     return callbacks

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_sgmcmc.contour import Contour, ContourRules, ContourState, DecayingStepSize, Weighting
 from lightning_sgmcmc.contour.partition import EnergyPartition
-from lightning_sgmcmc.contour.rules import Contour, ContourState, DecayingStepSize
 from lightning_sgmcmc.figures.contour import energy_histogram_figure, multiplier_figure
 from lightning_sgmcmc.figures.targets import densities_figure, errors_figure, path_figure
 from lightning_sgmcmc.simulation import ContourRun, Simulation, simulate
@@ -40,9 +40,9 @@ STEP_SIZE = DecayingStepSize(1, 0.6, 100)
 TARGETS = {"": GaussianMixture.two_modes(), " asymmetric": GaussianMixture.two_modes(5 / 6)}
 
 
-def learner(target: GaussianMixture, weighting: str, known: bool = False, zeta: float = ZETA) -> ContourRun:
+def learner(target: GaussianMixture, weighting: Weighting, known: bool = False, zeta: float = ZETA) -> ContourRun:
     """Return a contour that learns π, or keeps it at the truth."""
-    rules = Contour(PARTITION, zeta, "original", weighting=weighting)  # type: ignore[arg-type]
+    rules = Contour(PARTITION, ContourRules(zeta, "original", weighting=weighting))
     state = rules.known_state(true_masses(target).clamp(min=1e-300)) if known else None
     return ContourRun(rules, STEP_SIZE, state=state, learn=not known)
 

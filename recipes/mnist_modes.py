@@ -50,7 +50,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc import BayesianModule, Categorical, DecayingStepSize, GaussianPrior
+from lightning_sgmcmc import BayesianModule, Categorical, ContourRules, DecayingStepSize, GaussianPrior
 from lightning_sgmcmc.callbacks import ContourGradient
 from lightning_sgmcmc.datamodules import MNISTDataModule, Split
 from lightning_sgmcmc.diagnostics.geometry import classical_scaling, squared_distances, weight_sketch
@@ -216,17 +216,20 @@ def contour(method: str, setting: Setting) -> ContourGradient:
     """Return ICSGLD's callback with the paper's values, the widths scaled to the number of data; or with wide bins."""
     broader = BROADER if method == WIDE else 1
     width = WIDTH * broader * setting.share
+    rules = ContourRules(
+        zeta=ZETA * broader,
+        scheme="scalable",
+        weighting="bin",
+        min_multiplier=-LIMIT if method == WIDE else None,
+        max_multiplier=LIMIT if method == WIDE else None,
+    )
     return ContourGradient(
-        ZETA * broader,
+        rules,
         num_bins=FEWER if method == WIDE else NUM_BINS,
         first_edge=width,
         width=width,
         step_size=LEARNING,
-        scheme="scalable",
-        weighting="bin",
         include_prior=False,
-        min_multiplier=-LIMIT if method == WIDE else None,
-        max_multiplier=LIMIT if method == WIDE else None,
         interacting=True,
     )
 

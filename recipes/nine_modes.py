@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from lightning_sgmcmc.contour import Contour, ContourRules, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
-from lightning_sgmcmc.contour.rules import Contour, DecayingStepSize
 from lightning_sgmcmc.diagnostics.samples import cell_masses, divergence, mode_coverage, resample
 from lightning_sgmcmc.figures.targets import plane_figure, trajectories_figure
 from lightning_sgmcmc.schedules import CyclicalPlan
@@ -35,7 +35,8 @@ CELLS = 40
 RADIUS, LEAST = 0.5, 10
 PAPER_MODES = {"SGLD": 3.0, "CSGLD": 9.0}
 LEARNER = ContourRun(
-    Contour(EnergyPartition(-6.4, 0.25, 100), 0.75, "original"), DecayingStepSize(10, 0.8, 100, maximum=0.003)
+    Contour(EnergyPartition(-6.4, 0.25, 100), ContourRules(0.75, "original")),
+    DecayingStepSize(10, 0.8, 100, maximum=0.003),
 )
 
 

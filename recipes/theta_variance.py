@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_sgmcmc.contour import Contour, ContourRules, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
-from lightning_sgmcmc.contour.rules import Contour, DecayingStepSize
 from lightning_sgmcmc.figures.targets import estimates_figure
 from lightning_sgmcmc.simulation import ContourRun, simulate
 from lightning_sgmcmc.simulation.targets import GaussianMixture
@@ -37,7 +37,7 @@ STEPS = {"quick": 100_000, "full": 1_000_000}
 LR = 0.1
 GRADIENT_NOISE = 0.1
 ALPHA = 0.6
-RULES = Contour(EnergyPartition(first_edge=2.0, width=1.0, num_bins=50), 0.9, "scalable")
+RULES = Contour(EnergyPartition(first_edge=2.0, width=1.0, num_bins=50), ContourRules(0.9, "scalable"))
 STEP_SIZE = DecayingStepSize(1, ALPHA, 100)
 LEAST_MASS = 1e-3
 """Bins with less mass are excluded from the geometric mean of the bins' ratios; they do not affect the sum."""

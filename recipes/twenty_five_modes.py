@@ -52,8 +52,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.contour import Contour, ContourRules, ContourState, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition, bin_index
-from lightning_sgmcmc.contour.rules import Contour, ContourState, DecayingStepSize
 from lightning_sgmcmc.diagnostics.samples import cell_masses, divergence
 from lightning_sgmcmc.figures.targets import plane_figure, progress_figure
 from lightning_sgmcmc.schedules import CyclicalPlan
@@ -72,7 +72,7 @@ MARKS = 25
 NOISE = 0.25
 STARTS = ((0.0, 0.0), (0.0, -1.0), (-1.0, 0.0), (0.0, 1.0), (1.0, 0.0))
 LR = 3e-3
-RULES = Contour(EnergyPartition(-3.875, 0.125, 100), 0.75, "scalable")
+RULES = Contour(EnergyPartition(-3.875, 0.125, 100), ContourRules(0.75, "scalable"))
 PILOT_STEPS, PILOT_BURN_IN, PILOT_FLOOR = 20_000, 5000, 1e-4
 STEP_SIZE = DecayingStepSize(1, 0.6, 100, maximum=3e-3)
 CYCLICAL_LR, CYCLES, COLLECTED = 1e-2, 10, 0.9

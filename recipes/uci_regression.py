@@ -141,6 +141,7 @@ def callbacks_of(method: str, place: Table, steps: int) -> "list[pl.Callback]":
         place: the data set.
         steps: steps of the run.
     """
+    from lightning_sgmcmc import ContourRules
     from lightning_sgmcmc.callbacks import BayesianModelAverage, ContourGradient, SampleCollector, SamplingSchedule
 
     every = max(1, steps // 2 // MODELS)
@@ -150,8 +151,9 @@ def callbacks_of(method: str, place: Table, steps: int) -> "list[pl.Callback]":
         BayesianModelAverage(),
     ]
     if method.startswith("C"):
-        weights = {"weighting": "bin", "weight_exponent": 1 / place.zeta} if place.zeta > 1 else {}
-        callbacks.append(ContourGradient(place.zeta, BINS, width=WIDTH, warm_up_steps=steps // 4, **weights))
+        tempered = {"weighting": "bin", "weight_exponent": 1 / place.zeta} if place.zeta > 1 else {}
+        rules = ContourRules(place.zeta, **tempered)
+        callbacks.append(ContourGradient(rules, BINS, width=WIDTH, warm_up_steps=steps // 4))
     return callbacks
 
 

@@ -28,6 +28,7 @@ from lightning_sgmcmc import (
     BayesianModule,
     Categorical,
     ChainStrategy,
+    ContourRules,
     GaussianPrior,
     Posterior,
     UnderdampedLangevin,
@@ -134,7 +135,7 @@ def main_job(folder: Path) -> dict[str, Any]:
 
 def contour(**options: Any) -> ContourGradient:
     """Return a contour that learns its range from a warm-up."""
-    return ContourGradient(zeta=2.0, num_bins=20, warm_up_steps=15, **options)
+    return ContourGradient(ContourRules(zeta=2.0), num_bins=20, warm_up_steps=15, **options)
 
 
 def stacked_contour(folder: Path) -> dict[str, Any]:

@@ -1,1 +1,30 @@
-"""Contour sampling: energy bins, the flattened target and its weights, as pure functions of tensors."""
+"""Contour sampling as pure functions of tensors: energy bins, the flattened target, the learning of π, weights."""
+
+from lightning_sgmcmc.contour.chain_group import ChainGroup
+from lightning_sgmcmc.contour.contour import Contour, ContourState, Location
+from lightning_sgmcmc.contour.energy_range import EnergyRange
+from lightning_sgmcmc.contour.learned import LearnedContour
+from lightning_sgmcmc.contour.learner import ContourLearner
+from lightning_sgmcmc.contour.partition import EnergyPartition, bin_index
+from lightning_sgmcmc.contour.rules import ContourRules, DecayingStepSize, Difference, Scheme, Weighting
+from lightning_sgmcmc.contour.warm_up import EnergyRecord
+from lightning_sgmcmc.contour.watch import ContourWatch
+
+__all__ = [
+    "ChainGroup",
+    "Contour",
+    "ContourLearner",
+    "ContourRules",
+    "ContourState",
+    "ContourWatch",
+    "DecayingStepSize",
+    "Difference",
+    "EnergyPartition",
+    "EnergyRange",
+    "EnergyRecord",
+    "LearnedContour",
+    "Location",
+    "Scheme",
+    "Weighting",
+    "bin_index",
+]

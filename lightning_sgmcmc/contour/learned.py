@@ -1,64 +1,73 @@
-"""The contour that a run has learned: its rules and its π, for weights after the run."""
+"""What a run has learned about its energies, to weigh samples after the run."""
 
 import json
-from dataclasses import asdict
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from lightning_sgmcmc.contour.contour import Contour, ContourState
 from lightning_sgmcmc.contour.partition import EnergyPartition
-from lightning_sgmcmc.contour.rules import Contour, ContourState
+from lightning_sgmcmc.contour.rules import ContourRules
 
 
 class LearnedContour:
-    """The rules of a contour sampler with what was learned: it weighs samples by their energies.
+    """A contour with its learned π; it weighs samples by their energies.
 
     Args:
-        rules: the rules.
-        state: what was learned.
+        contour: partition and rules.
+        state: the learned π and the visits.
     """
 
-    def __init__(self, rules: Contour, state: ContourState) -> None:
-        self.rules = rules
+    def __init__(self, contour: Contour, state: ContourState) -> None:
+        self.contour = contour
         self.state = state
+
+    @property
+    def partition(self) -> EnergyPartition:
+        """The energy bins."""
+        return self.contour.partition
+
+    @property
+    def rules(self) -> ContourRules:
+        """The rules: ζ, scheme, limits and so on."""
+        return self.contour.rules
 
     @property
     def masses(self) -> Tensor:
         """The target's estimated mass in each bin, shape (m,) or (C, m), float64."""
-        return self.rules.log_masses(self.state).exp()
+        return self.contour.log_masses(self.state).exp()
 
     def log_weights(self, energies: Tensor, chains: Tensor | None = None) -> Tensor:
-        """Return log importance weights by the π that is known now, up to a constant.
+        """Return log importance weights by the present π, up to a constant.
 
         Args:
             energies: of the samples, shape (S,), in nats.
-            chains: index of each sample's chain, shape (S,); needed where every chain has a π of its own.
+            chains: index of each sample's chain, shape (S,); required if every chain has its own π.
         """
         state = self.state
         if state.log_vector.dim() == 2:
             rows = torch.zeros(len(energies), dtype=torch.int64) if chains is None else chains
             state = ContourState(state.log_vector[rows], state.visits[rows])
-        edges = self.rules.partition.edges(state.log_vector.device)
-        return self.rules.log_weight(self.rules.locate(state, energies, 1.0, edges).log_density)
+        edges = self.partition.edges(state.log_vector.device)
+        return self.contour.log_weight(self.contour.locate(state, energies, 1.0, edges).log_density)
 
     def to_bytes(self) -> bytes:
-        """Return the content of a safetensors file that `from_bytes` reads."""
+        """Return the content of a safetensors file for `from_bytes`."""
         tensors = {name: tensor.contiguous().cpu() for name, tensor in self.state._asdict().items()}
-        return save(tensors, {"rules": json.dumps(asdict(self.rules))})
+        return save(tensors, {"rules": json.dumps(self.contour.to_dict())})
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "LearnedContour":
-        """Return what `to_bytes` wrote.
+        """Read what `to_bytes` returned.
 
         Raises:
-            ValueError: if the content is damaged or something else.
+            ValueError: if the content is damaged or not a learned contour.
         """
         try:
             length = int.from_bytes(content[:8], "little")
-            rules = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["rules"])
-            partition = EnergyPartition(**rules.pop("partition"))
-            return cls(Contour(partition, **rules), ContourState(**load(content)))
+            settings = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["rules"])
+            return cls(Contour.from_dict(settings), ContourState(**load(content)))
         except (SafetensorError, ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"this is no learned contour, or it is damaged: {error}") from error
+            raise ValueError(f"the content is damaged or not a learned contour: {error}") from error

@@ -9,8 +9,9 @@ from torch import Tensor
 from lightning_sgmcmc.checks import check_count
 
 PLACES = 2**16
-"""Places in an energy bin that a whole number tells apart."""
+"""Positions in an energy bin that an encoded energy distinguishes."""
 FAR = 2**40
+"""Largest encoded distance from the first edge, beyond any partition."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,12 @@ class EnergyPartition:
     """m energy bins of equal width between two open ones: (-∞, u_1], (u_1, u_2], …, (u_{m-1}, ∞).
 
     Args:
-        first_edge: u_1 in nats; it must lie above the lowest energies that the chain reaches.
+        first_edge: u_1 in nats; it should lie above the lowest energies that the chain reaches.
         width: Δu in nats, > 0.
         num_bins: m ≥ 2.
 
     Raises:
-        ValueError: for an argument out of range.
+        ValueError: if an argument is out of range.
 
     Source: Deng et al. 2020, eq. (8).
     """
@@ -50,7 +51,7 @@ class EnergyPartition:
         return self.first_edge + steps * self.width
 
     def encode(self, energy: Tensor, index: Tensor) -> Tensor:
-        """Return one whole number for each energy: its bin and its place in it, in steps of width/65536, int64.
+        """Return each energy as an integer that keeps its bin and its position there in steps of width/65536, int64.
 
         Args:
             energy: finite, in nats.
@@ -64,50 +65,50 @@ class EnergyPartition:
         return code.clamp(min=lowest).clamp(max=index * PLACES + above)
 
     def decode(self, code: Tensor) -> Tensor:
-        """Return the energies that `encode` made numbers of, in the same bins, float64."""
+        """Return the energies of encoded integers, float64; each lies in the bin of the energy before `encode`."""
         return self.first_edge + code.double() / PLACES * self.width
 
     @classmethod
     def from_energies(
         cls, energies: Tensor, num_bins: int, width: float | None = None, lowest: float = 0.05, headroom: float = 1.0
     ) -> "EnergyPartition":
-        """Return the partition that suits the energies of a warm-up run.
+        """Return a partition that covers the energies of a warm-up run.
 
         Args:
-            energies: of the run, any shape, in nats.
+            energies: of the warm-up, any shape, in nats.
             num_bins: m.
-            width: Δu; None spreads the bins up to the largest energy, and beyond by `headroom`.
-            lowest: share of the energies that lie below the first edge, in (0, 1).
-            headroom: how far the bins reach above the largest energy, in units of the energies' range.
+            width: Δu; None spreads the bins up to the largest energy and beyond it by `headroom`.
+            lowest: share of the energies below the first edge, in (0, 1).
+            headroom: extent of the bins above the largest energy, in units of the energies' range.
 
         Raises:
-            ValueError: for energies that are not finite or all the same.
+            ValueError: if there are no energies, or if they are not finite or all equal.
         """
         energies = energies.detach().double().reshape(-1)
         if energies.numel() == 0 or not bool(energies.isfinite().all()):
-            raise ValueError("the energies of the warm-up must be finite numbers, and there must be some")
+            raise ValueError("the energies of the warm-up must be finite, and there must be at least one")
         low = float(energies.sort().values[round(lowest * (energies.numel() - 1))])
         high = float(energies.max())
         if width is None:
             if not high > low:
                 raise ValueError(
-                    f"the energies of the warm-up are all {high:.6g}, so they say nothing of the range: lengthen the "
-                    "warm-up, or give first_edge and width"
+                    f"the energies of the warm-up are all {high:.6g}, so their range is unknown: lengthen the warm-up, "
+                    "or pass first_edge and width"
                 )
             width = (high - low) * (1 + headroom) / max(num_bins - 2, 1)
         return cls(low, width, num_bins)
 
 
 def bin_index(energy: Tensor, edges: Tensor) -> Tensor:
-    """Return the bin of each energy, int64 from 0: how many edges are below it (an edge belongs to its lower bin).
+    """Return the bin of each energy, int64 from 0: the number of edges below it. An edge belongs to its lower bin.
 
     Args:
         energy: any shape, in nats.
         edges: u_1, …, u_{m-1}, rising, shape (m-1,).
 
     Raises:
-        ValueError: for a NaN among energies in the host's memory.
+        ValueError: if an energy in the host's memory is NaN.
     """
     if energy.device.type == "cpu" and not torch.compiler.is_compiling() and bool(energy.isnan().any()):
-        raise ValueError("an energy is NaN, so it lies in no bin")
+        raise ValueError("an energy is NaN, so it has no bin: check the model and its data")
     return torch.bucketize(energy, edges)

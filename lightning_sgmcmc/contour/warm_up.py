@@ -5,46 +5,59 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.chains.layout import ChainLayout
+from lightning_sgmcmc.contour.chain_group import ChainGroup
 
 
 class EnergyRecord:
-    """The energies of the second half of a warm-up; its first half, the way from the start, does not count.
+    """Records the energies of the second half of a warm-up; its first half, the way from the start, is left out.
 
     Args:
         steps: optimizer steps of the warm-up.
-        num_chains: energies in a step.
-        device: where they are kept, so that nothing waits for it.
+        chains: the chains; energies stay on their device, so that recording never waits for it.
     """
 
-    def __init__(self, steps: int, num_chains: int, device: torch.device) -> None:
+    def __init__(self, steps: int, chains: ChainGroup) -> None:
+        self._chains = chains
         self._first = steps // 2
-        self._energies = torch.full((steps - self._first, num_chains), torch.nan, dtype=torch.float64, device=device)
+        shape = (steps - self._first, chains.num_chains)
+        self._energies = torch.full(shape, torch.nan, dtype=torch.float64, device=chains.device)
 
-    def take(self, step: int, energy: Tensor) -> None:
-        """Keep the energies (C,) of the step 1, 2, …"""
+    def add(self, step: int, energy: Tensor) -> None:
+        """Record the energies (C,) of step 1, 2, …"""
         if step > self._first:
             self._energies[step - self._first - 1].copy_(energy)
 
-    @property
     def energies(self) -> Tensor:
-        """What was kept, NaN for steps left out, shape (steps, C)."""
-        return self._energies
-
-    def state_dict(self, layout: ChainLayout) -> dict[str, Any]:
-        """Return the state: a tensor, of all chains of the run."""
-        return {"energies": layout.gather(self._energies, dim=1).cpu()}
-
-    def load_state_dict(self, state: dict[str, Any], layout: ChainLayout) -> None:
-        """Take over what `state_dict` returned.
+        """Return the recorded energies of all chains of the run, shape (S,).
 
         Raises:
-            ValueError: if it is of a warm-up of another length.
+            ValueError: if there are none: the contour rested in all these steps.
         """
-        expected = (len(self._energies), layout.total_chains)
+        energies = self._chains.gather(self._energies, 1)
+        found = energies[energies.isfinite()]
+        if found.numel() == 0:
+            raise ValueError(
+                f"the second half of the warm-up, {len(self._energies)} steps, was at temperature 0, where the contour "
+                "rests, so the energy range is not known: lengthen warm_up_steps into the first sampling stage, or "
+                "pass first_edge and width"
+            )
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all chains of the run: a tensor."""
+        return {"energies": self._chains.gather(self._energies, 1).cpu()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore from `state_dict()`.
+
+        Raises:
+            ValueError: if the warm-up had another length or another number of chains.
+        """
+        expected = (len(self._energies), self._chains.total_chains)
         if state["energies"].shape != expected:
             raise ValueError(
                 f"the checkpoint is of another warm-up: it has {len(state['energies'])} energies of "
-                f"{state['energies'].shape[1]} chains, this run {expected[0]} of {expected[1]}"
+                f"{state['energies'].shape[1]} chains, this run {expected[0]} of {expected[1]}. Continue with the same "
+                "warm_up_steps and num_chains, or start a new run"
             )
-        self._energies.copy_(layout.own(state["energies"], dim=1))
+        self._energies.copy_(self._chains.own(state["energies"], 1))

@@ -1,69 +1,77 @@
-"""What may be wrong with a contour run, in sentences that say what to change."""
+"""Warnings of a contour run that does nothing, or whose weights are useless, each with a remedy."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.contour.learned import LearnedContour
 
-FIRST_LOOK = 500
-"""Updates before the first look; each later one comes after twice as many, so that the device is hardly waited for."""
+FIRST_CHECK = 500
+"""Updates before the first check; each later one comes after twice as many, since a check waits for the device."""
 END_BIN_SHARE = 0.99
+"""Share of the energies in an end bin above which the partition is called wrong."""
 STEEP = 30.0
 """ζ·|log π(J) - log π(J-1)| above which weights within one bin differ by more than e^30."""
 DOMINANT_WEIGHT = 0.9
+"""Share of one sample in all weights above which the average is called useless."""
 FEW_SAMPLES = 10
+"""Samples before the weights are checked."""
 
 
 class ContourWatch:
-    """Looks at the bins that were visited and at the samples' weights, and warns once of each fault."""
+    """Checks the visited bins and the samples' weights, and warns once of each fault.
 
-    def __init__(self) -> None:
-        self._next = FIRST_LOOK
+    Args:
+        warn: called with each warning, a sentence.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._emit = warn
+        self._next = FIRST_CHECK
         self._seen: Tensor | None = None
         self._given: set[str] = set()
         self._samples = 0
         self._largest = self._total = -math.inf
 
     def after_update(self, learned: LearnedContour, updates: int) -> None:
-        """Look at the bins, if it is time."""
+        """Check the bins if a check is due."""
         if updates == self._next:
             self._next *= 2
-            self._look(learned)
+            self._check_bins(learned)
 
     def finish(self, learned: LearnedContour, updates: int) -> None:
-        """Look at the bins once more, at the end of the run."""
-        if updates >= FIRST_LOOK:
-            self._look(learned)
+        """Check the bins at the end of the run."""
+        if updates >= FIRST_CHECK:
+            self._check_bins(learned)
 
-    def _look(self, learned: LearnedContour) -> None:
+    def _check_bins(self, learned: LearnedContour) -> None:
         visits = learned.state.visits.cpu()
         new = visits if self._seen is None else visits - self._seen
         total = float(new.sum())
         self._seen = visits.clone()
-        if total < FIRST_LOOK:
+        if total < FIRST_CHECK:
             return
-        partition = learned.rules.partition
+        partition = learned.partition
         if float(new[..., 0].sum()) > END_BIN_SHARE * total:
             self._warn(
                 "first",
                 f"nearly all energies of the last {total:.0f} steps lie below first_edge={partition.first_edge:.6g}, "
-                "in the first bin, where the contour does nothing: lower first_edge, or learn the range by a longer "
+                "in the first bin, where the contour does nothing: lower first_edge, or learn the range from a longer "
                 "warm-up.",
             )
         if float(new[..., -1].sum()) > END_BIN_SHARE * total:
             self._warn(
                 "last",
                 f"nearly all energies of the last {total:.0f} steps lie above the last edge "
-                f"{partition.last_edge:.6g}: raise first_edge, num_bins or width, or learn the range by a longer "
+                f"{partition.last_edge:.6g}: raise first_edge, num_bins or width, or learn the range from a longer "
                 "warm-up.",
             )
-        self._look_at_slopes(learned)
+        self._check_slopes(learned)
 
-    def _look_at_slopes(self, learned: LearnedContour) -> None:
+    def _check_slopes(self, learned: LearnedContour) -> None:
         rules = learned.rules
         log_vector, visits = learned.state.log_vector, learned.state.visits
         if rules.weighting == "bin" or rules.weight_exponent == 0:
@@ -74,13 +82,13 @@ class ContourWatch:
         if steepest > STEEP:
             self._warn(
                 "steep",
-                f"log-weights change by up to {steepest:.3g} within one energy bin, so interpolated weights say "
-                "nothing: take narrower bins or a smaller zeta; where that cannot be, weighting='bin' and a small "
+                f"log-weights change by up to {steepest:.3g} within one energy bin, so interpolated weights are "
+                "useless: take narrower bins or a smaller zeta; if that is impossible, weighting='bin' and a small "
                 "weight_exponent.",
             )
 
     def after_sample(self, log_weight: float) -> None:
-        """Take note of a sample's weight."""
+        """Record a sample's log-weight, and check the share of the largest weight."""
         self._samples += 1
         self._largest = max(self._largest, log_weight)
         self._total = float(torch.logaddexp(torch.tensor(self._total).double(), torch.tensor(log_weight).double()))
@@ -88,15 +96,15 @@ class ContourWatch:
         if self._samples >= FEW_SAMPLES and share > DOMINANT_WEIGHT:
             self._warn(
                 "weight",
-                f"one of {self._samples} samples holds {100 * share:.0f} % of the weight, so the average is that "
-                "sample: temper the weights by weight_exponent < 1, take a smaller zeta or lower temperature, or more "
-                "samples.",
+                f"one of {self._samples} samples has {100 * share:.0f} % of the weight, so the average is that "
+                "sample: temper the weights by weight_exponent < 1, take a smaller zeta or a lower temperature, or "
+                "draw more samples.",
             )
 
     def _warn(self, key: str, sentence: str) -> None:
         if key not in self._given:
             self._given.add(key)
-            rank_zero_warn(f"ContourGradient: {sentence}")
+            self._emit(sentence)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: numbers, names and a tensor."""
@@ -110,6 +118,6 @@ class ContourWatch:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore from `state_dict()`."""
         self._next, self._seen, self._given = state["next"], state["seen"], set(state["given"])
         self._samples, self._largest, self._total = state["samples"], state["largest"], state["total"]

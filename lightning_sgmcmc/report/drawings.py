@@ -5,8 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_sgmcmc import figures
-from lightning_sgmcmc.contour.learned import LearnedContour
-from lightning_sgmcmc.contour.rules import ContourState
+from lightning_sgmcmc.contour import ContourState, LearnedContour
 from lightning_sgmcmc.diagnostics.chains import ChainGrid, chain_diagnostics
 from lightning_sgmcmc.diagnostics.geometry import classical_scaling, squared_distances
 from lightning_sgmcmc.diagnostics.metrics import predictive_entropy, reliability
@@ -85,15 +84,15 @@ def contour(learned: LearnedContour | None, temperature: float) -> Figures:
     """Draw which energies a contour run visited beside the target's, and its multipliers, of the first chain's π."""
     if learned is None or not bool((learned.state.visits > 0).any()):
         return {}
-    rules, state = learned.rules, learned.state
+    state = learned.state
     first = ContourState(*(part[0] for part in state)) if state.log_vector.dim() == 2 else state
-    partition = rules.partition
+    partition = learned.partition
     centres = [partition.first_edge + (i - 0.5) * partition.width for i in range(partition.num_bins)]
-    visits, masses = first.visits.tolist(), rules.log_masses(first).exp().tolist()
+    visits, masses = first.visits.tolist(), learned.contour.log_masses(first).exp().tolist()
     return {
         "contour": figures_contour.energy_histogram_figure(centres, visits, masses),
         "multiplier": figures_contour.multiplier_figure(
-            centres, rules.multipliers(first, temperature).tolist(), visits
+            centres, learned.contour.multipliers(first, temperature).tolist(), visits
         ),
     }
 

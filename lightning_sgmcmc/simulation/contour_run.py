@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_sgmcmc.checks import check_count
-from lightning_sgmcmc.contour.rules import Contour, ContourState, DecayingStepSize
+from lightning_sgmcmc.contour import Contour, ContourState, DecayingStepSize
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_count
-from lightning_sgmcmc.contour.rules import Contour, ContourState
+from lightning_sgmcmc.contour import Contour, ContourState
 
 
 @dataclass(frozen=True)

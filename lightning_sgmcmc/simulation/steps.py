@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.contour.rules import ContourState
+from lightning_sgmcmc.contour import ContourState
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.contour_run import ContourRun

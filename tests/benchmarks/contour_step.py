@@ -1,7 +1,7 @@
-"""What a contour costs a step: `python -m tests.benchmarks.contour_step`.
+"""The cost of a contour per step: `python -m tests.benchmarks.contour_step`.
 
-The same run with `ContourGradient` and without, in turns in one process: SGHMC under `Trainer.fit` with a schedule. A
-multiplier of 1 throughout (ζ = 0) keeps both on one path, so that only the work differs: all of it is done.
+One process runs SGHMC under `Trainer.fit` with a schedule, alternately with `ContourGradient` and without. With ζ = 0
+the multiplier is 1, so both runs follow one path, while the contour does all of its work.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from lightning_sgmcmc import SGHMC, BayesianModule, Categorical
+from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, ContourRules
 from lightning_sgmcmc.callbacks import ContourGradient, SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import TensorBatches
 from tests.benchmarks.timing import interleaved, ratios
@@ -24,7 +24,8 @@ def _run(case: str, data: TensorBatches, steps: int, make: Callable[[], list[Sam
 
 
 def _contour(num_bins: int) -> list[SamplerCallback]:
-    return [ContourGradient(0.0, num_bins, first_edge=0.0, width=100.0, min_multiplier=-5.0, max_multiplier=5.0)]
+    rules = ContourRules(zeta=0.0, min_multiplier=-5.0, max_multiplier=5.0)
+    return [ContourGradient(rules, num_bins, first_edge=0.0, width=100.0)]
 
 
 def main() -> None:

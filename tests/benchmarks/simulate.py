@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
+from lightning_sgmcmc.contour import Contour, ContourRules, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
-from lightning_sgmcmc.contour.rules import Contour, DecayingStepSize
 from lightning_sgmcmc.simulation import ContourRun, simulate
 from lightning_sgmcmc.simulation.steps import CHUNK
 from lightning_sgmcmc.simulation.targets import GaussianMixture
@@ -25,7 +25,7 @@ from lightning_sgmcmc.simulation.targets import GaussianMixture
 PEERS = Path(__file__).parent / "peers"
 CHAINS = (1, 10, 100, 1000)
 TARGET = GaussianMixture([0.5, 0.5], [[-2.0, 0.0], [2.0, 0.0]])
-CONTOUR = ContourRun(Contour(EnergyPartition(2.0, 0.25, 50), 0.75), DecayingStepSize(0.01, 0, 0))
+CONTOUR = ContourRun(Contour(EnergyPartition(2.0, 0.25, 50), ContourRules(0.75)), DecayingStepSize(0.01, 0, 0))
 LR = 0.05
 
 

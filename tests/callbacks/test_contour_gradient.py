@@ -1,6 +1,7 @@
 """ContourGradient under a trainer: its numbers are those of the formulas, whatever else the trainer does."""
 
 import copy
+import dataclasses
 import functools
 import itertools
 import math
@@ -21,6 +22,7 @@ from lightning_sgmcmc import (
     Annealing,
     BayesianModule,
     Categorical,
+    ContourRules,
     DecayingStepSize,
     NonFiniteEnergyError,
     UnderdampedLangevin,
@@ -34,14 +36,16 @@ from lightning_sgmcmc.callbacks import (
     SamplerCallback,
     SamplingSchedule,
 )
-from lightning_sgmcmc.contour.learned import LearnedContour
+from lightning_sgmcmc.contour import LearnedContour
 from tests.chains.test_ddp import RankData
 from tests.support import contour_reference as reference
 from tests.support.conjugate import ConjugateRegression, quiet_trainer
+from tests.support.paths import REPOSITORY
 
 PROBLEM = ConjugateRegression(num_data=120, features=2, outputs=3)
 PARTITION = {"first_edge": 390.0, "width": 6.0, "num_bins": 30}
 STEP_SIZE = DecayingStepSize(5, 0.7, 20)
+RULES = {field.name for field in dataclasses.fields(ContourRules)}
 
 
 class Spy(SamplerCallback):
@@ -78,8 +82,8 @@ class Spy(SamplerCallback):
 def check_against_formulas(spy: Spy, contour: LearnedContour, step_size: DecayingStepSize = STEP_SIZE) -> None:
     """Go through the steps by the formulas in plain Python; every multiplier, weight and the final π must agree."""
     rules = contour.rules
-    options = vars(rules.partition) | {k: v for k, v in vars(rules).items() if k != "partition"}
-    m = rules.partition.num_bins
+    options = vars(contour.partition) | vars(rules)
+    m = contour.partition.num_bins
     pi, visits, updates = [1 / m] * m, [0] * m, 0
     for step in spy.steps:
         if step["temperature"] == 0:
@@ -115,7 +119,9 @@ def fit(
 
 
 def contour(zeta: float = 0.9, **options: Any) -> ContourGradient:
-    return ContourGradient(zeta, **({"step_size": STEP_SIZE} | PARTITION | options))
+    """Return a contour with a given range; options are the rules' and the callback's."""
+    rules = ContourRules(zeta, **{name: options.pop(name) for name in RULES & set(options)})
+    return ContourGradient(rules, **({"step_size": STEP_SIZE} | PARTITION | options))
 
 
 # -- the numbers ------------------------------------------------------------------------------------------------------
@@ -216,10 +222,10 @@ def test_annealed_step_size_and_temperature() -> None:
 
 
 def test_a_learned_range_holds_the_warm_ups_energies() -> None:
-    module, spy = fit(ContourGradient(0.9, num_bins=40, warm_up_steps=150, lowest=0.1))
+    module, spy = fit(ContourGradient(ContourRules(0.9), num_bins=40, warm_up_steps=150, lowest=0.1))
     assert module.contour is not None
     warm = sorted(step["energy"] for step in spy.steps[75:150])
-    partition = module.contour.rules.partition
+    partition = module.contour.partition
     assert partition.first_edge == pytest.approx(warm[round(0.1 * 74)])
     assert partition.last_edge == pytest.approx(2 * warm[-1] - partition.first_edge)
     assert all(step["multiplier"] == 1 for step in spy.steps[:150])
@@ -257,7 +263,7 @@ def test_two_ranks_share_one_energy(tmp_path: Path) -> None:
 
     problem = ConjugateRegression()
     module = problem.module(sampler=SGHMC, lr=0.05, seed=1)
-    learner = ContourGradient(0.9, num_bins=30, warm_up_steps=40, step_size=STEP_SIZE)
+    learner = ContourGradient(ContourRules(0.9), num_bins=30, warm_up_steps=40, step_size=STEP_SIZE)
     callbacks = [learner, SamplingSchedule(burn_in_steps=100, every_n_steps=10), Dump()]
     trainer = quiet_trainer(
         max_steps=200, strategy="ddp_fork", devices=2, use_distributed_sampler=False, callbacks=callbacks
@@ -294,7 +300,7 @@ def test_a_resumed_run_learns_on_bit_for_bit(tmp_path: Path, learns_range: bool)
         module = BayesianModule(net=network(), likelihood=Categorical(), sampler=SGHMC, lr=0.05, seed=3)
         place: dict[str, Any] = {"warm_up_steps": 9} if learns_range else {"first_edge": 40.0, "width": 4.0}
         callbacks = [
-            ContourGradient(0.8, 20, step_size=STEP_SIZE, **place),
+            ContourGradient(ContourRules(0.8), 20, step_size=STEP_SIZE, **place),
             SamplingSchedule(burn_in_steps=10, every_n_steps=3),
             SampleCollector(in_memory=True),
             SaveAt(tmp_path, {4, 9, 10, 17, 24}),
@@ -308,7 +314,7 @@ def test_a_resumed_run_learns_on_bit_for_bit(tmp_path: Path, learns_range: bool)
         again = run(tmp_path / f"{step}.ckpt")
         assert torch.equal(again.contour.state.log_vector, whole.contour.state.log_vector)
         assert torch.equal(again.contour.state.visits, whole.contour.state.visits)
-        assert again.contour.rules == whole.contour.rules
+        assert again.contour.contour == whole.contour.contour
         assert again.posterior.records == whole.posterior.records
         for name, tensor in whole.state_dict().items():
             assert torch.equal(again.state_dict()[name], tensor)
@@ -317,7 +323,7 @@ def test_a_resumed_run_learns_on_bit_for_bit(tmp_path: Path, learns_range: bool)
 def test_a_contour_can_begin_at_a_checkpoint_without_one(tmp_path: Path) -> None:
     fit(None, SaveAt(tmp_path, {250}), enable_checkpointing=True)
     schedule = SamplingSchedule(burn_in_steps=400, every_n_steps=10)
-    later = ContourGradient(0.9, num_bins=30, warm_up_steps=100)
+    later = ContourGradient(ContourRules(0.9), num_bins=30, warm_up_steps=100)
     module, spy = fit(
         later, schedule=schedule, enable_checkpointing=True, ckpt_path=tmp_path / "250.ckpt", max_steps=500
     )
@@ -337,7 +343,7 @@ def test_nothing_of_a_fit_is_left_in_the_next_one() -> None:
     module, _ = fit(contour())
     assert module.contour is not None
     again = copy.deepcopy(module)
-    assert pickle.loads(pickle.dumps(module.contour.rules)) == module.contour.rules
+    assert pickle.loads(pickle.dumps(module.contour.contour)) == module.contour.contour
     module, spy = fit(None, module=again)
     assert module.contour is None
     assert {step["bin"] for step in spy.steps} == {-1}
@@ -401,7 +407,7 @@ def test_scalars_reach_the_logger() -> None:
     [
         ({"first_edge": 1e4}, "lower first_edge"),
         ({"first_edge": -1e4}, "raise first_edge"),
-        ({"zeta": 3e5, "min_multiplier": 0.0, "max_multiplier": 1.0}, "interpolated weights say nothing"),
+        ({"zeta": 3e5, "min_multiplier": 0.0, "max_multiplier": 1.0}, "interpolated weights are useless"),
         ({"zeta": 3e5, "weighting": "bin", "min_multiplier": 0.0, "max_multiplier": 1.0}, "% of the weight"),
     ],
 )
@@ -418,29 +424,58 @@ def test_a_sound_run_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
 
 
 def test_trial_runs_work() -> None:
-    for learner in (contour(), ContourGradient(0.5, warm_up_steps=100)):
+    for learner in (contour(), ContourGradient(ContourRules(0.5), warm_up_steps=100)):
         fit(learner, SampleCollector(in_memory=True), fast_dev_run=True, max_steps=-1)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"zeta": -1, "warm_up_steps": 9}, "zeta"),
-        ({"zeta": 1, "first_edge": 3.0}, "needs a width"),
-        ({"zeta": 1}, "energy range is not known"),
-        ({"zeta": 1, "width": 2.0}, "energy range is not known"),
-        ({"zeta": 1, "warm_up_steps": -1}, "warm_up_steps"),
-        ({"zeta": 1, "first_edge": 0, "width": -1}, "width"),
-        ({"zeta": 1, "first_edge": 0, "width": 1, "num_bins": 1}, "num_bins"),
-        ({"zeta": 1, "warm_up_steps": 9, "lowest": 0}, "lowest"),
-        ({"zeta": 1, "warm_up_steps": 9, "headroom": -1}, "headroom"),
-        ({"zeta": 1, "warm_up_steps": 9, "sample_energy": "batch"}, "sample_energy"),
-        ({"zeta": 1, "warm_up_steps": 9, "scheme": "x"}, "scheme"),
+        ({"first_edge": 3.0}, "needs a width"),
+        ({}, "energy range is not known"),
+        ({"width": 2.0}, "energy range is not known"),
+        ({"warm_up_steps": -1}, "warm_up_steps"),
+        ({"first_edge": 0, "width": -1}, "width"),
+        ({"first_edge": 0, "width": 1, "num_bins": 1}, "num_bins"),
+        ({"warm_up_steps": 9, "lowest": 0}, "lowest"),
+        ({"warm_up_steps": 9, "headroom": -1}, "headroom"),
+        ({"warm_up_steps": 9, "sample_energy": "batch"}, "sample_energy"),
+        ({"warm_up_steps": 9, "rules": ContourRules(floor=0.02)}, "floor must be below 1/num_bins"),
+        ({"warm_up_steps": 9, "exchange_every": 2}, "pass interacting=True too"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        ContourGradient(**options)
+        ContourGradient(**({"rules": ContourRules()} | options))
+
+
+def test_the_command_line_takes_rules_as_a_mapping(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`rules: {zeta: …}` in a configuration, with the defaults filled in; a misspelt rule is named."""
+    import yaml
+
+    from lightning_sgmcmc.cli import main
+
+    recipe = yaml.safe_load((REPOSITORY / "recipes" / "digits_csghmc_contour.yaml").read_text())
+    (learner,) = (part for part in recipe["trainer"]["callbacks"] if part["class_path"].endswith("ContourGradient"))
+    given = learner["init_args"]["rules"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(SystemExit):
+        main(["fit", f"--config={tmp_path / 'config.yaml'}", "--print_config"])
+    parsed = yaml.safe_load(capsys.readouterr().out)
+    (learner,) = (part for part in parsed["trainer"]["callbacks"] if part["class_path"].endswith("ContourGradient"))
+    assert learner["init_args"]["rules"] == dataclasses.asdict(ContourRules(**given))
+    learner["init_args"]["rules"]["zetta"] = 1
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(parsed))
+    with pytest.raises(SystemExit):
+        main(["fit", f"--config={tmp_path / 'config.yaml'}"])
+    assert "zetta" in capsys.readouterr().err
+
+
+def test_rules_are_an_object() -> None:
+    with pytest.raises(TypeError, match=r"pass rules=ContourRules\(zeta=…\)"):
+        ContourGradient(0.75, warm_up_steps=9)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'zeta'"):
+        ContourGradient(zeta=0.75, warm_up_steps=9)  # type: ignore[call-arg]
 
 
 def test_combinations_without_meaning_are_refused() -> None:
@@ -451,9 +486,9 @@ def test_combinations_without_meaning_are_refused() -> None:
     with pytest.raises(ValueError, match="temperature above 0"):
         fit(contour(), schedule=CyclicalSchedule(temperature=0.0))
     with pytest.raises(ValueError, match="shorten warm_up_steps"):
-        fit(ContourGradient(0.5, warm_up_steps=300))
+        fit(ContourGradient(ContourRules(0.5), warm_up_steps=300))
     with pytest.raises(ValueError, match="draw its first sample after the 290 steps"):
-        fit(ContourGradient(0.5, warm_up_steps=290))
+        fit(ContourGradient(ContourRules(0.5), warm_up_steps=290))
 
 
 def test_dropout_and_full_energies_do_not_go_together() -> None:
@@ -473,7 +508,7 @@ def test_the_average_weighs_by_importance() -> None:
     module = BayesianModule(net=net, likelihood=Categorical(), sampler=SGLD, lr=0.1, seed=2)
     callbacks = [
         SamplingSchedule(burn_in_steps=50, every_n_steps=7),
-        ContourGradient(3.0, 20, first_edge=50.0, width=3.0, step_size=STEP_SIZE),
+        ContourGradient(ContourRules(3.0), 20, first_edge=50.0, width=3.0, step_size=STEP_SIZE),
         SampleCollector(in_memory=True),
         BayesianModelAverage(),
     ]

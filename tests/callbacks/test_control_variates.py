@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc import SGLD, BayesianModule
+from lightning_sgmcmc import SGLD, BayesianModule, ContourRules
 from lightning_sgmcmc.callbacks import (
     ContourGradient,
     ControlVariates,
@@ -233,7 +233,8 @@ def test_data_parallel_ranks_share_the_data(tmp_path: Path) -> None:
     """Two ranks with half a batch each have the draws of one process with the whole, in DDP and in groups."""
 
     def make() -> list[pl.Callback]:
-        return [ControlVariates(0, 1, energy=True), ContourGradient(zeta=0.75, first_edge=20.0, width=2.0, num_bins=99)]
+        contour = ContourGradient(ContourRules(zeta=0.75), first_edge=20.0, width=2.0, num_bins=99)
+        return [ControlVariates(0, 1, energy=True), contour]
 
     options: dict[str, Any] = {"model": Plain, "accumulate_grad_batches": 2, "steps": 10}
     whole, _ = fit_in_layout(tmp_path / "whole", 2, 1, datamodule=Even(16), callbacks=make(), **options)

@@ -13,7 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from lightning_sgmcmc import SGHMC, SGLD, SGNHT, BayesianModule, Gaussian, Posterior, UnderdampedLangevin, pSGLD
+from lightning_sgmcmc import (
+    SGHMC,
+    SGLD,
+    SGNHT,
+    BayesianModule,
+    ContourRules,
+    Gaussian,
+    Posterior,
+    UnderdampedLangevin,
+    pSGLD,
+)
 from lightning_sgmcmc.callbacks import (
     EWSG,
     ContourGradient,
@@ -344,7 +354,7 @@ def test_with_another_it_goes_on_exactly_between_candidates(tmp_path: Path, othe
 
 
 def contour() -> ContourGradient:
-    return ContourGradient(0.5, first_edge=20.0, width=5.0, num_bins=30)
+    return ContourGradient(ContourRules(zeta=0.5), first_edge=20.0, width=5.0, num_bins=30)
 
 
 @pytest.mark.parametrize("other", [contour, lambda: ReplicaExchange([1.0, 2.0])])

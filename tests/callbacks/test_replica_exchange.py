@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 
-from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Categorical, Posterior
+from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Categorical, ContourRules, Posterior
 from lightning_sgmcmc.callbacks import (
     ContourGradient,
     CyclicalSchedule,
@@ -204,7 +204,7 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 def test_bad_runs() -> None:
     with pytest.raises(ValueError, match=r"a ladder of 2 temperatures, and the run has 3 chains: take num_chains=2"):
         fit(3, [ReplicaExchange([1.0, 2.0])])
-    contour = ContourGradient(zeta=0.5, warm_up_steps=10)
+    contour = ContourGradient(ContourRules(zeta=0.5), warm_up_steps=10)
     with pytest.raises(ValueError, match="two ways across the same barriers"):
         fit(2, [ReplicaExchange([1.0, 2.0]), contour])
     trainer = quiet_trainer(max_steps=4, callbacks=[ReplicaExchange([1.0, 2.0])])

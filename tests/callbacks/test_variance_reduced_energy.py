@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sgmcmc import BayesianModule, Categorical
+from lightning_sgmcmc import BayesianModule, Categorical, ContourRules
 from lightning_sgmcmc.callbacks import ContourGradient, SamplerCallback, SamplingSchedule, VarianceReducedEnergy
 from tests.chains.test_chain_strategy import Even
 from tests.support.conjugate import quiet_trainer
@@ -82,7 +82,7 @@ def test_the_mean_is_exact_and_the_noise_is_less(chains: int, options: dict[str,
 def test_a_contour_sees_the_corrected_energies() -> None:
     net = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
     module = BayesianModule(net=net, likelihood=Categorical(), lr=0.0, num_chains=2, seed=1)
-    contour = ContourGradient(zeta=0.75, first_edge=0.0, width=0.5, num_bins=1000)
+    contour = ContourGradient(ContourRules(zeta=0.75), first_edge=0.0, width=0.5, num_bins=1000)
     trainer = quiet_trainer(
         max_steps=8, callbacks=[SamplingSchedule(every_n_steps=1), VarianceReducedEnergy(0, 1), contour]
     )

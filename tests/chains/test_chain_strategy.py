@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from lightning_sgmcmc import SGHMC, SGLD, SGNHT, BayesianModule, Categorical, ChainStrategy, Posterior
+from lightning_sgmcmc import SGHMC, SGLD, SGNHT, BayesianModule, Categorical, ChainStrategy, ContourRules, Posterior
 from lightning_sgmcmc.callbacks import (
     BayesianModelAverage,
     ContourGradient,
@@ -177,7 +177,7 @@ class Dump(pl.Callback):
 
 
 def contour(**options: Any) -> ContourGradient:
-    return ContourGradient(zeta=0.75, num_bins=30, warm_up_steps=4, **options)
+    return ContourGradient(ContourRules(zeta=0.75), num_bins=30, warm_up_steps=4, **options)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_what_interacting_chains_send(tmp_path: Path) -> None:
             net = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3))
             return BayesianModule(net=net, likelihood=Categorical(), num_chains=num_chains, lr=0.01, seed=1)
 
-        learner = ContourGradient(zeta=0.75, first_edge=20.0, width=1.0, num_bins=50, interacting=True)
+        learner = ContourGradient(ContourRules(zeta=0.75), first_edge=20.0, width=1.0, num_bins=50, interacting=True)
         trainer = quiet_trainer(
             max_steps=STEPS,
             devices=2,

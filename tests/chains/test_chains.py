@@ -16,6 +16,7 @@ from lightning_sgmcmc import (
     SGNHT,
     BayesianModule,
     Categorical,
+    ContourRules,
     GaussianPrior,
     LaplacePrior,
     Posterior,
@@ -444,7 +445,7 @@ def test_everything_after_a_fit(tmp_path: Path) -> None:
     predictions are those of a module with one chain."""
     module = seeded(lambda: Net(CHAINS))
     callbacks = [SamplingSchedule(every_n_steps=8), SampleCollector(tmp_path / "samples"), BayesianModelAverage()]
-    contour = ContourGradient(0.3, warm_up_steps=6)
+    contour = ContourGradient(ContourRules(zeta=0.3), warm_up_steps=6)
     trainer = quiet_trainer(
         max_steps=24,
         default_root_dir=tmp_path,

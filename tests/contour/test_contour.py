@@ -5,22 +5,28 @@ import math
 import pytest
 import torch
 
-from lightning_sgmcmc.contour.learned import LearnedContour
-from lightning_sgmcmc.contour.partition import EnergyPartition, bin_index
-from lightning_sgmcmc.contour.rules import Contour, ContourState, DecayingStepSize
+from lightning_sgmcmc.contour import (
+    Contour,
+    ContourRules,
+    ContourState,
+    DecayingStepSize,
+    EnergyPartition,
+    LearnedContour,
+    bin_index,
+)
 from tests.support import contour_reference as reference
 
 SCHEMES = ("scalable", "original", "high-order")
 
 
-def rules(**options):
+def make(**options):
     defaults = {"first_edge": -1.3, "width": 0.37, "num_bins": 9}
     partition = {name: options.pop(name, value) for name, value in defaults.items()}
-    return Contour(EnergyPartition(**partition), **options)
+    return Contour(EnergyPartition(**partition), ContourRules(**options))
 
 
 def options_of(contour):
-    return vars(contour.partition) | {k: v for k, v in vars(contour).items() if k != "partition"}
+    return vars(contour.partition) | vars(contour.rules)
 
 
 def random_state(generator, m, chains=None, unvisited=0.2):
@@ -54,7 +60,7 @@ def test_an_edge_belongs_to_the_bin_below_it():
 
 
 def test_a_nan_energy_is_refused():
-    contour = rules()
+    contour = make()
     state = contour.initial_state(2)
     with pytest.raises(ValueError, match="NaN"):
         contour.locate(state, torch.tensor([0.0, math.nan]), 1.0, contour.partition.edges())
@@ -80,7 +86,7 @@ def test_the_range_is_learned_from_energies():
 @pytest.mark.parametrize("limits", [(None, None), (-2.0, 3.0)])
 def test_index_multiplier_and_density_are_those_of_the_formulas(difference, weighting, flat, limits):
     generator = torch.Generator().manual_seed(1)
-    contour = rules(
+    contour = make(
         zeta=0.9,
         difference=difference,
         weighting=weighting,
@@ -106,7 +112,7 @@ def test_index_multiplier_and_density_are_those_of_the_formulas(difference, weig
 @pytest.mark.parametrize("shared", [True, False])
 def test_updates_are_those_of_the_formulas(scheme, shared):
     generator = torch.Generator().manual_seed(2)
-    contour = rules(zeta=0.8, scheme=scheme, correction=0.6)
+    contour = make(zeta=0.8, scheme=scheme, correction=0.6)
     options, chains, m = options_of(contour), 5, contour.partition.num_bins
     state = random_state(generator, m, None if shared else chains, unvisited=0)
     pis = [state.log_vector.exp().tolist()] if shared else state.log_vector.exp().tolist()
@@ -139,7 +145,7 @@ def test_updates_are_those_of_the_formulas(scheme, shared):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_chains_with_a_vector_each_do_not_notice_each_other(scheme):
     generator = torch.Generator().manual_seed(3)
-    contour = rules(scheme=scheme)
+    contour = make(scheme=scheme)
     state = random_state(generator, 9, 6)
     energy = random_energies(generator, contour, 6)
     order = torch.tensor([3, 0, 5, 1, 4, 2])
@@ -153,7 +159,7 @@ def test_chains_with_a_vector_each_do_not_notice_each_other(scheme):
 
 def test_one_chain_learns_the_same_whether_its_vector_is_shared_or_not():
     generator = torch.Generator().manual_seed(4)
-    contour = rules()
+    contour = make()
     own = contour.initial_state(1)
     shared = contour.initial_state()
     for step in range(1, 100):
@@ -169,7 +175,7 @@ def test_one_chain_learns_the_same_whether_its_vector_is_shared_or_not():
 @pytest.mark.parametrize("weighting", ["interpolated", "bin"])
 def test_nothing_overflows_at_large_zeta(zeta, scheme, weighting):
     generator = torch.Generator().manual_seed(5)
-    contour = rules(zeta=zeta, scheme=scheme, weighting=weighting, first_edge=0.0, width=200.0, num_bins=200)
+    contour = make(zeta=zeta, scheme=scheme, weighting=weighting, first_edge=0.0, width=200.0, num_bins=200)
     state = contour.initial_state(3)
     edges = contour.partition.edges()
     for step in range(1, 500):
@@ -186,7 +192,7 @@ def test_nothing_overflows_at_large_zeta(zeta, scheme, weighting):
 
 
 def test_never_visited_bins_do_not_push():
-    contour = rules(scheme="original")
+    contour = make(scheme="original")
     state = contour.initial_state(1)
     edges = contour.partition.edges()
     inside = edges[3:4] - 0.1
@@ -200,7 +206,7 @@ def test_never_visited_bins_do_not_push():
 
 def test_without_zeta_nothing_is_flattened_or_weighed():
     generator = torch.Generator().manual_seed(6)
-    contour = rules(zeta=0.0)
+    contour = make(zeta=0.0)
     energies = random_energies(generator, contour, 7)
     place = contour.locate(random_state(generator, 9, 7), energies, 1.0, edges_of(contour))
     assert place.multiplier.tolist() == [1.0] * 7
@@ -216,7 +222,7 @@ def edges_of(contour):
 def test_the_multiplier_is_the_derivative_of_the_weight(difference, flat):
     """κ = 1 + ζ·τ·d log Ψ/du everywhere inside the bins, and Ψ is continuous across all edges."""
     generator = torch.Generator().manual_seed(7)
-    contour = rules(zeta=1.3, difference=difference, flat_last_bin=flat)
+    contour = make(zeta=1.3, difference=difference, flat_last_bin=flat)
     state = random_state(generator, 9, unvisited=0)
     edges = contour.partition.edges()
     inside = torch.cat([edges - 0.2, edges[-1:] + torch.tensor([0.3, 5.0])]).requires_grad_()
@@ -237,21 +243,21 @@ def test_learning_stands_still_at_the_known_masses(scheme, weighting):
 
     The energies are exponential, p(u) ∝ exp(-u), so integrals over bins are sums over a fine grid.
     """
-    contour = rules(zeta=0.75, scheme=scheme, weighting=weighting, first_edge=0.2, width=0.2, num_bins=30)
+    contour = make(zeta=0.75, scheme=scheme, weighting=weighting, first_edge=0.2, width=0.2, num_bins=30)
     edges = contour.partition.edges()
     u = (torch.arange(400_000, dtype=torch.float64) + 0.5) * 2e-5
     target = torch.exp(-u)
     masses = torch.zeros(30, dtype=torch.float64).index_add_(0, bin_index(u, edges), target)
     state = contour.known_state(masses / masses.sum())
     place = contour.locate(state, u, 1.0, edges)
-    flattened = target * torch.exp(-contour.zeta * place.log_density)
+    flattened = target * torch.exp(-contour.rules.zeta * place.log_density)
     flattened /= flattened.sum()
     pi = state.log_vector.exp()
     if scheme == "scalable":
         here = state.log_vector[place.index]
-        factor = (here + contour.zeta * (place.log_density - here)).exp()
+        factor = (here + contour.rules.zeta * (place.log_density - here)).exp()
     else:
-        factor = (contour.zeta * place.log_density).exp()
+        factor = (contour.rules.zeta * place.log_density).exp()
     arriving = torch.zeros_like(pi).index_add_(0, place.index, flattened * factor)
     drift = arriving - pi * (flattened * factor).sum()
     assert drift.abs().max() < 1e-12 * arriving.max() + 1e-15
@@ -259,10 +265,10 @@ def test_learning_stands_still_at_the_known_masses(scheme, weighting):
 
 def test_learned_contours_survive_as_bytes():
     generator = torch.Generator().manual_seed(8)
-    contour = rules(zeta=2.5, scheme="high-order", min_multiplier=-5.0, weight_exponent=0.5)
+    contour = make(zeta=2.5, scheme="high-order", min_multiplier=-5.0, weight_exponent=0.5)
     learned = LearnedContour(contour, random_state(generator, 9))
     again = LearnedContour.from_bytes(learned.to_bytes())
-    assert again.rules == contour
+    assert again.contour == contour
     energies = random_energies(generator, contour, 20)
     assert torch.equal(again.log_weights(energies), learned.log_weights(energies))
     for damaged in (b"", b"nonsense", learned.to_bytes()[:-9]):
@@ -272,7 +278,7 @@ def test_learned_contours_survive_as_bytes():
 
 def test_weights_of_chains_with_vectors_of_their_own():
     generator = torch.Generator().manual_seed(9)
-    contour = rules()
+    contour = make()
     state = random_state(generator, 9, 3)
     energies = random_energies(generator, contour, 4)
     chains = torch.tensor([2, 0, 2, 1])
@@ -303,7 +309,7 @@ def test_weights_of_chains_with_vectors_of_their_own():
 )
 def test_bad_rules_are_refused(options, said):
     with pytest.raises(ValueError, match=said):
-        rules(**options)
+        make(**options)
 
 
 @pytest.mark.parametrize(

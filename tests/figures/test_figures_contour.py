@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sgmcmc import SGLD, BayesianModule, Categorical
+from lightning_sgmcmc import SGLD, BayesianModule, Categorical, ContourRules
 from lightning_sgmcmc.callbacks import ContourGradient, PosteriorDashboard, SamplingSchedule
 from lightning_sgmcmc.figures.contour import energy_histogram_figure, multiplier_figure
 from lightning_sgmcmc.figures.targets import (
@@ -69,7 +69,7 @@ def test_the_dashboard_draws_the_contour(tmp_path: Path) -> None:
     module = BayesianModule(net=nn.Linear(5, 3), likelihood=Categorical(), sampler=SGLD, lr=0.1, seed=2)
     callbacks = [
         SamplingSchedule(burn_in_steps=50, every_n_steps=7),
-        ContourGradient(0.8, 20, first_edge=45.0, width=3.0),
+        ContourGradient(ContourRules(0.8), 20, first_edge=45.0, width=3.0),
         PosteriorDashboard(figures=["contour", "weights"]),
     ]
     quiet_trainer(max_epochs=30, callbacks=callbacks, default_root_dir=tmp_path).fit(module, datamodule=InMemory())

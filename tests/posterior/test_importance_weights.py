@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sgmcmc import SGLD, BayesianModule, Categorical, Posterior
+from lightning_sgmcmc import SGLD, BayesianModule, Categorical, ContourRules, Posterior
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ContourGradient, SampleCollector, SamplingSchedule
-from lightning_sgmcmc.contour.rules import DecayingStepSize
+from lightning_sgmcmc.contour import DecayingStepSize
 from lightning_sgmcmc.diagnostics.samples import cell_masses, divergence, mode_coverage, resample, wasserstein_distance
 from lightning_sgmcmc.posterior.disk import CONTOUR
 from tests.run.test_exact_resume import InMemory
@@ -96,7 +96,7 @@ def run(folder: Path, **options: Any) -> tuple[BayesianModule, InMemory]:
     module = BayesianModule(net=net, likelihood=Categorical(), sampler=SGLD, lr=0.1, seed=2)
     callbacks = [
         SamplingSchedule(burn_in_steps=50, every_n_steps=7),
-        ContourGradient(3.0, 20, first_edge=50.0, width=3.0, step_size=DecayingStepSize(5, 0.7, 20)),
+        ContourGradient(ContourRules(zeta=3.0), 20, first_edge=50.0, width=3.0, step_size=DecayingStepSize(5, 0.7, 20)),
         SampleCollector(**({"dirpath": folder / "samples"} | options)),
     ]
     data = InMemory()

@@ -96,7 +96,7 @@ def test_cifar100_uncertainty_full_is_built() -> None:
     assert contour.warm_up_steps == 376 * 196
     assert contour.interacting
     assert contour.step_size.at(1) == contour.step_size.at(100_000) == pytest.approx(0.003)
-    assert contour.zeta * 3e-4 / contour.width == pytest.approx(4.5)
+    assert contour.rules.zeta * 3e-4 / contour.range.width == pytest.approx(4.5)
     assert (reduced.start_epoch, reduced.every_n_epochs) == (374, 2)
     exchange = callbacks["reSGHMC×P4"]["ReplicaExchange"]
     assert exchange.noise_variance * (1 / 3e-4 - 1 / 9e-4) == pytest.approx(4000)

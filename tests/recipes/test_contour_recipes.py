@@ -88,7 +88,7 @@ def test_cifar_csghmc_has_the_papers_setting() -> None:
     assert setting.lr == pytest.approx((0.009, 0.09))
     contour: Any = cifar_csghmc.callbacks_of("CSGHMC", setting)[-1]
     assert contour.step_size.at(8) == pytest.approx(10 / (8**0.75 + 1000))
-    assert contour.zeta * 0.01 / contour.width == pytest.approx(10)
+    assert contour.rules.zeta * 0.01 / contour.range.width == pytest.approx(10)
     assert [type(c).__name__ for c in cifar_csghmc.callbacks_of("SGHMC", setting)].count("ContourGradient") == 0
 
 
@@ -96,7 +96,7 @@ def test_the_digits_configuration_runs(tmp_path: Path) -> None:
     """The configuration, shortened, from the command line: it learns its range, visits bins and weighs its samples."""
     import yaml
 
-    from lightning_sgmcmc import Posterior
+    from lightning_sgmcmc import ContourRules, Posterior
 
     configuration = yaml.safe_load((runner.FOLDER / "digits_csghmc_contour.yaml").read_text())
     callbacks = {part["class_path"].rpartition(".")[2]: part for part in configuration["trainer"]["callbacks"]}
@@ -110,6 +110,8 @@ def test_the_digits_configuration_runs(tmp_path: Path) -> None:
     posterior = Posterior.load(store)
     assert len(posterior) == 5
     assert posterior.contour is not None
+    given = ContourRules(zeta=2000, weighting="bin", weight_exponent=0.0025, max_multiplier=5)
+    assert posterior.contour.rules == given
     assert int((posterior.contour.state.visits > 0).sum()) > 5
     assert posterior.effective_sample_size < 5
     assert {"contour.png", "multiplier.png"} <= {path.name for path in store.parent.glob("*.png")}

@@ -38,12 +38,13 @@ def test_settings_are_the_papers() -> None:
     for setting in (full, quick):
         contour = mnist_modes.contour("ICSGLD", setting)
         assert contour.interacting
-        assert contour.width == pytest.approx(10 * setting.images / 30_596)
-        assert (contour.zeta, contour.num_bins, contour.include_prior) == (3e4, 100_000, False)
+        assert contour.range.width == pytest.approx(10 * setting.images / 30_596)
+        assert (contour.rules.zeta, contour.range.num_bins, contour.include_prior) == (3e4, 100_000, False)
         assert contour.step_size.at(1) == pytest.approx(1 / 101)
         assert contour.step_size.at(6000) == pytest.approx(1 / (6000**0.6 + 100))
         wide = mnist_modes.contour(mnist_modes.WIDE, setting)
-        assert wide.zeta / (wide.width or 0) == pytest.approx(contour.zeta / (contour.width or 0)), "ζ/Δu is the same"
+        slopes = [c.rules.zeta / (c.range.width or 0) for c in (contour, wide)]
+        assert slopes[0] == pytest.approx(slopes[1]), "ζ/Δu is the same"
     shapes = [tuple(p.shape) for p in mnist_modes.network(28).parameters() if p.dim() > 1]
     assert shapes == [(32, 1, 5, 5), (64, 32, 5, 5), (50, 1024), (50, 50), (5, 50)]
     assert mnist_modes.network(28)(torch.zeros(2, 1, 28, 28)).shape == (2, 5)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_sgmcmc.contour import Contour, ContourRules, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
-from lightning_sgmcmc.contour.rules import Contour, DecayingStepSize
 from lightning_sgmcmc.replica_exchange import attempted_pairs, log_swap_rate, swapped
 from lightning_sgmcmc.samplers import SGHMC
 from lightning_sgmcmc.simulation import ContourRun, Simulation, simulate
@@ -192,7 +192,7 @@ def test_bad_ladders_are_refused(options: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize("scheme", ["scalable", "original", "high-order"])
 def test_a_group_is_a_run_of_its_own(scheme: Any) -> None:
     """Three groups of four chains: the first is the run of four that share π; the others differ from it."""
-    rules = Contour(EnergyPartition(2.0, 1.0, 20), 0.75, scheme)
+    rules = Contour(EnergyPartition(2.0, 1.0, 20), ContourRules(0.75, scheme))
     step_size = DecayingStepSize(1, 0.6, 100)
     options: dict[str, Any] = {"lr": 0.05, "num_steps": 200, "keep_every": 1, "seed": 5}
     alone = simulate(BIMODAL, num_chains=4, contour=ContourRun(rules, step_size, shared=True), **options)

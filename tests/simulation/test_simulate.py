@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_sgmcmc.contour import Contour, ContourRules, ContourState, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
-from lightning_sgmcmc.contour.rules import Contour, ContourState, DecayingStepSize
 from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, UnderdampedLangevin, pSGLD
 from lightning_sgmcmc.simulation import ContourRun, simulate
 from lightning_sgmcmc.simulation.steps import has_compiler
@@ -22,7 +22,7 @@ PARTITION = EnergyPartition(2.0, 1.0, 50)
 
 def contour(**options: Any) -> ContourRun:
     rules = {k: options.pop(k) for k in ("zeta", "scheme", "weighting") if k in options}
-    return ContourRun(Contour(PARTITION, **({"zeta": 0.75} | rules)), **options)
+    return ContourRun(Contour(PARTITION, ContourRules(**rules)), **options)
 
 
 @pytest.mark.parametrize(("temperature", "noise"), [(1.0, 0.0), (0.3, 0.0), (1.0, 2.0)])
@@ -156,7 +156,7 @@ def test_a_temperature_of_0_rests_the_contour() -> None:
 def test_all_modes_are_found_by_a_contour() -> None:
     """A short look at the paper's nine modes: with a contour, chains get from mode to mode."""
     target = CosineTarget.nine_modes()
-    rules = Contour(EnergyPartition(-6.4, 0.25, 90), 0.75, "original")
+    rules = Contour(EnergyPartition(-6.4, 0.25, 90), ContourRules(0.75, "original"))
     learner = ContourRun(rules, DecayingStepSize(10, 0.8, 100, 0.003))
     options: dict[str, Any] = {"lr": 0.003, "num_steps": 20_000, "num_chains": 20, "keep_every": 20}
     start = torch.zeros(2)

@@ -10,7 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_sgmcmc import SGHMC, SGLD
+from lightning_sgmcmc import SGHMC, SGLD, ContourRules
 from lightning_sgmcmc.callbacks import ContourGradient, SampleCollector, SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.simulation.target_module import TargetDataModule, TargetModule
 from lightning_sgmcmc.simulation.targets import GaussianMixture
@@ -56,7 +56,7 @@ def test_samples_have_the_targets_energy() -> None:
     target = GaussianMixture.two_modes()
     module = TargetModule(target, initial=torch.tensor([4.0]), lr=0.1, energy_noise=2.0)
     callbacks = [
-        ContourGradient(0.5, 50, first_edge=2.0, width=1.0, sample_energy="full"),
+        ContourGradient(ContourRules(0.5), 50, first_edge=2.0, width=1.0, sample_energy="full"),
         SamplingSchedule(every_n_steps=10),
         SampleCollector(in_memory=True),
     ]
@@ -69,7 +69,7 @@ def test_samples_have_the_targets_energy() -> None:
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS.keys())
 def test_every_target_runs_under_a_trainer(target: Any) -> None:
     module = TargetModule(target, sampler=SGHMC, lr=0.002, seed=3)
-    learner = ContourGradient(0.75, 50, first_edge=0.0, width=0.5)
+    learner = ContourGradient(ContourRules(0.75), 50, first_edge=0.0, width=0.5)
     callbacks = [learner, SamplingSchedule(every_n_steps=5), SampleCollector(in_memory=True)]
     quiet_trainer(max_steps=50, callbacks=callbacks).fit(module, datamodule=TargetDataModule(20))
     assert module.posterior is not None
@@ -99,7 +99,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
             TARGETS["two modes"], sampler=SGHMC, lr=0.05, seed=5, energy_noise=0.3, gradient_noise=0.2
         )
         callbacks: list[pl.Callback] = [
-            ContourGradient(0.75, 50, first_edge=2.0, width=1.0),
+            ContourGradient(ContourRules(0.75), 50, first_edge=2.0, width=1.0),
             SamplingSchedule(every_n_steps=5),
         ]
         if ckpt_path is None:
@@ -136,7 +136,7 @@ def weighted_mean(with_contour: bool, seed: int) -> float:
     """Return a run's weighted share of the right mode; the barrier is 8 nats, and the run starts in the wrong mode."""
     torch.set_num_threads(1)
     target = GaussianMixture([0.3, 0.7], [[-4.2], [4.2]])
-    learner = ContourGradient(0.75, 32, first_edge=1.8, width=0.5, sample_energy="full")
+    learner = ContourGradient(ContourRules(0.75), 32, first_edge=1.8, width=0.5, sample_energy="full")
     callbacks = [learner] if with_contour else []
     start = torch.tensor([-4.2])
     draws = fit(target, STEPS, *callbacks, burn_in=STEPS // 4, every=10, initial=start, lr=0.1, seed=seed)

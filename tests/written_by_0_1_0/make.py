@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 
-from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, GaussianPrior
+from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, ContourRules, GaussianPrior
 from lightning_sgmcmc.callbacks import (
     EWSG,
     BayesianModelAverage,
@@ -34,7 +34,7 @@ def module(num_chains: int) -> BayesianModule:
 def callbacks(num_chains: int) -> list[pl.Callback]:
     """Return the callbacks of the run of so many chains."""
     if num_chains == 1:
-        return [ContourGradient(zeta=2.0, num_bins=8, first_edge=100.0, width=600.0), ChainHealth()]
+        return [ContourGradient(ContourRules(zeta=2.0), num_bins=8, first_edge=100.0, width=600.0), ChainHealth()]
     return [EWSG(num_proposals=1)]
 
 

@@ -1,0 +1,163 @@
+"""The learning of π during a run, by chains that learn alone or together."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.contour.chain_group import ChainGroup
+from lightning_sgmcmc.contour.contour import Contour, ContourState, Location
+from lightning_sgmcmc.contour.learned import LearnedContour
+from lightning_sgmcmc.contour.rules import DecayingStepSize
+
+
+class ContourLearner:
+    """Learns π from the energies of a run's steps: `locate` before an update, `learn` after it.
+
+    Args:
+        contour: partition and rules.
+        step_size: ω_k of the stochastic approximation.
+        chains: the chains that learn.
+        interacting: one π for all chains of the run, learned by all; else each chain learns its own.
+        exchange_every: interacting chains exchange their energies every so many updates, and learn from all then.
+
+    Source: Deng et al. 2020 (CSGLD), Algorithm 1; Deng et al. 2022 (ICSGLD), Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        contour: Contour,
+        step_size: DecayingStepSize,
+        chains: ChainGroup,
+        interacting: bool = False,
+        exchange_every: int = 1,
+    ) -> None:
+        self.contour = contour
+        self.step_size = step_size
+        self.chains = chains
+        self.interacting = interacting
+        self.exchange_every = exchange_every
+        own = None if interacting or chains.num_chains == 1 else chains.num_chains
+        self.learned = LearnedContour(contour, contour.initial_state(own, chains.device))
+        """The contour with the π of this process's chains."""
+        self.updates = 0
+        """Steps that were learned from."""
+        self._edges = contour.partition.edges(chains.device)
+        self._waiting: list[Tensor] = []
+        """Encoded energies that interacting chains have not exchanged yet, shape (C,) for each step."""
+        self._clamped: Tensor | None = None
+        self._clamped_of = 0
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def locate(self, energy: Tensor, temperature: float | Tensor = 1.0) -> Location:
+        """Return bin, multiplier and log Ψ of the chains' energies (C,).
+
+        Raises:
+            ValueError: if an energy in the host's memory is NaN.
+        """
+        return self.contour.locate(self.learned.state, energy, temperature, self._edges)
+
+    def learn(self, location: Location) -> None:
+        """Update π after a step from there."""
+        self.updates += 1
+        if self.interacting:
+            self._learn_together(location)
+        else:
+            step_size = self.step_size.at(self.updates)
+            self.contour.learn_(self.learned.state, location.index, location.log_density, step_size)
+        self._count_clamped(location.multiplier)
+
+    def _learn_together(self, location: Location) -> None:
+        """Exchange the encoded energies when it is time, and learn from those of all chains."""
+        self._waiting.append(self.contour.partition.encode(location.energy, location.index))
+        if len(self._waiting) < self.exchange_every:
+            return
+        codes = self.chains.gather(torch.stack(self._waiting), 1)
+        first = self.updates - len(self._waiting) + 1
+        self._waiting = []
+        for update, of_step in enumerate(codes, start=first):
+            everyone = self.locate(self.contour.partition.decode(of_step))
+            step_size = self.step_size.at(update)
+            self.contour.learn_(self.learned.state, everyone.index, everyone.log_density, step_size)
+
+    def _count_clamped(self, multiplier: Tensor) -> None:
+        rules = self.contour.rules
+        if rules.min_multiplier is None and rules.max_multiplier is None:
+            return
+        low = -math.inf if rules.min_multiplier is None else rules.min_multiplier
+        high = math.inf if rules.max_multiplier is None else rules.max_multiplier
+        clamped = (multiplier <= low) | (multiplier >= high)
+        self._clamped = clamped.double() if self._clamped is None else self._clamped + clamped
+        self._clamped_of += 1
+
+    def scalars(self, location: Location) -> dict[str, float]:
+        """Return what is logged of a step by name: means over all chains of the run, ω, and if κ has limits, the share
+        of this process's multipliers at a limit since the last call."""
+        both = torch.stack([location.multiplier, location.index.double()])
+        multiplier, index = self.chains.gather(both, 1).mean(1).tolist()
+        step_size = self.step_size.at(self.updates)
+        scalars = {"contour/multiplier": multiplier, "contour/bin": index, "contour/step_size": step_size}
+        if self._clamped is not None:
+            scalars["contour/clamped"] = self._clamped.mean().item() / self._clamped_of
+            self._clamped, self._clamped_of = None, 0
+        return scalars
+
+    # -- all chains of the run ----------------------------------------------------------------------------------------
+
+    def of_all_chains(self) -> LearnedContour:
+        """Return the contour with π of all chains of the run: one vector (m,), or one for each chain (P, m)."""
+        state = self.learned.state
+        if not self.interacting and self.chains.is_spread:
+            rows = state if self.chains.num_chains > 1 else ContourState(*(tensor[None] for tensor in state))
+            state = ContourState(*(self.chains.gather(tensor, 0) for tensor in rows))
+        return LearnedContour(self.contour, state)
+
+    def _of_own_chains(self, whole: dict[str, Tensor]) -> ContourState:
+        """Return this process's part of a state of all chains, as new tensors."""
+        state = ContourState(**whole)
+        if not self.interacting and self.chains.is_spread:
+            rows = ContourState(*(self.chains.own(tensor, 0) for tensor in state))
+            state = rows if self.chains.num_chains > 1 else ContourState(*(tensor[0] for tensor in rows))
+        return ContourState(*(tensor.to(self.chains.device, copy=True) for tensor in state))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all chains of the run: numbers, names and tensors."""
+        state = self.of_all_chains().state._asdict()
+        return {
+            "updates": self.updates,
+            "rules": self.contour.to_dict(),
+            "state": {name: tensor.cpu() for name, tensor in state.items()},
+            "waiting": self.chains.gather(torch.stack(self._waiting), 1).cpu() if self._waiting else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore from `state_dict()`.
+
+        Raises:
+            ValueError: if the contour had other settings, or other chains learned it.
+        """
+        before, now = (_flat(settings) for settings in (state["rules"], self.contour.to_dict()))
+        for name, value in now.items():
+            if value != before[name]:
+                raise ValueError(
+                    f"the checkpoint's contour has {name}={before[name]}, this run's has {name}={value}: continue with "
+                    "the same settings, or start a new run"
+                )
+        vectors, chains, bins = state["state"]["log_vector"], self.chains.total_chains, self.contour.partition.num_bins
+        expected = (bins,) if self.interacting or chains == 1 else (chains, bins)
+        if vectors.shape != expected:
+            raise ValueError(
+                f"the checkpoint's π has the shape {tuple(vectors.shape)}, this run's {expected}: continue with the "
+                "same num_chains and interacting"
+            )
+        self.updates = state["updates"]
+        self.learned = LearnedContour(self.contour, self._of_own_chains(state["state"]))
+        if state["waiting"] is not None:
+            self._waiting = list(self.chains.own(state["waiting"], 1).to(self.chains.device))
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of `Contour.to_dict` with those of the partition beside the rules."""
+    return settings["partition"] | {name: value for name, value in settings.items() if name != "partition"}
