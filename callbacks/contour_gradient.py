@@ -1,6 +1,5 @@
 """Contour sampling under a trainer: CSGLD, CSGHMC and their variants, from any sampler."""
 
-import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -157,9 +156,11 @@ class ContourGradient(SamplerCallback):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        schedule = schedule_of(trainer)
-        own = getattr(schedule, "temperature", None)
-        if (own if own is not None else bayesian(pl_module, self).temperature) == 0:
+        module = bayesian(pl_module, self)
+        module.chains.claims.claim("set controls", self, self._set_controls)
+        module.chains.claims.claim("prepare samples", self, self._prepare_samples)
+        own = getattr(schedule_of(trainer), "temperature", None)
+        if (own if own is not None else module.temperature) == 0:
             raise ValueError(
                 "ContourGradient flattens a target, and at temperature 0 there is none: set a temperature above 0, or "
                 "leave the callback out"
@@ -180,7 +181,6 @@ class ContourGradient(SamplerCallback):
             on_host=module.device.type == "cpu" and module.num_chains == 1,
         )
         self._check_run(run)
-        run.chains.claims.claim("prepare samples", self, functools.partial(self._prepare_samples, run))
         if self._restored is not None:
             self._watch.load_state_dict(self._restored["watch"])
         saved = self._restored or {"rules": None, "record": None}
@@ -224,19 +224,18 @@ class ContourGradient(SamplerCallback):
         if self._record is None:
             return None
         partition = self.range.learned(self._record.energies())
-        first, last = partition.first_edge, partition.last_edge
-        found = f"first_edge={first:.6g}, width={partition.width:.6g}, last edge {last:.6g}"
-        rank_zero_info(f"ContourGradient learned its energy range: {found}")
+        edges = f"first_edge={partition.first_edge:.6g}, last edge {partition.last_edge:.6g}"
+        rank_zero_info(f"ContourGradient learned its energy range: {edges}, width={partition.width:.6g}")
         self._begin(run, partition)
         return self._learner
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def _set_controls(self, trainer: pl.Trainer) -> None:
+        """Set κ of the coming update, since the energy of its batch is known."""
         run = self._run
-        assert run is not None
+        if run is None:
+            return
         self._location = None
         temperature = run.sampler.param_groups[0]["temperature"]
         if not (isinstance(temperature, Tensor) or temperature > 0):
@@ -282,9 +281,12 @@ class ContourGradient(SamplerCallback):
 
     # -- a sample -----------------------------------------------------------------------------------------------------
 
-    def _prepare_samples(self, run: _Run) -> None:
+    def _prepare_samples(self) -> None:
         """Update energy, bin and weight of the present states, since they become samples."""
-        learner, tags = self._learner, run.chains.tags
+        run, learner = self._run, self._learner
+        if run is None:
+            return
+        tags = run.chains.tags
         if learner is None or tags.bin is None:
             if is_trial(run.trainer):
                 return
