@@ -1,6 +1,5 @@
 """Contour sampling under a trainer: CSGLD, CSGHMC and their variants, from any sampler."""
 
-import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,9 +10,9 @@ from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import run_length, schedule_of
+from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.chains.state import ChainState
 from lightning_sgmcmc.checks import check_choice, check_count
 from lightning_sgmcmc.contour import (
     ChainGroup,
@@ -30,6 +29,7 @@ from lightning_sgmcmc.contour import (
 from lightning_sgmcmc.evaluation.full_energy import differs_in_training, full_energies
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.loggers import is_logged, log_scalars
+from lightning_sgmcmc.run.trainer import is_trial
 from lightning_sgmcmc.samplers import Sampler
 
 
@@ -40,10 +40,8 @@ class _Run:
     trainer: pl.Trainer
     module: BayesianModule
     sampler: Sampler
-    state: ChainState
-    layout: ChainLayout
-    chains: ChainGroup
-    is_trial: bool
+    chains: Chains
+    group: ChainGroup
     first_step: int  # steps of the sampler before the contour begins
     on_host: bool  # with one chain, where a number is cheaper than a tensor
 
@@ -158,9 +156,11 @@ class ContourGradient(SamplerCallback):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        schedule = schedule_of(trainer)
-        own = getattr(schedule, "temperature", None)
-        if (own if own is not None else bayesian(pl_module, self).temperature) == 0:
+        module = bayesian(pl_module, self)
+        module.chains.claims.claim("set controls", self, self._set_controls)
+        module.chains.claims.claim("prepare samples", self, self._prepare_samples)
+        own = getattr(schedule_of(trainer), "temperature", None)
+        if (own if own is not None else module.temperature) == 0:
             raise ValueError(
                 "ContourGradient flattens a target, and at temperature 0 there is none: set a temperature above 0, or "
                 "leave the callback out"
@@ -168,23 +168,19 @@ class ContourGradient(SamplerCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)
-        is_trial = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
-        warm_up = 0 if is_trial else self.warm_up_steps
+        warm_up = 0 if is_trial(trainer) else self.warm_up_steps
         # The checkpoint of a run without this callback may be the start.
         self._begun = module.sampler.step_count if self._restored is None else int(self._restored["begun"])
         run = self._run = _Run(
             trainer=trainer,
             module=module,
             sampler=module.sampler,
-            state=module.chain_state,
-            layout=module.layout,
-            chains=_chain_group(module.layout, module.device),
-            is_trial=is_trial,
+            chains=module.chains,
+            group=_chain_group(module.chains.layout, module.device),
             first_step=self._begun + warm_up,
             on_host=module.device.type == "cpu" and module.num_chains == 1,
         )
         self._check_run(run)
-        run.state.before_sample = functools.partial(self._before_sample, run)
         if self._restored is not None:
             self._watch.load_state_dict(self._restored["watch"])
         saved = self._restored or {"rules": None, "record": None}
@@ -193,7 +189,7 @@ class ContourGradient(SamplerCallback):
         elif self.range.given is not None:
             self._begin(run, self.range.given)
         elif warm_up:
-            self._record = EnergyRecord(warm_up, run.chains)
+            self._record = EnergyRecord(warm_up, run.group)
             if saved["record"] is not None:
                 self._record.load_state_dict(saved["record"])
         self._restored = None
@@ -214,7 +210,7 @@ class ContourGradient(SamplerCallback):
     def _begin(self, run: _Run, partition: EnergyPartition, saved: dict[str, Any] | None = None) -> None:
         """Start the contour with an energy partition, and with the π of a checkpoint."""
         contour = Contour(partition, self.rules)
-        learner = ContourLearner(contour, self.step_size, run.chains, self.interacting, self.exchange_every)
+        learner = ContourLearner(contour, self.step_size, run.group, self.interacting, self.exchange_every)
         if saved is not None:
             learner.load_state_dict(saved)
         self._learner, self._record = learner, None
@@ -228,19 +224,18 @@ class ContourGradient(SamplerCallback):
         if self._record is None:
             return None
         partition = self.range.learned(self._record.energies())
-        first, last = partition.first_edge, partition.last_edge
-        found = f"first_edge={first:.6g}, width={partition.width:.6g}, last edge {last:.6g}"
-        rank_zero_info(f"ContourGradient learned its energy range: {found}")
+        edges = f"first_edge={partition.first_edge:.6g}, last edge {partition.last_edge:.6g}"
+        rank_zero_info(f"ContourGradient learned its energy range: {edges}, width={partition.width:.6g}")
         self._begin(run, partition)
         return self._learner
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def _set_controls(self, trainer: pl.Trainer) -> None:
+        """Set κ of the coming update, since the energy of its batch is known."""
         run = self._run
-        assert run is not None
+        if run is None:
+            return
         self._location = None
         temperature = run.sampler.param_groups[0]["temperature"]
         if not (isinstance(temperature, Tensor) or temperature > 0):
@@ -266,7 +261,7 @@ class ContourGradient(SamplerCallback):
 
     def _energy(self, run: _Run) -> Tensor:
         """Return the energy of the step's data over all ranks, shape (C,), float64."""
-        return run.layout.mean_over_data(run.state.observed_energy(self.include_prior))
+        return run.chains.layout.mean_over_data(run.chains.observed.corrected(self.include_prior))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -278,18 +273,22 @@ class ContourGradient(SamplerCallback):
             return  # a micro-batch that only accumulates, or a step that was skipped
         self._location = None
         learner.learn(location)
-        run.state.log_weight, run.state.bin = learner.contour.log_weight(location.log_density), location.index
-        if is_logged(trainer, run.module):
+        run.chains.tags.log_weight = learner.contour.log_weight(location.log_density)
+        run.chains.tags.bin = location.index
+        if is_logged(trainer, run.chains, run.sampler.step_count):
             log_scalars(trainer, learner.scalars(location), trainer.global_step)
         self._watch.after_update(learner.learned, learner.updates)
 
     # -- a sample -----------------------------------------------------------------------------------------------------
 
-    def _before_sample(self, run: _Run) -> None:
+    def _prepare_samples(self) -> None:
         """Update energy, bin and weight of the present states, since they become samples."""
-        learner, state = self._learner, run.state
-        if learner is None or state.bin is None:
-            if run.is_trial:
+        run, learner = self._run, self._learner
+        if run is None:
+            return
+        tags = run.chains.tags
+        if learner is None or tags.bin is None:
+            if is_trial(run.trainer):
                 return
             raise ValueError(
                 f"a sample is due after step {run.sampler.step_count}, and it has no weight: the contour has not "
@@ -297,12 +296,12 @@ class ContourGradient(SamplerCallback):
             )
         run.module.contour = learner.of_all_chains()
         if self.sample_energy == "step":
-            state.sample_energy = self._energy(run)
+            tags.energy = self._energy(run)
             return
-        energy = full_energies(run.trainer, run.module, self.include_prior, "sample_energy='full'")
+        energy = full_energies(run.trainer, run.module.chains, self.include_prior, "sample_energy='full'")
         location = learner.locate(energy)
-        state.sample_energy, state.bin = energy, location.index
-        state.log_weight = learner.contour.log_weight(location.log_density)
+        tags.energy, tags.bin = energy, location.index
+        tags.log_weight = learner.contour.log_weight(location.log_density)
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         self._watch.after_sample(sample.log_weight)
@@ -323,7 +322,8 @@ class ContourGradient(SamplerCallback):
     def _release(self) -> None:
         """Drop the references to the run, so that module and callback can be copied and pickled."""
         if self._run is not None:
-            self._run.state.before_sample = self._run.state.sample_energy = None
+            self._run.chains.claims.release(self)
+            self._run.chains.tags.energy = None
             self._run = None
 
     def state_dict(self) -> dict[str, Any]:

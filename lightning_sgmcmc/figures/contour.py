@@ -1,4 +1,4 @@
-"""The pictures of contour sampling: each function draws one figure from plain numbers and returns it."""
+"""Figures of contour sampling: each function draws one figure from plain numbers and returns it."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ RARE = 1e-4
 
 
 def _shown(visits: Any) -> slice:
-    """Return the bins from the first to the last that was visited, and one more on each side."""
+    """Return the range of visited bins with one more bin on each side."""
     places = np.flatnonzero(visits > 0)
     if len(places) == 0:
         return slice(0, len(visits))
@@ -25,13 +25,13 @@ def _shown(visits: Any) -> slice:
 def energy_histogram_figure(
     centres: Sequence[float], visits: Sequence[float], masses: Sequence[float], truth: Sequence[float] | None = None
 ) -> "Figure":
-    """Draw how often each energy bin was visited, beside the target's mass in it as estimated from π.
+    """Draw the share of steps in each energy bin, with the target's mass in it as estimated from π.
 
     Args:
         centres: middle of each bin, in nats; the bins are of equal width.
-        visits: how often each was visited.
+        visits: number of visits of each bin.
         masses: the estimated masses, summing to 1.
-        truth: the true masses, where they are known.
+        truth: the true masses; None if unknown.
     """
     visited = np.asarray(visits, dtype=float)
     shown = _shown(visited)
@@ -56,7 +56,7 @@ def multiplier_figure(centres: Sequence[float], multipliers: Sequence[float], vi
     Args:
         centres: middle of each bin, in nats.
         multipliers: κ in each bin.
-        visits: how often each was visited; bins with less than one step in 10,000, which know little, are left out.
+        visits: number of visits of each bin; κ is left out in bins with less than one step in 10,000.
     """
     visited = np.asarray(visits, dtype=float)
     shown = _shown(visited)
@@ -82,7 +82,7 @@ def multiplier_figure(centres: Sequence[float], multipliers: Sequence[float], vi
 
 
 def energy_walk_figure(walks: Mapping[str, Any], bands: tuple[float, float], label: str) -> "Figure":
-    """Draw the energies of each method's chains against the step on a log axis, a row for each method.
+    """Draw the energies of each method's chains against the step on a log axis, one row for each method.
 
     Args:
         walks: positive energies of each step, shape (steps, C), by method.

@@ -50,7 +50,7 @@ class Look(SamplerCallback):
         self.seen.append([])
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.seen[-1].append(self.friction._covariance[0].double().numpy().copy())
+        self.seen[-1].append(self.friction.covariance.current[0].double().numpy().copy())
 
 
 class Nudge(SamplerCallback):
@@ -275,20 +275,25 @@ def test_a_checkpoint_goes_on_in_another_layout(tmp_path: Path) -> None:
             {"sampler": SGHMC},
             [CovarianceFriction()],
             {},
-            "needs a sampler with a friction matrix, which SGHMC has not: take sampler=UnderdampedLangevin",
+            "needs a sampler with a friction matrix, and SGHMC has none: take sampler=UnderdampedLangevin",
         ),
-        ({}, [CovarianceFriction(), ControlVariates()], {}, "ControlVariates let them put in less than it would"),
+        (
+            {},
+            [CovarianceFriction(), ControlVariates()],
+            {},
+            "ControlVariates reduces that noise, so the friction would be too large",
+        ),
         (
             {},
             [CovarianceFriction(), SamplingSchedule(every_n_steps=1)],
             {},
-            "put CovarianceFriction behind SamplingSchedule",
+            "put CovarianceFriction after SamplingSchedule in the list",
         ),
         (
             {},
             [CovarianceFriction(), pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})],
             {},
-            "CovarianceFriction is for batches of one size",
+            "CovarianceFriction needs batches of one size",
         ),
     ],
 )
@@ -302,7 +307,7 @@ def test_data_parallel_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     shared = ChainLayout(ranks_per_chain=2, strategy=ChainStrategy())
     monkeypatch.setattr("lightning_sgmcmc.callbacks.covariance_friction.layout_of", lambda *_: shared)
     trainer = quiet_trainer(max_epochs=1, callbacks=[CovarianceFriction()])
-    with pytest.raises(ValueError, match="here each batch is shared by data-parallel ranks: give every chain one rank"):
+    with pytest.raises(ValueError, match="here data-parallel ranks share each batch: give every chain one rank"):
         trainer.fit(Plain(sampler=Langevin, lr=0.001), datamodule=Even(16))
 
 
