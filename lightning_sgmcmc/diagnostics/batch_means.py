@@ -15,7 +15,7 @@ class BatchMeans:
     """Means of consecutive batches of a stream of vectors, on the stream's device.
 
     There are at most `limit` batches: when all are full, neighbours are merged and batches become twice as long. So
-    the batches outgrow any autocorrelation of the stream in the end, and the memory stays what it is.
+    the batches eventually outgrow any autocorrelation of the stream, in constant memory.
 
     Args:
         length: length of the vectors.
@@ -29,7 +29,7 @@ class BatchMeans:
         self._limit, self._size, self._last = limit, 1, 0
 
     def add(self, values: Tensor) -> None:
-        """Take in the next vector."""
+        """Add the next vector."""
         self._sums[self._last].add_(values)
         self._counts[self._last] += 1
         if self._counts[self._last] < self._size:

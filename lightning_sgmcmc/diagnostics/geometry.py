@@ -1,4 +1,4 @@
-"""Where the samples lie in weight space: pure functions of tensors, in memory that does not grow with the network."""
+"""Geometry of samples in weight space: pure functions of tensors, in memory independent of the network's size."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ def weight_sketch(parameters: State, dimension: int = 1024, seed: int = 0) -> Te
     Args:
         parameters: the weights by name.
         dimension: m, at least 1.
-        seed: of h and s; sketches with one seed belong together.
+        seed: of h and s; only sketches with the same seed are comparable.
 
     Returns:
         float32, shape (m,), on the CPU.
@@ -110,7 +110,7 @@ def interpolate(first: State, second: State, position: float) -> dict[str, Tenso
 
 
 def segment_pairs(places: Sequence[tuple[int, int]], limit: int) -> list[tuple[int, int, str]]:
-    """Choose the pairs of samples whose segments are worth walking: within cycles, between cycles, between chains.
+    """Choose the pairs of samples whose segments are evaluated: within cycles, between cycles, between chains.
 
     Within a cycle it is its first and last sample, between two cycles or chains the last sample of each; the newest
     pairs are taken, as evenly over the three kinds as there are any.

@@ -1,4 +1,4 @@
-"""Figures of merit of a predictive distribution: pure functions of tensors."""
+"""Metrics of a predictive distribution: pure functions of tensors."""
 
 import math
 
@@ -44,7 +44,7 @@ def classification_metrics(probabilities: Tensor, target: Tensor) -> dict[str, T
 
 
 def out_of_distribution_metrics(known: Tensor, unknown: Tensor) -> dict[str, Tensor]:
-    """Return how well predictions tell inputs of another distribution, where every class is wrong.
+    """Return how well predictions detect inputs from another distribution, where every class is wrong.
 
     `auroc`: of detecting them by the predictive entropy, the probability that an unknown input has the higher one (ties
     count half). `entropy`: their mean predictive entropy in nats. `brier`: the mean over inputs and classes of the

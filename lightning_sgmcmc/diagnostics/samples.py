@@ -70,7 +70,7 @@ def autocorrelation_time(draws: Tensor) -> Tensor:
         draws: one after another, shape (n, …), each of the trailing numbers by itself.
 
     Returns:
-        shape (…); at least 1/log₁₀n. Of a chain shorter than some hundred times of it, it says too little.
+        shape (…); at least 1/log₁₀n. The estimate is too low for a chain shorter than some hundred times its value.
 
     Raises:
         ValueError: for fewer than four draws, or draws that do not move.
