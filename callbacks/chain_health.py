@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.diagnostics.assessment import assess
 from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.diagnostics.observer import Clipping, GroupStep, StepObserver, unreduced
@@ -88,10 +89,19 @@ class ChainHealth(SamplerCallback):
         self._reported_observations = -1
         self._folder = Path()
         self._trainer: pl.Trainer | None = None
+        self._chains: Chains | None = None
         self._is_spread = False
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            claims = bayesian(pl_module, self).chains.claims
+            claims.claim("observe step", self, self._observe)
+            claims.claim("chain temperatures", self)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)
+        self._chains = module.chains
         sampler = self._sampler = module.sampler
         self._trainer, self._is_spread = trainer, module.layout.is_spread
         self._folder = run_folder(trainer)
@@ -114,12 +124,12 @@ class ChainHealth(SamplerCallback):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        sampler, observer = self._sampler, self._observer
-        assert observer is not None
-        if pl_module.chain_state.stage != "sampling" or not all(map(sampler.is_noisy, sampler.param_groups)):  # type: ignore[union-attr]
+    def _observe(self, trainer: pl.Trainer) -> None:
+        """Observe a step of a sampling stage, when its gradient and its controls are final but for clipping."""
+        sampler, observer, chains = self._sampler, self._observer, self._chains
+        if observer is None or chains is None:
+            return
+        if chains.progress.stage is not Stage.SAMPLING or not all(map(sampler.is_noisy, sampler.param_groups)):
             return
         if not observer.in_stage:
             observer.begin_stage()
@@ -145,7 +155,7 @@ class ChainHealth(SamplerCallback):
             return
         self._step = sampler.step_count
         module = bayesian(pl_module, self)
-        if module.chain_state.stage != "sampling":
+        if module.chains.progress.stage is not Stage.SAMPLING:
             observer.end_stage()
             self._report(trainer, module)
             return
@@ -153,7 +163,7 @@ class ChainHealth(SamplerCallback):
         observer.after_update(laws)
         if observer.is_pending:
             pairs = zip(sampler.param_groups, laws, strict=True)
-            observer.add([self._group_step(group, law) for group, law in pairs], module.chain_state.energy.mean())
+            observer.add([self._group_step(group, law) for group, law in pairs], module.chains.observed.energy.mean())
 
     def _law(self, group: dict[str, Any]) -> StepLaw:
         law = self._sampler.law(group)
@@ -220,7 +230,7 @@ class ChainHealth(SamplerCallback):
         return reduced.double().cpu()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._trainer = None
+        self._trainer = self._chains = None
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -80,10 +80,6 @@ class SnapshotCallback(SamplerCallback):
         assert self._chains is not None, "a fit has chains from its start on"
         return self._chains
 
-    @property
-    def _state(self) -> Any:  # shim
-        return self._module.chain_state
-
     # -- the snapshot -------------------------------------------------------------------------------------------------
 
     def rests(self) -> bool:

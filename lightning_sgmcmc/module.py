@@ -232,10 +232,6 @@ class BayesianModule(EnergyModel):
     def on_posterior_sample(self, sample: PosteriorSample) -> None:
         """Called with each sample when it is drawn, after the callbacks' hooks of this name; override at will."""
 
-    @property
-    def chain_state(self) -> Any:  # shim
-        return _Old(self.chains)  # shim
-
     # -- Lightning's hooks --------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
@@ -405,52 +401,6 @@ class BayesianModule(EnergyModel):
                 "posterior, set temperature)"
             )
         return given if given is not None else found  # type: ignore[return-value]
-
-
-OLD = {  # shim
-    **{
-        n: ("observed", n)
-        for n in (
-            "mean_potential",
-            "num_data",
-            "log_prior",
-            "log_likelihood",
-            "reference_log_likelihood",
-            "keeps_each",
-            "energy",
-        )
-    },
-    "energy_correction": ("observed", "correction"),
-    "observed_energy": ("observed", "corrected"),
-    **{n: ("tags", n) for n in ("log_weight", "bin", "labels", "sampled")},
-    "sample_energy": ("tags", "energy"),
-    **{n: ("progress", n) for n in ("cycle", "num_cycles", "stage", "sample_due")},
-    **{n: ("accumulation", n) for n in ("accumulating", "candidates", "batch_complete", "batch_share")},
-    **{n: ("counters", n) for n in ("gradient_evaluations", "skipped_steps")},
-}
-CLAIMS = {"before_sample": "prepare samples", "correct_gradient": "snapshot gradients"}  # shim
-
-
-class _Old:  # shim
-    def __init__(self, chains):
-        object.__setattr__(self, "chains", chains)
-
-    def __getattr__(self, name):
-        part, new = OLD[name]
-        return getattr(getattr(self.chains, part), new)
-
-    def __setattr__(self, name, value):
-        if name in CLAIMS:
-            self.chains.claims._held.pop(CLAIMS[name], None)
-            if value is not None:
-                self.chains.claims.claim(CLAIMS[name], self, value)
-            return
-        part, new = OLD[name]
-        if name == "stage":
-            from lightning_sgmcmc.chains.state import Stage
-
-            value = Stage(value)
-        setattr(getattr(self.chains, part), new, value)
 
 
 record_arguments(BayesianModule)

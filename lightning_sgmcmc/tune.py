@@ -176,7 +176,7 @@ class _MeanEnergy(SamplerCallback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
         if trainer.global_step > self.start:
-            self.total, self.count = self.total + pl_module.chain_state.energy.mean(), self.count + 1
+            self.total, self.count = self.total + pl_module.chains.observed.energy.mean(), self.count + 1
 
     @property
     def mean(self) -> float | None:

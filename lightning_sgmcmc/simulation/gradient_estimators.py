@@ -67,8 +67,8 @@ class ControlVariateGradient(GradientEstimator):
     Args:
         batch_size: b.
         refresh_every_passes: steps between snapshots, in passes: of N/b steps each.
-        stored: whether each datum's gradient at the snapshot counts as stored, N·d numbers for a chain. Then a step costs
-            b evaluations; otherwise it is recomputed, and a step costs 2b.
+        stored: whether each datum's gradient at the snapshot counts as stored, N·d numbers for a chain. Then a step
+            costs b evaluations; otherwise it is recomputed, and a step costs 2b.
 
     Source: Dubey et al. 2016, Algorithm 2 (SVRG-LD); Li et al. 2021 (EWSG), section 5.1.
     """
@@ -139,8 +139,8 @@ class CalibratedFriction(GradientEstimator):
     """A batch's gradient, and a friction that cancels the heating by batch noise (EWSG-VR, with `ExponentialGradient`).
 
     The friction Γ = γ·I + h·cov/(2τ) follows from the moments of uniform batches' gradients. These are computed from
-    all data at calibrations, which cost N evaluations, and updated by each step's batch in between. It reaches the sampler
-    as `UnderdampedLangevin.extra_drag`; EWSG's weights keep using γ. An Euler step needs h·Γ below 2.
+    all data at calibrations, which cost N evaluations, and updated by each step's batch in between. It reaches the
+    sampler as `UnderdampedLangevin.extra_drag`; EWSG's weights keep using γ. An Euler step needs h·Γ below 2.
 
     As printed, Algorithm 2 spends every L-th pass on its calibration alone, so that with the paper's L = 1 it
     never samples. Here L passes of steps follow each calibration, and the calibration's pass is on top.
