@@ -11,7 +11,7 @@ from lightning_sgmcmc.seeding import derive_seed
 
 
 class ClusteredOrder(BatchOrder):
-    """The indices of mini-batches that are stratified by clusters, in the place of `BatchOrder`.
+    """The indices of mini-batches that are stratified by clusters; replaces `BatchOrder`.
 
     A batch of n data holds n·N_c/N of the N_c data of cluster c, rounded down or up at random. Every datum has the
     same chance n/N to be in it, so the plain mean over the batch is unbiased (the clusters' weights are all one), and
@@ -21,7 +21,7 @@ class ClusteredOrder(BatchOrder):
 
     where S_c² (divisor N_c - 1) is the variance within cluster c and n_c = n·N_c/N is whole; roundings add some.
 
-    An epoch is laid out anew from (seed, chain, epoch): the data of each cluster are permuted, the clusters laid one
+    Each epoch is laid out by (seed, chain, epoch): the data of each cluster are permuted, the clusters laid one
     after the other in a random order, the data of the short last batch taken out of that row at even distances from a
     random start, and the others dealt to the full batches in turn. So batches are as long as `BatchOrder`'s, each datum
     comes once an epoch, and `drop_last` leaves out a stratified part of the data. More clusters than data in a batch
@@ -41,7 +41,7 @@ class ClusteredOrder(BatchOrder):
         rank: index of this replica.
         clusters: number of each datum's cluster, whole numbers of shape (N,); as `cluster_data` gives them.
 
-    A loader makes its order itself, so it wants `order=functools.partial(ClusteredOrder, clusters=…)`.
+    A loader makes its order itself: pass it `order=functools.partial(ClusteredOrder, clusters=…)`.
 
     Raises:
         ValueError: if `clusters` is not a whole number for each datum.
@@ -88,7 +88,7 @@ class ClusteredOrder(BatchOrder):
         return order[(self.rank + shift) % self.num_replicas :: self.num_replicas]
 
     def _row(self, generator: torch.Generator) -> Tensor:
-        """Return the data's indices, cluster by cluster, with some of them twice if the replicas want it."""
+        """Return the data's indices, cluster by cluster, with some of them twice if the replicas need it."""
         permuted = torch.randperm(self.num_data, generator=generator)
         places = torch.randperm(self._num_clusters, generator=generator)
         row = permuted[places[self._clusters[permuted]].argsort(stable=True)]

@@ -7,7 +7,7 @@ from lightning_sgmcmc.batches.loader import ResumableLoader
 
 
 def count_training_data(trainer: pl.Trainer) -> tuple[int | None, str]:
-    """Return the number of training data and who says so, or None and the reason why it is not known."""
+    """Return the number of training data and its source, or None and the reason why it is unknown."""
     datamodule = getattr(trainer, "datamodule", None)
     declared = getattr(datamodule, "num_data", None)
     if declared is not None:
@@ -16,7 +16,7 @@ def count_training_data(trainer: pl.Trainer) -> tuple[int | None, str]:
         trainer.fit_loop.setup_data()
     loader = trainer.train_dataloader
     if isinstance(loader, ResumableLoader):
-        return len(loader.dataset), "the training data set's length"  # type: ignore[arg-type]
+        return loader.num_data, "the training data set's length"
     if not isinstance(loader, torch.utils.data.DataLoader):
         return None, "the training loader is not a torch DataLoader"
     samplers = torch.utils.data

@@ -1,4 +1,4 @@
-"""The order of the training data: a function of (seed, chain, epoch, position), so that a run can go on anywhere."""
+"""A training loader whose batches are functions of (seed, chain, epoch, position), so a run can continue anywhere."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,22 +16,22 @@ from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything
 class ResumableLoader:
     """A training loader whose batches are a function of (seed, chain, epoch, position), with the position as state.
 
-    In a checkpoint it is one number, the batches handed out so far; a run that goes on from the checkpoint gets exactly
-    the batches that it would have had, in mid-epoch too, and with any number of workers. Data sets that hand out whole
+    A checkpoint holds one number, the batches returned so far. A run that continues from the checkpoint gets exactly
+    the batches that it would have had, in mid-epoch too, and with any number of workers. Data sets that return whole
     batches (`__getitems__`, as `TensorBatches`) are indexed by whole batches. Before each batch the default generators
     are seeded by (seed, chain, batch), so augmentation that draws from them is repeatable as well: torch's for whole
     batches in this process, torch's, NumPy's and Python's where items are loaded one by one.
 
-    Each pass through it hands out as many batches as an epoch has and goes on where the last one stopped.
+    Each iteration yields as many batches as an epoch has and continues where the last one stopped.
 
     Args:
         dataset: a data set with a length.
         batch_size: data in a batch (of each rank), > 0.
-        seed: seed of the order; None takes the run's, which the trainer's module hands in, else torch's initial seed.
+        seed: seed of the order; None takes the run's, which the trainer's module passes, or else torch's initial seed.
         drop_last: leave out the last batch of an epoch where it is short.
         num_workers: processes that load; 0 loads in this one.
         collate: makes a batch of a list of items; None is torch's default. Whole batches are not collated.
-        chain: global index of the chain; a run with several chains hands in their indices.
+        chain: global index of the chain; a run with several chains passes their indices.
         num_replicas: data-parallel ranks that share the data; None asks torch.distributed.
         rank: index of this replica; None asks torch.distributed.
         pin_memory: copy batches of workers into pinned memory.
@@ -67,6 +67,7 @@ class ResumableLoader:
             raise ValueError(f"num_workers must not be negative, got {num_workers}")
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.dataset = dataset
+        self.num_data = len(dataset)
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.num_workers = num_workers
@@ -99,7 +100,7 @@ class ResumableLoader:
             self._seed, self._fetch = seed, None
 
     def adopt_chains(self, chains: Sequence[int]) -> None:
-        """Hand out batches of these chains, by their global indices."""
+        """Return batches of these chains, by their global indices."""
         if tuple(chains) != self.chains:
             self.chains, self._fetch = tuple(chains), None
 
@@ -112,10 +113,10 @@ class ResumableLoader:
             yield batch
 
     def _begin(self) -> Callable[[int], Any]:
-        """Return what loads the batches from the present position on."""
+        """Return a function that loads the batches from the present position on."""
         orders = [
             self.order(
-                len(self.dataset),  # type: ignore[arg-type]
+                self.num_data,
                 self.batch_size,
                 self.seed,
                 chain,
@@ -146,7 +147,7 @@ class ResumableLoader:
         return self.__dict__ | {"_fetch": None}  # a copy in another process has workers of its own
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of batches handed out, and what the order is a function of."""
+        """Return the number of batches returned so far, the seed and the length of an epoch."""
         return {"batches": self._batches, "seed": self.seed, "length": self._length}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -157,8 +158,8 @@ class ResumableLoader:
         """
         if state_dict["length"] != self._length:
             raise ValueError(
-                f"the checkpoint's epochs have {state_dict['length']} batches, this loader's have {self._length}: go "
-                "on with the same data, batch_size, drop_last and number of ranks"
+                f"the checkpoint's epochs have {state_dict['length']} batches, this loader's have {self._length}: "
+                "continue with the same data, batch_size, drop_last and number of ranks"
             )
         self._batches, self._seed, self._fetch = state_dict["batches"], state_dict["seed"], None
 
@@ -207,7 +208,7 @@ class _SeededItems(Dataset[Any]):
         if len(indices) == 1:
             return self.load(batch, 0, indices[0])
         if hasattr(self._dataset, "whole_batch") and self._device is not None and self._device.type != "cpu":
-            # On an accelerator calls are dear, so one makes the batches of all chains.
+            # On an accelerator calls are slow, so one call makes the batches of all chains.
             reseed(derive_seed(self._seed, "augmentation", *self._streams, batch), self._device)
             together = self._dataset.whole_batch(torch.cat(list(indices)))
             chains = len(indices)

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 class ChainBatches(list[Any]):
     """A list with a mini-batch for each chain of this process.
 
-    A plain batch in its place is one that all chains share.
+    A plain batch instead of such a list is shared by all chains.
     """
 
     def __init__(self, batches: Iterable[Any], stack: Any = None) -> None:
@@ -29,7 +29,7 @@ class ChainBatches(list[Any]):
         """Return one batch whose tensors have a leading chain axis.
 
         Raises:
-            ValueError: if the batches have parts that are no tensors, or their shapes differ between chains.
+            ValueError: if the batches have parts that are not tensors, or their shapes differ between chains.
         """
         if self._stack is None:
             self._stack = pytree.tree_map(_stack, *self)

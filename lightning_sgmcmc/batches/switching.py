@@ -1,4 +1,4 @@
-"""Mini-batches that are held for an exponential time and then switched: the data subsets of the switching diffusion.
+"""Mini-batches that are held for an exponential time, then switched: the data subsets of the switching diffusion.
 
 Its exact paths for quadratic potentials are in `lightning_sgmcmc.simulation.switching_diffusion`.
 """
@@ -35,9 +35,9 @@ class SwitchingOrder(BatchOrder):
 
         exp(Q·dt) = e^{-S·dt/η}·I + (1 - e^{-S·dt/η})·1·1ᵀ/S,
 
-    since 1·1ᵀ/S is a projection: over dt the batch stays with probability e^{-S·dt/η}, else it is drawn anew,
+    since 1·1ᵀ/S is a projection: over dt the batch stays with probability e^{-S·dt/η}, else it is redrawn,
     uniformly from ALL S (uniformisation at rate S/η). The state of a step is therefore the last such draw, a function
-    of (seed, chain, step): a run goes on exactly from a loader's one number, and workers may fetch ahead. Going
+    of (seed, chain, step): a run continues exactly from a loader's one number, and workers may fetch ahead. Going
     anywhere costs a pass back to the last draw, 1,024 steps at a time. For η far below dt every step takes an
     independent batch (with replacement), so the subsampling error of η shows only where η/(S-1) is above dt.
 
@@ -133,7 +133,7 @@ class SwitchingOrder(BatchOrder):
         raise AssertionError("the first position of all is a draw")
 
     def _draws(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """Return at which positions of a chunk the state is drawn anew, and what it is then, each of shape (CHUNK,)."""
+        """Return at which positions of a chunk the state is redrawn, and its new value, each of shape (CHUNK,)."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "switching", self.chain, chunk))
         uniforms = torch.rand(CHUNK, generator=generator, dtype=torch.float64)
         fresh = torch.randint(self.batches_per_epoch, (CHUNK,), generator=generator)
@@ -158,14 +158,14 @@ class SwitchingBatchSampler(IndexSampler[list[int]]):
     """The batches of a `SwitchingOrder` for a plain `torch.utils.data.DataLoader(data, batch_sampler=…)`.
 
     Under a trainer prefer the library's datamodules or a `ResumableLoader` with that order: they give each chain an
-    order of its own, share batches over ranks, and go on exactly from any step. Lightning saves no batch sampler, so a
-    resumed run begins its batches anew, at the end of an epoch too, unless a datamodule keeps the sampler and returns
-    its `state_dict()` as the datamodule's own; with `num_workers=0` the run then goes on exactly, in mid-epoch too
+    order of its own, share batches over ranks, and continue exactly from any step. Lightning saves no batch sampler, so
+    a resumed run restarts its batches, at the end of an epoch too, unless a datamodule keeps the sampler and returns
+    its `state_dict()` as the datamodule's own; with `num_workers=0` the run then continues exactly, in mid-epoch too
     (workers ask for batches ahead of their use, so the position is not training's). With several data-parallel ranks
     Lightning refuses it, since it cannot put its own sampler into it, unless the trainer has
     `use_distributed_sampler=False`; then each rank's sampler needs its `num_replicas` and `rank`.
 
-    Each pass through it gives S batches and goes on where the last one stopped.
+    Each iteration yields S batches and continues where the last one stopped.
 
     Args:
         num_data: N, the length of the data set.
@@ -219,7 +219,7 @@ class SwitchingBatchSampler(IndexSampler[list[int]]):
             yield indices
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of batches handed out, and what they are a function of."""
+        """Return the number of batches returned so far, the seed and the number of mini-batches."""
         return {"batches": self._batches, "seed": self._order.seed, "length": len(self)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

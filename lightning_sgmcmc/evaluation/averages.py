@@ -25,7 +25,7 @@ class WeightedAverage:
         self.log_density = torch.empty(0)
 
     def add(self, terms: Mapping[str, Tensor], log_density: Tensor, log_weight: float) -> None:
-        """Take one more member into the average.
+        """Add one more member to the average.
 
         Args:
             terms: tensors, the same names and shapes at every call.
@@ -56,7 +56,7 @@ class WeightedAverage:
         self.log_total = new_total
 
     def copy(self) -> "WeightedAverage":
-        """Return an average of its own memory."""
+        """Return a copy that shares no memory with this one."""
         twin = WeightedAverage()
         twin.load_state_dict(self.state_dict())
         return twin
@@ -66,7 +66,7 @@ class WeightedAverage:
         return {"log_total": self.log_total, "terms": dict(self.terms), "log_density": self.log_density}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore from `state_dict()`."""
         self.log_total = state["log_total"]
         self.terms = {name: term.clone() for name, term in state["terms"].items()}
         self.log_density = state["log_density"]
@@ -112,7 +112,7 @@ class CycleAverage:
         cycle: int,
         log_likelihood: float,
     ) -> None:
-        """Take one more sample in.
+        """Add one more sample.
 
         Args:
             terms, log_density, log_weight: as in `WeightedAverage.add`; the weight counts within the cycle.
@@ -157,7 +157,7 @@ class CycleAverage:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore from `state_dict()`."""
         self._closed.load_state_dict(state["closed"])
         self._open = {}
         for chain, saved in state["open"].items():

@@ -32,7 +32,7 @@ class ChainComparison:
         self._densities: list[Tensor] = []
 
     def take(self, chain: int, log_weight: float, terms: Mapping[str, Tensor], log_density: Tensor) -> None:
-        """Take a sample in.
+        """Add a sample.
 
         Args:
             chain: the sample's chain.
@@ -88,7 +88,7 @@ class ChainComparison:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore from `state_dict()`."""
         self.averages = {}
         for chain, saved in state["averages"].items():
             self.averages[chain] = WeightedAverage()
@@ -99,11 +99,11 @@ class ChainComparison:
 
 @dataclass(frozen=True)
 class ChainRow:
-    """What there is to say of one chain, or of all.
+    """Summary statistics of one chain, or of all chains pooled.
 
     Attributes:
-        chain: its index, None for all together.
-        samples: how many.
+        chain: its index, None for all chains.
+        samples: their number.
         energy, energy_std: mean and standard deviation of the samples' energies, in nats.
         diagnostics: of the energies; of one chain by its halves.
         nll: of the average's predictive on the compared data, NaN where nothing was evaluated.

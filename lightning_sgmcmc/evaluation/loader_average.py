@@ -1,4 +1,4 @@
-"""What is known of the collected samples on one set of data, and how it grows with every sample."""
+"""Evaluation of the collected samples on one data set, updated with every sample."""
 
 import math
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ MEMBER_KEYS = ("step", "chain", "cycle")
 
 @dataclass
 class Evaluation:
-    """What is known of the collected samples on one data set.
+    """Evaluation of the collected samples on one data set.
 
     Attributes:
         members: for each sample its step, chain, cycle and own metrics.
@@ -97,15 +97,15 @@ class LoaderAverage:
         log_likelihood: float,
         ood_terms: Mapping[str, dict[str, Tensor]],
     ) -> None:
-        """Take a sample in.
+        """Add a sample.
 
         Args:
             module: the module whose sample it is.
             sample: the sample.
-            scores: what `lightning_sgmcmc.evaluation.evaluate` said of this process's data.
+            scores: what `lightning_sgmcmc.evaluation.evaluate` returned for this process's data.
             share: which those are.
             scale: what targets were divided by.
-            log_likelihood: log p(D|θ) of all training data, where the weights ask for it.
+            log_likelihood: log p(D|θ) of all training data, where the weights need it.
             ood_terms: the likelihood's terms on each set of out-of-distribution data, of all ranks.
         """
         terms, log_density, target = scores
@@ -118,8 +118,8 @@ class LoaderAverage:
             if isinstance(total, WeightedAverage):
                 total.add(terms, density, sample.log_weight)
                 return total
-            place = {"chain": sample.chain, "cycle": sample.cycle, "log_likelihood": log_likelihood}
-            total.add(terms, density, sample.log_weight, **place)  # type: ignore[arg-type]
+            place: dict[str, Any] = {"chain": sample.chain, "cycle": sample.cycle, "log_likelihood": log_likelihood}
+            total.add(terms, density, sample.log_weight, **place)
             return total.combined()
 
         average = add(self._total, terms, log_density)
@@ -130,8 +130,8 @@ class LoaderAverage:
             self.evaluation.ood[name] = ood
             own |= _ood_figures(name, terms, unknown)
             running |= _ood_figures(name, average.terms, ood.terms)
-        place = {key: getattr(sample, key) for key in MEMBER_KEYS}
-        self.evaluation.members.append(place | own)
+        origin = {key: getattr(sample, key) for key in MEMBER_KEYS}
+        self.evaluation.members.append(origin | own)
         self.evaluation.log_weights.append(sample.log_weight)
         self.evaluation.running.append(running)
         self.evaluation.average = average
@@ -160,7 +160,7 @@ class LoaderAverage:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore from `state_dict()`."""
         self._total.load_state_dict(state["total"])
         self._ood = {}
         for name, saved in state["ood"].items():

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import pytorch_lightning as pl
 import torch
@@ -19,7 +19,7 @@ METRICS = ("auroc", "entropy", "brier")
 
 
 class OutOfDistributionData:
-    """The out-of-distribution sets of a `BayesianModelAverage`: their loaders, and what a sample says of them.
+    """The out-of-distribution sets of a `BayesianModelAverage`: their loaders, and a sample's predictions on them.
 
     Args:
         sources: a datamodule or a loader, or several by name, or None.
@@ -46,7 +46,7 @@ class OutOfDistributionData:
 
     @property
     def metric_names(self) -> list[str]:
-        """The names of the metrics, as they stand in an `Evaluation`."""
+        """The names of the metrics, as in an `Evaluation`."""
         return [f"ood_{name}_{metric}" for name in self.sources for metric in METRICS]
 
     def setup(self, trainer: pl.Trainer, module: EnergyModel) -> None:
@@ -78,13 +78,13 @@ class OutOfDistributionData:
     def _terms_on(
         self, trainer: pl.Trainer, module: EnergyModel, state: Mapping[str, Tensor], name: str
     ) -> dict[str, Tensor]:
-        limit = 1 if trainer.fast_dev_run else math.inf  # type: ignore[attr-defined]
+        limit = 1 if cast(Any, trainer).fast_dev_run else math.inf
         share = share_of_plain(trainer, self._loaders[name], limit)
         terms = self._evaluate(share.batches(trainer, module), module, state, name)
         return {key: share.whole(term) for key, term in terms.items()}
 
     def check(self, trainer: pl.Trainer, module: EnergyModel) -> None:
-        """Let the network see a batch of each set, so that what it cannot take is said before hours of training.
+        """Pass a batch of each set through the network, so that errors come before hours of training.
 
         Raises:
             RuntimeError, TypeError, ValueError: as the network does, naming the set.

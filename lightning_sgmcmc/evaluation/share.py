@@ -1,10 +1,10 @@
-"""Evaluation data shared out over all processes, and put together again in their own order."""
+"""Evaluation data shared among all processes, and gathered in their original order."""
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
@@ -20,10 +20,10 @@ class EvaluationShare:
     """This process's share of a loader's data.
 
     Attributes:
-        loader: goes through the share.
-        limit: batches of it to go through, may be infinite.
+        loader: iterates over the share.
+        limit: number of batches to use, may be infinite.
         replicas: W, where rank r of W has the data r, r + W, …; 0 where each process has data of its own.
-        num_data: how many data there are in all shares, but for repetitions that make these equally long.
+        num_data: how many data there are in all shares, without the repetitions that make them equally long.
     """
 
     loader: Any
@@ -59,7 +59,7 @@ def share_of(trainer: pl.Trainer, loader: Any, limit: float) -> EvaluationShare:
     Args:
         trainer: the run's.
         loader: a loader of evaluation data.
-        limit: batches of it to go through.
+        limit: number of batches to use.
     """
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler):
@@ -91,4 +91,4 @@ def _shared_by_all(trainer: pl.Trainer, loader: DataLoader[Any], limit: float) -
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
     )
-    return EvaluationShare(again, limit, trainer.world_size, len(loader.dataset))  # type: ignore[arg-type]
+    return EvaluationShare(again, limit, trainer.world_size, len(cast(Sized, loader.dataset)))

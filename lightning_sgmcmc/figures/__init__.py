@@ -1,4 +1,4 @@
-"""The pictures of a run: each function draws one figure from plain numbers and returns it."""
+"""Figures of a run: each function draws one figure from plain numbers and returns it."""
 
 from lightning_sgmcmc.figures.canvas import (
     AVERAGE_COLOUR,

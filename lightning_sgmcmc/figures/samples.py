@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 KIND_COLOURS = {"within a cycle": "tab:blue", "between cycles": "tab:red", "between chains": "tab:purple"}
 GROUPS_WITH_NAMES = 12
-"""More cycles or chains than this get a colour bar in place of a legend."""
+"""More cycles or chains than this get a colour bar instead of a legend."""
 MARKED_POINTS = 100
 """Lines of more points than this have no markers."""
 TENSORS_SHOWN = 40
@@ -79,10 +79,10 @@ def _coloured_points(figure: "Figure", axes: "Axes", points: Any, colours: Any, 
     if 1 < len(names) <= GROUPS_WITH_NAMES:
         from matplotlib import colormaps
 
-        palette = colormaps["tab10" if len(names) <= 10 else "tab20"].colors  # type: ignore[attr-defined]
+        colormap: Any = colormaps["tab10" if len(names) <= 10 else "tab20"]
         for index, name in enumerate(names):
             own = points[colours == name]
-            axes.scatter(own[:, 0], own[:, 1], s=28, color=palette[index], label=f"{kind} {name}", zorder=2)
+            axes.scatter(own[:, 0], own[:, 1], s=28, color=colormap.colors[index], label=f"{kind} {name}", zorder=2)
         legend_above(axes, columns=6 if len(names) > 4 else 4)
         return
     label, shown = (kind, colours) if len(names) > 1 else ("sample", np.arange(len(points)))

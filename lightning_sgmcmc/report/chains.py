@@ -14,9 +14,9 @@ from lightning_sgmcmc.report.html_page import Cell, paragraph, table
 from lightning_sgmcmc.report.run_record import RunError, RunRecord
 
 MIXED = 1.05
-"""R-hat below this is not called to attention."""
+"""No warning is given for an R-hat below this."""
 FALSE_ALARM_RATE = 0.01
-"""Of calling independent draws to attention, for each quantity."""
+"""Of a warning for independent draws, for each quantity."""
 MOST_ELEMENTS = 100
 """Of a larger parameter only so many elements, evenly spread, are diagnosed."""
 
@@ -29,7 +29,7 @@ class _Quantity:
 
 
 class Chains:
-    """Diagnostics across chains, and what in them wants attention."""
+    """Diagnostics across chains, and warnings about them."""
 
     def __init__(self, run: RunRecord, parameters: Sequence[str] | None) -> None:
         self.records = run.records
@@ -144,7 +144,7 @@ def _worst(pick: Callable[[list[float]], float], values: list[float]) -> float:
 
 
 def _or_few(value: float, form: str) -> str:
-    return f"{value:{form}}" if math.isfinite(value) else "not to be had"
+    return f"{value:{form}}" if math.isfinite(value) else "not available"
 
 
 def _mean_and_std(values: list[float]) -> tuple[float, float | None]:

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 @dataclass(frozen=True)
 class Cell:
-    """A table's cell that says good or bad news."""
+    """A table's cell that is marked as good or bad."""
 
     text: str
     kind: str
@@ -111,7 +111,7 @@ def preformatted(text: str) -> str:
 
 
 def picture(png: bytes, caption: str, alternative: str) -> str:
-    """Return a picture within the page, with a caption and a text in its place."""
+    """Return a picture within the page, with a caption and an alternative text."""
     data = base64.b64encode(png).decode()
     return (
         f'<figure><img src="data:image/png;base64,{data}" alt="{escape(alternative)}">'

@@ -1,4 +1,4 @@
-"""The report as a whole: what wants attention at the top, then the sections."""
+"""The report as a whole: warnings at the top, then the sections."""
 
 import math
 from collections.abc import Sequence

@@ -37,7 +37,7 @@ def facts(run: RunRecord) -> str:
 
 
 def _hyperparameters(run: RunRecord) -> list[tuple[str, str]]:
-    """Return what `hparams.yaml` says in plain values."""
+    """Return the plain values of `hparams.yaml`."""
     import yaml
 
     try:
@@ -77,7 +77,7 @@ def results(run: RunRecord) -> str:
         for metric in metrics:
             single, bma = by_place.get(("single", metric), {}), by_place.get(("bma", metric), {})
             rows.append([metric, _with_error(single), _with_error(bma), _change(metric, single, bma)])
-        note = "The number behind ± is the standard deviation over the samples. " if _has_errors(run.rows) else ""
+        note = "The number after ± is the standard deviation over the samples. " if _has_errors(run.rows) else ""
         return table(
             ["metric", "mean single sample", "model average", "change"], rows, "Single samples and their average"
         ) + paragraph(f"{note}Change is the average's value less the single samples'.", "note")

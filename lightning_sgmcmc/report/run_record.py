@@ -1,4 +1,4 @@
-"""A finished run as its folder tells it, read without pickle; any part may be missing."""
+"""A finished run, read from its folder without pickle; any part may be missing."""
 
 import json
 import math
@@ -23,7 +23,7 @@ class RunError(ValueError):
 
 @dataclass
 class RunRecord:
-    """What a run left in its folder.
+    """The contents of a run's folder.
 
     Attributes:
         folder: the run's folder.

@@ -57,7 +57,7 @@ def continue_run_of(trainer: pl.Trainer, checkpoint: Path) -> None:
     for logger in trainer.loggers:
         if hasattr(logger, "_version") and isinstance(getattr(logger, "log_dir", None), str):
             logger._version = folder.name  # the loggers take it by the constructor only
-    metrics = folder / "metrics.csv"  # Lightning's CSVLogger begins its file anew
+    metrics = folder / "metrics.csv"  # Lightning's CSVLogger overwrites its file
     if trainer.is_global_zero and metrics.exists():
         number = 1
         while (aside := folder / f"metrics-{number}.csv").exists():

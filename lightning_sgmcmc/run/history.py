@@ -1,4 +1,4 @@
-"""What a run was like, as plain numbers for pictures and `history.json`, in memory that its length does not fill."""
+"""The history of a run as plain numbers, for figures and `history.json`, in bounded memory."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,15 +35,15 @@ class RunHistory:
         self._log_square_sum = -math.inf
 
     def add_scalars(self, step: int, values: Sequence[float], traces: Sequence[float] = ()) -> None:
-        """Take in the scalars of a step, in the order of `SCALARS`, and the traced quantities."""
+        """Add the scalars of a step, in the order of `SCALARS`, and the traced quantities."""
         self.scalars.append((step, *values, *traces))
 
     def add_sample(self, sample: Any, parameters: Mapping[str, Tensor] | None = None) -> None:
-        """Take in a sample.
+        """Add a sample.
 
         Args:
             sample: with step, cycle, chain, energy and log_weight.
-            parameters: its weights, to be sketched; None where they are not wanted.
+            parameters: its weights, to be sketched; None keeps no sketch.
         """
         self._log_weight_sum = float(np.logaddexp(self._log_weight_sum, sample.log_weight))
         self._log_square_sum = float(np.logaddexp(self._log_square_sum, 2 * sample.log_weight))
@@ -51,8 +51,8 @@ class RunHistory:
         self.samples.append((*place, sample.energy, sample.log_weight, self.effective_sample_size))
         if parameters is None or not self._sketching:
             return
-        wanted = self.sketches.takes_next
-        row = weight_sketch(parameters, self._sketch_dimension).tolist() if wanted else ()
+        is_kept = self.sketches.takes_next
+        row = weight_sketch(parameters, self._sketch_dimension).tolist() if is_kept else ()
         self.sketches.append((sample.cycle, sample.chain, *row))
 
     @property
@@ -99,7 +99,7 @@ class RunHistory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore from `state_dict()`."""
         self.trace_names = list(state["trace_names"])
         self.scalars.load_state_dict(state["scalars"])
         self.samples.load_state_dict(state["samples"])
@@ -162,6 +162,6 @@ class ThinnedSeries:
         return {"rows": self.tensor(), "seen": self.seen, "stride": self.stride}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore from `state_dict()`."""
         self.rows = [tuple(row) for row in state["rows"].tolist()]
         self.seen, self.stride = state["seen"], state["stride"]

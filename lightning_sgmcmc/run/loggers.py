@@ -74,7 +74,7 @@ def log_figure(trainer: pl.Trainer, name: str, figure: "Figure", step: int, fold
         if isinstance(logger, WandbLogger):
             import wandb
 
-            logger.log_metrics({name: wandb.Image(_pixels(png))}, step=step)  # type: ignore[dict-item]
+            _log_object(logger, name, wandb.Image(_pixels(png)), step)
         elif isinstance(logger, TensorBoardLogger):
             logger.experiment.add_image(name, np.asarray(_pixels(png)), step, dataformats="HWC")
     if folder is not None:
@@ -99,7 +99,7 @@ def log_histogram(
         if isinstance(logger, WandbLogger):
             import wandb
 
-            logger.log_metrics({name: wandb.Histogram(np_histogram=figures.histogram(finite.tolist()))}, step=step)  # type: ignore[dict-item]
+            _log_object(logger, name, wandb.Histogram(np_histogram=figures.histogram(finite.tolist())), step)
         elif isinstance(logger, TensorBoardLogger):
             logger.experiment.add_histogram(name, finite, step)
     if folder is not None:
@@ -131,7 +131,7 @@ def log_table(
             import wandb
 
             table = wandb.Table(columns=list(columns), data=rows, allow_mixed_types=True)
-            logger.log_metrics({name: table}, step=step)  # type: ignore[dict-item]
+            _log_object(logger, name, table, step)
         elif isinstance(logger, TensorBoardLogger):
             logger.experiment.add_text(
                 name, markdown_table(columns, [[_text(cell) for cell in row] for row in rows]), step
@@ -140,6 +140,11 @@ def log_table(
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows([columns, *rows])
         write_output(folder / f"{_stem(name)}.csv", text.getvalue().encode())
+
+
+def _log_object(logger: WandbLogger, name: str, value: Any, step: int) -> None:
+    objects: dict[str, Any] = {name: value}  # W&B takes more than the numbers that Lightning declares
+    logger.log_metrics(objects, step=step)
 
 
 def _pixels(png: io.BytesIO) -> Any:

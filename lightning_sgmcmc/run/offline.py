@@ -1,4 +1,4 @@
-"""No run waits for a login or a network that is not there."""
+"""Runs without a login: W&B records offline, so that no run waits for a login or a network."""
 
 import inspect
 import os

@@ -141,8 +141,8 @@ class _SumSteps:
         gradient = self.gradients.take()
         noise = None
         if self._is_noisy:
-            options = {"dtype": gradient.dtype, "device": gradient.device}
-            noise = [torch.randn(gradient.shape, generator=self._noise, **options)]  # type: ignore[call-overload]
+            shape, dtype, device = gradient.shape, gradient.dtype, gradient.device
+            noise = [torch.randn(shape, generator=self._noise, dtype=dtype, device=device)]
         run.rule.update(run.group, [run.place], [gradient], noise)
         self.count += 1
 

@@ -10,6 +10,7 @@ kernels. Leading axes hold independent sets of particles.
 Source: Liu & Wang 2016 (Stein variational gradient descent), eq. (8), Algorithm 1 and section 5.
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -83,4 +84,4 @@ def descend(
 def _squares(particles: Tensor) -> Tensor:
     """Return all squared distances, shape (…, n, n)."""
     columns = (particles[..., i] for i in range(particles.shape[-1]))
-    return sum((column[..., :, None] - column[..., None, :]).square() for column in columns)  # type: ignore[return-value]
+    return functools.reduce(torch.add, ((column[..., :, None] - column[..., None, :]).square() for column in columns))

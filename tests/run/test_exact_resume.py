@@ -126,7 +126,7 @@ def test_other_data_than_the_checkpoints_are_refused(tmp_path: Path) -> None:
     other = Data()
     other.batch_size = 10
     trainer = quiet_trainer(max_epochs=3, callbacks=[CyclicalSchedule(2, 0.4, 3)])
-    with pytest.raises(ValueError, match="the checkpoint's epochs have 8 batches, this loader's have 6: go on with"):
+    with pytest.raises(ValueError, match="the checkpoint's epochs have 8 batches, this loader's have 6: continue with"):
         trainer.fit(module, datamodule=other, ckpt_path=tmp_path / "010-batch.ckpt")
 
 
