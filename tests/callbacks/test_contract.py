@@ -78,7 +78,11 @@ CALLBACKS = {
     "ContourGradient, interacting": Case(lambda: CONTOUR(interacting=True, exchange_every=3), interacting=True),
     "ReplicaExchange": Case(lambda: ReplicaExchange([1.0, 2.0], [1.0, 1.2]), interacting=True),
     "EWSG": Case(lambda: EWSG(1)),
-    "EWSG, accumulating": Case(lambda: EWSG(1), trainer={"accumulate_grad_batches": 2}),
+    "EWSG, accumulating": Case(
+        lambda: EWSG(2),
+        module={"sampler": functools.partial(UnderdampedLangevin, friction=5.0), "lr": 0.003},
+        trainer={"accumulate_grad_batches": 2},
+    ),
     "ControlVariates": Case(lambda: ControlVariates(0, 2, energy=True), breaks=UNPICKLED),
     "VarianceReducedEnergy": Case(lambda: VarianceReducedEnergy(0, 2), breaks=UNPICKLED),
     "CovarianceFriction": Case(
@@ -178,8 +182,8 @@ def test_a_run_from_a_checkpoint_ends_as_the_run_without_a_stop(case: Case, tmp_
 
 def test_a_second_fit_with_the_same_callback_begins_from_scratch(case: Case, tmp_path: Path) -> None:
     callback = case.make()
-    first = fit(case, tmp_path / "first", callback)
-    second = fit(case, tmp_path / "second", callback)
+    first = fit(case, tmp_path, callback)
+    second = fit(case, tmp_path, callback)
     assert_same_samples(first, second)
     assert_same_samples(whole_of(case), second)
     assert not differences(first.state, second.state)
