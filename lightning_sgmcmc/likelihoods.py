@@ -125,6 +125,10 @@ class Categorical(_ClassLikelihood):
     """Classification: the network's output is K logits, log p(y|x,θ) = log softmax(output)_y.
 
     Output (n, K), target integer labels (n,).
+
+    >>> logits = torch.tensor([[0.0, 0.0], [0.0, torch.inf]])
+    >>> Categorical().log_prob(torch.zeros(1, 2), torch.tensor([1]))
+    tensor([-0.6931])
     """
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
@@ -197,6 +201,9 @@ class Gaussian(Likelihood):
 
     Raises:
         ValueError: if std is not positive.
+
+    >>> Gaussian(std=2.0).log_prob(torch.zeros(1, 1), torch.tensor([[2.0]]))
+    tensor([-2.1121])
     """
 
     per_sample_term = "mean"

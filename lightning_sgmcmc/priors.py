@@ -82,6 +82,12 @@ class GaussianPrior(ScalePrior):
 
     Raises:
         ValueError: if std is not positive, or has no pattern for a parameter.
+
+    >>> prior = GaussianPrior({"*.bias": 10.0, "*": 1.0})
+    >>> prior.scale_of("net.0.bias"), prior.scale_of("net.0.weight")
+    (10.0, 1.0)
+    >>> GaussianPrior().log_prob({"w": torch.zeros(2)})
+    tensor(-1.8379)
     """
 
     def __init__(self, std: Scale = 1.0) -> None:

@@ -50,6 +50,9 @@ def attempted_pairs(attempt: int, num_slots: int) -> Tensor:
     Args:
         attempt: number of the attempt, from 0.
         num_slots: R ≥ 2; with two slots the only pair tries every time.
+
+    >>> attempted_pairs(0, 5), attempted_pairs(1, 5)
+    (tensor([ True, False,  True, False]), tensor([False,  True, False,  True]))
     """
     turns = min(2, num_slots - 1)
     return torch.arange(num_slots - 1) % turns == attempt % turns

@@ -23,6 +23,12 @@ class CyclicalPlan:
         ValueError: if an argument is out of range, or a cycle's sampling stage is shorter than its samples.
 
     Source: Zhang et al. 2020 (cSG-MCMC), eq. (2) and Algorithm 1.
+
+    >>> plan = CyclicalPlan(total_steps=20, num_cycles=2, exploration=0.5, samples_per_cycle=2)
+    >>> plan.sample_steps()
+    [8, 10, 18, 20]
+    >>> [round(plan.lr_factor(step), 2) for step in (1, 6, 10, 11)]
+    [1.0, 0.5, 0.02, 1.0]
     """
 
     total_steps: int
@@ -98,6 +104,10 @@ class PolynomialDecay:
         ValueError: if an argument is out of range.
 
     Source: Welling & Teh 2011, section 3.
+
+    >>> decay = PolynomialDecay(a=0.1, b=9.0, gamma=0.5)
+    >>> [round(decay(step), 3) for step in (1, 91, 991)]
+    [0.032, 0.01, 0.003]
     """
 
     a: float
@@ -125,6 +135,9 @@ class Annealing:
         ValueError: if an argument is out of range.
 
     Source: Deng et al. 2020 (CSGLD), section 4.2 (saCSGHMC: 1.01 after 400 epochs).
+
+    >>> Annealing(divisor=2.0, start_epoch=1).factor(3)
+    0.25
     """
 
     divisor: float = 1.01

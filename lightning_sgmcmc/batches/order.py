@@ -23,6 +23,10 @@ class BatchOrder:
         drop_last: leave out the last batch of an epoch where it is short.
         num_replicas: number of replicas that share the data.
         rank: index of this replica.
+
+    >>> order = BatchOrder(num_data=5, batch_size=2, seed=0)
+    >>> [order.indices(batch).tolist() for batch in range(order.batches_per_epoch)]
+    [[1, 2], [0, 4], [3]]
     """
 
     def __init__(

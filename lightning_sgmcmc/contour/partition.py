@@ -27,6 +27,10 @@ class EnergyPartition:
         ValueError: if an argument is out of range.
 
     Source: Deng et al. 2020, eq. (8).
+
+    >>> partition = EnergyPartition(first_edge=100.0, width=10.0, num_bins=4)
+    >>> partition.edges()
+    tensor([100., 110., 120.], dtype=torch.float64)
     """
 
     first_edge: float

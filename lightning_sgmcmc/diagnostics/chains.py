@@ -76,6 +76,11 @@ def chain_diagnostics(values: np.ndarray) -> ChainDiagnostics:
 
     Raises:
         ImportError: if ArviZ is not installed.
+
+    >>> draws = np.random.default_rng(0).normal(size=(4, 500))
+    >>> apart = draws + np.arange(4)[:, None]  # four chains that do not mix
+    >>> bool(chain_diagnostics(draws).rhat < 1.01), bool(chain_diagnostics(apart).rhat > 1.5)
+    (True, True)
     """
     arviz = import_arviz()
     values = np.asarray(values, dtype=np.float64)

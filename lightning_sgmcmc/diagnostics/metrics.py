@@ -10,7 +10,11 @@ CALIBRATION_BINS = 15
 
 
 def predictive_entropy(probabilities: Tensor) -> Tensor:
-    """Return -Σ_k p_k·log p_k of each row, in nats; (n, K) to (n,)."""
+    """Return -Σ_k p_k·log p_k of each row, in nats; (n, K) to (n,).
+
+    >>> predictive_entropy(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
+    tensor([0.0000, 0.6931])
+    """
     return torch.special.entr(probabilities).sum(-1)
 
 
@@ -20,6 +24,9 @@ def brier_score(probabilities: Tensor, target: Tensor) -> Tensor:
     Args:
         probabilities: shape (n, K).
         target: labels in 0..K-1, shape (n,).
+
+    >>> brier_score(torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([0, 1]))
+    tensor(0.2500)
     """
     p_true = probabilities.gather(-1, target[:, None]).squeeze(-1)
     return (probabilities.square().sum(-1) - 2 * p_true + 1).mean()

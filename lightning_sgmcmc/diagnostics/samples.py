@@ -17,6 +17,9 @@ def normalised_weights(log_weights: Tensor) -> Tensor:
 
     Raises:
         ValueError: if there are none, one is NaN or +inf, or all are -inf.
+
+    >>> normalised_weights(torch.tensor([0.0, 0.0, -torch.inf])).tolist()
+    [0.5, 0.5, 0.0]
     """
     log_weights = log_weights.double()
     if log_weights.numel() == 0:
@@ -33,6 +36,9 @@ def effective_sample_size(log_weights: Tensor) -> float:
 
     Args:
         log_weights: shape (S,), any constant offset.
+
+    >>> round(effective_sample_size(torch.tensor([0.5, 0.25, 0.25]).log()), 3)
+    2.667
     """
     return 1 / float(normalised_weights(log_weights).square().sum())
 
@@ -181,6 +187,9 @@ def wasserstein_distance(first: Tensor, second: Tensor) -> float:
 
     Raises:
         ValueError: if a set is empty, not of one axis, or holds what is not finite.
+
+    >>> wasserstein_distance(torch.tensor([0.0, 1.0]), torch.tensor([3.0, 2.0]))
+    2.0
     """
     ordered = [numbers.double().sort().values for numbers in (first, second) if numbers.dim() == 1 and len(numbers)]
     if len(ordered) < 2 or not all(bool(numbers.isfinite().all()) for numbers in ordered):

@@ -31,6 +31,14 @@ class Posterior:
         store: the samples.
         model: the `BayesianModule` that the samples are states of, for predictions; its own weights stay untouched.
             None leaves the samples without predictions.
+
+    >>> from lightning_sgmcmc.posterior.store import MemoryStore
+    >>> store = MemoryStore()
+    >>> for step, weight in ((10, 1.0), (20, 2.0)):
+    ...     store.append(PosteriorSample(step, 0, 0, 1.0, 0.0, {"w": torch.tensor([weight])}, {}))
+    >>> posterior = Posterior(store)
+    >>> len(posterior), posterior.effective_sample_size
+    (2, 2.0)
     """
 
     def __init__(self, store: SampleStore, model: EnergyModel | None = None) -> None:

@@ -179,7 +179,6 @@ LAWS = (WIDE.sgld_covariance, svrg_covariance)
 @pytest.mark.parametrize(
     ("options", "trainer"),
     [
-        ({}, {}),
         ({"sampler": SGLD}, {"accumulate_grad_batches": 3}),
         ({}, {"precision": "bf16-mixed", "gradient_clip_val": 0.3}),
     ],
@@ -232,17 +231,6 @@ def test_data_parallel_ranks_share_the_data(tmp_path: Path) -> None:
         torch.testing.assert_close(rank.parameters, one.parameters, rtol=1e-4, atol=1e-5)
         assert group.log_weight == pytest.approx(one.log_weight, rel=1e-4)
         assert not torch.equal(one.parameters["net.0.weight"], without.parameters["net.0.weight"])
-
-
-def test_a_checkpoint_goes_on_in_another_layout(tmp_path: Path) -> None:
-    """In mid-epoch, of two processes with a chain each and of one with both."""
-    whole, _ = fit_in_layout(tmp_path / "whole", 2, 1, steps=20, callbacks=[ControlVariates(0, 2)])
-    for name, first, then in (("out", (1, 2), (2, 1)), ("in", (2, 1), (1, 2))):
-        folder = tmp_path / name
-        fit_in_layout(folder, *first, steps=10, callbacks=[ControlVariates(0, 2)])
-        checkpoint = folder / "step=10.ckpt"
-        samples, _ = fit_in_layout(folder, *then, steps=20, callbacks=[ControlVariates(0, 2)], ckpt_path=checkpoint)
-        assert_same(whole, samples)
 
 
 @pytest.mark.parametrize("options", [{"max_epochs": 4}, {"max_epochs": 5, "accumulate_grad_batches": 3}])

@@ -25,11 +25,8 @@ from lightning_sgmcmc import (
 from lightning_sgmcmc.callbacks import (
     BayesianModelAverage,
     CyclicalSchedule,
-    PosteriorDashboard,
     PredictionWriter,
-    RunSummary,
     SampleCollector,
-    SamplerCallback,
     SamplingSchedule,
 )
 from tests.support.problems import Stream
@@ -164,39 +161,6 @@ def test_an_infinite_temperature_of_a_schedule(make: Any) -> None:
 
 
 # -- what does not go together ----------------------------------------------------------------------------------------
-
-
-class Plain(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(2, 2)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        CyclicalSchedule,
-        every_step,
-        SampleCollector,
-        BayesianModelAverage,
-        PosteriorDashboard,
-        RunSummary,
-        SamplerCallback,
-    ],
-)
-def test_a_plain_lightning_module_is_refused(make: Any) -> None:
-    callback = make()
-    message = (
-        rf"{type(callback).__name__} works with a BayesianModule, got Plain: derive it from .*BayesianModule\(net=…\)"
-    )
-    with pytest.raises(TypeError, match=message):
-        fit(Plain(), callback)
 
 
 @pytest.mark.parametrize(

@@ -153,11 +153,9 @@ def test_an_interacting_contour_in_groups(tmp_path: Path) -> None:
         torch.testing.assert_close(one["log_vector"], learned["whole"][0]["log_vector"], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("callbacks", ["contour", "exchange", "reduced"])
+@pytest.mark.parametrize("callbacks", ["exchange", "reduced"])
 def test_chains_that_speak_to_each_other_go_on_in_another_layout(tmp_path: Path, callbacks: str) -> None:
     def make() -> list[pl.Callback]:
-        if callbacks == "contour":
-            return [contour(interacting=True, exchange_every=3)]
         if callbacks == "reduced":
             return [VarianceReducedEnergy(0, 1), contour()]
         return [ReplicaExchange([1.0, 2.0, 4.0, 8.0], [1.0, 1.2, 1.4, 1.6])]

@@ -308,17 +308,27 @@ def test_the_state_between_micro_batches_survives(tmp_path: Path) -> None:
 
 
 def test_chains_with_temperatures_and_step_sizes_of_their_own() -> None:
-    """Each chain has the exact law of its own step size and temperature; false alarms as for one chain."""
+    """Chains have the exact law of their own step size and temperature, by eight of each; false alarms as for one."""
     problem = ConjugateRegression()
     draws = Draws()
+    settings, each = [(0.05, 1.0), (0.1, 4.0)], 8
+    lrs, temperatures = zip(*settings * each, strict=True)
     module = problem.module(
-        sampler=SGLD, lr=[0.05, 0.1], temperature=[1.0, 4.0], num_chains=2, chain_start="same", seed=3
+        sampler=SGLD,
+        lr=lrs,
+        temperature=temperatures,
+        num_chains=2 * each,
+        chain_start="same",
+        chain_execution="vmap",
+        num_data=problem.num_data,
+        seed=3,
     )
-    trainer = quiet_trainer(max_steps=5000, callbacks=[SamplingSchedule(burn_in_steps=500, every_n_steps=3), draws])
-    trainer.fit(module, problem.loader(50))
-    array = draws.array()
-    for chain, (lr, temperature) in enumerate([(0.05, 1.0), (0.1, 4.0)]):
-        check_law(array[chain::2], problem.sgld_covariance(lr, 50, temperature))
+    trainer = quiet_trainer(max_steps=800, callbacks=[SamplingSchedule(burn_in_steps=200, every_n_steps=3), draws])
+    trainer.fit(module, problem.chain_loader(50, 2 * each))
+    by_chain = draws.array(2 * each).reshape(2 * each, -1, problem.outputs, problem.features)
+    for chain, (lr, temperature) in enumerate(settings):
+        found = by_chain[chain::2].reshape(-1, problem.outputs, problem.features)
+        check_law(found, problem.sgld_covariance(lr, 50, temperature))
 
 
 def test_a_module_with_chains_speaks_of_one_network_at_a_time() -> None:

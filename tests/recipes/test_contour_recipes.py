@@ -41,7 +41,7 @@ def test_nine_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_twenty_five_gaussians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twenty_five_gaussians, "STEPS", 3000)
+    monkeypatch.setattr(twenty_five_gaussians, "STEPS", 1500)
     monkeypatch.setattr(twenty_five_gaussians, "RUNS", 1)
     rows = twenty_five_gaussians.run(Options(tmp_path, ROOT))
     assert [(row.method, row.paper) for row in rows][2:] == [("4 x SGLD", 18.0), ("4 x cSGLD", 24.4)]
