@@ -103,7 +103,7 @@ class ChainHealth(SamplerCallback):
         module = bayesian(pl_module, self)
         self._chains = module.chains
         sampler = self._sampler = module.sampler
-        self._trainer, self._is_spread = trainer, module.layout.is_spread
+        self._trainer, self._is_spread = trainer, module.chains.layout.is_spread
         self._folder = run_folder(trainer)
         names = {p: name for name, p in module.named_parameters()}
         self._params = [p for group in sampler.param_groups for p in group["params"]]

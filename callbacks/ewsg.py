@@ -104,7 +104,7 @@ class EWSG(SamplerCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)
         self._sampler = module.sampler
-        self._layout = module.layout
+        self._layout = module.chains.layout
         self._check(trainer, self._sampler)
         module.chains.accumulation.candidates = self.num_proposals + 1
         self._parameters = [p for group in self._sampler.param_groups for p in group["params"]]

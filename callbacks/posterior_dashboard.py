@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.run_summary import STAGE_NAMES
 from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.figures.samples import segments_figure
 from lightning_sgmcmc.module import BayesianModule
@@ -121,15 +122,11 @@ class PosteriorDashboard(SamplerCallback):
             raise ValueError(f"figures should be a list of names, got {figures!r}: write [{figures!r}]")
         for unknown in set(figures or ()) - set(PARTS):
             raise ValueError(f"there is no figure {unknown!r}: the figures are {', '.join(PARTS)}")
-        for name, value, least in (
-            ("every_n_samples", every_n_samples, 1),
-            ("geometry_samples", geometry_samples, 2),
-            ("segment_pairs", segment_pairs, 1),
-            ("segment_points", segment_points, 2),
-            ("segment_batches", segment_batches, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        check_count("every_n_samples", every_n_samples)
+        check_count("geometry_samples", geometry_samples, least=2)
+        check_count("segment_pairs", segment_pairs)
+        check_count("segment_points", segment_points, least=2)
+        check_count("segment_batches", segment_batches)
         self.every = every
         self.every_n_samples = every_n_samples
         self.figures = tuple(PARTS if figures is None else figures)

@@ -136,7 +136,7 @@ class ReplicaExchange(SamplerCallback):
             "temperature": torch.tensor(self.temperatures, device=device),
             "lr": torch.tensor(self.lrs, device=device),
         }
-        chains = module.layout.total_chains
+        chains = module.chains.layout.total_chains
         self._order = torch.arange(chains, device=device).view(-1, len(self.temperatures))
         self._tally = torch.zeros(2, len(self.temperatures) - 1, device=device)
         if self._restored is not None:
@@ -176,7 +176,7 @@ class ReplicaExchange(SamplerCallback):
         assert self._order is not None
         slots = torch.arange(self._order.shape[1], device=self._order.device).expand_as(self._order)
         of_chain = torch.empty_like(slots.flatten()).scatter_(0, self._order.flatten(), slots.flatten())
-        return self._module.layout.own(of_chain)
+        return self._module.chains.layout.own(of_chain)
 
     def _controls(self, group: dict[str, Any], slots: Tensor) -> dict[str, Control]:
         return {name: group[name] * self._slots[name][slots] for name in ("lr", "temperature")}
@@ -185,7 +185,7 @@ class ReplicaExchange(SamplerCallback):
         """Let neighbouring slots swap chains; every process draws the same numbers, and nobody waits for the device."""
         assert self._order is not None
         assert self._tally is not None
-        layout, observed = self._module.layout, self._module.chains.observed
+        layout, observed = self._module.chains.layout, self._module.chains.observed
         energy = layout.mean_over_data(observed.corrected(self.include_prior))
         energies = layout.gather(energy)[self._order]
         variance = self._known_variance(trainer)
@@ -217,9 +217,9 @@ class ReplicaExchange(SamplerCallback):
             )
         if observed.reference_log_likelihood is not None:
             each = each - observed.reference_log_likelihood
-        batches = trainer.accumulate_grad_batches * module.layout.ranks_per_chain
+        batches = trainer.accumulate_grad_batches * module.chains.layout.ranks_per_chain
         found = observed.num_data**2 * each.var(1) / (each.shape[1] * batches)
-        of_slots = module.layout.gather(module.layout.mean_over_data(found))[self._order]
+        of_slots = module.chains.layout.gather(module.chains.layout.mean_over_data(found))[self._order]
         if self._variance is None:
             self._variance = of_slots
         self._variance = self._variance.lerp(of_slots, self.smoothing)

@@ -60,7 +60,7 @@ class RunSummary(SamplerCallback):
         results = {
             "recipe": self.name,
             "scale": "run",
-            "seed": module.sampling_seed,
+            "seed": module.chains.seed,
             "stage": stage,
             "rows": rows,
             "seconds": round(self._seconds, 3),

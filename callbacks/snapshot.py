@@ -60,7 +60,7 @@ class SnapshotCallback(SamplerCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._module = bayesian(pl_module, self)
-        self._chains, self._layout = self._module.chains, self._module.layout
+        self._chains, self._layout = self._module.chains, self._module.chains.layout
         if self._restored:
             self.restore(self._restored)
 

@@ -12,6 +12,20 @@ from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.priors import GaussianPrior, Prior
 from lightning_sgmcmc.samplers import Sampler
 
+ONLY_FOR_TRAINING = {
+    "prior",
+    "sampler",
+    "num_chains",
+    "seed",
+    "nonfinite_energy",
+    "chain_start",
+    "shared_batch",
+    "chain_execution",
+    "compile",
+    "max_skipped_in_a_row",
+}
+"""Arguments of the constructor that a store does not need to rebuild the network."""
+
 
 class EnergyModel(pl.LightningModule):
     """The part of a `BayesianModule` that a user defines: forward, likelihood, prior, score.
@@ -109,8 +123,8 @@ class EnergyModel(pl.LightningModule):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def recorded_arguments(self) -> dict[str, Any]:
-        """Return the arguments of the constructor from which the network can be rebuilt."""
-        return dict(self._arguments)
+        """Return the constructor's arguments that rebuild the network: all but what only training needs."""
+        return {name: value for name, value in self._arguments.items() if name not in ONLY_FOR_TRAINING}
 
     _arguments: dict[str, Any]
     """The arguments of the constructor, see `lightning_sgmcmc.posterior.description.record_arguments`."""

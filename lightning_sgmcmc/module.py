@@ -8,16 +8,16 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.batches.count import count_training_data
+from lightning_sgmcmc.batches.count import resolve_num_data
 from lightning_sgmcmc.chains.chains import Chains, sampler_of
 from lightning_sgmcmc.chains.energies import Execution
-from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.stacked import clip_each_chain
 from lightning_sgmcmc.chains.starts import redraw
 from lightning_sgmcmc.checks import check_choice, check_control, check_count
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.diagnostics.health import HealthReport
+from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.likelihoods import Likelihood, Prediction
 from lightning_sgmcmc.model import EnergyModel, check_sampler, name_of
 from lightning_sgmcmc.posterior.description import record_arguments
@@ -29,20 +29,6 @@ from lightning_sgmcmc.run.resume import ExactResume
 from lightning_sgmcmc.run.safeguards import Safeguards
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import SGLD, Sampler
-
-ONLY_FOR_TRAINING = {
-    "prior",
-    "sampler",
-    "num_chains",
-    "seed",
-    "nonfinite_energy",
-    "chain_start",
-    "shared_batch",
-    "chain_execution",
-    "compile",
-    "max_skipped_in_a_row",
-}
-"""Arguments of the constructor that a store does not need to rebuild the network."""
 
 
 class BayesianModule(EnergyModel):
@@ -111,13 +97,9 @@ class BayesianModule(EnergyModel):
         check_sampler(sampler)
         for name, value in (("temperature", temperature), ("lr", lr)):
             check_control(name, value)
-        counts = {"num_data": num_data, "num_chains": num_chains, "max_skipped_in_a_row": max_skipped_in_a_row}
-        for name, count in counts.items():
-            check_count(name, count)
-        check_count("seed", seed, least=0)
+        check_count("num_data", num_data)
+        check_count("max_skipped_in_a_row", max_skipped_in_a_row)
         check_choice("nonfinite_energy", nonfinite_energy, ("stop", "skip"))
-        check_choice("chain_start", chain_start, ("own", "same"))
-        check_choice("chain_execution", chain_execution, ("auto", "loop", "vmap"))
         if self._compiled_net and (num_chains > 1 or compile):
             raise ValueError(
                 "a network that torch.compile has wrapped can be run neither for several chains nor compiled "
@@ -134,7 +116,7 @@ class BayesianModule(EnergyModel):
         """The chains of this process, their energies and state."""
         self.posterior: Posterior | None = None
         """The collected samples, if a callback collects them."""
-        self.evaluations: dict[str, Any] = {}
+        self.evaluations: dict[str, Evaluation] = {}
         """By stage ("val", "test"), the `Evaluation` of the collected samples, if a callback makes one."""
         self.health: HealthReport | None = None
         """The last report of a `ChainHealth` callback."""
@@ -163,21 +145,12 @@ class BayesianModule(EnergyModel):
         else:
             super().__setattr__(name, value)
 
-    def recorded_arguments(self) -> dict[str, Any]:
-        """Return the constructor's arguments that rebuild the network: all but what only training needs."""
-        return {name: value for name, value in super().recorded_arguments().items() if name not in ONLY_FOR_TRAINING}
-
     # -- chains -------------------------------------------------------------------------------------------------------
 
     @property
     def num_chains(self) -> int:
         """C, the number of chains in this process."""
         return self.chains.num_chains
-
-    @property
-    def layout(self) -> ChainLayout:
-        """Which chains of the run this process holds."""
-        return self.chains.layout
 
     @contextmanager
     def at_chain(self, chain: int) -> Iterator[None]:
@@ -325,26 +298,11 @@ class BayesianModule(EnergyModel):
             raise ValueError(f"{type(self).__name__} has no trainable parameters, so there is nothing to sample")
         with self.at_chain(0):
             self.prior.log_prob(self.named_trainable())  # raises now if a parameter has no prior
-        self.num_data = self._resolve_num_data()
+        self.num_data = resolve_num_data(self._given_num_data, self.trainer, type(self).__name__)
         chains.reset(self.num_data)
         self.contour = None
-        options: dict[str, Any] = {
-            "num_data": self.num_data,
-            "temperature": self.target_temperature,
-            "num_chains": chains.num_chains,
-            "seed": chains.resolve_seed(self._trainer),
-        }
-        if chains.layout.first_chain:
-            options["first_chain"] = chains.layout.first_chain
-        if self.lr is not None:
-            options["lr"] = chains.own_control("lr", self.lr)
-        sampler = self.sampler_factory(chains.trainable.values(), **options)
-        if not isinstance(sampler, Sampler):
-            raise TypeError(
-                f"sampler={name_of(self.sampler_factory)} made a {type(sampler).__name__}, which adds no noise: take "
-                "one of lightning_sgmcmc.samplers (at temperature 0 they are torch's optimizers)"
-            )
-        return sampler
+        chains.resolve_seed(self._trainer)
+        return chains.make_sampler(self.sampler_factory, self.lr, self.temperature)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Add what every run needs, after the user's callbacks and before checkpoints are written: the callbacks that
@@ -381,26 +339,6 @@ class BayesianModule(EnergyModel):
         """Data whose gradient has been computed for each chain in the last fit: those of a step's mini-batch, or of all
         its candidates, and what control variates compute."""
         return self.chains.counters.gradient_evaluations
-
-    @property
-    def sampling_seed(self) -> int | None:
-        """The seed of the injected noise, once a fit has begun."""
-        return self.chains.seed
-
-    def _resolve_num_data(self) -> int:
-        """Return N: the explicit one, else the datamodule's or the data set's length; they must not contradict."""
-        found, source = count_training_data(self.trainer)
-        given = self._given_num_data
-        if given is None and found is None:
-            raise ValueError(
-                f"the number of training data is not known ({source}): pass num_data=… to {type(self).__name__}"
-            )
-        if given is not None and found is not None and given != found:
-            raise ValueError(
-                f"num_data={given} contradicts {source}, which says {found}; leave num_data out (to temper the "
-                "posterior, set temperature)"
-            )
-        return given if given is not None else found  # type: ignore[return-value]
 
 
 record_arguments(BayesianModule)

@@ -26,3 +26,27 @@ def count_training_data(trainer: pl.Trainer) -> tuple[int | None, str]:
     if not isinstance(loader.sampler, known):
         return None, f"the training loader draws by a {type(loader.sampler).__name__}"
     return len(loader.dataset), "the training data set's length"
+
+
+def resolve_num_data(given: int | None, trainer: pl.Trainer, module: str) -> int:
+    """Return N: the given one, else the datamodule's or the data set's length; they must not contradict.
+
+    Args:
+        given: N as the user has passed it, or None.
+        trainer: the run's.
+        module: name of the module's class, for messages.
+
+    Raises:
+        ValueError: if N is not known, or two sources contradict.
+    """
+    found, source = count_training_data(trainer)
+    if given is None and found is None:
+        raise ValueError(f"the number of training data is not known ({source}): pass num_data=… to {module}")
+    if given is not None and found is not None and given != found:
+        raise ValueError(
+            f"num_data={given} contradicts {source}, which says {found}; leave num_data out (to temper the "
+            "posterior, set temperature)"
+        )
+    known = given if given is not None else found
+    assert known is not None
+    return known

@@ -16,7 +16,8 @@ from lightning_sgmcmc.chains.layout import ChainLayout, layout_of
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.state import Accumulation, Counters, ObservedEnergy, Progress, SampleTags
 from lightning_sgmcmc.chains.stateless import state_of
-from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.checks import check_choice, check_count
+from lightning_sgmcmc.model import EnergyModel, name_of
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed, reseed
 
@@ -57,6 +58,10 @@ class Chains:
         compiled: bool = False,
         seed: int | None = None,
     ) -> None:
+        check_count("num_chains", num_chains)
+        check_count("seed", seed, least=0)
+        check_choice("chain_start", start, ("own", "same"))
+        check_choice("chain_execution", execution, ("auto", "loop", "vmap"))
         self.model = model
         self.num_chains = num_chains
         self.start = start
@@ -181,6 +186,37 @@ class Chains:
             raise ValueError(f"{name} has {len(value)} values, and the run has {total} chains: give one for each")
         own = torch.tensor([value[chain] for chain in self.layout.chains], device=self.model.device)
         return own if len(own) > 1 else own.item()
+
+    def make_sampler(
+        self, factory: Callable[..., Any], lr: float | Sequence[float] | None, temperature: float | Sequence[float]
+    ) -> Sampler:
+        """Return the sampler of the trainable parameters, with N, the seed and the number of chains filled in.
+
+        Args:
+            factory: a sampler class, or what makes a sampler from parameters and keyword arguments.
+            lr: step size, one for each chain of the run, or None for the sampler's own.
+            temperature: τ, or one for each chain of the run.
+
+        Raises:
+            TypeError: if it makes something else.
+        """
+        options: dict[str, Any] = {
+            "num_data": self.observed.num_data,
+            "temperature": self.own_control("temperature", temperature),
+            "num_chains": self.num_chains,
+            "seed": self.seed,
+        }
+        if self.layout.first_chain:
+            options["first_chain"] = self.layout.first_chain
+        if lr is not None:
+            options["lr"] = self.own_control("lr", lr)
+        sampler = factory(self.trainable.values(), **options)
+        if not isinstance(sampler, Sampler):
+            raise TypeError(
+                f"sampler={name_of(factory)} made a {type(sampler).__name__}, which adds no noise: take one of "
+                "lightning_sgmcmc.samplers (at temperature 0 they are torch's optimizers)"
+            )
+        return sampler
 
     # -- energies -----------------------------------------------------------------------------------------------------
 
