@@ -90,7 +90,8 @@ class ContourGradient(SamplerCallback):
     Example::
 
         contour = ContourGradient(ContourRules(zeta=0.75), num_bins=100, warm_up_steps=2000)
-        trainer = pl.Trainer(max_epochs=200, callbacks=[SamplingSchedule(burn_in_epochs=100), contour])
+        schedule = SamplingSchedule(burn_in_epochs=100, every_n_epochs=1)
+        trainer = pl.Trainer(max_epochs=200, callbacks=[schedule, contour])
     """
 
     def __init__(

@@ -13,7 +13,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc import ChainStrategy, Posterior, UnderdampedLangevin
+from lightning_sgmcmc import ChainStrategy, ContourRules, Posterior, UnderdampedLangevin
 from lightning_sgmcmc.callbacks import (
     EWSG,
     BayesianModelAverage,
@@ -61,7 +61,7 @@ LOST_RECORD = {
 UNPICKLED = {
     "test_after_an_exception_they_can_be_copied_and_fitted_again": "a snapshot holds a function that cannot be pickled"
 }
-CONTOUR = functools.partial(ContourGradient, zeta=0.75, first_edge=20.0, width=2.0, num_bins=30)
+CONTOUR = functools.partial(ContourGradient, ContourRules(zeta=0.75), first_edge=20.0, width=2.0, num_bins=30)
 CALLBACKS = {
     "SamplingSchedule": Case(lambda: SamplingSchedule(burn_in_steps=2, every_n_steps=3), is_schedule=True),
     "CyclicalSchedule": Case(lambda: CyclicalSchedule(2, 0.5, 2), is_schedule=True),
@@ -72,7 +72,7 @@ CALLBACKS = {
     "RunSummary": Case(RunSummary),
     "ContourGradient": Case(CONTOUR),
     "ContourGradient, learning its range": Case(
-        lambda: ContourGradient(zeta=0.75, num_bins=30, warm_up_steps=4),
+        lambda: ContourGradient(ContourRules(zeta=0.75), num_bins=30, warm_up_steps=4),
         interacting=True,  # the range is that of all chains' energies
     ),
     "ContourGradient, interacting": Case(lambda: CONTOUR(interacting=True, exchange_every=3), interacting=True),
