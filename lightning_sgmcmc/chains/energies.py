@@ -50,7 +50,7 @@ class ChainEnergies:
         self._trainable = trainable
         self._vmapped = execution == "vmap" and chains is not None
         self._own_prior = model.has_own("log_prior")
-        self._call = StatelessCall(model, lambda m, batch: m.log_likelihood(batch))
+        self._call = StatelessCall(model, type(model).log_likelihood)
         self._compiled = compiled
         self._replays = compiled and model.device.type == "cuda"
         self._kept: dict[Tensor, Tensor] = {}
@@ -154,7 +154,7 @@ class ChainEnergies:
         check_shape(log_likelihood, chains=True)
         if not self._own_prior:
             return log_likelihood, self._model.prior.log_prob_of_chains({n: named[n] for n in self._trainable})
-        prior = StatelessCall(self._model, lambda m: m.log_prior())
+        prior = StatelessCall(self._model, type(self._model).log_prior)
         return log_likelihood, torch.vmap(prior.call)(named)
 
     def _vmap_of_network(self, named: dict[str, Tensor], batch: Any, batch_axis: int | None) -> Tensor:

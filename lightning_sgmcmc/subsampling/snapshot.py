@@ -24,8 +24,8 @@ class Snapshot:
         module = chains.model
         self._chains = chains
         self._module = module
-        self._call = StatelessCall(module, lambda m, batch: m.log_likelihood(batch))
-        self._prior = StatelessCall(module, lambda m: m.log_prior())
+        self._call = StatelessCall(module, type(module).log_likelihood)
+        self._prior = StatelessCall(module, type(module).log_prior)
         self._vmapped = chains.num_chains > 1 and chains.execution == "vmap"
         self.tensors = {name: tensor.detach().clone() for name, tensor in self._present().items()}
         self.log_likelihood = torch.zeros(chains.num_chains, dtype=torch.float64, device=module.device)
