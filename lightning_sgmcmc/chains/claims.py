@@ -39,11 +39,12 @@ class Claims:
 
         Raises:
             ValueError: if another callback has it, naming both and the reason.
+            KeyError: for a subject that is not in `SUBJECTS`.
         """
-        holder = self._held.get(subject, (by, None))[0]
+        reason, holder = SUBJECTS[subject], self._held.get(subject, (by, None))[0]
         if holder is not by:
             first, second = type(holder).__name__, type(by).__name__
-            raise ValueError(f"{first} and {second} cannot be combined: {SUBJECTS[subject]}; remove one of them")
+            raise ValueError(f"{first} and {second} cannot be combined: {reason}; remove one of them")
         self._held[subject] = (by, call)
 
     def release(self, by: object) -> None:
