@@ -60,7 +60,9 @@ class Safeguards(pl.Callback):
             self._guard.begin(batch)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        chains_of(pl_module).claims.end_update()
+        claims = chains_of(pl_module).claims
+        claims.before_update(trainer)  # where no claimant has called it
+        claims.end_update()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
