@@ -1,4 +1,4 @@
-"""Callbacks of a sampling run; they meet at the module's controls and samples and combine freely."""
+"""Callbacks for sampling runs; they interact only through the module's controls and samples, and combine freely."""
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback
 from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage

@@ -1,4 +1,4 @@
-"""What the library's callbacks share."""
+"""Base class and checks shared by the library's callbacks."""
 
 import pytorch_lightning as pl
 import torch
@@ -14,8 +14,8 @@ class SamplerCallback(pl.Callback):
     """A callback of a sampling run: it may set the sampler's controls, and it sees every posterior sample.
 
     The order in a step: `on_train_batch_start` (schedules set `lr` and `temperature`), `on_before_optimizer_step`
-    (the energy of the batch is known; multipliers are set), the update, `on_train_batch_end` (schedules say whether
-    the states are samples), and then `on_posterior_sample`, once for each chain.
+    (the energy of the batch is known; multipliers are set), the update, `on_train_batch_end` (schedules decide
+    whether the states are samples), and then `on_posterior_sample`, once per chain.
     """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -29,12 +29,12 @@ class SamplerCallback(pl.Callback):
             self.reset()
 
     def reset(self) -> None:
-        """Forget an earlier fit; a checkpoint's state is loaded after it."""
+        """Clear the state of an earlier fit; a checkpoint's state is loaded afterwards."""
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Before an update, a callback with a claim calls all claims, in the order of a step (see `Claims`)."""
+        """Before an update, the first callback with a claim calls all claims, in the order of a step (see `Claims`)."""
         claims = chains_of(pl_module).claims
         if claims.has_before_update(self):
             claims.before_update(trainer)
@@ -44,15 +44,15 @@ class SamplerCallback(pl.Callback):
 
 
 def bayesian(module: pl.LightningModule, callback: pl.Callback) -> BayesianModule:
-    """Return the module if it is one that samples.
+    """Return the module, typed as a `BayesianModule`.
 
     Raises:
-        TypeError: if not.
+        TypeError: if it is none.
     """
     if is_of_other_namespace(module):
         raise TypeError(
-            f"{type(module).__name__} is of lightning.pytorch, and {type(callback).__name__} is of pytorch_lightning: "
-            "the two do not mix, so import Trainer and modules from pytorch_lightning"
+            f"{type(module).__name__} comes from lightning.pytorch, but {type(callback).__name__} from "
+            "pytorch_lightning, and the two do not mix: import Trainer and modules from pytorch_lightning"
         )
     if not isinstance(module, BayesianModule):
         raise TypeError(
@@ -63,18 +63,18 @@ def bayesian(module: pl.LightningModule, callback: pl.Callback) -> BayesianModul
 
 
 def refuse_loss_scaler(trainer: pl.Trainer, why: str) -> None:
-    """Refuse a run whose gradients a loss scaler scales.
+    """Raise for a run with a loss scaler.
 
     Args:
         trainer: the run's.
-        why: what is done with gradients, the beginning of the message.
+        why: how the callback uses gradients, the beginning of the message.
 
     Raises:
-        ValueError: if there is one.
+        ValueError: if the run has one.
     """
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ValueError(
-            f"{why}, and a loss scaler keeps them at another scale, or makes some infinite: take "
+            f"{why}, but a loss scaler rescales them and makes some infinite: use "
             "precision='bf16-mixed' instead of '16-mixed'"
         )
 

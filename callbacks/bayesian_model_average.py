@@ -24,32 +24,32 @@ class BayesianModelAverage(SamplerCallback):
 
         p(y|x,D) ≈ Σ_j w_j·p(y|x,θ_j)
 
-    Each sample is evaluated once, when it is drawn, on the validation data; what is kept is the running weighted
-    average of probabilities (of densities and moments in regression), not the samples. `trainer.test` and
-    `trainer.validate` evaluate the samples that a `SampleCollector` kept. Metrics are logged as `val/bma_…`,
-    `test/bma_…`, with the mean of the single samples' as `val/single_…` beside them: accuracy, nll, brier, ece and
-    entropy for classes; rmse, nll and the coverage of central 50 % and 90 % intervals in regression, in original
-    units where the datamodule has a `target_std`. Where the samples' importance weights differ, `val/bma_ess` is their
-    effective number (Σw)²/Σw².
+    Each sample is evaluated once, when it is drawn, on the validation data. The callback stores the running weighted
+    average of probabilities (in regression, of densities and moments), not the samples. `trainer.test` and
+    `trainer.validate` evaluate the samples that a `SampleCollector` stored. Metrics are logged as `val/bma_…`,
+    `test/bma_…`, and the mean over single samples as `val/single_…`: accuracy, nll, brier, ece and entropy for
+    classification; rmse, nll and the coverage of central 50 % and 90 % intervals for regression, in original units if
+    the datamodule has a `target_std`. If the samples' importance weights differ, `val/bma_ess` is their effective
+    number (Σw)²/Σw².
 
-    On out-of-distribution data (classes only) it adds, for each set, `ood_<name>_auroc` of telling its inputs from the
-    evaluation data by the predictive entropy, `ood_<name>_entropy`, the mean predictive entropy in nats, and
-    `ood_<name>_brier`, the mean over inputs and classes of the squared probability (Deng et al. 2022, where every
+    For each out-of-distribution set (classification only) it adds `ood_<name>_auroc`, for separating its inputs from
+    the evaluation data by predictive entropy; `ood_<name>_entropy`, the mean predictive entropy in nats; and
+    `ood_<name>_brier`, the mean over inputs and classes of the squared probability (Deng et al. 2022, since every
     class is wrong).
 
     Args:
-        cycle_weights: "uniform" averages all samples by their own (importance) weights; "harmonic" weighs each cycle
-            by the harmonic mean of its samples' likelihoods p(D|θ) over all training data, one more pass over them
-            for each sample.
-        importance_weights: "sample" takes each sample's weight at the time when it was drawn; "final" lets
-            `trainer.test` and `trainer.validate` take weights by the final π of a `ContourGradient`. During the fit
-            only the former are known.
-        ood: out-of-distribution data: a datamodule, whose test data are taken, or a loader in a fixed order; or several
-            by name. One without a name is called after its class (`NotMNISTDataModule`: "notmnist").
+        cycle_weights: "uniform" averages all samples with their own (importance) weights; "harmonic" weighs each cycle
+            by the harmonic mean of its samples' likelihoods p(D|θ) over all training data, at the cost of
+            one more pass over them per sample.
+        importance_weights: "sample" uses each sample's weight from the time of its draw; "final" lets `trainer.test`
+            and `trainer.validate` use weights from the final π of a `ContourGradient`. During the fit only the former
+            are known.
+        ood: out-of-distribution data: a datamodule, whose test data are used, or a loader in a fixed order; or several
+            by name. An unnamed one is called after its class (`NotMNISTDataModule`: "notmnist").
 
     Raises:
         ValueError: for another cycle_weights or importance_weights; at setup, if no schedule would draw a sample, or
-            out-of-distribution data come with a likelihood that has no class probabilities.
+            out-of-distribution data are combined with a likelihood without class probabilities.
 
     Source: Zhang et al. 2020 (cSG-MCMC), eq. (4).
     """
@@ -81,17 +81,17 @@ class BayesianModelAverage(SamplerCallback):
         self._averages = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._publish(bayesian(pl_module, self), "val")  # what a checkpoint brought, if the run is over already
+        self._publish(bayesian(pl_module, self), "val")  # the checkpoint's averages, if the run is already complete
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loaders = _validation_loaders(trainer)
         if not loaders:
             rank_zero_warn(
-                "BayesianModelAverage has no validation data to evaluate the samples on; trainer.test will do it."
+                "BayesianModelAverage has no validation data to evaluate the samples on; trainer.test evaluates them."
             )
         if any(isinstance(getattr(loader, "sampler", None), RandomSampler) for loader in loaders):
             raise ValueError(
-                "the validation loader shuffles, so predictions of several samples cannot be averaged: make the "
+                "the validation loader shuffles, so predictions of several samples cannot be averaged: create the "
                 "validation or test loader with shuffle=False"
             )
         module = bayesian(pl_module, self)
@@ -104,13 +104,13 @@ class BayesianModelAverage(SamplerCallback):
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         if not self._averages:
             return
-        self._take(trainer, pl_module, sample, loaders_of(trainer.val_dataloaders), trainer.num_val_batches)
+        self._add(trainer, pl_module, sample, loaders_of(trainer.val_dataloaders), trainer.num_val_batches)
         metrics = self._metrics("val")
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # For checkpoint monitors, which want their key from the first epoch on; the loggers have had the numbers.
+        # For checkpoint monitors, which require their key from the first epoch; the loggers already have the numbers.
         if trainer.state.fn == "fit" and not trainer.sanity_checking and self._averages:
             metrics = self._metrics("val") or self._no_metrics(bayesian(pl_module, self), "val")
             pl_module.log_dict(metrics, logger=False, sync_dist=True, add_dataloader_idx=False)
@@ -132,7 +132,7 @@ class BayesianModelAverage(SamplerCallback):
         if module.posterior is None or len(module.posterior) == 0:
             raise RuntimeError(
                 f"BayesianModelAverage found no samples to evaluate on the {stage} data: add a SampleCollector to the "
-                "fit, and give its dirpath here if this is another process"
+                "fit, and pass its dirpath here if the fit ran in another process"
             )
         source = trainer.test_dataloaders if stage == "test" else trainer.val_dataloaders
         limits = trainer.num_test_batches if stage == "test" else trainer.num_val_batches
@@ -140,11 +140,11 @@ class BayesianModelAverage(SamplerCallback):
         self._averages = [LoaderAverage(self.cycle_weights) for _ in loaders]
         self._publish(module, stage)
         for sample in module.posterior.reweighted(self.importance_weights):
-            self._take(trainer, module, sample, loaders, limits)
+            self._add(trainer, module, sample, loaders, limits)
 
-    # -- both ---------------------------------------------------------------------------------------------------------
+    # -- during and after the fit -------------------------------------------------------------------------------------
 
-    def _take(
+    def _add(
         self,
         trainer: pl.Trainer,
         module: BayesianModule,
@@ -152,7 +152,7 @@ class BayesianModelAverage(SamplerCallback):
         loaders: list[Any],
         limits: list[int | float],
     ) -> None:
-        """Evaluate a sample on every loader and take it into the averages."""
+        """Evaluate a sample on every loader and add it to the averages."""
         scale = float(getattr(getattr(trainer, "datamodule", None), "target_std", None) or 1.0)
         with undisturbed(trainer, module):
             state = {name: tensor.to(module.device) for name, tensor in sample.state.items()}
@@ -163,7 +163,7 @@ class BayesianModelAverage(SamplerCallback):
             for index, (average, loader, limit) in enumerate(zip(self._averages, loaders, limits, strict=True)):
                 share = share_of(trainer, loader, limit)
                 scores = evaluate(module, state, share.batches(trainer, module))
-                average.take(module, sample, scores, share, scale, log_likelihood, ood_terms if index == 0 else {})
+                average.add(module, sample, scores, share, scale, log_likelihood, ood_terms if index == 0 else {})
 
     def _publish(self, module: BayesianModule, stage: str) -> None:
         if self._averages:
@@ -200,7 +200,7 @@ class BayesianModelAverage(SamplerCallback):
 
 
 def _validation_loaders(trainer: pl.Trainer) -> list[Any]:
-    """Return the validation loaders, also where the first validation is some epochs away."""
+    """Return the validation loaders, even if the first validation is some epochs away."""
     if trainer.val_dataloaders is None and trainer.enable_validation:
         trainer.validating = True
         trainer.fit_loop.epoch_loop.val_loop.setup_data()

@@ -1,4 +1,4 @@
-"""Watches temperatures, mini-batch noise and energies of a chain, and warns with advice where they are off."""
+"""Monitors temperatures, mini-batch noise and energies of a chain, and warns with advice if they deviate."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from lightning_sgmcmc.run.trainer import is_trial
 from lightning_sgmcmc.samplers import StepLaw
 
 QUARTER_MORE = 1.25
-"""Growth of the number of observations at which a validation reports again."""
+"""Growth factor of the number of observations after which a validation reports again."""
 
 
 class ChainHealth(SamplerCallback):
@@ -31,22 +31,22 @@ class ChainHealth(SamplerCallback):
 
     For each parameter tensor it compares the kinetic and the configurational temperature with the target's τ, and
     estimates the share of mini-batch noise in the variance of a step; for the chain, it tests whether the energy still
-    drifts. `lightning_sgmcmc.diagnostics.estimates` has the formulas. Only steps of a sampling stage count, each with
-    its own step size and temperature. The callback reports at the end of every sampling stage, after a validation if
-    there are a quarter more observations, and at the end of the fit. A report is in `module.health` and in the run
-    folder's `health.json`; its totals go to the loggers as `health/…`. Each kind of warning appears once.
+    drifts (formulas in `lightning_sgmcmc.diagnostics.estimates`). Only steps of a sampling stage count, each with
+    its own step size and temperature. The callback reports at the end of every sampling stage, after a validation with
+    a quarter more observations, and at the end of the fit. A report is in `module.health` and in the run
+    folder's `health.json`; its totals are logged as `health/…`. Each kind of warning appears once.
 
-    The mini-batch noise is half the mean square of the difference of two successive gradients, which needs no gradient
-    of single data. It is too high by at most a share of lr·λ, with λ the curvature along the noise. Gradients are those
-    before clipping, times the gradient multiplier, since the chain samples the law of that force. A tensor that has no
-    gradient in a step is left out. With several chains the numbers are means over them, each in units of its own step
-    size and temperature. The memory is three copies of the parameters.
+    The mini-batch noise is half the mean square of the difference of two successive gradients, which needs no
+    per-datum gradients. Its relative bias is at most lr·λ, with λ the curvature along the noise. Gradients are taken
+    before clipping and multiplied by the gradient multiplier, since the chain samples the law of that force. A tensor
+    without a gradient in a step is omitted. With several chains the numbers are means over them, each in units of its
+    own step size and temperature. The callback stores three copies of the parameters.
 
     Args:
-        every_n_steps: number of optimizer steps from one observation to the next.
+        every_n_steps: number of optimizer steps between observations.
         tolerance: accepted relative deviation from the target.
         false_alarm_rate: probability of a warning in a report on a chain that is within the tolerance.
-        warm_up: share of each sampling stage, at its beginning, that is left out.
+        warm_up: share of each sampling stage, at its beginning, that is ignored.
         warn: whether to warn and to write `health.json`.
 
     Raises:
@@ -119,13 +119,13 @@ class ChainHealth(SamplerCallback):
         self._step = sampler.step_count
         if self._loaded is not None and not self._observer.load_state_dict(self._loaded):
             rank_zero_warn(
-                "The checkpoint's health record is of a network with other parameters: ChainHealth starts a new record."
+                "The checkpoint's health record is for a network with other parameters: ChainHealth starts a new one."
             )
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def _observe(self, trainer: pl.Trainer) -> None:
-        """Observe a step of a sampling stage, when its gradient and its controls are final but for clipping."""
+        """Observe a step of a sampling stage, when its gradient and controls are final except for clipping."""
         sampler, observer, chains = self._sampler, self._observer, self._chains
         if observer is None or chains is None:
             return
@@ -138,7 +138,7 @@ class ChainHealth(SamplerCallback):
             observer.before_update(step, [p.grad for p in self._params], self._metric)
 
     def _metric(self) -> list[Tensor]:
-        """Return the preconditioner's tensors, or none."""
+        """Return the preconditioner's tensors, if any."""
         scales: list[Tensor] = []
         for group in self._sampler.param_groups:
             scales += self._sampler.preconditioner(group["params"]) or []
@@ -190,7 +190,7 @@ class ChainHealth(SamplerCallback):
         self._report(trainer, bayesian(pl_module, self))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        # The energy guard stops a chain that diverges before it is observed; the report should give the cause.
+        # The energy guard stops a diverging chain before it is observed; the report should give the cause.
         if isinstance(exception, NonFiniteEnergyError) and trainer.state.fn == "fit":
             self._reported_observations = -1
             self._report(trainer, bayesian(pl_module, self), has_diverged=True)
@@ -203,9 +203,9 @@ class ChainHealth(SamplerCallback):
         self._reported_observations = observer.count
         pairs = [(self._law(group), len(group["params"])) for group in sampler.param_groups]
         allowance = [law.gradient_noise_allowance for law, count in pairs for _ in range(count)]
-        # Where the run has failed, the ranks may be at different steps, so nothing is reduced over them.
+        # After a failure the ranks may be at different steps, so nothing is reduced over them.
         shared = not has_diverged and trainer.world_size > 1
-        # The energies of a step are those of each rank's own data.
+        # Each rank's energies of a step come from its own data.
         of_energies = self._mean_over_processes if shared else unreduced
         of_chains = self._mean_over_processes if shared and self._is_spread else unreduced
         seen = observer.observations(allowance, of_chains, of_energies)

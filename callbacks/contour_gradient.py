@@ -43,11 +43,11 @@ class _Run:
     chains: Chains
     group: ChainGroup
     first_step: int  # steps of the sampler before the contour begins
-    on_host: bool  # with one chain, where a number is cheaper than a tensor
+    on_host: bool  # for one chain a number is cheaper than a tensor
 
 
 class ContourGradient(SamplerCallback):
-    """Flattens the target in its energy, so that the chain crosses barriers, and weighs the samples accordingly.
+    """Flattens the target in its energy, so that the chain crosses barriers, and weights the samples accordingly.
 
         κ = 1 + ζ·τ·(log π(J) - log π((J-1)∨1))/Δu
 
@@ -57,32 +57,31 @@ class ContourGradient(SamplerCallback):
 
     Each of several chains learns its own π. With `interacting=True` all chains of the run learn one π by the mean of
     their steps (ICSGLD, ICSGHMC, pICSGLD); each sends one integer per step, its encoded energy. While the temperature
-    is 0 (exploration of a cyclical schedule), the contour rests.
+    is 0 (exploration of a cyclical schedule), the contour is idle.
 
-    The energy is that of the step's batch, over all micro-batches and ranks. `module.contour` holds the learned π; it
-    can weigh samples by the final π instead of the π of their time. Every `trainer.log_every_n_steps` the callback logs
-    `contour/multiplier`, `contour/bin`, `contour/step_size` and, where κ has limits, `contour/clamped`: the share of
-    steps at a limit.
+    The energy is that of the step's batch, over all micro-batches and ranks. `module.contour` holds the learned π and
+    can reweight samples by the final one. Every `trainer.log_every_n_steps` the callback logs `contour/multiplier`,
+    `contour/bin`, `contour/step_size` and, if κ has limits, `contour/clamped`: the share of steps at a limit.
 
     Args:
-        rules: ζ, how π is learned, how samples are weighed, limits of κ.
+        rules: ζ, how π is learned, how samples are weighted, limits of κ.
         num_bins: m, number of energy bins.
         first_edge: u_1 in nats, upper end of the lowest bin, above the lowest energies of the chain; None learns it.
         width: Δu in nats; None learns it, together with first_edge.
-        step_size: ω_k of the stochastic approximation; None is `DecayingStepSize()`.
+        step_size: ω_k of the stochastic approximation; None uses `DecayingStepSize()`.
         warm_up_steps: optimizer steps without contour at the start of the run, and without samples. A range is learned
             from the energies of their second half.
         lowest: share of the warm-up's energies below a learned first edge.
         headroom: extent of the bins above the warm-up's largest energy, in units of its range.
-        include_prior: whether the energy includes -log p(θ), as the potential does; the authors' programs exclude it.
-        sample_energy: "step" gives a sample the energy of the step that led to it, at no cost; "full" its own over all
-            training data, without augmentation and in evaluation mode, by one more pass for each sample.
+        include_prior: whether the energy includes -log p(θ), as the potential does; the authors' code excludes it.
+        sample_energy: "step" assigns a sample the energy of the step before it, at no cost; "full" computes its own
+            over all training data, without augmentation and in evaluation mode, at one more pass per sample.
         interacting: one π for all chains of the run, learned by all.
-        exchange_every: steps after which interacting chains exchange their energies and learn from all of them.
+        exchange_every: number of steps between exchanges of the interacting chains' energies.
 
     Raises:
         ValueError: if arguments are out of range or contradict each other; at the start of the fit, if the temperature
-            is always 0 or the warm-up does not end; at a sample that is due in the warm-up.
+            is always 0 or the warm-up does not end; when a sample is due in the warm-up.
 
     Source: Deng et al. 2020 (CSGLD), Algorithm 1, eq. (6), (8), (10), (15), (57), appendix D.1; Deng et al. 2022
     (ICSGLD), Algorithm 1, eq. (8), appendix B.1.2.
@@ -114,7 +113,7 @@ class ContourGradient(SamplerCallback):
         check_count("exchange_every", exchange_every)
         if exchange_every > 1 and not interacting:
             raise ValueError(
-                f"exchange_every={exchange_every} applies to interacting chains: pass interacting=True too, or leave "
+                f"exchange_every={exchange_every} applies to interacting chains: pass interacting=True too, or omit "
                 "exchange_every out"
             )
         check_count("warm_up_steps", warm_up_steps, least=0)
@@ -122,8 +121,8 @@ class ContourGradient(SamplerCallback):
         self.range = EnergyRange(num_bins, first_edge, width, lowest, headroom)
         if first_edge is None and warm_up_steps < 2:
             raise ValueError(
-                f"the energy range is not known: pass first_edge and width, or a warm-up to learn it from "
-                f"(warm_up_steps of some hundred, got {warm_up_steps})"
+                f"the energy range is unknown: pass first_edge and width, or a warm-up to learn it from "
+                f"(warm_up_steps of a few hundred, got {warm_up_steps})"
             )
         self.rules = rules
         self.step_size = step_size if step_size is not None else DecayingStepSize()
@@ -140,16 +139,16 @@ class ContourGradient(SamplerCallback):
         self._begun = 0
         """Steps of the sampler before this callback."""
         self._record: EnergyRecord | None = None
-        """The energies of a warm-up from which the range is to be learned."""
+        """The energies of a warm-up, from which the range will be learned."""
         self._learner: ContourLearner | None = None
-        """None before the energy range is known. It outlives the run, so that its state can still be saved."""
+        """None until the energy range is known; kept after the run, so that its state can still be saved."""
         self._watch = ContourWatch(_warn)
         self._restored: dict[str, Any] | None = None
         self._location: Location | None = None
-        """Of the coming update, None where the contour takes no part in it."""
+        """κ of the coming update; None while the contour is idle."""
         self._location_step = -1
         self._is_on = True
-        """Whether the sampler may have a multiplier other than 1, as after loading a checkpoint."""
+        """Whether the sampler's multiplier may differ from 1, as after loading a checkpoint."""
 
     # -- the start ----------------------------------------------------------------------------------------------------
 
@@ -163,14 +162,14 @@ class ContourGradient(SamplerCallback):
         own = getattr(schedule_of(trainer), "temperature", None)
         if (own if own is not None else module.temperature) == 0:
             raise ValueError(
-                "ContourGradient flattens a target, and at temperature 0 there is none: set a temperature above 0, or "
-                "leave the callback out"
+                "ContourGradient flattens a target, and temperature=0 has none: set a temperature above 0, or remove "
+                "the callback"
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)
         warm_up = 0 if is_trial(trainer) else self.warm_up_steps
-        # The checkpoint of a run without this callback may be the start.
+        # The run may continue from a checkpoint without this callback.
         self._begun = module.sampler.step_count if self._restored is None else int(self._restored["begun"])
         run = self._run = _Run(
             trainer=trainer,
@@ -199,13 +198,13 @@ class ContourGradient(SamplerCallback):
         steps, warm_up = run_length(run.trainer), run.first_step
         if steps <= warm_up:
             raise ValueError(
-                f"the run has {steps:.0f} steps, and the contour is warming up for {warm_up} of them: shorten "
+                f"the run has {steps:.0f} steps, and the contour warms up for {warm_up} of them: shorten "
                 "warm_up_steps or lengthen the run"
             )
         if self.sample_energy == "full" and differs_in_training(run.module):
             rank_zero_warn(
-                "sample_energy='full' computes energies in evaluation mode, and this network's differ from those of "
-                "its training mode (dropout or BatchNorm), from which π is learned: take sample_energy='step'."
+                "sample_energy='full' computes energies in evaluation mode, but π is learned from training mode, where "
+                "this network's energies differ (dropout or BatchNorm): use sample_energy='step'."
             )
 
     def _begin(self, run: _Run, partition: EnergyPartition, saved: dict[str, Any] | None = None) -> None:
@@ -218,7 +217,7 @@ class ContourGradient(SamplerCallback):
         run.module.contour = learner.of_all_chains()
         if self.rules.regularisation:
             settings = ", ".join(f"{name}={value}" for name, value in self.rules.regularisation.items())
-            rank_zero_info(f"ContourGradient is regularised ({settings}), so its weights are not exact")
+            rank_zero_info(f"ContourGradient is regularised ({settings}), so its weights are only approximate")
 
     def _learn_range(self, run: _Run) -> ContourLearner | None:
         """Start the contour with a partition from the warm-up's energies; return None if there was no warm-up."""
@@ -254,7 +253,7 @@ class ContourGradient(SamplerCallback):
             return
         try:
             location = learner.locate(self._energy(run), temperature)
-        except ValueError:  # a NaN: the guard reports it, and there will be no step
+        except ValueError:  # a NaN: the guard reports it and refuses the step
             return
         self._location, self._location_step, self._is_on = location, step, True
         multiplier = location.multiplier
@@ -283,7 +282,7 @@ class ContourGradient(SamplerCallback):
     # -- a sample -----------------------------------------------------------------------------------------------------
 
     def _prepare_samples(self) -> None:
-        """Update energy, bin and weight of the present states, since they become samples."""
+        """Update energy, bin and weight of the current states before they become samples."""
         run, learner = self._run, self._learner
         if run is None:
             return
@@ -292,8 +291,8 @@ class ContourGradient(SamplerCallback):
             if is_trial(run.trainer):
                 return
             raise ValueError(
-                f"a sample is due after step {run.sampler.step_count}, and it has no weight: the contour has not "
-                f"begun. Let the schedule draw its first sample after the {run.first_step} steps of the warm-up"
+                f"a sample is due after step {run.sampler.step_count}, but it has no weight before the contour "
+                f"begins: let the schedule draw its first sample after the {run.first_step} steps of the warm-up"
             )
         run.module.contour = learner.of_all_chains()
         if self.sample_energy == "step":
@@ -345,7 +344,7 @@ def _warn(sentence: str) -> None:
 
 
 def _chain_group(layout: ChainLayout, device: torch.device) -> ChainGroup:
-    """Return a layout's chains; without other processes the functions of the strategy are not needed."""
+    """Return the group of a layout's chains; a single process needs no functions of the strategy."""
     if layout.is_spread:
         return ChainGroup(layout.num_chains, layout.total_chains, device, layout.gather, layout.own)
     return ChainGroup(layout.num_chains, layout.total_chains, device)

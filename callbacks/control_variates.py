@@ -1,4 +1,4 @@
-"""Gradients with less mini-batch noise: SVRG-LD and the like, from any sampler."""
+"""Gradients with less mini-batch noise: SVRG-LD and its relatives, from any sampler."""
 
 from typing import Any
 
@@ -13,24 +13,24 @@ from lightning_sgmcmc.subsampling.snapshot import Snapshot
 
 
 class ControlVariates(SnapshotCallback):
-    """Takes the mini-batch's noise out of the gradient by a control variate.
+    """Reduces the mini-batch noise of the gradient by a control variate.
 
         g ← g - (1/n)·Σ_{i in batch} ∇U_i(θ_q) + (1/N)·Σ_i ∇U_i(θ_q),   U_i = -log p(y_i|x_i,θ)
 
-    with θ_q a snapshot of the chain, taken at the beginning of every q-th epoch. It has the same mean as g, and the
-    less noise the nearer θ_q is; the prior's gradient is exact as it is. It works with any sampler: with `SGLD` it is
-    SVRG-LD, with `SGHMC` its form with momentum. Each chain has a snapshot of its own. With `EWSG` each candidate's
+    with θ_q a snapshot of the chain, taken at the beginning of every q-th epoch. It has the same mean as g, and less
+    noise the nearer θ_q is; the prior's gradient is exact anyway. It works with any sampler: with `SGLD` it is
+    SVRG-LD, with `SGHMC` its version with momentum. Each chain has its own snapshot. With `EWSG` each candidate's
     gradient is corrected.
 
-    The price is the gradient of all data for each snapshot, and the snapshot's gradient of each batch, so a step costs
-    about twice as much; every `trainer.log_every_n_steps` it logs `sampler/gradient_evaluations` (data whose gradient
-    was computed, for each chain) and `sampler/data_passes`, the same over N. What is clipped is the corrected gradient.
+    Each snapshot costs a full-data gradient, and each batch its gradient there, so a step costs about twice as
+    much. Every `trainer.log_every_n_steps` it logs `sampler/gradient_evaluations` (per-datum gradients, for each chain)
+    and `sampler/data_passes`, that number over N. Clipping applies to the corrected gradient.
 
-    The snapshot is computed in evaluation mode: dropout is off, and BatchNorm takes the running statistics at θ_q, so
-    that U_i(θ_q) is a function of one datum. The mean of g stays exactly as it is, but its noise from dropout stays
-    too, and with BatchNorm, whose statistics are the batch's in g, much of what the batch brings. Where training data
-    are augmented, the sum over all data is of one draw of the augmentation, so until the next snapshot the mean of g is
-    off by that draw's error.
+    The snapshot is computed in evaluation mode: dropout is off, and BatchNorm uses the running statistics at θ_q, so
+    that U_i(θ_q) is a function of one datum. The mean of g is unchanged, but so is its noise from dropout, and with
+    BatchNorm, whose statistics in g are the batch's, much of the mini-batch noise. If training data are augmented, the
+    sum over all data uses one draw of the augmentation, so until the next snapshot the mean of g has that draw's
+    error.
 
     Args:
         start_epoch: first epoch, from 0, in which gradients are corrected.
@@ -51,8 +51,8 @@ class ControlVariates(SnapshotCallback):
         super().setup(trainer, pl_module, stage)
         if any(isinstance(callback, VarianceReducedEnergy) for callback in callbacks_of(trainer)):
             raise ValueError(
-                "ControlVariates and VarianceReducedEnergy would take a snapshot and go over all data each: take "
-                "ControlVariates(energy=True), which corrects both from one"
+                "ControlVariates and VarianceReducedEnergy would each take a snapshot and pass over all data: use "
+                "ControlVariates(energy=True), which corrects both from one snapshot"
             )
 
     def process_batch(self, log_likelihood: Tensor) -> None:
@@ -81,15 +81,15 @@ class ControlVariates(SnapshotCallback):
 
 
 class VarianceReducedEnergy(SnapshotCallback):
-    """Takes the mini-batch's noise out of the energy by a control variate.
+    """Reduces the mini-batch noise of the energy by a control variate.
 
         Ũ_VR(θ) = Ũ(θ) - (N/n)·Σ_{i in batch} U_i(θ_q) + Σ_i U_i(θ_q),   U_i = -log p(y_i|x_i,θ)
 
-    with θ_q a snapshot of the chain, taken at the beginning of every q-th epoch. It has the same mean as Ũ, and the
-    less noise the nearer θ_q is. `ContourGradient` and `ReplicaExchange` look at this energy in place of Ũ; gradients
-    stay as they are (`ControlVariates` corrects them, and energies too from the same snapshot). Each chain has a
-    snapshot of its own. The price is a pass over all data for each snapshot, and a forward pass of the snapshot at each
-    step; both are made in evaluation mode, with the training data's augmentation.
+    with θ_q a snapshot of the chain, taken at the beginning of every q-th epoch. It has the same mean as Ũ, and
+    less noise the nearer θ_q is. `ContourGradient` and `ReplicaExchange` use this energy instead of Ũ; gradients are
+    unchanged (`ControlVariates` corrects gradients, and also energies from the same snapshot). Each chain has its own
+    snapshot. Each snapshot costs a pass over all data, and each step a forward pass at the snapshot; both run in
+    evaluation mode, with the training data's augmentation.
 
     Args:
         start_epoch: first epoch, from 0, in which energies are corrected.

@@ -28,7 +28,7 @@ from lightning_sgmcmc.subsampling.covariance_friction import (
 from lightning_sgmcmc.subsampling.snapshot import Snapshot, rows_of
 
 LARGEST_MATRIX = 500
-"""Largest number of parameters of one chain; each step computes the eigenvalues of a matrix of that size."""
+"""Largest number of parameters per chain; each step computes the eigenvalues of a matrix of that size."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Run:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a batch of a step, which EWSG may have several of."""
+        """Micro-batches in a batch; with EWSG a step has several batches."""
         return self.trainer.accumulate_grad_batches // self.chains.accumulation.candidates
 
     @property
@@ -55,26 +55,26 @@ class _Run:
 class CovarianceFriction(SnapshotCallback):
     """Adds to underdamped Langevin dynamics the friction that balances its mini-batch noise.
 
-        Γ = γ + h·κ²·C/(2τ),   C = cov[ñ_i],   ñ_i the gradient of the full potential U as estimated from batch i
+        Γ = γ + h·κ²·C/(2τ),   C = cov[ñ_i],   ñ_i the estimate of ∇U from batch i
 
-    The batch of a step adds noise of covariance h²·C to the momentum, beyond the sampler's 2γτh, so with γ alone the
-    chain is too hot. At the beginning of every L-th epoch, C is calibrated at the chain's place ω, on all training data
-    in random batches like those of the steps. Afterwards each batch replaces its gradient at ω by its new gradient in
-    two running moments, with a weight of one over the batches of an epoch.
+    Each step's batch adds noise with covariance h²·C to the momentum, beyond the sampler's 2γτh, so with γ alone the
+    chain is too hot. At the beginning of every L-th epoch, C is calibrated at the chain's position ω, on all training
+    data in random batches like those of the steps. Afterwards each batch replaces its gradient at ω by its new gradient
+    in two running moments, with weight one over the batches of an epoch.
 
     This deviates from Algorithm 2 as printed. There every L-th pass calibrates instead of sampling, so with L = 1, the
-    paper's choice, the chain never takes a step; here each pass samples, and every L-th begins with a calibration. And
-    with L > 2 the printed moments would add a batch's change again in each pass and overshoot; here, from the second
-    pass on, earlier changes decay with the same weight.
+    paper's choice, the chain never takes a step. Here each pass samples, and every L-th begins with a calibration.
+    With L > 2 the printed moments would add a batch's change again in each pass and overshoot. Here, from the second
+    pass, earlier changes decay with the same weight.
 
     Alone it corrects `UnderdampedLangevin` with uniform batches. With `EWSG` it is EWSG-VR, where every candidate
-    updates C. To first order in h the choice of EWSG already acts as a friction of h·C/(2τ), so EWSG-VR counts the
-    noise twice; where this could be measured, the callback alone is nearer to the posterior
+    updates C. To first order in h, EWSG's choice already acts as a friction of h·C/(2τ), so EWSG-VR counts the noise
+    twice. In the experiments that measure this, the callback alone is closer to the posterior
     (`recipes/ewsg_gaussian.py`).
 
-    Each chain has its own friction. While the temperature is 0, the callback rests. It costs the gradient of all data
-    for each calibration and the gradient of each batch at ω, so a step costs about twice as much. Gradients at ω are
-    computed in evaluation mode (see `ControlVariates`), so a calibration does not see the noise of dropout.
+    Each chain has its own friction. While the temperature is 0, the callback is idle. Each calibration costs a
+    full-data gradient, and each batch its gradient at ω, so a step costs about twice as much. Gradients at ω are
+    computed in evaluation mode (see `ControlVariates`), so a calibration does not include the noise of dropout.
 
     Every `trainer.log_every_n_steps` it logs `sampler/extra_friction`, the mean of the diagonal of Γ-γ per unit of
     time, and `sampler/gradient_evaluations` and `sampler/data_passes` as `ControlVariates` does.
@@ -83,8 +83,8 @@ class CovarianceFriction(SnapshotCallback):
         start_epoch: first epoch, from 0, with this friction.
         every_n_epochs: L.
         form: "diagonal" estimates the diagonal of C; "matrix" all of C, for few parameters (see Raises), at the cost of
-            its eigenvalues in each step. Eigenvalues estimated below 0 would drive the chain and count as 0; others are
-            limited so that h·Γ ≤ 1, since a step with h·Γ = 1 forgets its momentum.
+            an eigendecomposition per step. Negative estimated eigenvalues would drive the chain and count as 0;
+            others are limited so that h·Γ ≤ 1, since a step with h·Γ = 1 discards its momentum.
 
     Raises:
         ValueError: if an argument is out of range; at setup, for a loss scaler, data-parallel ranks, a
@@ -116,23 +116,23 @@ class CovarianceFriction(SnapshotCallback):
         callbacks = callbacks_of(trainer)
         if layout_of(trainer, bayesian(pl_module, self).num_chains).ranks_per_chain > 1:
             raise ValueError(
-                "CovarianceFriction compares the gradients of batches, and here data-parallel ranks share each batch: "
-                "give every chain one rank, strategy='chains'"
+                "CovarianceFriction compares the gradients of batches, but data-parallel ranks share each batch here: "
+                "use one rank per chain, strategy='chains'"
             )
         if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
             raise ValueError(
-                "CovarianceFriction needs batches of one size, and a GradientAccumulationScheduler changes it: give "
-                "the trainer one accumulate_grad_batches"
+                "CovarianceFriction needs batches of one size, but a GradientAccumulationScheduler changes it: set "
+                "the trainer's accumulate_grad_batches instead"
             )
         name = name_after(trainer, self, (Schedule,))
         if name is not None:
             raise ValueError(
-                f"{name} sets the temperature of a step, and CovarianceFriction needs it: put CovarianceFriction after "
+                f"{name} sets the temperature of a step, which CovarianceFriction needs: put CovarianceFriction after "
                 f"{name} in the list of callbacks"
             )
         if any(isinstance(callback, ControlVariates) for callback in callbacks):
             raise ValueError(
-                "CovarianceFriction cancels the noise of uniform batches, and ControlVariates reduces that noise, so "
+                "CovarianceFriction cancels the noise of uniform batches, but ControlVariates reduces that noise, so "
                 "the friction would be too large: remove one of them"
             )
 
@@ -141,12 +141,12 @@ class CovarianceFriction(SnapshotCallback):
         sampler = module.sampler
         if not isinstance(sampler, UnderdampedLangevin):
             raise ValueError(
-                f"CovarianceFriction needs a sampler with a friction matrix, and {type(sampler).__name__} has none: "
-                "take sampler=UnderdampedLangevin"
+                f"CovarianceFriction needs a sampler with a friction matrix, but {type(sampler).__name__} has none: "
+                "use sampler=UnderdampedLangevin"
             )
         if len(sampler.param_groups) > 1:
             raise ValueError(
-                "CovarianceFriction supports one friction γ, and the sampler has several parameter groups: give the "
+                "CovarianceFriction supports one friction γ, but the sampler has several parameter groups: give the "
                 "sampler one group"
             )
         chains = module.chains
@@ -159,12 +159,12 @@ class CovarianceFriction(SnapshotCallback):
         if self.form == "matrix" and parameters > LARGEST_MATRIX:
             raise ValueError(
                 f"form='matrix' needs matrices of {parameters:,} by {parameters:,} numbers, one row for each "
-                f"parameter, and the limit is {LARGEST_MATRIX:,} rows: take form='diagonal'"
+                f"parameter, and the limit is {LARGEST_MATRIX:,} rows: use form='diagonal'"
             )
 
     # -- calibration --------------------------------------------------------------------------------------------------
 
-    def rests(self) -> bool:
+    def is_idle(self) -> bool:
         run = self._run
         return run is None or not run.sampler.is_noisy(run.group)
 
@@ -202,9 +202,9 @@ class CovarianceFriction(SnapshotCallback):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def correct_gradient(self, snapshot: Snapshot) -> None:
-        """Update the covariance by the gradient of a batch, which stays as it is."""
+        """Update the covariance with the gradient of a batch, which is unchanged."""
         run = self._run
-        if run is None or self.rests():
+        if run is None or self.is_idle():
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in snapshot.parameters.values()]
         scale = run.chains.observed.num_data / run.chains.accumulation.batch_share
@@ -212,9 +212,9 @@ class CovarianceFriction(SnapshotCallback):
         self.covariance.replace(present, _gradient_there(run, snapshot))
 
     def _drag(self, momenta: list[Tensor]) -> list[Tensor] | None:
-        """Return (Γ-γ)·r of momenta in the order of the sampler's parameters that have a gradient."""
+        """Return (Γ-γ)·r for momenta, in the order of the sampler's parameters that have a gradient."""
         run, snapshot = self._run, self._snapshot
-        if run is None or snapshot is None or not self.covariance.is_known or self.rests():
+        if run is None or snapshot is None or not self.covariance.is_known or self.is_idle():
             return None
         group = run.group
         held = {id(p): r for p, r in zip((p for p in group["params"] if p.grad is not None), momenta, strict=True)}
@@ -232,7 +232,7 @@ class CovarianceFriction(SnapshotCallback):
         if run is None or not is_logged(trainer, run.chains, run.sampler.step_count):
             return
         log_cost(trainer, run.chains)
-        if self.covariance.is_known and not self.rests():
+        if self.covariance.is_known and not self.is_idle():
             extra = (self.covariance.diagonal() * _factor(run.group)).mean().item()
             log_scalars(trainer, {"sampler/extra_friction": extra}, trainer.global_step)
 
@@ -269,10 +269,10 @@ class CovarianceFriction(SnapshotCallback):
 
 
 def _gradient_there(run: _Run, snapshot: Snapshot) -> Tensor:
-    """Return N·g of the micro-batches in the snapshot's sums, without the prior's part, shape (C, d)."""
+    """Return N·g for the micro-batches in the snapshot's sums, without the prior's part, shape (C, d)."""
     return rows_of(snapshot.sums, run.chains.num_chains).mul_(run.chains.observed.num_data / snapshot.count)
 
 
 def _factor(group: dict[str, Any]) -> float | Tensor:
-    """Return h·κ²/(2τ) of a parameter group."""
+    """Return h·κ²/(2τ) for a parameter group."""
     return friction_factor(group["lr"], group["temperature"], group["gradient_multiplier"])

@@ -22,14 +22,14 @@ class CyclicalSchedule(Schedule):
         lr_k = lr_0/2·[cos(π·r(k)) + 1],   r(k) = mod(k-1, ⌈K/M⌉)/⌈K/M⌉
 
     lr_0 is each parameter group's own lr, K the run's optimizer steps. While r(k) < β the temperature is 0; then it
-    is the target's, and samples are drawn, evenly spaced up to the cycle's end. With `temperature=0` it makes Snapshot
-    ensembles.
+    is the target's, and samples are drawn, evenly spaced up to the cycle's end. With `temperature=0` it yields
+    Snapshot ensembles.
 
     Args:
         num_cycles: M.
         exploration: β in [0, 1), the share of a cycle without noise.
         samples_per_cycle: samples drawn in each cycle.
-        temperature: τ of the sampling stage; None takes the module's.
+        temperature: τ of the sampling stage; None uses the module's.
 
     Raises:
         ValueError: for an argument out of range; at the start of the fit, if the run has no end or its cycles are too
@@ -54,7 +54,7 @@ class CyclicalSchedule(Schedule):
             raise ValueError(f"exploration must be in [0, 1), got {exploration}")
         check_count("samples_per_cycle", samples_per_cycle)
         if temperature is not None and not 0 <= temperature < math.inf:
-            raise ValueError(f"temperature must not be negative, and finite, got {temperature}")
+            raise ValueError(f"temperature must be finite and not negative, got {temperature}")
         self.num_cycles = num_cycles
         self.exploration = exploration
         self.samples_per_cycle = samples_per_cycle
@@ -84,12 +84,12 @@ class CyclicalSchedule(Schedule):
         if ender is not None:
             rank_zero_warn(
                 f"{type(ender).__name__} may end the run before its {self.num_cycles} cycles over {total} steps are "
-                "complete, and then without their last samples."
+                "complete, so the last samples would be missing."
             )
         if self._planned_steps not in (None, total):
             rank_zero_warn(
-                f"This run's cycles are laid out for {total} steps, the checkpoint's were for {self._planned_steps}: "
-                "the schedule is not the one that it was."
+                f"The checkpoint's cycles were planned for {self._planned_steps} steps, this run has {total}, so its "
+                "cycles end elsewhere: resume with the same max_epochs or max_steps to continue the same schedule."
             )
         self._planned_steps = total
         if is_trial(trainer):

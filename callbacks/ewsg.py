@@ -18,49 +18,48 @@ from lightning_sgmcmc.subsampling.ewsg import Guess, index_log_weights, metropol
 from lightning_sgmcmc.subsampling.snapshot import rows_of
 
 STEPS_DRAWN = 256
-"""Steps whose uniform numbers are drawn at once; part of what a seed means."""
+"""Steps whose uniform numbers are drawn at once; changing it changes the results of a seed."""
 
 
 class EWSG(SamplerCallback):
-    """Chooses each step's mini-batch among M+1, so that the step has nearly the law of one with the full gradient.
+    """Chooses each step's mini-batch among M+1, so that the step's law is close to that with the full gradient.
 
-    The step takes the next M+1 batches of the loader. A Metropolis chain visits them from the first one, and
-    replaces batch i by batch j with probability
+    The step takes the next M+1 batches of the loader. A Metropolis chain starts at the first and replaces batch i
+    by batch j with probability
 
         min{1, exp(½‖x + n̂a_j‖² - ½‖x + n̂a_i‖²)},   n̂a_j = √h·∇Ũ_j/σ,   σ² = 2γτ,   x = √h·γ·r/σ
 
-    and the sampler gets the gradient of the batch that is left (for samplers of another form h, γ and σ are those of
-    their step, see `lightning_sgmcmc.samplers.StepLaw`). The whole of `Ũ_j` counts, prior and gradient
-    multiplier included. Each chain chooses for itself. Candidates differ by as much as the batches do: a datamodule's
-    batches of an epoch have no datum in common, where the paper draws each independently.
+    and the sampler receives the gradient of the final batch (for other samplers, h, γ and σ are those of their step,
+    see `lightning_sgmcmc.samplers.StepLaw`). `Ũ_j` includes the prior and the gradient multiplier. Each chain chooses
+    independently. Candidates are disjoint within an epoch if a datamodule's batches are, whereas the paper draws each
+    independently.
 
-    A step costs M+1 gradients: it is Lightning's accumulation over M+1 times as many batches as the trainer's
-    `accumulate_grad_batches` says, so epochs stay passes over the data, of fewer steps. With accumulation a candidate
-    is made of so many micro-batches; data-parallel ranks share each candidate. The last step of an epoch may have fewer
-    candidates. The energy of a step is the mean over them. Gradients are clipped after the choice. While the
-    temperature is the number 0 there is no law to match: the step then has the mean gradient of all its batches, as
-    with accumulation. M+1 gradients of each chain are held in memory.
+    A step costs M+1 gradients: it uses Lightning's accumulation over M+1 times `accumulate_grad_batches`, so epochs
+    are still one pass over the data, with fewer steps. Each candidate has `accumulate_grad_batches` micro-batches;
+    data-parallel ranks share each candidate. The last step of an epoch may have fewer candidates. The energy of a step
+    is their mean. Gradients are clipped after the choice. While the temperature is the number 0 there is no law to
+    match: the step then uses the mean gradient of all its batches, as with accumulation. M+1 gradients per chain are
+    kept in memory.
 
-    Every `trainer.log_every_n_steps` it logs `ewsg/acceptance`, the share of proposals that were accepted since the
-    last time, `sampler/gradient_evaluations` (data whose gradient was computed, for each chain) and
-    `sampler/data_passes`, the same over N.
+    Every `trainer.log_every_n_steps` it logs `ewsg/acceptance`, the share of proposals accepted since the last log,
+    `sampler/gradient_evaluations` (per-datum gradients, for each chain) and `sampler/data_passes`, that number over N.
 
-    What it does to a chain is, to first order in h and with "unchanged", a friction of h·cov/(2τ), with the covariance
-    of the batches' ∇Ũ, which takes heat of their noise out; beyond that it prefers large gradients, and shifts the law
-    where their distribution is skew. `recipes/ewsg_gaussian.py`, `covertype_logistic.py` and `misspecified.py` show
-    where it helps and where it does not.
+    To first order in h and with "unchanged", EWSG acts as a friction of h·cov/(2τ), with cov the covariance of the
+    batches' ∇Ũ, which removes heat from their noise. It also prefers large gradients, and shifts the law if their
+    distribution is skewed. `recipes/ewsg_gaussian.py`, `covertype_logistic.py` and `misspecified.py` show where it
+    helps and where it does not.
 
     With `CovarianceFriction` it is EWSG-VR; with `ControlVariates` the candidates' gradients are the corrected ones.
 
     Args:
         num_proposals: M ≥ 0, the length of the Metropolis chain; 0 is the plain sampler, bit for bit.
-        guess: what x supposes about the momentum after the step: "unchanged" (the paper's choice, above; x = 0 without
+        guess: x's assumption about the momentum after the step: "unchanged" (the paper's choice, above; x = 0 without
             momentum), "stopped", x = (-1+hγ)·r/(σ√h), or x itself, "zero" or "one".
 
     Raises:
         ValueError: for an argument out of range; at setup, for a loss scaler, a `GradientAccumulationScheduler`, or
-            another callback that chooses gradients; when training starts, for a sampler whose step is not of the form
-            (pSGLD), or an epoch with fewer batches than a step takes.
+            another callback that chooses gradients; when training starts, for a sampler whose step has another form
+            (pSGLD), or an epoch with fewer batches than a step needs.
 
     Source: Li et al. 2021 (EWSG), Algorithm 1, eq. (6), Figure 1b, appendices D and E.
     """
@@ -93,8 +92,8 @@ class EWSG(SamplerCallback):
             return
         if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
             raise ValueError(
-                "EWSG takes the batches of a step as candidates, and a GradientAccumulationScheduler changes how many "
-                "there are: give the trainer one accumulate_grad_batches"
+                "EWSG uses the batches of a step as candidates, but a GradientAccumulationScheduler changes their "
+                "number: set the trainer's accumulate_grad_batches instead"
             )
         refuse_loss_scaler(trainer, "EWSG compares gradients")
         chains_of(pl_module).claims.claim("choose gradient", self, self._choose)
@@ -123,15 +122,15 @@ class EWSG(SamplerCallback):
         group = sampler.param_groups[0]
         if sampler.law(group) is None:
             raise ValueError(
-                f"EWSG needs to know the law of a step before it chooses a gradient, and {rule}'s depends on the "
-                "gradient itself: take another sampler"
+                f"EWSG needs the law of a step before it chooses a gradient, but {rule}'s depends on the gradient "
+                "itself: use another sampler"
             )
         if self.guess == "stopped" and sampler.momenta(group) is None:
-            raise ValueError(f"guess='stopped' is about a momentum, and {rule} has none: take 'unchanged'")
+            raise ValueError(f"guess='stopped' concerns a momentum, but {rule} has none: use 'unchanged'")
         batches = trainer.num_training_batches
         if batches < trainer.accumulate_grad_batches:
             raise ValueError(
-                f"a step of EWSG takes {trainer.accumulate_grad_batches} batches, and an epoch has {batches:.0f}: take "
+                f"a step of EWSG needs {trainer.accumulate_grad_batches} batches, but an epoch has {batches:.0f}: use "
                 "fewer proposals, or smaller batches"
             )
 
@@ -157,7 +156,7 @@ class EWSG(SamplerCallback):
         row.mul_(1 / state.batch_share)
 
     def _next_row(self) -> Tensor:
-        """Return where the coming candidate's gradient goes, shape (C, d)."""
+        """Return the buffer for the next candidate's gradient, shape (C, d)."""
         if self._gradients is None:
             first = self._parameters[0]
             shape = (self.num_proposals + 1, self._layout.num_chains, sum(self._sizes))
@@ -166,7 +165,7 @@ class EWSG(SamplerCallback):
         return self._gradients[self._filled - 1]
 
     def _choose(self, trainer: pl.Trainer) -> None:
-        """Choose one of the step's candidates, and give the parameters its gradient."""
+        """Choose one of the step's candidates, and write its gradient to the parameters."""
         if self._filled == 0:
             return
         assert self._gradients is not None
@@ -178,7 +177,7 @@ class EWSG(SamplerCallback):
         self._accepted += accepted
         self._proposed += chances.numel()
         chosen = candidates[self._each_chain, index]
-        # Bit for bit the candidate's, and NaN if any candidate is not finite: then the step is refused on every rank.
+        # Bit for bit the candidate's; NaN if any candidate is not finite, so that every rank refuses the step.
         chosen.mul_((weights.sum(1) * 0 + 1).to(chosen.dtype)[:, None])
         self._write_gradients(chosen)
         self._filled = 0
@@ -208,8 +207,10 @@ class EWSG(SamplerCallback):
         return self._momentum
 
     def _log_uniforms(self, step: int) -> Tensor:
-        """Return logarithms of uniform numbers for the step after so many, shape (C, M): a function of (seed, chain,
-        step), and so the same on all ranks of a chain."""
+        """Return logarithms of uniform numbers for the next step, given the steps made so far, shape (C, M).
+
+        They depend only on (seed, chain, step), so they are the same on all ranks of a chain.
+        """
         block, place = divmod(step, STEPS_DRAWN)
         if self._chances is None or self._chances[0] != block:
             rows = []
@@ -221,7 +222,7 @@ class EWSG(SamplerCallback):
         return self._chances[1][place]
 
     def _write_gradients(self, chosen: Tensor) -> None:
-        """Give the parameters their gradients of the chosen batches, shape (C, d)."""
+        """Write the gradients of the chosen batches, shape (C, d), to the parameters."""
         present: list[Tensor] = []
         sources: list[Tensor] = []
         pieces = chosen.split(self._sizes, 1)
@@ -255,7 +256,7 @@ class EWSG(SamplerCallback):
         self._filled = 0
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._restore_accumulation(trainer)  # the candidates may yet be saved
+        self._restore_accumulation(trainer)  # the candidates may still be saved
 
     def _restore_accumulation(self, trainer: pl.Trainer) -> None:
         if self._given_accumulation is not None:
@@ -279,10 +280,10 @@ class EWSG(SamplerCallback):
         self._restored = state_dict
 
     def _restore(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint.
+        """Restore from a checkpoint's state.
 
         Raises:
-            ValueError: if it is of another number of proposals, so that its counts of batches are of other steps.
+            ValueError: if it has another number of proposals, so its batch counts refer to other steps.
         """
         if not state:
             return

@@ -44,63 +44,62 @@ PARTS = (
 )
 TRACED_WEIGHTS = 4
 MOST_CHAINS = 16
-"""Of more chains only the mean energy is logged."""
+"""With more chains, only the mean energy is logged."""
 
 
 class PosteriorDashboard(SamplerCallback):
-    """Shows a sampling run in W&B or TensorBoard while it runs, and in files of the run's folder.
+    """Shows a sampling run live in W&B or TensorBoard, and in files in the run's folder.
 
     Scalars, every `trainer.log_every_n_steps`: `sampler/lr`, `sampler/temperature`, `sampler/energy` (Ũ of the
     mini-batch, nats; with several chains their mean, and `sampler/energy_chain_0` and so on), `sampler/cycle`, and
-    `sampler/gradient_multiplier` where one is set; with every sample `samples/count` and `samples/ess`, the effective
+    `sampler/gradient_multiplier` if one is set; with every sample `samples/count` and `samples/ess`, the effective
     number (Σw)²/Σw² of the weighted samples.
 
-    Figures, at the end of each cycle (or as `every` sets) and of the fit:
+    Figures, at the end of each cycle (or as set by `every`) and of the fit:
 
     * `posterior/schedule`: step size and temperature, `posterior/energy`: the mini-batch energy, both with the samples
       marked; `posterior/traces`: the energy and four single weights;
     * `posterior/weights`: the samples' normalised weights and their effective number;
     * `posterior/geometry`: classical multidimensional scaling of the samples' weights, coloured by cycle or chain
-      (networks of more than 1,024 weights by a random projection whose distances are off by some 4 %);
-    * `posterior/temperatures`: each tensor's temperatures beside the target's, if the module's `health` has them;
-    * `posterior/contour`: which energies a run with a `ContourGradient` visited, beside the target's by the learned π;
+      (networks with more than 1,024 weights use a random projection with distance errors of about 4 %);
+    * `posterior/temperatures`: each tensor's temperatures against the target's, if the module's `health` has them;
+    * `posterior/contour`: energies visited by a run with a `ContourGradient`, and the target's by the learned π;
       `posterior/multiplier`: κ against the energy, with the bouncy zone (κ < 0) marked;
     * `posterior/running_…` for each metric: the running average and the single samples; `posterior/reliability`;
-      `posterior/entropy`: the distribution of the predictive entropy, on out-of-distribution data too. These three need
-      a `BayesianModelAverage`, the last two classes;
+      `posterior/entropy`: the distribution of the predictive entropy, also on out-of-distribution data. These three
+      need a `BayesianModelAverage`, and the last two need classification;
     * `posterior/segments`: error and NLL on the straight line between samples of one cycle, of two cycles and of two
       chains (BatchNorm's running statistics are interpolated too). It needs a `SampleCollector` and validation data.
 
-    * `posterior/chains`, with several chains: their samples' energies, and the NLL of each chain's average beside that
-      of all. With it come the scalars `chains/rhat_energy`, `chains/ess_bulk_energy` and `chains/ess_tail_energy`
-      (split R-hat and effective sample sizes by ArviZ, where that is installed), the same of `…_prediction`, the worst
-      over 32 evaluation data's log p(y|x,θ), and the table `posterior/chain_table`.
+    * `posterior/chains`, with several chains: their samples' energies, and the NLL of each chain's average and of
+      the overall one. It adds the scalars `chains/rhat_energy`, `chains/ess_bulk_energy` and `chains/ess_tail_energy`
+      (split R-hat and effective sample sizes by ArviZ, if installed), the same for `…_prediction` (the worst over
+      log p(y|x,θ) of 32 evaluation data), and the table `posterior/chain_table`.
 
     Histograms: `posterior/energy_histogram` and `posterior/weight_histogram` of the samples;
     `posterior/entropy_histogram`, and `posterior/entropy_histogram_…` for each out-of-distribution set. Tables:
-    `posterior/sample_table`, a row for each sample, and `posterior/metric_table`, single against averaged metrics.
+    `posterior/sample_table`, one row per sample, and `posterior/metric_table`, single against averaged metrics.
 
-    After `trainer.test`, what is about data comes once more, on the test data: `posterior/test_running_…`,
+    After `trainer.test`, the parts that depend on data are repeated on the test data: `posterior/test_running_…`,
     `posterior/test_reliability`, `posterior/test_entropy`, `posterior/test_segments`,
     `posterior/test_entropy_histogram`, `posterior/test_sample_table`, `posterior/test_metric_table`; without a fit in
     this process `posterior/test_weights` and `posterior/test_geometry` too.
 
-    All of them have the trainer's global step as x-axis. W&B gets them as its images, histograms and tables,
-    TensorBoard as images, histograms and text; the newest of each also lies in the run's folder (`energy.png`,
-    `sample_table.csv`, …), with `history.json`: the scalars of the logged steps and the samples. What cannot be drawn
-    is left out, and an error while drawing is a warning. The chain does not notice any of it.
+    All of them have the trainer's global step as x-axis. W&B receives images, histograms and tables, TensorBoard
+    images, histograms and text. The newest of each is also in the run's folder (`energy.png`, `sample_table.csv`, …),
+    with `history.json`: the scalars of the logged steps and the samples. Parts that cannot be drawn are omitted, and
+    an error while drawing only warns. The callback does not change the chain.
 
     Args:
         every: when to draw: at each "sample", at the end of each "cycle" (a run without cycles: at its end), or at the
             "end" of the fit only; at the end they are always drawn.
         every_n_samples: with "sample", at every n-th sample.
-        figures: which to draw, of "schedule", "energy", "traces", "weights", "geometry", "temperatures", "contour",
-            "running", "reliability", "entropy", "segments", "chains", and "histograms" and
-            "tables"; None is all of them.
-        geometry_samples: at most so many samples in the geometry; of more, evenly spaced ones.
-        segment_pairs: at most so many segments.
-        segment_points: points on each.
-        segment_batches: batches of evaluation data on which a point is evaluated, the first ones.
+        figures: parts to draw, out of "schedule", "energy", "traces", "weights", "geometry", "temperatures", "contour",
+            "running", "reliability", "entropy", "segments", "chains", "histograms" and "tables"; None draws all.
+        geometry_samples: largest number of samples in the geometry; evenly spaced ones if there are more.
+        segment_pairs: largest number of segments.
+        segment_points: points on each segment.
+        segment_batches: number of batches of evaluation data, the first ones, for each point.
 
     Raises:
         ValueError: for an argument out of range or an unknown figure.
@@ -121,7 +120,7 @@ class PosteriorDashboard(SamplerCallback):
         if isinstance(figures, str):
             raise ValueError(f"figures should be a list of names, got {figures!r}: write [{figures!r}]")
         for unknown in set(figures or ()) - set(PARTS):
-            raise ValueError(f"there is no figure {unknown!r}: the figures are {', '.join(PARTS)}")
+            raise ValueError(f"figures has an unknown name, {unknown!r}: choose from {', '.join(PARTS)}")
         check_count("every_n_samples", every_n_samples)
         check_count("geometry_samples", geometry_samples, least=2)
         check_count("segment_pairs", segment_pairs)
@@ -197,7 +196,7 @@ class PosteriorDashboard(SamplerCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # Before the next step, when the collector and the evaluator have seen the sample, in whatever order they are.
+        # Before the next step, when collector and evaluator have seen the sample, whatever their order.
         if not self._due and self._chains.progress.cycle == self._cycle:
             return
         ended = self.every == "cycle" and self._cycle is not None and self.history.samples.seen > self._drawn_samples
@@ -220,7 +219,7 @@ class PosteriorDashboard(SamplerCallback):
         self._draw(trainer, module, "test", trainer.global_step)
 
     def _read_samples(self, module: BayesianModule) -> None:
-        """Take the samples of an earlier process's fit into the history."""
+        """Add the samples of an earlier process's fit to the history."""
         assert module.posterior is not None
         for index, record in enumerate(module.posterior.records):
             wanted = "geometry" in self.figures and self.history.sketches.takes_next
@@ -255,7 +254,7 @@ class PosteriorDashboard(SamplerCallback):
     def _makers(
         self, trainer: pl.Trainer, module: BayesianModule, evaluation: Evaluation | None, stage: str
     ) -> Iterator[tuple[str, Callable[[], parts.Figures]]]:
-        """Yield each part's name and what draws it: of the chain, and of the evaluation on a stage's data."""
+        """Yield each part's name and drawing function, for the chain and for the evaluation on a stage's data."""
         history = self.history
         if stage == "val" or not len(history.scalars):  # a test in the fit's process would draw the same again
             yield "schedule", lambda: parts.schedule(history)
@@ -277,7 +276,7 @@ class PosteriorDashboard(SamplerCallback):
         return parts.chains(self.history, evaluation)
 
     def _temperature(self, module: BayesianModule) -> float:
-        """Return the last temperature above 0 that was seen, for the multipliers; the module's without one."""
+        """Return the last temperature above 0, for the multipliers; the module's if there was none."""
         seen = [value for value in self.history.scalar("sampler/temperature") if value > 0]
         return seen[-1] if seen else _mean(torch.as_tensor(module.temperature))
 
@@ -309,13 +308,13 @@ class PosteriorDashboard(SamplerCallback):
             write_output(self._folder / "history.json", (json.dumps(self.history.as_json()) + "\n").encode())
 
     def _attempt(self, part: str, function: Callable[[], None]) -> None:
-        """Do what may fail: hours of sampling are worth more than a picture."""
+        """Run a function that may fail, with a warning: a figure must not end hours of sampling."""
         try:
             function()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             if not {part, reason} & self._warned:
-                rank_zero_warn(f"PosteriorDashboard could not make '{part}' ({reason}); the run continues without it.")
+                rank_zero_warn(f"PosteriorDashboard could not draw '{part}' ({reason}); the run continues without it.")
             self._warned |= {part, reason}
 
     def state_dict(self) -> dict[str, Any]:
@@ -333,7 +332,7 @@ def _folder(trainer: pl.Trainer) -> Path | None:
 
 
 def _traced_weights(module: BayesianModule) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
-    """Return, by name, tensors and a place in each: of up to four, spread over the network, the same in every run."""
+    """Return, by name, up to four tensors and an index in each, spread over the network, the same in every run."""
     tensors = [(name, p) for name, p in module.named_parameters() if p.requires_grad and p.numel()]
     count = min(TRACED_WEIGHTS, len(tensors))
     traced: dict[str, tuple[Tensor, tuple[int, ...]]] = {}

@@ -1,4 +1,4 @@
-"""Writes what `trainer.predict` computes."""
+"""Writes the predictions of `trainer.predict` to a file."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -16,11 +16,11 @@ from lightning_sgmcmc.run.folder import run_folder
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes the posterior predictive of `trainer.predict` into `predictions.safetensors` in the run's folder.
+    """Writes the posterior predictive of `trainer.predict` to `predictions.safetensors` in the run's folder.
 
-    One tensor for each part of the `Prediction` (`probabilities`, `entropy`, …), first axis the data in the order of
-    the loader. With several ranks each writes its own file, `predictions-rank-….safetensors`, and `index`, the data's
-    places.
+    It holds one tensor per part of the `Prediction` (`probabilities`, `entropy`, …), with the data along the first axis
+    in the order of the loader. With several ranks each writes its own file, `predictions-rank-….safetensors`, with the
+    data's positions in `index`.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Replica exchange under a trainer: reSGLD, reSGHMC and the like, from any sampler."""
+"""Replica exchange under a trainer: reSGLD, reSGHMC and their relatives, from any sampler."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,37 +19,37 @@ from lightning_sgmcmc.seeding import derive_seed
 
 
 class ReplicaExchange(SamplerCallback):
-    """Runs the chains at a ladder of temperatures, and lets neighbours swap them.
+    """Runs the chains at a ladder of temperatures, which neighbouring chains swap.
 
-    A run with P chains has ladders of R = len(temperatures) slots, P/R of them; at the start chain r of a ladder
-    is in slot r, the first the coldest. At every attempt, before the update, the even and the odd pairs of
-    neighbouring slots in turn swap temperatures and step sizes with probability
+    A run with P chains has P/R ladders of R = len(temperatures) slots. At the start chain r of a ladder is in slot r;
+    the first slot is the coldest. At every attempt, before the update, the even or the odd pairs of neighbouring
+    slots, in turn, swap temperatures and step sizes with probability
 
         min{1, exp(δ·(Ũ_cold - Ũ_hot - δ·σ̂²/F))},   δ = 1/τ_cold - 1/τ_hot
 
-    with σ̂² the variance of a mini-batch's energy, which would else lead to too many swaps. What moves is temperatures,
-    so nothing but one energy a chain travels between processes; momenta are rescaled to the new temperature. With
+    with σ̂² the variance of a mini-batch's energy, which would otherwise cause too many swaps. Chains swap temperatures,
+    not states, so processes exchange one energy per chain; momenta are rescaled to the new temperature. With
     `SGLD` it is reSGLD, with `SGHMC` reSGHMC; with `VarianceReducedEnergy` its variance-reduced form. The draws of the
     coldest slot are samples; a sample's `chain` is its slot. The run's schedule sets the coldest slot's temperature and
-    step size; while that temperature is 0 nothing is exchanged.
+    step size; while that temperature is 0 there are no swaps.
 
-    Every `trainer.log_every_n_steps` it logs `exchange/swap_rate_0_1` and so on, the share of attempts that succeeded
-    since the last time, and `exchange/energy_std`, σ̂ (in nats) over the slots.
+    Every `trainer.log_every_n_steps` it logs `exchange/swap_rate_0_1` and so on, the share of attempts that
+    succeeded since the last log, and `exchange/energy_std`, σ̂ (in nats) over the slots.
 
     Args:
-        temperatures: of the slots in units of the run's temperature, rising.
-        lrs: step sizes of the slots in units of the run's; None is 1 for all.
+        temperatures: increasing temperatures of the slots, in units of the run's temperature.
+        lrs: step sizes of the slots in units of the run's; None means 1 for all.
         every_n_steps: steps between attempts.
         noise_variance: σ² of one energy, in nats²; None estimates it from the spread of the likelihood within
             mini-batches, N²/n times its variance, by stochastic approximation.
         smoothing: γ in (0, 1] of σ̂² ← (1-γ)·σ̂² + γ·estimate, at each attempt.
-        correction: F ≥ 1; more than 1 allows more swaps, for some bias.
-        sampled_slots: draws of so many coldest slots are samples.
-        include_prior: whether the energy holds -log p(θ), as the potential does; the authors' programs leave it out.
+        correction: F ≥ 1; more than 1 allows more swaps, at the cost of some bias.
+        sampled_slots: number of coldest slots whose draws are samples.
+        include_prior: whether the energy includes -log p(θ), as the potential does; the authors' code excludes it.
 
     Raises:
-        ValueError: for an argument out of range; at setup, if the number of chains is no multiple of the ladder's, the
-            chains have temperatures or step sizes of their own, or a contour is there too.
+        ValueError: for an argument out of range; at setup, if the number of chains is not a multiple of the ladder's,
+            chains have their own temperatures or step sizes, or the run has a contour.
 
     Source: Deng et al. 2020 (Non-convex learning via replica exchange stochastic gradient MCMC), Algorithm 1; Deng et
     al. 2021 (variance reduction).
@@ -72,7 +72,7 @@ class ReplicaExchange(SamplerCallback):
             for value in values:
                 check_number(name, value)
         if len(temperatures) < 2 or list(temperatures) != sorted(set(temperatures)) or temperatures[0] <= 0:
-            raise ValueError(f"temperatures must be two or more positive numbers that rise, got {temperatures}")
+            raise ValueError(f"temperatures must be two or more increasing positive numbers, got {temperatures}")
         if lrs is not None and (len(lrs) != len(temperatures) or min(lrs) <= 0):
             raise ValueError(f"lrs must be {len(temperatures)} positive numbers, one for each slot, got {lrs}")
         check_number("noise_variance", noise_variance)
@@ -81,7 +81,7 @@ class ReplicaExchange(SamplerCallback):
         if not correction >= 1:
             raise ValueError(f"correction must be at least 1, got {correction}")
         if sampled_slots > len(temperatures):
-            raise ValueError(f"sampled_slots={sampled_slots} is more than the {len(temperatures)} slots there are")
+            raise ValueError(f"sampled_slots must be at most the {len(temperatures)} slots, got {sampled_slots}")
         self.temperatures = tuple(float(value) for value in temperatures)
         self.lrs = tuple(float(value) for value in lrs) if lrs is not None else (1.0,) * len(temperatures)
         self.every_n_steps = every_n_steps
@@ -94,7 +94,7 @@ class ReplicaExchange(SamplerCallback):
 
     def reset(self) -> None:
         self._order: Tensor | None = None
-        """Which chain is in each slot, global indices, shape (ladders, R)."""
+        """Global index of the chain in each slot, shape (ladders, R)."""
         self._attempts = 0
         self._variance: Tensor | None = None
         self._tally: Tensor | None = None
@@ -111,7 +111,7 @@ class ReplicaExchange(SamplerCallback):
         chains, slots = layout_of(trainer, module.num_chains).total_chains, len(self.temperatures)
         if chains % slots:
             raise ValueError(
-                f"ReplicaExchange has a ladder of {slots} temperatures, and the run has {chains} chains: take "
+                f"ReplicaExchange has a ladder of {slots} temperatures, but the run has {chains} chains: pass "
                 f"num_chains={slots}, or a multiple of it"
             )
         claims = module.chains.claims
@@ -121,8 +121,8 @@ class ReplicaExchange(SamplerCallback):
         for name in ("temperature", "lr"):
             if isinstance(getattr(module, name), tuple | list):
                 raise ValueError(
-                    f"ReplicaExchange sets each chain's {name} by its slot: give the module one number, and the "
-                    f"ladder's by {name}s"
+                    f"ReplicaExchange sets each chain's {name} by its slot: pass one {name} to the module, and the "
+                    f"ladder's in {name}s"
                 )
         own = getattr(schedule_of(trainer), "temperature", None)
         if (own if own is not None else module.temperature) == 0:
@@ -149,13 +149,13 @@ class ReplicaExchange(SamplerCallback):
             if self._order.shape != (chains // len(self.temperatures), len(self.temperatures)):
                 raise ValueError("the checkpoint has another ladder of temperatures: resume with the same one")
         module.chains.observed.keeps_each = self.noise_variance is None
-        # Schedules continue from the run's own controls, so the slots' are there for an update only.
-        self._hook = self._sampler.register_step_post_hook(self._take_back)
+        # Schedules continue from the run's own controls, so the slots' controls apply only during an update.
+        self._hook = self._sampler.register_step_post_hook(self._restore_controls)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def _set_controls(self, trainer: pl.Trainer) -> None:
-        """Attempt swaps, and give each chain the temperature and step size of its slot for this update."""
+        """Attempt swaps, and set each chain's temperature and step size to its slot's for this update."""
         sampler = self._sampler
         temperature = sampler.param_groups[0]["temperature"]
         if not (isinstance(temperature, Tensor) or temperature > 0):
@@ -182,7 +182,7 @@ class ReplicaExchange(SamplerCallback):
         return {name: group[name] * self._slots[name][slots] for name in ("lr", "temperature")}
 
     def _exchange(self, trainer: pl.Trainer, temperature: Control) -> None:
-        """Let neighbouring slots swap chains; every process draws the same numbers, and nobody waits for the device."""
+        """Swap chains between neighbouring slots; all processes draw the same numbers, without synchronization."""
         assert self._order is not None
         assert self._tally is not None
         layout, observed = self._module.chains.layout, self._module.chains.observed
@@ -202,7 +202,7 @@ class ReplicaExchange(SamplerCallback):
         self._attempts += 1
 
     def _known_variance(self, trainer: pl.Trainer) -> Tensor | float:
-        """Return σ̂² of the pairs of slots, shape (ladders, R-1), or the number that was given."""
+        """Return σ̂² for the pairs of slots, shape (ladders, R-1), or the given number."""
         if self.noise_variance is not None:
             return self.noise_variance
         assert self._order is not None
@@ -212,8 +212,8 @@ class ReplicaExchange(SamplerCallback):
         each = each.double().reshape(module.num_chains, -1)
         if each.shape[1] < 2:
             raise ValueError(
-                "the variance of an energy is estimated from the data of a mini-batch, and here it has a single one: "
-                "give noise_variance, or larger batches"
+                "the variance of an energy is estimated from the data of a mini-batch, which has a single datum "
+                "here: pass noise_variance, or use larger batches"
             )
         if observed.reference_log_likelihood is not None:
             each = each - observed.reference_log_likelihood
@@ -232,8 +232,8 @@ class ReplicaExchange(SamplerCallback):
             return
         self._sampler.rescale_momenta(group, torch.as_tensor(variances[1] / variances[0]).sqrt())
 
-    def _take_back(self, *args: Any) -> None:
-        """Give the groups the run's own controls again, after an update."""
+    def _restore_controls(self, *args: Any) -> None:
+        """Restore the run's own controls in the parameter groups, after an update."""
         for group, (lr, temperature) in zip(self._sampler.param_groups, self._base, strict=False):
             group["lr"], group["temperature"] = lr, temperature
         self._base = []
@@ -256,7 +256,7 @@ class ReplicaExchange(SamplerCallback):
     # -- samples, the end, checkpoints --------------------------------------------------------------------------------
 
     def _name_chains(self) -> None:
-        """Call each chain by its slot, when samples are drawn."""
+        """Label each chain with its slot, when samples are drawn."""
         assert self._order is not None
         slots = self._order.shape[1]
         labels = [0] * self._order.numel()

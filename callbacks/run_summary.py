@@ -18,13 +18,13 @@ STAGE_NAMES = {"val": "validation data", "test": "test data"}
 
 
 class RunSummary(SamplerCallback):
-    """Prints a table at the end of a fit or test, and writes it as `results.json` and `table.md` into the run's folder.
+    """Prints a table at the end of a fit or test, and writes `results.json` and `table.md` to the run's folder.
 
     The table compares the mean single sample with the model average; it needs a `BayesianModelAverage`. A
     `fast_dev_run` writes no files.
 
     Args:
-        name: what the run is called in `results.json`.
+        name: the run's name in `results.json`.
     """
 
     def __init__(self, name: str = "run") -> None:
@@ -69,7 +69,7 @@ class RunSummary(SamplerCallback):
 
 
 def _rows(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return the rows of `results.json`; the error beside a mean of single samples is their standard deviation."""
+    """Return the rows of `results.json`; the error of a mean over single samples is their standard deviation."""
     rows: list[dict[str, Any]] = []
     deviations = evaluation.single_std
     for method, values in (("single", evaluation.single), ("bma", evaluation.bma)):

@@ -1,4 +1,4 @@
-"""Keeps posterior samples, on disk or in memory."""
+"""Stores posterior samples, on disk or in memory."""
 
 from collections import Counter
 from dataclasses import asdict
@@ -22,18 +22,18 @@ from lightning_sgmcmc.run.trainer import is_trial
 
 
 class SampleCollector(SamplerCallback):
-    """Keeps the samples as they are drawn; afterwards `collector.posterior` and `pl_module.posterior` hold them.
+    """Stores samples as they are drawn; afterwards `collector.posterior` and `pl_module.posterior` provide them.
 
-    On disk, every sample is complete and safe before the next step (see `DiskStore`). A new fit into a folder that
-    holds samples moves those aside (`samples-1`, `samples-2`, …); a fit from a checkpoint continues with them, without
-    the samples that were drawn after the checkpoint, since they are drawn again.
+    On disk, every sample is complete and safe before the next step (see `DiskStore`). A new fit moves samples that are
+    already in its folder aside (`samples-1`, `samples-2`, …). A fit from a checkpoint continues with them, except those
+    drawn after the checkpoint, since they are drawn again.
 
     Args:
-        dirpath: folder of the store; None is `samples` in the run's folder. For `trainer.test` and `trainer.predict`
-            without a fit, None is the newest run's.
-        in_memory: keep the samples in the host's memory, and in the checkpoints, instead of on the disk.
+        dirpath: folder of the store; None uses `samples` in the run's folder; in `trainer.test` and
+            `trainer.predict` without a fit, the newest run's.
+        in_memory: store the samples in host memory, and in the checkpoints, instead of on disk.
         every_n_samples: thinning: keep every n-th sample of each chain.
-        max_samples: limit: keep the newest so many, over all chains.
+        max_samples: limit: keep only the newest samples, this many over all chains.
 
     Raises:
         ValueError: for an argument out of range; at setup, if no schedule would draw a sample.
@@ -48,7 +48,7 @@ class SampleCollector(SamplerCallback):
     ) -> None:
         if in_memory and dirpath is not None:
             raise ValueError(
-                f"in_memory=True keeps no files, so dirpath={str(dirpath)!r} has no meaning: leave one out"
+                f"in_memory=True writes no files, so dirpath={str(dirpath)!r} has no effect: pass only one of them"
             )
         check_count("every_n_samples", every_n_samples)
         check_count("max_samples", max_samples)
@@ -124,7 +124,7 @@ class SampleCollector(SamplerCallback):
         self._store = store
 
     def _restore(self, trainer: pl.Trainer, store: DiskStore, records: list[SampleRecord]) -> None:
-        """Go back to the checkpoint's samples where a limit has pushed some of them out since."""
+        """Restore the checkpoint's samples if a limit has dropped some of them since."""
         there = sum((store.path / record.file).is_file() for record in records)
         if there < len(records):
             raise ValueError(_gone(len(records), store.path, there))
@@ -148,10 +148,10 @@ class SampleCollector(SamplerCallback):
         if pl_module.contour is not None:
             store.contour = pl_module.contour
         if self.max_samples is not None and len(store) > self.max_samples:
-            self._push_out(store, self.max_samples)
+            self._drop_oldest(store, self.max_samples)
 
-    def _push_out(self, store: SampleStore, limit: int) -> None:
-        """Keep the newest; files of others that the last two checkpoints know of stay until newer ones do not."""
+    def _drop_oldest(self, store: SampleStore, limit: int) -> None:
+        """Keep the newest samples; files of others remain as long as one of the last two checkpoints refers to them."""
         before = list(store.records)
         kept = before[-limit:]
         if not isinstance(store, DiskStore):
@@ -200,20 +200,20 @@ class SampleCollector(SamplerCallback):
 
 def _gone(count: int, path: Path, there: int) -> str:
     return (
-        f"the checkpoint knows {count} samples in {path}, and {there} of them are there: put the folder back, or start "
+        f"the checkpoint refers to {count} samples in {path}, which holds {there}: restore the folder, or start "
         "a new run"
     )
 
 
 def _move_aside(path: Path) -> None:
-    """Rename a folder that holds a store, so that a new one can be made there."""
+    """Rename a folder that holds a store, to make room for a new one."""
     if not (path / MANIFEST).exists():
         return
     number = 1
     while (aside := path.with_name(f"{path.name}-{number}")).exists():
         number += 1
     path.rename(aside)
-    rank_zero_info(f"Samples of an earlier run were in {path}; they are in {aside} now")
+    rank_zero_info(f"The samples of an earlier run in {path} were moved to {aside}")
 
 
 def _description(module: BayesianModule) -> Any:
@@ -221,6 +221,6 @@ def _description(module: BayesianModule) -> Any:
         return describe(module)
     except NotDescribableError as error:
         rank_zero_info(
-            f"The sample store does not describe its network ({error}): load it by Posterior.load(path, model=…)"
+            f"The sample store does not describe its network ({error}): load it with Posterior.load(path, model=…)"
         )
         return None

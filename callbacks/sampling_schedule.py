@@ -15,25 +15,25 @@ from lightning_sgmcmc.schedules import Annealing, PolynomialDecay
 
 
 class SamplingSchedule(Schedule):
-    """One stage of burn-in, then a sample every so many steps or epochs.
+    """One burn-in stage, then a sample at regular intervals of steps or epochs.
 
-    The step size stays the module's, or falls as a·(b+k)^-γ, or is divided by a constant every epoch; so may the
-    temperature be. Without `lr_decay` and `lr_annealing` it is left alone, and torch's schedulers may set it.
+    The step size is the module's, decays as a·(b+k)^-γ, or is divided by a constant every epoch; the temperature may be
+    divided likewise. Without `lr_decay` and `lr_annealing` torch's schedulers may set the step size.
 
     Args:
         burn_in_steps: optimizer steps before the first interval of `every_n_steps`.
-        burn_in_epochs: the same in epochs; give one of the two.
-        every_n_steps: a sample after every so many optimizer steps.
-        every_n_epochs: the same in epochs; give exactly one of the two.
-        burn_in_temperature: τ during burn-in (0 optimizes first); None is the target's.
-        temperature: τ of the target; None takes the module's.
+        burn_in_epochs: the same in epochs; pass at most one of the two.
+        every_n_steps: optimizer steps between samples.
+        every_n_epochs: the same in epochs; pass exactly one of the two.
+        burn_in_temperature: τ during burn-in (0 optimizes first); None uses the target's.
+        temperature: τ of the target; None uses the module's.
         lr_decay: polynomial decay of the step size; parameter groups keep their ratios to the first.
-        lr_annealing: division of the step size at every epoch.
-        temperature_annealing: division of the temperature at every epoch.
+        lr_annealing: divisor of the step size at every epoch.
+        temperature_annealing: divisor of the temperature at every epoch.
 
     Raises:
         ValueError: for an argument out of range or a contradiction; at the start of the fit, if no sample would be
-            drawn, or if epochs are asked for and have no known length.
+            drawn, or if epochs are requested and have no known length.
 
     Source: Welling & Teh 2011; Deng et al. 2020 (CSGLD), section 4.2.
     """
@@ -51,11 +51,11 @@ class SamplingSchedule(Schedule):
         temperature_annealing: Annealing | None = None,
     ) -> None:
         if (every_n_steps is None) == (every_n_epochs is None):
-            raise ValueError("give exactly one of every_n_steps and every_n_epochs")
+            raise ValueError("pass exactly one of every_n_steps and every_n_epochs")
         if burn_in_steps is not None and burn_in_epochs is not None:
-            raise ValueError("give one of burn_in_steps and burn_in_epochs, not both")
+            raise ValueError("pass one of burn_in_steps and burn_in_epochs, not both")
         if lr_decay is not None and lr_annealing is not None:
-            raise ValueError("give one of lr_decay and lr_annealing, not both")
+            raise ValueError("pass one of lr_decay and lr_annealing, not both")
         for name, value, least in (
             ("burn_in_steps", burn_in_steps, 0),
             ("burn_in_epochs", burn_in_epochs, 0),
@@ -108,7 +108,7 @@ class SamplingSchedule(Schedule):
             return math.ceil(batches / trainer.accumulate_grad_batches)
         if self.burn_in_epochs or self.every_n_epochs or self.lr_annealing or self.temperature_annealing:
             raise ValueError(
-                "the training loader has no length, so epochs cannot be counted in steps: give steps instead"
+                "the training loader has no length, so epochs cannot be counted in steps: pass steps instead"
             )
         return 0
 

@@ -1,4 +1,4 @@
-"""The base class of schedules: when samples are drawn, and with which controls."""
+"""Base class of schedules: when to draw samples, and with which controls."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from lightning_sgmcmc.samplers import Sampler
 class Schedule(SamplerCallback):
     """Base class of schedules, which decide when samples are drawn; a run has exactly one.
 
-    Subclasses implement `plan`, `controls` and `draws`. The step k = 1, 2, … is the number of the coming optimizer
-    step, from the sampler's own counter: it survives a resume, and does not count steps that a loss scaler skipped.
+    Subclasses implement `plan`, `controls` and `draws`. The step k = 1, 2, … is the number of the next optimizer
+    step, from the sampler's own counter: it survives a resume, and excludes steps that a loss scaler skipped.
     """
 
     _sampler: Sampler
@@ -29,7 +29,7 @@ class Schedule(SamplerCallback):
             raise ValueError(f"a run has one schedule, got {names}: remove one of them")
 
     def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
-        """Work out what depends on the run's length; called once, before the first step."""
+        """Compute the parts that depend on the run's length; called once, before the first step."""
         raise NotImplementedError
 
     def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:
@@ -71,13 +71,13 @@ class Schedule(SamplerCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Micro-batches that only accumulate, and steps that a loss scaler skipped, leave the counter where it was.
+        # Micro-batches that only accumulate, and steps that a loss scaler skipped, do not advance the counter.
         if self._sampler.step_count == self._step and self.draws(self._step):
             chains_of(pl_module).progress.sample_due = True
 
 
 def run_length(trainer: pl.Trainer) -> float:
-    """Return the optimizer steps that the run will make, infinite where that is not known."""
+    """Return the number of optimizer steps in the run, infinite if unknown."""
     steps = trainer.estimated_stepping_batches
     return steps if steps >= 0 else float("inf")  # -1 for epochs of a loader without length
 
@@ -88,7 +88,7 @@ def schedule_of(trainer: pl.Trainer) -> Schedule | None:
 
 
 def require_schedule(trainer: pl.Trainer, callback: pl.Callback) -> None:
-    """Refuse a run in which no sample would ever be drawn.
+    """Raise for a run that would never draw a sample.
 
     Raises:
         ValueError: if the trainer has no schedule.

@@ -1,4 +1,4 @@
-"""What the callbacks share that hold mini-batches against a snapshot of the chains."""
+"""Base class for callbacks that compare mini-batches with a snapshot of the chains."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightning_sgmcmc.subsampling.snapshot import Snapshot
 class SnapshotCallback(SamplerCallback):
     """Base class for callbacks that compare mini-batches with a snapshot θ_q of the chains.
 
-    It takes the snapshot at the beginning of every q-th epoch, passes over all data there, and also computes each
+    It takes the snapshot at the beginning of every q-th epoch, passes over all data, and also evaluates each
     mini-batch at θ_q: its energy, its gradient, or both from the same forward pass. Subclasses implement
     `process_batch` and `end_pass` for the pass over all data, and `correct_gradient` for the gradient of a whole batch.
 
@@ -32,7 +32,7 @@ class SnapshotCallback(SamplerCallback):
     """
 
     shuffles_pass = False
-    """Whether a pass over all data goes in batches of random data."""
+    """Whether a pass over all data uses random batches."""
 
     def __init__(self, start_epoch: int, every_n_epochs: int, energy: bool, gradients: bool) -> None:
         check_count("start_epoch", start_epoch, least=0)
@@ -46,9 +46,9 @@ class SnapshotCallback(SamplerCallback):
     def reset(self) -> None:
         self._snapshot: Snapshot | None = None
         self._period = -1
-        """The number of the snapshot, -1 before the first one."""
+        """The index of the snapshot, -1 before the first one."""
         self._correction: Tensor | None = None
-        """Of this step's energies, the mean over its micro-batches so far."""
+        """The correction of this step's energies, the mean over its micro-batches so far."""
         self._restored: dict[str, Any] = {}
         self._chains: Chains | None = None
 
@@ -65,7 +65,7 @@ class SnapshotCallback(SamplerCallback):
             self.restore(self._restored)
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, when a fit begins."""
+        """Restore from `state_dict()`, when a fit begins."""
         if saved["snapshot"] is not None:
             self._snapshot = Snapshot(self.chains, self.gradients)
             self._snapshot.load_state_dict(saved["snapshot"])
@@ -77,12 +77,12 @@ class SnapshotCallback(SamplerCallback):
     @property
     def chains(self) -> Chains:
         """The chains of the running fit."""
-        assert self._chains is not None, "a fit has chains from its start on"
+        assert self._chains is not None, "chains exist only during a fit"
         return self._chains
 
     # -- the snapshot -------------------------------------------------------------------------------------------------
 
-    def rests(self) -> bool:
+    def is_idle(self) -> bool:
         """Return whether the coming step needs no snapshot."""
         return False
 
@@ -94,10 +94,10 @@ class SnapshotCallback(SamplerCallback):
         """
 
     def end_pass(self) -> None:
-        """Combine what the pass over all data has found."""
+        """Combine the results of the pass over all data."""
 
     def _refresh(self, trainer: pl.Trainer) -> None:
-        """Take a snapshot of the chains, and go over all data."""
+        """Take a snapshot of the chains, and pass over all data."""
         module = self._module
         if self._snapshot is None:
             self._snapshot = Snapshot(self.chains, self.gradients)
@@ -126,7 +126,7 @@ class SnapshotCallback(SamplerCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         since = trainer.current_epoch - self.start_epoch
-        if since < 0 or self.rests():
+        if since < 0 or self.is_idle():
             return
         position = batch_idx % trainer.accumulate_grad_batches
         if position == 0 and since // self.every_n_epochs != self._period:
@@ -160,7 +160,7 @@ class SnapshotCallback(SamplerCallback):
         """Process the gradient of a whole batch: the parameters hold it, times `batch_share`.
 
         Args:
-            snapshot: with the sums of the gradients of the batch's micro-batches there.
+            snapshot: the snapshot, with the summed gradients of the batch's micro-batches there.
         """
 
     # -- the end, checkpoints -----------------------------------------------------------------------------------------
@@ -174,12 +174,12 @@ class SnapshotCallback(SamplerCallback):
         self.release()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.release()  # the snapshot may yet be saved
+        self.release()  # the snapshot may still be saved
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit" or self._snapshot is None:
             return
-        if not self._layout.is_spread:  # the state can be saved after the fit, too
+        if not self._layout.is_spread:  # the state can be saved after the fit as well
             self._restored = self.state_dict()
         self._snapshot = None  # it holds the module
 

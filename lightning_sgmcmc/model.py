@@ -24,7 +24,7 @@ ONLY_FOR_TRAINING = {
     "compile",
     "max_skipped_in_a_row",
 }
-"""Arguments of the constructor that a store does not need to rebuild the network."""
+"""Constructor arguments that a store does not need to rebuild the network."""
 
 
 class EnergyModel(pl.LightningModule):
@@ -32,15 +32,15 @@ class EnergyModel(pl.LightningModule):
 
         U(θ) = -Σ_i log p(y_i|x_i,θ) - log p(θ)
 
-    Its methods are about one network. Nothing here knows of chains, samplers or runs.
+    Its methods concern one network; chains, samplers and runs are handled elsewhere.
 
     Args:
-        net: the network; leave it out in a subclass that defines `forward`.
-        likelihood: p(y | output); leave it out in a subclass that defines `log_likelihood`.
+        net: the network; omit it in a subclass that defines `forward`.
+        likelihood: p(y | output); omit it in a subclass that defines `log_likelihood`.
         prior: log p(θ) over all trainable parameters; None is a standard Gaussian.
 
     Raises:
-        TypeError: if a part is a class instead of an object, or of the wrong kind.
+        TypeError: if a part is a class instead of an object, or has the wrong type.
     """
 
     def __init__(self, net: nn.Module | None, likelihood: Likelihood | None, prior: Prior | None) -> None:
@@ -49,16 +49,16 @@ class EnergyModel(pl.LightningModule):
         check_part("likelihood", likelihood, Likelihood)
         check_part("prior", prior, Prior)
         self._compiled_net: list[nn.Module] = []
-        """The wrapper that torch.compile made of the network, if there is one; in a list, so it is no submodule."""
+        """The network's torch.compile wrapper, if any; in a list, so that it is not registered as a submodule."""
         if net is not None:
-            # A compiled network trains compiled and is evaluated as it was, so samples have the plain names.
+            # A compiled network is compiled in training only, so samples have the plain parameter names.
             self.net = getattr(net, "_orig_mod", net)
             if self.net is not net:
                 self._compiled_net = [net]
         self.likelihood = likelihood
         self.prior = prior if prior is not None else GaussianPrior()
         self.checks_targets = True
-        """Whether the next training batch's targets are checked; once in a fit, since it waits for the device."""
+        """Whether to check the next training batch's targets: once per fit, since the check synchronizes the device."""
 
     def forward(self, x: Any) -> Any:
         """Return the network's output for the inputs `x`, for one chain."""
@@ -67,17 +67,17 @@ class EnergyModel(pl.LightningModule):
         return self._compiled_net[0](x) if self._compiled_net and self.training else self.net(x)
 
     def output_and_target(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the network's output for a batch and its target; override it where a batch is not a pair (x, y)."""
+        """Return the network's output for a batch and its target; override it if batches are not pairs (x, y)."""
         if not (isinstance(batch, list | tuple) and len(batch) == 2):
             raise TypeError(
-                f"a batch should be a pair (x, y), got {type(batch).__name__}: override output_and_target(batch) of "
-                f"{type(self).__name__} for batches of another form"
+                f"a batch should be a pair (x, y), got {type(batch).__name__}: for other batches, override "
+                f"output_and_target(batch) of {type(self).__name__}"
             )
         x, y = batch
         return self(x), y
 
     def log_likelihood(self, batch: Any) -> Tensor:
-        """Return log p(y|x,θ) of each datum of a batch, shape (n,), for one chain."""
+        """Return log p(y|x,θ) for each datum of a batch, shape (n,), for one chain."""
         if self.likelihood is None:
             raise NotImplementedError(
                 f"{type(self).__name__} needs a likelihood: pass likelihood=… or define log_likelihood(batch)"
@@ -90,84 +90,88 @@ class EnergyModel(pl.LightningModule):
 
     def log_prior(self) -> Tensor:
         """Return log p(θ) of the trainable parameters, shape (), for one chain."""
-        return self.prior.log_prob(self.named_trainable())
+        return self.prior.log_prob(named_trainable(self))
 
     def score(self, batch: Any) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-        """Return what an evaluation averages over samples.
+        """Return the quantities that an evaluation averages over samples.
 
         Returns:
-            log p(y|x,θ) of each datum (n,), the likelihood's terms (see `Likelihood`), and the targets (None and no
-            terms where the module has its own log_likelihood and no likelihood).
+            log p(y|x,θ) for each datum (n,), the likelihood's terms (see `Likelihood`), and the targets (no terms and
+            None if the module defines log_likelihood and has no likelihood).
         """
         if self.likelihood is None:
             return self.log_likelihood(batch), {}, None
         output, target = self.output_and_target(batch)
         terms = self.likelihood.terms(output) | self.likelihood.target_terms(output, target)
-        if not self.has_own("log_likelihood"):
+        if not has_own(self, "log_likelihood"):
             return self.likelihood.log_prob(output, target), terms, target
         return self.log_likelihood(batch), terms, target
 
     @contextmanager
     def at_chain(self, chain: int) -> Iterator[None]:
-        """Put the network of one chain in place; here there is one network, which is in place already."""
+        """Select one chain; here a no-op, since there is a single network."""
         yield
 
     # -- about the model ----------------------------------------------------------------------------------------------
 
-    def has_own(self, method: str) -> bool:
-        """Return whether a subclass of the user's overrides one of this class's methods."""
-        return getattr(type(self), method) is not getattr(EnergyModel, method)
-
-    def named_trainable(self) -> dict[str, Tensor]:
-        """Return the parameters that require gradients, by name."""
-        return {name: p for name, p in self.named_parameters() if p.requires_grad}
-
     def recorded_arguments(self) -> dict[str, Any]:
-        """Return the constructor's arguments that rebuild the network: all but what only training needs."""
+        """Return the constructor arguments that rebuild the network: all except those used only in training."""
         return {name: value for name, value in self._arguments.items() if name not in ONLY_FOR_TRAINING}
 
     _arguments: dict[str, Any]
-    """The arguments of the constructor, see `lightning_sgmcmc.posterior.description.record_arguments`."""
+    """The constructor arguments, see `lightning_sgmcmc.posterior.description.record_arguments`."""
 
-    def check_model(self) -> None:
-        """Raise unless network and likelihood are complete.
 
-        Raises:
-            ValueError: for manual optimization, or a missing likelihood or network.
-        """
-        name = type(self).__name__
-        self.checks_targets = True
-        self.check_layers()
-        if not self.automatic_optimization:
+def has_own(model: EnergyModel, method: str) -> bool:
+    """Return whether a user's subclass overrides one of this class's methods."""
+    return getattr(type(model), method) is not getattr(EnergyModel, method)
+
+
+def named_trainable(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that require gradients, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def check_model(model: EnergyModel) -> None:
+    """Raise unless network and likelihood are complete.
+
+    Raises:
+        ValueError: for manual optimization, or a missing likelihood or network.
+    """
+    name = type(model).__name__
+    model.checks_targets = True
+    check_layers(model)
+    if not model.automatic_optimization:
+        raise ValueError(
+            f"{name} samples by automatic optimization: leave automatic_optimization at True, and put "
+            "the update into a sampler"
+        )
+    if model.likelihood is None and not has_own(model, "log_likelihood"):
+        raise ValueError(f"{name} needs a likelihood: pass likelihood=… or define log_likelihood(batch)")
+    overridden = any(has_own(model, method) for method in ("forward", "log_likelihood", "output_and_target"))
+    if "net" not in model._modules and not overridden:
+        raise ValueError(f"{name} needs a network: pass net=… or define forward")
+
+
+def check_layers(model: nn.Module) -> None:
+    """Raise if a lazy layer is still uninitialized."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
             raise ValueError(
-                f"{name} samples by automatic optimization: leave automatic_optimization at True, and take "
-                "the steps by a sampler"
+                f"'{name}' has no shape yet, since its layer is lazy: pass one batch through "
+                f"{type(model).__name__} first"
             )
-        if self.likelihood is None and not self.has_own("log_likelihood"):
-            raise ValueError(f"{name} needs a likelihood: pass likelihood=… or define log_likelihood(batch)")
-        overridden = any(map(self.has_own, ("forward", "log_likelihood", "output_and_target")))
-        if "net" not in self._modules and not overridden:
-            raise ValueError(f"{name} needs a network: pass net=… or define forward")
-
-    def check_layers(self) -> None:
-        """Raise if a lazy layer has no shape yet."""
-        for name, parameter in self.named_parameters():
-            if isinstance(parameter, nn.UninitializedParameter):
-                raise ValueError(
-                    f"'{name}' has no shape yet, since its layer is lazy: pass one batch through "
-                    f"{type(self).__name__} first"
-                )
 
 
 def check_shape(log_likelihood: Tensor, chains: bool = False) -> None:
-    """Raise unless a log-likelihood is one number per datum.
+    """Raise unless a log-likelihood has one number per datum.
 
     Args:
         log_likelihood: shape (n,), or (C, n) with `chains`.
         chains: whether it has a leading chain axis.
 
     Raises:
-        ValueError: naming the shape.
+        ValueError: if not; the message gives the shape.
     """
     if log_likelihood.dim() != (2 if chains else 1):
         shape = tuple(log_likelihood.shape[1:] if chains else log_likelihood.shape)
@@ -178,37 +182,37 @@ def check_shape(log_likelihood: Tensor, chains: bool = False) -> None:
 
 
 def check_part(name: str, value: Any, kind: type) -> None:
-    """Raise unless `value` is None or an object of a kind; a class is not an object of it."""
+    """Raise unless `value` is None or an instance of `kind`; the class itself is refused too."""
     if value is None or isinstance(value, kind):
         return
     if isinstance(value, type):
-        raise TypeError(f"{name}={value.__name__} is a class: pass an object of it, {name}={value.__name__}(…)")
+        raise TypeError(f"{name}={value.__name__} is a class: pass an instance, {name}={value.__name__}(…)")
     raise TypeError(f"{name} should be a {kind.__name__}, got a {type(value).__name__}")
 
 
 def check_sampler(sampler: Any) -> None:
-    """Raise unless `sampler` can make a sampler, and for a weight decay beside the prior."""
+    """Raise unless `sampler` is a sampler factory, and if it sets a weight decay, which would count the prior twice."""
     made = sampler.func if isinstance(sampler, functools.partial) else sampler
     if not callable(made):
         raise TypeError(
-            "sampler should be a class or function that makes a sampler from parameters, got a "
-            f"{type(made).__name__} object: pass the class, and its arguments by functools.partial"
+            "sampler should be a class or function that returns a sampler for parameters, got a "
+            f"{type(made).__name__} object: pass the class, with its arguments in functools.partial"
         )
     if isinstance(made, type) and not issubclass(made, Sampler):
         raise TypeError(
-            f"sampler={made.__name__} adds no noise: take one of lightning_sgmcmc.samplers (at temperature 0 they "
-            "are torch's optimizers)"
+            f"sampler={made.__name__} adds no noise: use one of lightning_sgmcmc.samplers (at temperature 0 they "
+            "equal torch's optimizers)"
         )
     if isinstance(sampler, functools.partial) and "weight_decay" in sampler.keywords:
         raise ValueError(
-            "weight decay is the Gaussian prior, and that is in the potential energy already: leave weight_decay "
-            "out, and give prior=GaussianPrior(std=…) with std² = 1/(N·weight_decay)"
+            "weight decay is a Gaussian prior, which the potential energy already contains: omit weight_decay, "
+            "and pass prior=GaussianPrior(std=…) with std² = 1/(N·weight_decay)"
         )
 
 
 def name_of(factory: Any) -> str:
-    """Return the name of a class or function, also inside a `functools.partial`."""
+    """Return the name of a class or function, unwrapping a `functools.partial`."""
     if isinstance(factory, functools.partial):
-        # The command line's partial calls a helper of its parser with the class as an argument.
+        # The command line's partial calls a parser helper that takes the class as an argument.
         factory = next((part for part in factory.args if isinstance(part, type)), factory.func)
     return getattr(factory, "__name__", type(factory).__name__)

@@ -19,7 +19,7 @@ from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.likelihoods import Likelihood, Prediction
-from lightning_sgmcmc.model import EnergyModel, check_sampler, name_of
+from lightning_sgmcmc.model import EnergyModel, check_model, check_sampler, name_of, named_trainable
 from lightning_sgmcmc.posterior.description import record_arguments
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.priors import Prior
@@ -40,39 +40,39 @@ class BayesianModule(EnergyModel):
     or pass `net`. Batches are pairs (x, y) unless `output_and_target` or `log_likelihood` is overridden.
 
     With `num_chains=C` the module holds C copies of its network: when a fit begins, every parameter and buffer gets a
-    leading chain axis. `forward` and all else that is written for one network stays so; `with module.at_chain(c):` puts
-    chain c in place. Samples come out as ordinary single networks.
+    leading chain axis. `forward` and all other code is still written for one network; `with module.at_chain(c):`
+    selects chain c. Samples are ordinary single networks.
 
     Args:
-        net: the network; leave it out in a subclass that defines `forward`.
-        likelihood: p(y | output); leave it out in a subclass that defines `log_likelihood`.
-        prior: log p(θ) over all trainable parameters, a learned noise scale included.
-        sampler: a sampler class, or anything that makes a sampler from parameters and the keyword arguments `lr`,
+        net: the network; omit it in a subclass that defines `forward`.
+        likelihood: p(y | output); omit it in a subclass that defines `log_likelihood`.
+        prior: log p(θ) over all trainable parameters, including a learned noise scale.
+        sampler: a sampler class, or any callable that returns a sampler for parameters and the keyword arguments `lr`,
             `temperature`, `num_data`, `num_chains`, `seed` and, in a process that does not hold the run's first
             chain, `first_chain` (`functools.partial(SGHMC, friction=0.05)`).
-        lr: step size in units of the mean potential, `lr = ε·N` for a paper's ε; None takes the sampler's own. A
-            sequence gives each chain of the run its own.
-        temperature: τ of the target exp(-U/τ); schedules go to it in their sampling stages. A sequence gives each
-            chain of the run its own.
-        num_data: N, the number of training data; None takes the datamodule's `num_data`, or the length of the
+        lr: step size in units of the mean potential, `lr = ε·N` for a paper's ε; None uses the sampler's default.
+            A sequence sets one per chain of the run.
+        temperature: τ of the target exp(-U/τ); schedules use it in their sampling stages. A sequence sets one
+            per chain of the run.
+        num_data: N, the number of training data; None uses the datamodule's `num_data`, or the length of the
             training data set.
         num_chains: number of chains C in this process.
-        chain_start: "own" draws a start for each chain but the first, which has the network's values (see
-            `initialise_chain`); "same" starts all chains there.
-        shared_batch: all chains see the same mini-batches; else each has a data order of its own, where the loader can
-            give one (`ResumableLoader`, and so the library's datamodules).
-        chain_execution: "loop" computes one chain after the other, bit for bit as each alone; "vmap" all at once;
-            "auto" loops on a CPU, where that is faster, and takes vmap elsewhere.
-        compile: send the network's forward and backward pass through `torch.compile`.
-        seed: seed of the injected noise; None takes `seed_everything`'s, or a random one that all ranks share.
+        chain_start: "own" draws a start for each chain except the first, which keeps the network's values (see
+            `initialise_chain`); "same" starts all chains from those values.
+        shared_batch: whether all chains see the same mini-batches; otherwise each has its own data order, if the loader
+            supports it (`ResumableLoader`, and so the library's datamodules).
+        chain_execution: "loop" computes one chain after another, bit for bit as each alone; "vmap" all at once;
+            "auto" loops on a CPU, where that is faster, and uses vmap elsewhere.
+        compile: compile the network's forward and backward pass by `torch.compile`.
+        seed: seed of the injected noise; None uses `seed_everything`'s, or a random one that all ranks share.
         nonfinite_energy: what to do about a NaN or infinite energy or gradient. "stop" ends the run with a
-            `NonFiniteEnergyError` before any sample or checkpoint is made of it; "skip" leaves the step out and counts
-            it (`skipped_steps`), at the price of waiting for a CUDA device once a step.
-        max_skipped_in_a_row: so many steps left out one after the other stop the run all the same.
+            `NonFiniteEnergyError` before the state reaches a sample or checkpoint; "skip" omits the update and counts
+            it (`skipped_steps`), but synchronizes with a CUDA device once a step.
+        max_skipped_in_a_row: with "skip", this many skipped steps in a row stop the run.
 
     Raises:
         ValueError: for a negative or infinite temperature or lr, a num_data or num_chains below 1, or a weight decay.
-        TypeError: if a part is a class instead of an object, or of the wrong kind, or a number is not one.
+        TypeError: if a part is a class instead of an object or has the wrong type, or a numeric argument is no number.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class BayesianModule(EnergyModel):
         check_choice("nonfinite_energy", nonfinite_energy, ("stop", "skip"))
         if self._compiled_net and (num_chains > 1 or compile):
             raise ValueError(
-                "a network that torch.compile has wrapped can be run neither for several chains nor compiled "
-                "again: pass the plain network, and compile=True"
+                "a network that torch.compile has wrapped can neither run for several chains nor be compiled "
+                "again: pass the plain network and compile=True"
             )
         self.sampler_factory = sampler
         self.lr = lr
@@ -139,7 +139,7 @@ class BayesianModule(EnergyModel):
             record_arguments(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Lightning sets this one some ten times a step, and nn.Module's way to set a plain attribute is slow.
+        # Lightning sets this attribute about ten times a step, and setting attributes on an nn.Module is slow.
         if name == "_current_fx_name":
             object.__setattr__(self, name, value)
         else:
@@ -154,7 +154,7 @@ class BayesianModule(EnergyModel):
 
     @contextmanager
     def at_chain(self, chain: int) -> Iterator[None]:
-        """Put the network of one chain in place: inside, the module is that chain's ordinary network.
+        """Select one chain: inside the context, the module is that chain's ordinary network.
 
         Args:
             chain: its index in this process, from 0.
@@ -166,13 +166,13 @@ class BayesianModule(EnergyModel):
             yield
 
     def initialise_chain(self, chain: int) -> None:
-        """Draw the start of a chain into the module's own tensors; override it for starts of another kind.
+        """Draw a chain's initial state into the module's own tensors; override it for other initial states.
 
-        A subclass's constructor is called again with the same arguments; what it does not make again, such as a network
-        that was passed to it, is started by its layers' `reset_parameters`. Frozen parameters stay.
+        A subclass's constructor is called again with the same arguments. Parts that it does not create, such as a
+        network passed to it, are initialised by their layers' `reset_parameters`. Frozen parameters are unchanged.
 
         Args:
-            chain: global index of the chain, from 1; torch's default generator is seeded by it.
+            chain: global index of the chain, from 1; it seeds torch's default generator.
         """
         cls, arguments = type(self), self._arguments
         redraw(self, chain, None if cls.__bases__ == (EnergyModel,) else lambda: cls(**arguments))
@@ -188,49 +188,49 @@ class BayesianModule(EnergyModel):
         """
         if self.num_data is None:
             raise RuntimeError(
-                "num_data is not known before the fit starts: pass num_data=… to use energies outside one"
+                "num_data is unknown before the fit starts: pass num_data=… to compute energies outside a fit"
             )
         return self.chains.potential_energy(batch, self.num_data)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stacked = self.chains.stacked
-        # A data-parallel wrapper calls the training step through a `forward` of its own, set on the object.
+        # A data-parallel wrapper calls the training step through its own `forward`, set on the object.
         if stacked is not None and stacked.is_at_rest and "forward" not in vars(self):
             raise RuntimeError(
-                f"{type(self).__name__} holds {self.num_chains} chains, and an output is of one: call it in `with "
-                "module.at_chain(c):`, or average over samples by module.posterior.predict(x)"
+                f"{type(self).__name__} holds {self.num_chains} chains, and an output belongs to one: call it inside "
+                "`with module.at_chain(c):`, or average over samples with module.posterior.predict(x)"
             )
         return super().__call__(*args, **kwargs)
 
     def on_posterior_sample(self, sample: PosteriorSample) -> None:
-        """Called with each sample when it is drawn, after the callbacks' hooks of this name; override at will."""
+        """Called with each sample when it is drawn, after the callbacks' `on_posterior_sample`; override as needed."""
 
     # -- Lightning's hooks --------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
-        """Stack the chains, once; a subclass that defines its layers here calls this one at its end."""
+        """Stack the chains, once; a subclass that defines its layers here calls `super().configure_model()` last."""
         self.chains.begin(self._trainer, self.initialise_chain)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load what `state_dict` returned, of one network or of stacked chains; the latter stacks them here too."""
+        """Restore from `state_dict()` of one network or of stacked chains; the latter stacks this module's chains."""
         if self.chains.are_stacked_in(state_dict):
             self.configure_model()
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss Σ_c Ũ_c/N; the chains keep its energies."""
+        """Return the loss Σ_c Ũ_c/N; `chains` stores the energies."""
         trainer = self.trainer
         return self.chains.loss(batch, batch_idx, trainer.accumulate_grad_batches, trainer.num_training_batches)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Make the backward pass; once a batch's gradients are complete, gather and correct them."""
+        """Run the backward pass; gather and correct the gradients once the batch is complete."""
         loss.backward(*args, **kwargs)
         self.chains.gather_gradients()
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Make a step of the sampler; one that a loss scaler leaves out leaves no trace in BatchNorm's statistics."""
+        """Step the sampler; a step that a loss scaler skips does not change BatchNorm's statistics."""
         sampler = getattr(optimizer, "optimizer", optimizer)
         before = sampler.step_count
         optimizer.step(closure=optimizer_closure)
@@ -238,7 +238,7 @@ class BayesianModule(EnergyModel):
             sampler.guard.skipped_by_scaler()
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-        """Drop the gradients, the chains' own too."""
+        """Clear the gradients, including those of the chains' slices."""
         optimizer.zero_grad()
         self.chains.clear_gradients(self.parameters())
 
@@ -255,16 +255,16 @@ class BayesianModule(EnergyModel):
         clip_each_chain([p.grad for p in self.parameters() if p.grad is not None], float(gradient_clip_val))
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log the present state's mean negative log likelihood as `val/nll`."""
+        """Log the current state's mean negative log likelihood as `val/nll`."""
         self._log_nll(batch, "val")
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log the present state's mean negative log likelihood as `test/nll`, if there are no posterior samples."""
+        """Log the current state's mean negative log likelihood as `test/nll`, if there are no posterior samples."""
         self._log_nll(batch, "test")
 
     def _log_nll(self, batch: Any, stage: str) -> None:
         if self.trainer.state.fn != "fit" and self.posterior is not None and len(self.posterior) > 0:
-            return  # after a fit the samples speak, not the state that the chain happens to be in
+            return  # after a fit the samples are evaluated, not the chain's last state
         each = []
         for chain in range(self.num_chains):
             with self.at_chain(chain):
@@ -275,29 +275,29 @@ class BayesianModule(EnergyModel):
         """Read the samples into memory, once for all batches.
 
         Raises:
-            RuntimeError: if there are none.
+            RuntimeError: if there are no samples.
         """
         if self.posterior is None or len(self.posterior) == 0:
             raise RuntimeError(
                 "prediction averages over posterior samples, and there are none: add a SampleCollector to the trainer, "
-                "with the dirpath of a fit's samples if this is another process"
+                "with the dirpath of the fit's samples if they were written by another process"
             )
         self.posterior = self.posterior.in_memory()
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Prediction:
-        """Return the posterior predictive of a batch: inputs, or a tuple that starts with them."""
+        """Return the posterior predictive for a batch: inputs, or a tuple that starts with them."""
         assert self.posterior is not None
         return self.posterior.predict(batch[0] if isinstance(batch, list | tuple) else batch)
 
     def configure_optimizers(self) -> Any:
-        """Make the sampler, with N, the seed and the number of chains filled in."""
-        self.check_model()
+        """Return the sampler, with N, the seed and the number of chains filled in."""
+        check_model(self)
         chains = self.chains
-        chains.trainable = self.named_trainable()
+        chains.trainable = named_trainable(self)
         if not chains.trainable:
-            raise ValueError(f"{type(self).__name__} has no trainable parameters, so there is nothing to sample")
+            raise ValueError(f"{type(self).__name__} has no trainable parameters to sample: set requires_grad")
         with self.at_chain(0):
-            self.prior.log_prob(self.named_trainable())  # raises now if a parameter has no prior
+            self.prior.log_prob(named_trainable(self))  # raises now if a parameter has no prior
         self.num_data = resolve_num_data(self._given_num_data, self.trainer, type(self).__name__)
         chains.reset(self.num_data)
         self.contour = None
@@ -305,9 +305,9 @@ class BayesianModule(EnergyModel):
         return chains.make_sampler(self.sampler_factory, self.lr, self.temperature)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Add what every run needs, after the user's callbacks and before checkpoints are written: the callbacks that
-        pass samples on and guard the run, that make a resume exact, and that fill the progress bar."""
-        stay_offline_without_login(self.trainer.loggers)  # no later hook comes before the loggers start
+        """Add the callbacks that every run needs, after the user's and before the checkpoint callbacks: exact resume,
+        safeguards (which also dispatch samples) and progress-bar entries."""
+        stay_offline_without_login(self.trainer.loggers)  # the loggers start before any later hook
         self.chains.claims.clear()
         if any(isinstance(callback, Safeguards) for callback in callbacks_of(self.trainer)):
             return []
@@ -331,13 +331,13 @@ class BayesianModule(EnergyModel):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps of the last fit that were left out because their energy or gradient was not finite."""
+        """Steps skipped in the last fit because their energy or gradient was not finite."""
         return self.chains.counters.skipped_steps
 
     @property
     def gradient_evaluations(self) -> int:
-        """Data whose gradient has been computed for each chain in the last fit: those of a step's mini-batch, or of all
-        its candidates, and what control variates compute."""
+        """Per-datum gradients computed for each chain in the last fit: those of a step's mini-batch, or of all its
+        candidates, and those of control variates."""
         return self.chains.counters.gradient_evaluations
 
 

@@ -17,7 +17,7 @@ from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.state import Accumulation, Counters, ObservedEnergy, Progress, SampleTags
 from lightning_sgmcmc.chains.stateless import state_of
 from lightning_sgmcmc.checks import check_choice, check_count
-from lightning_sgmcmc.model import EnergyModel, name_of
+from lightning_sgmcmc.model import EnergyModel, check_layers, name_of, named_trainable
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed, reseed
 
@@ -25,27 +25,27 @@ Start = Literal["own", "same"]
 
 
 class Chains:
-    """The chains that one process holds of a model, and what callbacks read and write about them.
+    """A process's chains of a model, and the chain state that callbacks read and write.
 
     A model with one chain in its process keeps its ordinary tensors. With more, every parameter and buffer gets a
     leading chain axis when a fit begins (see `StackedChains`).
 
     Args:
-        model: the model; `BayesianModule` makes this object for itself.
+        model: the model; `BayesianModule` creates this object itself.
         num_chains: C, chains in this process.
-        start: "own" draws a start for each chain but the first, "same" starts all chains at the model's values.
-        shared_batch: all chains see the same mini-batches.
+        start: "own" draws a start for each chain except the first, "same" starts all chains at the model's values.
+        shared_batch: whether all chains see the same mini-batches.
         execution: "loop", "vmap" or "auto", which loops on a CPU.
-        compiled: send the network through `torch.compile`.
-        seed: seed of starts and noise; None takes `seed_everything`'s, or a random one.
+        compiled: whether to compile the network by `torch.compile`.
+        seed: seed of starts and noise; None uses `seed_everything`'s, or a random one.
 
     Attributes:
         layout: which chains of the run this process holds.
-        stacked: the stacked tensors, None for one plain chain.
+        stacked: the stacked tensors, None for a single unstacked chain.
         trainable: the sampled parameters by name, once the sampler is made.
         energies: computes Ũ/N of a batch during a fit.
-        observed, accumulation, progress, tags, counters: what is known of the run, by subject (see `chains.state`).
-        claims: which callback does what in a step.
+        observed, accumulation, progress, tags, counters: the state of the run, by subject (see `chains.state`).
+        claims: which callback does which part of a step.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Chains:
         self.reset()
 
     def reset(self, num_data: int = 1) -> None:
-        """Forget what an earlier fit has left.
+        """Clear the state of an earlier fit.
 
         Args:
             num_data: N of the coming fit.
@@ -94,24 +94,24 @@ class Chains:
     # -- storage and starts -------------------------------------------------------------------------------------------
 
     def begin(self, trainer: pl.Trainer | None, initialise: Callable[[int], None]) -> None:
-        """Lay the chains out, and stack them once.
+        """Set the layout of the chains, and stack them once.
 
         Args:
-            trainer: the run's, None outside of one.
-            initialise: draws the start of a chain, by its global index, into the model's own tensors.
+            trainer: the run's; None outside a run.
+            initialise: draws the start of the chain with this global index into the model's own tensors.
         """
         self.layout = layout_of(trainer, self.num_chains)
         if self._started is not None:
             if self._started != self.layout.chains:
                 rank_zero_warn(
-                    "This module's chains began in another layout, so chains of several processes continue from the "
-                    "same states here: make a new module for a run of several processes."
+                    "This module's chains began in another layout, so chains on several processes continue from the "
+                    "same states: create a new module for a run on several processes."
                 )
             return
         own_start = any(chain > 0 for chain in self.layout.chains) and self.start == "own"
         if not (self.num_chains > 1 or own_start):
             return
-        self.model.check_layers()
+        check_layers(self.model)
         self.resolve_seed(trainer)
         self._started = self.layout.chains
 
@@ -130,7 +130,7 @@ class Chains:
                 start(0)
 
     def resolve_seed(self, trainer: pl.Trainer | None) -> int:
-        """Return the seed of the run: the given one, that of the starts, `seed_everything`'s or a random one."""
+        """Return the seed of the run: the given seed, the one of the starts, `seed_everything`'s or a random one."""
         if self._given_seed is not None:
             self.seed = self._given_seed
         elif self.seed is None or self.stacked is None:
@@ -139,7 +139,7 @@ class Chains:
         return self.seed
 
     def are_stacked_in(self, state_dict: Mapping[str, Any]) -> bool:
-        """Return whether a state holds stacked chains while this object does not stack its own yet."""
+        """Return whether a state dict holds stacked chains while this object's are not stacked yet."""
         if self.num_chains == 1 or self.stacked is not None:
             return False
         own = {name: parameter.dim() for name, parameter in self.model.named_parameters()}
@@ -147,7 +147,7 @@ class Chains:
 
     @contextmanager
     def at(self, chain: int) -> Iterator[None]:
-        """Put the network of one chain in place: inside, the model is that chain's ordinary network.
+        """Select one chain: inside the context, the model is that chain's ordinary network.
 
         Args:
             chain: its index in this process, from 0.
@@ -170,35 +170,35 @@ class Chains:
         return self.layout.chains[int((~rows.isfinite()).any(1).byte().argmax())]
 
     def own_control(self, name: str, value: float | Sequence[float]) -> "float | Tensor":
-        """Return a control of this process's chains: a number for all, or a tensor of shape (C,).
+        """Return a control for this process's chains: one number for all, or a tensor of shape (C,).
 
         Args:
-            name: of the control, for the message.
-            value: a number, or one for each chain of the run.
+            name: the control's name, for the message.
+            value: a number, or one per chain of the run.
 
         Raises:
-            ValueError: if there is not one value for each chain.
+            ValueError: if a sequence does not have one value per chain.
         """
         if isinstance(value, int | float):
             return value
         total = self.layout.total_chains
         if len(value) != total:
-            raise ValueError(f"{name} has {len(value)} values, and the run has {total} chains: give one for each")
+            raise ValueError(f"{name} has {len(value)} values, and the run has {total} chains: pass one for each")
         own = torch.tensor([value[chain] for chain in self.layout.chains], device=self.model.device)
         return own if len(own) > 1 else own.item()
 
     def make_sampler(
         self, factory: Callable[..., Any], lr: float | Sequence[float] | None, temperature: float | Sequence[float]
     ) -> Sampler:
-        """Return the sampler of the trainable parameters, with N, the seed and the number of chains filled in.
+        """Return a sampler for the trainable parameters, with N, the seed and the number of chains filled in.
 
         Args:
-            factory: a sampler class, or what makes a sampler from parameters and keyword arguments.
-            lr: step size, one for each chain of the run, or None for the sampler's own.
-            temperature: τ, or one for each chain of the run.
+            factory: a sampler class, or a callable that returns a sampler for parameters and keyword arguments.
+            lr: step size, or one per chain of the run; None uses the sampler's default.
+            temperature: τ, or one per chain of the run.
 
         Raises:
-            TypeError: if it makes something else.
+            TypeError: if the factory returns another kind of object.
         """
         options: dict[str, Any] = {
             "num_data": self.observed.num_data,
@@ -213,8 +213,8 @@ class Chains:
         sampler = factory(self.trainable.values(), **options)
         if not isinstance(sampler, Sampler):
             raise TypeError(
-                f"sampler={name_of(factory)} made a {type(sampler).__name__}, which adds no noise: take one of "
-                "lightning_sgmcmc.samplers (at temperature 0 they are torch's optimizers)"
+                f"sampler={name_of(factory)} returned a {type(sampler).__name__}, which adds no noise: use one of "
+                "lightning_sgmcmc.samplers (at temperature 0 they equal torch's optimizers)"
             )
         return sampler
 
@@ -222,7 +222,7 @@ class Chains:
 
     @property
     def execution(self) -> Literal["loop", "vmap"]:
-        """How the chains are computed on the model's device: one after the other, or all at once."""
+        """How chains are computed on the model's device: one after another, or all at once."""
         if self._execution != "auto":
             return self._execution
         return "loop" if self.model.device.type == "cpu" else "vmap"
@@ -232,17 +232,17 @@ class Chains:
         self.energies = ChainEnergies(
             self.model, self.stacked, self.execution, self.compiled, self.observed.num_data, self.trainable
         )
-        # A data-parallel wrapper looks after the stacked parameters alone.
+        # A data-parallel wrapper sees only the stacked parameters.
         wrapped = isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
         self.energies.through_stack = wrapped and self.stacked is not None
 
     def end_energies(self) -> None:
-        """Drop what only a fit needs, so that the model can be copied and pickled."""
+        """Drop the objects of a fit, so that the model can be copied and pickled."""
         self.energies = None
         self.claims.clear()
 
     def potential_energy(self, batch: Any, num_data: int) -> Tensor:
-        """Return Ũ of a batch for each chain, shape (C,), in nats, with its graph through the stacked parameters.
+        """Return Ũ of a batch for each chain, shape (C,), in nats, differentiable in the stacked parameters.
 
         Args:
             batch: one batch for all chains, or a `ChainBatches` with one for each.
@@ -250,12 +250,12 @@ class Chains:
         """
         energies = self.energies
         if energies is None or energies.num_data != num_data:
-            energies = ChainEnergies(self.model, self.stacked, "loop", False, num_data, self.model.named_trainable())
+            energies = ChainEnergies(self.model, self.stacked, "loop", False, num_data, named_trainable(self.model))
         step = energies(batch, through_stack=self.stacked is not None)
         return step.mean_potential.reshape(-1) * num_data
 
     def loss(self, batch: Any, batch_idx: int, accumulated: int, batches: float) -> Tensor:
-        """Return the loss Σ_c Ũ_c/N of a micro-batch, and take note of its energies.
+        """Return the loss Σ_c Ũ_c/N of a micro-batch, and record its energies.
 
         Args:
             batch: the micro-batch.
@@ -263,27 +263,27 @@ class Chains:
             accumulated: `accumulate_grad_batches`.
             batches: micro-batches of an epoch.
         """
-        assert self.energies is not None, "a fit computes energies between its start and its end"
+        assert self.energies is not None, "energies are computed only during a fit"
         step = self.energies(batch, seed_chain=self.claims.get("seed chain"), keeps_each=self.observed.keeps_each)
         ranks = self.layout.ranks_per_chain
         self.counters.gradient_evaluations += step.batch_size * ranks
         potential = step.mean_potential
         if ranks > 1:
-            # A NaN gradient where it is not finite, so that all ranks see it; bit for bit its own elsewhere.
+            # A non-finite energy gets a NaN gradient, so that all ranks see it; finite ones are unchanged.
             potential = potential * (potential.detach() * 0 + 1)
         if accumulated == 1:
             self.observed.record(step, 0)
         else:
             position, window = self.accumulation.advance(batch_idx, accumulated, batches)
             self.observed.record(step, position)
-            # Lightning divides by the whole window, also where the epoch's last one is shorter.
+            # Lightning divides by the full window, even if the epoch's last one is shorter.
             potential = potential * (accumulated / window)
         return potential.sum() if potential.dim() else potential
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def gather_gradients(self) -> None:
-        """Gather the chains' gradients after a backward pass, and correct them, once a batch's are complete."""
+        """Gather the chains' gradients after a backward pass; correct them once the batch is complete."""
         if not self.accumulation.batch_complete:
             return
         collects = self.energies is not None and self.energies.collects
@@ -293,23 +293,23 @@ class Chains:
         if correct is not None:
             correct()
             if collects and self.accumulation.accumulating:
-                self.spread_gradients()  # where the next batch's gradients are added to these
+                self.spread_gradients()  # the next batch adds its gradients to these
 
     def collect_gradients(self) -> None:
-        """Give the stacked parameters the gradients of their slices."""
+        """Copy the slices' gradients to the stacked parameters."""
         if self.stacked is not None:
             self.stacked.collect_gradients()
 
     def spread_gradients(self) -> None:
-        """Give the slices the gradients of the stacked parameters, to continue accumulating."""
+        """Copy the stacked parameters' gradients to their slices, to continue accumulating."""
         if self.stacked is not None:
             self.stacked.spread_gradients()
 
     def clear_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Drop the gradients of the slices, after those of the stacked parameters were dropped.
+        """Clear the slices' gradients, after those of the stacked parameters.
 
         Args:
-            parameters: the model's, whose gradients come from kept memory under a CUDA graph.
+            parameters: the model's; under a CUDA graph their gradients have fixed memory.
         """
         if self.stacked is not None:
             self.stacked.clear_gradients()
@@ -321,7 +321,7 @@ def chains_of(module: pl.LightningModule) -> Chains:
     """Return the chains of a `BayesianModule`.
 
     Raises:
-        TypeError: if the module is no `BayesianModule`.
+        TypeError: if the module is not a `BayesianModule`.
     """
     chains = getattr(module, "chains", None)
     if not isinstance(chains, Chains):
@@ -333,12 +333,12 @@ def sampler_of(module: pl.LightningModule) -> Sampler:
     """Return the sampler that trains a module in the running fit.
 
     Raises:
-        TypeError: if it is trained by something else.
+        TypeError: if another optimizer trains it.
     """
     optimizer = module.optimizers(use_pl_optimizer=False)
     if not isinstance(optimizer, Sampler):
         raise TypeError(
-            f"{type(module).__name__} should be trained by one sampler, got {type(optimizer).__name__}: leave "
-            "configure_optimizers to BayesianModule, or return one sampler from it"
+            f"{type(module).__name__} should be trained by one sampler, got {type(optimizer).__name__}: do not "
+            "override configure_optimizers, or return one sampler from it"
         )
     return optimizer

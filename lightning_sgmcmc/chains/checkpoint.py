@@ -1,4 +1,4 @@
-"""Checkpoints in one form, however the chains were laid out: tensors with one leading axis for all chains of the run.
+"""A checkpoint format that does not depend on the layout of chains: one leading axis over all chains of the run.
 
 A process with C chains holds tensors with a leading axis of size C, or plain ones where C = 1; a checkpoint of a run
 with P chains holds them with an axis of size P, or plain ones where P = 1.
@@ -17,7 +17,7 @@ def join_tensors(parts: Sequence[Mapping[str, Tensor]], chains_each: int) -> dic
     """Return the tensors of all chains.
 
     Args:
-        parts: those of each process, in the order of the chains.
+        parts: the tensors of each process, in the order of the chains.
         chains_each: C.
     """
     return {name: _join([part[name] for part in parts], chains_each) for name in parts[0]}
@@ -27,7 +27,7 @@ def split_tensors(whole: Mapping[str, Tensor], layout: ChainLayout) -> dict[str,
     """Return a process's part of what `join_tensors` returned.
 
     Raises:
-        ValueError: if a tensor is not of as many chains as the run has.
+        ValueError: if a tensor's number of chains is not the run's.
     """
     return {name: _split(tensor, layout) for name, tensor in whole.items()}
 
@@ -36,9 +36,9 @@ def join_sampler(parts: Sequence[dict[str, Any]], chains_each: int, shapes: Sequ
     """Return the sampler state of all chains.
 
     Args:
-        parts: the `state_dict` of each process's sampler, in the order of the chains.
+        parts: each process's sampler `state_dict`, in the order of the chains.
         chains_each: C.
-        shapes: of the parameters in each process.
+        shapes: shapes of the parameters in each process.
     """
     first = parts[0]
     state: dict[Any, dict[str, Any]] = {}
@@ -47,7 +47,7 @@ def join_sampler(parts: Sequence[dict[str, Any]], chains_each: int, shapes: Sequ
         for name, value in own.items():
             values = [part["state"][key][name] for part in parts]
             if isinstance(value, Tensor):
-                # What is no tensor of the parameter's shape is a number for each chain.
+                # A value without the parameter's shape is one number per chain.
                 state[key][name] = _join(values, chains_each if value.shape == shapes[key] else 2)
             else:
                 state[key][name] = value
@@ -68,18 +68,18 @@ def split_sampler(whole: dict[str, Any], layout: ChainLayout, shapes: Sequence[t
 
     Args:
         whole: the state of all chains.
-        layout: which of them are this process's.
-        shapes: of the parameters in this process.
+        layout: which of the chains this process holds.
+        shapes: shapes of the parameters in this process.
 
     Raises:
-        ValueError: if the state is of another number of chains.
+        ValueError: if the state has another number of chains.
     """
     if "sampler" not in whole:
         return whole
     if whole["sampler"]["num_chains"] != layout.total_chains:
         raise ValueError(
-            f"the checkpoint has {whole['sampler']['num_chains']} chains, this run has {layout.total_chains}: lay the "
-            "same number out (processes x num_chains / ranks_per_chain)"
+            f"the checkpoint has {whole['sampler']['num_chains']} chains, this run has {layout.total_chains}: use "
+            "the same number (processes x num_chains / ranks_per_chain)"
         )
     state = {}
     for key, own in whole["state"].items():
@@ -104,13 +104,13 @@ def _split(tensor: Tensor, layout: ChainLayout) -> Tensor:
     if tensor.dim() == 0 or len(tensor) != layout.total_chains:
         raise ValueError(
             f"the checkpoint holds a tensor of shape {tuple(tensor.shape)}, and this run has {layout.total_chains} "
-            "chains, which should be its first axis: lay as many chains out as the checkpoint has"
+            "chains, which should be its first axis: use as many chains as the checkpoint has"
         )
     return layout.own_stored(tensor)
 
 
 def _join_control(values: Sequence[Any], chains_each: int) -> Any:
-    """Return a number where all chains have the same, else one for each chain."""
+    """Return one number if all chains share it, else one per chain."""
     first = values[0]
     if not isinstance(first, float | Tensor):
         return first

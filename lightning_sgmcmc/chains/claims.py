@@ -1,44 +1,44 @@
-"""Claims: which callback does what in a step, each thing by one callback, in a fixed order."""
+"""Claims: each part of a step belongs to at most one callback, in a fixed order."""
 
 from collections.abc import Callable
 from typing import Any
 
 SUBJECTS = {
-    "seed chain": "both seed the random numbers of a chain's turn",
+    "seed chain": "both seed the random numbers of each chain",
     "snapshot gradients": "both compare the gradient of each batch with one at a snapshot, so one would count the "
     "noise that the other removes",
-    "set controls": "both set the controls of a step from its energy, two ways across the same barriers, and weights "
-    "would belong to no single temperature",
-    "chain temperatures": "one gives the chains temperatures of their own, and the other compares all chains with the "
-    "temperature of the run",
+    "set controls": "both set a step's controls from its energy to cross the same barriers, and the weights would "
+    "belong to no single temperature",
+    "chain temperatures": "one gives each chain its own temperature, and the other compares all chains with "
+    "the temperature of the run",
     "choose gradient": "both choose the gradient of a step",
     "observe step": "both observe a step before its update",
     "prepare samples": "both set what samples carry",
 }
-"""Every subject, in the order of a step, and why two claims on it contradict each other."""
+"""The subjects, in the order of a step, and why two callbacks cannot share one."""
 
 BEFORE_UPDATE = ("set controls", "choose gradient", "observe step")
-"""Subjects that are called before an update, in this order: the choice of a gradient depends on the controls, and what
-is observed is the step that will be made. Clipping comes after them."""
+"""Subjects called before an update, in this order: the choice of a gradient depends on the controls, and observers see
+the step as it will be made. Clipping follows."""
 
 
 class Claims:
-    """What callbacks do for the chains, by subject; each subject has at most one claimant."""
+    """Registry of the callbacks that act on the chains; each subject has at most one claimant."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[object, Callable[..., Any] | None]] = {}
         self._called = False
 
     def claim(self, subject: str, by: object, call: Callable[..., Any] | None = None) -> None:
-        """Give a subject to a callback.
+        """Assign a subject to a callback.
 
         Args:
             subject: one of `SUBJECTS`.
             by: the callback.
-            call: what is called when it is the subject's turn; None only reserves the subject.
+            call: the function for this part of the step; None only reserves the subject.
 
         Raises:
-            ValueError: if another callback has it, naming both and the reason.
+            ValueError: if another callback has claimed it; the message names both and the reason.
             KeyError: for a subject that is not in `SUBJECTS`.
         """
         reason, holder = SUBJECTS[subject], self._held.get(subject, (by, None))[0]
@@ -56,7 +56,7 @@ class Claims:
         self._held, self._called = {}, False
 
     def get(self, subject: str) -> Callable[..., Any] | None:
-        """Return what is to be called for a subject, None if there is nothing."""
+        """Return the function for a subject, or None."""
         held = self._held.get(subject)
         return None if held is None else held[1]
 
@@ -65,10 +65,10 @@ class Claims:
         return any(subject in self._held and self._held[subject][0] is by for subject in BEFORE_UPDATE)
 
     def before_update(self, *args: Any) -> None:
-        """Call, in the order of `BEFORE_UPDATE`, what is claimed to be done before an update; once until `end_update`.
+        """Call the claims of `BEFORE_UPDATE` in their order, once until `end_update`.
 
-        The first claimant in the trainer's list of callbacks calls it, so the order does not depend on that list, and
-        callbacks after all claimants see the gradient and the controls with which the update is made.
+        The first claimant in the trainer's list of callbacks calls this method, so the order does not depend on that
+        list. Callbacks after all claimants see the gradient and the controls of the update.
         """
         if self._called:
             return

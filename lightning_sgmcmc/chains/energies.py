@@ -1,4 +1,4 @@
-"""How the energies of several chains are computed: one after the other, all at once, compiled or not."""
+"""Energies of several chains: computed one after another or all at once, compiled or not."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -12,25 +12,25 @@ from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.starts import layer_at_fault
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode, state_of, undisturbed_generators
-from lightning_sgmcmc.model import EnergyModel, check_shape
+from lightning_sgmcmc.model import EnergyModel, check_shape, has_own
 
 Execution = Literal["auto", "loop", "vmap"]
 
 
 class ChainEnergies:
-    """Computes Ũ/N of each chain, and leaves the gradients where the optimizer looks for them.
+    """Computes Ũ/N of each chain, with gradients where the optimizer expects them.
 
         Ũ/N = -(1/n)·Σ_{i in batch} log p(y_i|x_i,θ) - log p(θ)/N
 
-    * "loop": one chain after the other, with its slices in the module's places. Bit for bit what each chain alone
-      computes.
-    * "vmap": all chains in one call, by `torch.vmap` over the stacked tensors. Equal to rounding.
+    * "loop": one chain after another, with its slices as the module's tensors. Bit for bit equal to each chain run
+      alone.
+    * "vmap": all chains in one call, by `torch.vmap` over the stacked tensors. Equal up to rounding.
 
     Args:
         model: the model.
-        chains: its stacked tensors; None where it holds one plain chain.
+        chains: its stacked tensors; None for a single unstacked chain.
         execution: "loop" or "vmap".
-        compiled: whether the network's part goes through `torch.compile`.
+        compiled: whether `torch.compile` compiles the network's part.
         num_data: N.
         trainable: the model's own sampled parameters by name.
     """
@@ -49,7 +49,7 @@ class ChainEnergies:
         self._chains = chains
         self._trainable = trainable
         self._vmapped = execution == "vmap" and chains is not None
-        self._own_prior = model.has_own("log_prior")
+        self._own_prior = has_own(model, "log_prior")
         self._call = StatelessCall(model, type(model).log_likelihood)
         self._compiled = compiled
         self._replays = compiled and model.device.type == "cuda"
@@ -57,7 +57,7 @@ class ChainEnergies:
         self._network = self._compile() if compiled else None
         self._looked = False
         self.through_stack = False
-        """Whether gradients reach the stacked parameters by the graph itself, as a data-parallel wrapper needs it."""
+        """Whether gradients reach the stacked parameters through the graph, as a data-parallel wrapper requires."""
 
     @property
     def collects(self) -> bool:
@@ -75,9 +75,9 @@ class ChainEnergies:
 
         Args:
             batch: a `ChainBatches`, or one batch for all chains.
-            through_stack: as the attribute, for this call.
-            seed_chain: called with a chain's index in this process before its turn.
-            keeps_each: also return log p(y|x,θ) of each datum.
+            through_stack: overrides the attribute for this call.
+            seed_chain: called with a chain's index in this process before its energy is computed.
+            keeps_each: also return log p(y|x,θ) for each datum.
 
         Raises:
             ValueError: if the batch has another number of chains, or `log_likelihood` returns another shape than (n,).
@@ -85,7 +85,7 @@ class ChainEnergies:
         chains = self._chains
         if isinstance(batch, ChainBatches) and (chains is None or len(batch) != chains.num_chains):
             own = 1 if chains is None else chains.num_chains
-            raise ValueError(f"the batch is of {len(batch)} chains, the module of {own}")
+            raise ValueError(f"the batch has {len(batch)} chains, the module {own}: make one batch for each chain")
         if (self._vmapped or self._compiled) and not self._looked:
             self._look_at_targets(batch)
         if chains is None:
@@ -105,10 +105,10 @@ class ChainEnergies:
         return StepEnergy(potential, log_prior.detach(), each.detach() if keeps_each else None, size)
 
     def _log_prior(self, trainable: Mapping[str, Tensor]) -> Tensor:
-        """Return log p(θ) of the chain whose parameters are in the model's places; collecting them by name is slow."""
+        """Return log p(θ) of the chain whose parameters the model holds; collecting them by name is slow."""
         return self._model.log_prior() if self._own_prior else self._model.prior.log_prob(trainable)
 
-    # -- one chain after the other ------------------------------------------------------------------------------------
+    # -- one chain after another --------------------------------------------------------------------------------------
 
     def _one_by_one(
         self, chains: StackedChains, batch: Any, through_stack: bool, seed_chain: Callable[[int], None] | None
@@ -128,7 +128,7 @@ class ChainEnergies:
         return log_likelihoods, torch.stack(log_priors)
 
     def _of_network(self, tensors: Sequence[Tensor] | None, batch: Any) -> Tensor:
-        """Return log p(y|x,θ) of each datum, shape (n,), of the chain whose tensors are in the model's places."""
+        """Return log p(y|x,θ) for each datum, shape (n,), of the chain whose tensors the model holds."""
         if self._network is None:
             log_likelihood = self._model.log_likelihood(batch)
         else:
@@ -167,8 +167,8 @@ class ChainEnergies:
         if "out of memory" in str(error):
             return error
         return RuntimeError(
-            f"{layer} cannot be run for all chains at once by torch.vmap ({str(error).splitlines()[0]}): pass "
-            "chain_execution='loop', which runs one chain after the other"
+            f"torch.vmap cannot run {layer} for all chains at once ({str(error).splitlines()[0]}): pass "
+            "chain_execution='loop', which runs one chain after another"
         )
 
     # -- torch.compile ------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class ChainEnergies:
             return compiled  # type: ignore[no-any-return]
 
         def replayed(named: dict[str, Tensor], *rest: Any) -> Tensor:
-            # A CUDA graph writes its outputs and its buffers to the same places at every step.
+            # A CUDA graph writes its outputs and buffers to the same memory at every step.
             torch.compiler.cudagraph_mark_step_begin()
             for tensor in named.values():
                 if not hasattr(tensor, "_dynamo_static_input_type"):
@@ -191,9 +191,9 @@ class ChainEnergies:
         return replayed
 
     def keep_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Give parameters gradients of zero in memory of their own, if their gradients come from a CUDA graph.
+        """Allocate zero gradients for parameters whose gradients come from a CUDA graph.
 
-        Its outputs are overwritten when it is replayed, for the next micro-batch already.
+        The graph overwrites its outputs at each replay, so already at the next micro-batch.
         """
         if not self._replays:
             return
@@ -203,11 +203,11 @@ class ChainEnergies:
                 self._kept[parameter] = parameter.grad = torch.zeros_like(parameter) if kept is None else kept.zero_()
 
     def _look_at_targets(self, batch: Any) -> None:
-        """Check the first targets outside of vmap and compiled code, in which numbers cannot be looked at."""
+        """Check the first targets outside vmap and compiled code, which cannot read values."""
         self._looked = True
         model, chains = self._model, self._chains
         model.checks_targets = False
-        if model.likelihood is None or model.has_own("log_likelihood"):
+        if model.likelihood is None or has_own(model, "log_likelihood"):
             return
         first = batch[0] if isinstance(batch, ChainBatches) else batch
         with torch.no_grad(), undisturbed_generators(model), evaluation_mode(model):

@@ -1,4 +1,4 @@
-"""Which chains a process holds, and with whom it shares their data."""
+"""Which chains a process holds, and which ranks share their data."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ChainLayout:
-    """The chains of a run and their places.
+    """How the chains of a run are laid out over processes.
 
     Attributes:
         first_chain: global index of this process's first chain.
-        num_chains: C, chains of this process.
+        num_chains: C, chains in this process.
         total_chains: chains of the run.
         ranks_per_chain: data-parallel ranks that share each chain.
         rank_in_chain: index of this process among them.
@@ -39,8 +39,8 @@ class ChainLayout:
         return self.total_chains > self.num_chains
 
     def stream(self, chain: int) -> str:
-        """Return the name of a chain's random numbers that each of its ranks draws on its own (dropout, augmentation):
-        the same wherever the chain runs."""
+        """Return the name of the random stream of a chain's rank (dropout, augmentation), the same wherever the chain
+        runs."""
         return f"{chain}/{self.rank_in_chain}" if self.rank_in_chain else f"{chain}"
 
     def mean_over_data(self, tensor: Tensor) -> Tensor:
@@ -65,23 +65,24 @@ class ChainLayout:
         return torch.cat(self.strategy.gather_groups(tensor), dim)
 
     def own(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """Return this process's part of what `gather` returned."""
+        """Return this process's part of the result of `gather`."""
         return tensor.narrow(dim, self.first_chain, self.num_chains) if self.is_spread else tensor
 
     def gather_stored(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all chains along a leading axis, from one as a process stores it: with a chain axis
-        where it has several chains, plain where it has one."""
+        """Return a tensor of all chains along a leading axis, from each process's stored one, which has a chain axis
+        only if the process holds several chains."""
         return self.gather(tensor if self.num_chains > 1 else tensor[None])
 
     def own_stored(self, tensor: Tensor) -> Tensor:
-        """Return this process's part of what `gather_stored` returned, as it stores it."""
+        """Return this process's part of the result of `gather_stored`, in its stored form."""
         own = self.own(tensor)
         return own if self.num_chains > 1 else own[0]
 
     def gather_unreduced(self, tensor: Tensor) -> Tensor:
-        """Return what each rank has found alone in a step so far, of one tensor as a process stores it (see
-        `gather_stored`), for `own_unreduced`: bit for bit, but where chains are spread over groups of ranks the mean
-        of each group."""
+        """Return each rank's unreduced value of a stored tensor (see `gather_stored`), for `own_unreduced`.
+
+        Values are exact, except that groups of ranks with chains of their own keep only each group's mean.
+        """
         if self.is_spread:
             return self.gather_stored(self.mean_over_data(tensor))[None]
         if self.ranks_per_chain == 1:
@@ -90,7 +91,7 @@ class ChainLayout:
         return everyone
 
     def own_unreduced(self, tensor: Tensor) -> Tensor:
-        """Return this process's part of what `gather_unreduced` returned."""
+        """Return this process's part of the result of `gather_unreduced`."""
         if self.is_spread or len(tensor) != self.ranks_per_chain:
             tensor = tensor.mean(0)
             return self.own_stored(tensor) if self.is_spread else tensor
@@ -101,7 +102,7 @@ def layout_of(trainer: pl.Trainer | None, num_chains: int) -> ChainLayout:
     """Return how a trainer's strategy lays the chains out.
 
     Args:
-        trainer: the run's; None is one process.
+        trainer: the run's; None means one process.
         num_chains: C, chains in each process.
     """
     if trainer is None:

@@ -7,17 +7,17 @@ from torch import Tensor
 
 @dataclass
 class PosteriorSample:
-    """One draw from the posterior: a chain's parameters and buffers, and where in the run they come from.
+    """One draw from the posterior: a chain's parameters and buffers, and their origin in the run.
 
     Attributes:
         step: optimizer steps made when it was drawn.
         cycle: index of the cycle, from 0 (0 throughout without cycles).
         chain: global index of the chain.
         energy: the step's mini-batch estimate Ũ of the potential energy (before the step's update), in nats; or U
-            of the sample itself over all data, where a callback computed that.
-        log_weight: log of its importance weight, up to a constant; 0 where samples are equally weighted.
+            of the sample itself over all data, if a callback computed it.
+        log_weight: log of its importance weight, up to a constant; 0 if samples are equally weighted.
         parameters: all parameters of this chain's module by name, without a chain axis.
-        buffers: all buffers likewise (BatchNorm's running statistics, ...).
+        buffers: all buffers, likewise (BatchNorm's running statistics, …).
         bin: bin of the energy, from 0; None without an energy partition.
     """
 
@@ -38,8 +38,8 @@ class PosteriorSample:
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """The manifest's entry for one sample (see `PosteriorSample`), the name of its file ("" in memory), and the CRC-32
-    of the file's bytes in hexadecimal ("" where it is not known)."""
+    """A sample's manifest entry (see `PosteriorSample`), with the name of its file ("" in memory) and the CRC-32 of the
+    file's bytes in hexadecimal ("" if unknown)."""
 
     step: int
     cycle: int
@@ -47,7 +47,7 @@ class SampleRecord:
     energy: float
     log_weight: float
     file: str = ""
-    checksum: str = field(default="", compare=False)  # equal samples may lie in files of another order
+    checksum: str = field(default="", compare=False)  # equal samples may be in files with another order
     bin: int | None = None
 
 

@@ -1,4 +1,4 @@
-"""The chains' present states as posterior samples."""
+"""Posterior samples from the chains' current states."""
 
 from collections.abc import Callable, Iterator
 
@@ -7,14 +7,14 @@ from lightning_sgmcmc.chains.sample import PosteriorSample
 
 
 def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], None]) -> Iterator[PosteriorSample]:
-    """Return the chains' present states as samples, one for each chain of the run in their order.
+    """Return the chains' current states as samples, one per chain of the run, in their order.
 
-    They are made one after the other with tensors of their own; all processes iterate over them together.
+    Samples are made one at a time and own their tensors; all processes iterate over them together.
 
     Args:
         chains: the chains of this process.
         step: optimizer steps made.
-        check: raises for a sample of this process that cannot be one, before other processes see it.
+        check: raises for an invalid sample of this process, before other processes see it.
 
     Raises:
         RuntimeError: if a parameter was frozen during the run.
@@ -22,8 +22,8 @@ def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], N
     frozen = next((name for name, p in chains.trainable.items() if not p.requires_grad), None)
     if frozen is not None:
         raise RuntimeError(
-            f"'{frozen}' was frozen in the middle of the run, so this state is no sample of the posterior: freeze "
-            "parameters before the fit"
+            f"'{frozen}' was frozen during the run, so this state is not a posterior sample: freeze parameters "
+            "before the fit"
         )
     prepare = chains.claims.get("prepare samples")
     if prepare is not None:

@@ -1,8 +1,8 @@
 """Several chains of one network: its parameters and buffers stacked along a leading chain axis.
 
-The stacked tensors take the places of the module's own, so that optimizers, checkpoints, devices and data-parallel
-wrappers see them. To compute with a chain, its slices are put in their places for a moment: one chain after the other
-(on a CPU, bit for bit as that chain alone), or all at once under `torch.vmap`.
+The stacked tensors replace the module's own, so that optimizers, checkpoints, devices and data-parallel wrappers see
+them. To compute with a chain, its slices replace them temporarily: one chain after another (on a CPU, bit for bit as
+that chain alone), or all at once under `torch.vmap`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +24,13 @@ class StackedChains:
     Args:
         module: the module with one chain's tensors; they are replaced by stacked ones.
         num_chains: C.
-        initialise: puts the start of chain c, an index in this process, into the module's own tensors.
+        initialise: writes the start of chain c, an index in this process, to the module's own tensors.
     """
 
     def __init__(self, module: nn.Module, num_chains: int, initialise: Callable[[int], None]) -> None:
         self.num_chains = num_chains
         self.homes = _homes(module)
-        """For each tensor, parameters first, the places that it has in the module."""
+        """For each tensor, parameters first, where the module keeps it."""
         self.names = [name for name, _ in module.named_parameters()] + [name for name, _ in module.named_buffers()]
         self.num_parameters = sum(1 for _ in module.named_parameters())
         given = [tensor.detach().clone() for tensor in self._present()]
@@ -52,14 +52,14 @@ class StackedChains:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the module holds the stacked tensors, and not those of one network."""
+        """Whether the module holds the stacked tensors rather than those of one network."""
         home, key = self.homes[0][0]
         return bool(home[key].dim() == self._dim)
 
     # -- the tensors --------------------------------------------------------------------------------------------------
 
     def _present(self) -> list[Tensor]:
-        """Return the tensors that are in the module now."""
+        """Return the module's current tensors."""
         return [places[0][0][places[0][1]] for places in self.homes]
 
     def _put(self, index: int, tensor: Tensor) -> None:
@@ -67,7 +67,7 @@ class StackedChains:
             home[key] = tensor
 
     def refresh(self) -> None:
-        """Make new slices if the module has been moved, converted or copied."""
+        """Renew the slices if the module has been moved, converted or copied."""
         present = self._present()
         if self._slices and all(
             a is b and a.data_ptr() == s.data_ptr()
@@ -91,7 +91,7 @@ class StackedChains:
 
     @property
     def stacked(self) -> list[Tensor]:
-        """The stacked tensors, parameters first, where the module is at rest."""
+        """The stacked tensors, parameters first, while the module is at rest."""
         return self._present()
 
     @property
@@ -106,9 +106,9 @@ class StackedChains:
 
     @contextmanager
     def swapped(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Put these tensors into the module's places for a moment.
+        """Temporarily replace the module's tensors by these.
 
-        A buffer that the module replaces meanwhile is copied into the one that was put there.
+        A buffer that the module reassigns meanwhile is copied into the given one.
         """
         before = self._present()
         try:
@@ -125,12 +125,12 @@ class StackedChains:
 
     @contextmanager
     def at(self, chain: int) -> Iterator[None]:
-        """Put the slices of a chain into the module's places for a moment."""
+        """Temporarily replace the module's tensors by a chain's slices."""
         with self.swapped(self.slices[chain]):
             yield
 
     def unbound(self) -> list[list[Tensor]]:
-        """Return each chain's tensors, with parameters that are part of the stacked ones' graph."""
+        """Return each chain's tensors, with parameters unbound from the stacked ones in their graph."""
         self.refresh()
         columns = [tensor.unbind(0) for tensor in self._stacked[: self.num_parameters]]
         buffers = [slices[self.num_parameters :] for slices in self._slices]
@@ -139,13 +139,13 @@ class StackedChains:
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def clear_gradients(self) -> None:
-        """Forget the slices' gradients."""
+        """Clear the slices' gradients."""
         for slices in self._slices:
             for piece in slices[: self.num_parameters]:
                 piece.grad = None
 
     def collect_gradients(self) -> None:
-        """Give the stacked parameters the gradients of their slices, in buffers that are kept."""
+        """Copy the slices' gradients to the stacked parameters, in persistent buffers."""
         for index, stacked in enumerate(self._stacked[: self.num_parameters]):
             gradients = [slices[index].grad for slices in self._slices]
             if all(gradient is None for gradient in gradients):
@@ -157,7 +157,7 @@ class StackedChains:
             stacked.grad = kept
 
     def spread_gradients(self) -> None:
-        """Give the slices the gradients of the stacked parameters, to continue accumulating."""
+        """Copy the stacked parameters' gradients to their slices, to continue accumulating."""
         self.refresh()
         for index, stacked in enumerate(self._stacked[: self.num_parameters]):
             if stacked.grad is not None:
@@ -165,13 +165,13 @@ class StackedChains:
                     slices[index].grad = stacked.grad[chain].clone()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies have slices of their own.
+        # Copies make their own slices.
         return self.__dict__ | {"_stacked": [], "_slices": [], "_gradients": [], "_trainable": []}
 
 
 def _homes(module: nn.Module) -> list[list[Home]]:
-    """Return the places of every parameter and then of every buffer, in the order of `named_parameters` and
-    `named_buffers`; a tensor that layers share has several."""
+    """Return where the module keeps each parameter, then each buffer, in the order of `named_parameters` and
+    `named_buffers`; a tensor shared by layers has several places."""
     found: dict[int, list[Home]] = {}
     for kind in ("_parameters", "_buffers"):
         for part in module.modules():

@@ -1,4 +1,4 @@
-"""Initial states of chains, and the layer at which an exception was raised."""
+"""Initial states of chains, and the layer that raised an exception."""
 
 import warnings
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from lightning_sgmcmc.chains.stateless import state_of
 
 
 def redraw(module: nn.Module, chain: int, rebuild: Callable[[], nn.Module] | None) -> None:
-    """Draw the start of a chain into a module's tensors; warn if a layer keeps its values.
+    """Draw a chain's initial state into a module's tensors; warn if a layer keeps its values.
 
     Args:
         module: the module, changed in place.
         chain: global index of the chain.
-        rebuild: makes another module as the user did; None where that is not known.
+        rebuild: creates another module as the user did; None if unknown.
     """
     kept = draw_start(module, rebuild)
     if kept and chain == 1:  # in the one process that holds chain 1
@@ -26,14 +26,14 @@ def redraw(module: nn.Module, chain: int, rebuild: Callable[[], nn.Module] | Non
 
 
 def draw_start(module: nn.Module, rebuild: Callable[[], nn.Module] | None) -> list[str]:
-    """Give a module's trainable parameters a new start: its constructor's, else its layers' own.
+    """Reinitialise a module's trainable parameters, by its constructor or else by its layers.
 
     Args:
         module: the module, changed in place.
-        rebuild: makes another one as the user did; None where that is not known.
+        rebuild: creates another one as the user did; None if unknown.
 
     Returns:
-        the names of the trainable parameters that have kept their values.
+        the names of the trainable parameters that kept their values.
     """
     frozen = [(p, p.detach().clone()) for p in module.parameters() if not p.requires_grad]
     own = state_of(module)
@@ -45,9 +45,9 @@ def draw_start(module: nn.Module, rebuild: Callable[[], nn.Module] | None) -> li
             if name in theirs and theirs[name] is not tensor and theirs[name].shape == tensor.shape:
                 tensor.copy_(theirs[name])
                 renewed.add(id(tensor))
-    for part in reversed(list(module.modules())):  # inner layers first, as when they are made
+    for part in reversed(list(module.modules())):  # inner layers first, as in construction
         reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
-        # A frozen part is left alone: to reset it would lose its buffers.
+        # Frozen parts are skipped: resetting them would lose their buffers.
         if callable(reset) and any(id(p) not in renewed for p in part.parameters() if p.requires_grad):
             reset()
             renewed.update(id(p) for p in part.parameters(recurse=False))
@@ -57,7 +57,7 @@ def draw_start(module: nn.Module, rebuild: Callable[[], nn.Module] | None) -> li
 
 
 def layer_at_fault(error: BaseException, module: nn.Module) -> str | None:
-    """Return the name of the innermost layer of a module in which an exception was raised, None if there is none."""
+    """Return the name of the innermost layer of a module that raised an exception, or None."""
     names = {id(part): f"'{name}' ({type(part).__name__})" for name, part in module.named_modules() if name}
     found = None
     trace = error.__traceback__

@@ -1,4 +1,4 @@
-"""What the callbacks of a run read and write about the chains of this process, by subject."""
+"""State of this process's chains that callbacks read and write, by subject."""
 
 import math
 import sys
@@ -15,9 +15,9 @@ class StepEnergy:
     """The energies of one micro-batch, as `ChainEnergies` returns them.
 
     Attributes:
-        mean_potential: Ũ/N with its graph, shape () for one plain chain and (C,) for several.
-        log_prior: log p(θ), detached, of the same shape.
-        log_likelihood: log p(y|x,θ) of each datum, detached, shape (n,) or (C, n); None unless it was asked for.
+        mean_potential: Ũ/N with its graph, shape () for a single unstacked chain and (C,) for several.
+        log_prior: log p(θ), detached, with the same shape.
+        log_likelihood: log p(y|x,θ) for each datum, detached, shape (n,) or (C, n); None unless requested.
         batch_size: n, data of each chain in this process.
     """
 
@@ -34,12 +34,12 @@ class ObservedEnergy:
     Attributes:
         num_data: N.
         mean_potential: Ũ/N, the mean over the step's micro-batches so far, shape () or (C,).
-        log_prior: log p(θ) at that step, of the same shape.
-        log_likelihood: log p(y|x,θ) of each datum of the last micro-batch, shape (n,) or (C, n); None unless
+        log_prior: log p(θ) at that step, with the same shape.
+        log_likelihood: log p(y|x,θ) for each datum of the last micro-batch, shape (n,) or (C, n); None unless
             `keeps_each`.
         reference_log_likelihood: the same at a snapshot of the chains, shape (C, n); None without one.
-        correction: what a control variate adds to the energies that callbacks read, shape (C,); None is 0.
-        keeps_each: whether log_likelihood is kept.
+        correction: a control variate's term in the energies that callbacks read, shape (C,); None means 0.
+        keeps_each: whether log_likelihood is stored.
     """
 
     num_data: int = 1
@@ -59,7 +59,7 @@ class ObservedEnergy:
         """Return Ũ with its control variate, shape (C,), float64, in nats.
 
         Args:
-            include_prior: whether it holds -log p(θ), as the potential does.
+            include_prior: whether to include -log p(θ), as the potential does.
         """
         energy = self.mean_potential.double().reshape(-1) * self.num_data
         if self.correction is not None:
@@ -67,7 +67,7 @@ class ObservedEnergy:
         return energy if include_prior else energy + self.log_prior
 
     def record(self, step: StepEnergy, position: int) -> None:
-        """Take the energies of a micro-batch into the mean of its step.
+        """Add a micro-batch's energies to the mean of its step.
 
         Args:
             step: the micro-batch's.
@@ -83,13 +83,13 @@ class ObservedEnergy:
 
 @dataclass
 class Accumulation:
-    """Where in an accumulated step the run is.
+    """The run's position in an accumulated step.
 
     Attributes:
-        candidates: batches of which a step chooses one (EWSG); without such a choice a step has one.
-        accumulating: between the micro-batches of a step, so the gradients are not complete.
-        batch_complete: whether the last micro-batch ended a candidate batch, or without candidates the step.
-        batch_share: weight of the present candidate batch in the accumulated gradient, 1 where there is one.
+        candidates: candidate batches from which a step chooses one (EWSG); 1 without such a choice.
+        accumulating: whether the run is between a step's micro-batches, with incomplete gradients.
+        batch_complete: whether the last micro-batch ended a candidate batch (without candidates, the step).
+        batch_share: weight of the current candidate batch in the accumulated gradient, 1 without candidates.
     """
 
     candidates: int = 1
@@ -98,7 +98,7 @@ class Accumulation:
     batch_share: float = 1.0
 
     def advance(self, batch_idx: int, accumulated: int, batches: float) -> tuple[int, int]:
-        """Move to a micro-batch; return its index in the step and the number of micro-batches of the step.
+        """Advance to a micro-batch; return its index in the step and the step's number of micro-batches.
 
         Args:
             batch_idx: index of the micro-batch in the epoch.
@@ -117,7 +117,7 @@ class Accumulation:
 
 
 class Stage(str, Enum):
-    """What a schedule does with a step."""
+    """Stage of a schedule."""
 
     EXPLORATION = "exploration"
     BURN_IN = "burn-in"
@@ -126,13 +126,13 @@ class Stage(str, Enum):
 
 @dataclass
 class Progress:
-    """Where in its schedule the run is.
+    """The run's position in its schedule.
 
     Attributes:
         cycle: index of the cycle, from 0.
         num_cycles: number of cycles of the run; None without cycles.
         stage: exploration (temperature 0), burn-in or sampling.
-        sample_due: the present states are samples; set by a schedule in `on_train_batch_end`.
+        sample_due: whether the current states are samples; set by a schedule in `on_train_batch_end`.
     """
 
     cycle: int = 0
@@ -143,14 +143,14 @@ class Progress:
 
 @dataclass
 class SampleTags:
-    """What samples of the present states carry.
+    """Labels and weights for samples of the current states.
 
     Attributes:
         log_weight: log importance weight of each chain's state, shape (C,), on the device.
         bin: energy bin of each chain's state, shape (C,), from 0; None without an energy partition.
-        energy: energy of each chain's state, shape (C,); None takes the last step's.
-        labels: what each chain of the run is called in its samples, by its global index; None is the index.
-        sampled: labels of the chains whose states are samples when one is due.
+        energy: energy of each chain's state, shape (C,); None uses the last step's.
+        labels: each chain's label in its samples, by its global index; None uses the index.
+        sampled: labels of the chains that draw a sample when one is due.
     """
 
     log_weight: Tensor = field(default_factory=lambda: torch.zeros(1))
@@ -162,11 +162,11 @@ class SampleTags:
 
 @dataclass
 class Counters:
-    """What a fit has counted.
+    """Counters of a fit.
 
     Attributes:
-        gradient_evaluations: data whose gradient was computed for each chain, over all passes and ranks.
-        skipped_steps: steps that were left out because their energy or gradient was not finite.
+        gradient_evaluations: per-datum gradients computed for each chain, over all passes and ranks.
+        skipped_steps: steps skipped because their energy or gradient was not finite.
     """
 
     gradient_evaluations: int = 0

@@ -1,4 +1,4 @@
-"""Evaluation of a module without side effects: with given tensors, in evaluation mode, generators undisturbed."""
+"""Evaluate a module without side effects: with given tensors, in evaluation mode, without advancing generators."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,8 +19,8 @@ class StatelessCall(nn.Module):
     """Calls `function(module, *args)` with a sample's tensors instead of the module's own.
 
     Args:
-        module: the module whose parameters and buffers are replaced; its own stay untouched.
-        function: what to call.
+        module: the module whose parameters and buffers are replaced; its own are unchanged.
+        function: the function to call.
     """
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
@@ -38,7 +38,7 @@ class StatelessCall(nn.Module):
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode, and at the end every part of it back into its own mode."""
+    """Set a module to evaluation mode; restore each submodule's mode at the end."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -50,7 +50,7 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed_generators(module: pl.LightningModule) -> Iterator[None]:
-    """Restore torch's default generators at the end, those of the CPU and of the module's device."""
+    """Restore torch's default generators, of the CPU and the module's device, at the end."""
     devices = [module.device] if module.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         yield

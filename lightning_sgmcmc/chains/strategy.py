@@ -1,4 +1,4 @@
-"""Chains over processes: a rank for each chain, or a group of data-parallel ranks for each."""
+"""Chains over processes: one rank, or a group of data-parallel ranks, per chain."""
 
 import atexit
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,26 +22,26 @@ from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 
 TENSORS = ("parameters", "buffers")
-"""The parts of a sample that are tensors by name."""
+"""The fields of a sample that hold tensors by name."""
 
 
 class ChainStrategy(DDPStrategy):
     """Spreads chains over processes: each process, or each group of processes, runs chains of its own.
 
     With W processes, `ranks_per_chain=g` and a module with `num_chains=C` the run has W/g·C chains. Process r holds
-    those from C·⌊r/g⌋ on. Parameters, noise and data order of a chain are functions of the seed and the chain's index
-    alone, so the chains are the same in every layout. Nothing travels between chains but what callbacks exchange, the
-    samples when they are drawn, and Lightning's own sign of life before each batch. Within a group the training data
-    are shared out, gradients are averaged as by DDP, and all ranks draw the same noise.
+    chains C·⌊r/g⌋ and following. A chain's parameters, noise and data order depend only on the seed and the chain's
+    index, so chains are the same in every layout. Chains exchange only what callbacks communicate, their samples, and
+    Lightning's SIGTERM flag before each batch. Within a group the training data are divided, gradients are averaged
+    as in DDP, and all ranks draw the same noise.
 
     Every process passes every chain's samples to its callbacks; evaluations are divided among all processes. A
     checkpoint holds all chains in one file, in a form that does not depend on the layout: 4 processes with one chain
-    each can continue from one process with 4 chains, and the other way round. `Trainer(strategy="chains")` is the one
-    with a rank for each chain.
+    each can continue from one process with 4 chains, and vice versa. `Trainer(strategy="chains")` uses one rank per
+    chain.
 
     Args:
         ranks_per_chain: g, data-parallel ranks that share a chain; it divides the number of processes.
-        options: those of `DDPStrategy`.
+        options: keyword arguments of `DDPStrategy`.
 
     Raises:
         ValueError: if ranks_per_chain is below 1; at setup, if it does not divide the number of processes.
@@ -57,15 +57,15 @@ class ChainStrategy(DDPStrategy):
         self._group: Any = None
         """The ranks that share this process's chains."""
         self._across: Any = None
-        """One rank of each group, those at this process's place in theirs."""
+        """The ranks with this process's index in their groups, one per group."""
         self._across_host: Any = None
-        """The same for tensors in the host's memory."""
+        """The same ranks, for tensors in host memory."""
 
-    # -- who is who ---------------------------------------------------------------------------------------------------
+    # -- ranks --------------------------------------------------------------------------------------------------------
 
     @property
     def num_groups(self) -> int:
-        """Groups of ranks, each with chains of its own."""
+        """Number of rank groups; each has its own chains."""
         return self.world_size // self.ranks_per_chain
 
     @property
@@ -94,12 +94,12 @@ class ChainStrategy(DDPStrategy):
         size = self.ranks_per_chain
         if self.world_size % size:
             raise ValueError(
-                f"ranks_per_chain={size} does not divide the {self.world_size} processes: take devices x num_nodes as "
-                f"a multiple of {size}"
+                f"ranks_per_chain={size} does not divide the {self.world_size} processes: set devices x num_nodes to a "
+                f"multiple of {size}"
             )
         if self._across is not None:
             return
-        # Every process takes part in the making of every group.
+        # Every process takes part in creating every group.
         for chain in range(self.num_groups):
             group = dist.new_group(list(range(chain * size, (chain + 1) * size)))
             if chain == self.group_index:
@@ -113,8 +113,8 @@ class ChainStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """A chain's ranks share its data; chains see all of them, each in an order of its own. Outside of a fit there
-        are samples and no chains, and all processes share the data."""
+        """In a fit, a chain's ranks share its data, and each chain sees all data in its own order. Outside a fit there
+        are only samples, and all processes share the data."""
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
         if trainer is not None and trainer.state.fn != TrainerFn.FITTING:
             return super().distributed_sampler_kwargs
@@ -129,18 +129,17 @@ class ChainStrategy(DDPStrategy):
 
     def configure_ddp(self) -> None:
         if self.ranks_per_chain > 1:
-            super().configure_ddp()  # else there is nothing to exchange
+            super().configure_ddp()  # otherwise no gradients are exchanged
 
     def setup(self, trainer: pl.Trainer) -> None:
         if self._layer_sync is not None:
             raise ValueError(
-                "sync_batchnorm=True takes the statistics of all processes together, and chains have their own: leave "
-                "it out"
+                "sync_batchnorm=True pools the statistics of all processes, and each chain has its own: leave it out"
             )
         if trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
-        # DDP's own would give all processes the first one's parameters.
+        # DDP would broadcast the first process's parameters to all.
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
@@ -150,7 +149,7 @@ class ChainStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         super().teardown()
-        if self.world_size == 1:  # processes that are forked later would take this group for theirs
+        if self.world_size == 1:  # processes forked later would use this group
             self._group = self._across = self._across_host = None
             _leave()
 
@@ -173,8 +172,8 @@ class ChainStrategy(DDPStrategy):
         """Yield the samples of all chains, in their order, on every process.
 
         Args:
-            samples: those of this process's chains.
-            chains_each: how many there are, in every process.
+            samples: samples of this process's chains.
+            chains_each: number of samples in each process.
         """
         own = iter(samples)
         for group in range(self.num_groups):
@@ -213,8 +212,8 @@ class ChainStrategy(DDPStrategy):
         """Return every group's tree of tensors and plain values on the first process, None on the others."""
         if not dist.is_initialized():
             raise RuntimeError(
-                "the chains' processes have ended, and this one holds the first one's alone, so a checkpoint of all "
-                "cannot be made here: let a ModelCheckpoint make it during the fit"
+                "the chains' processes have ended, and this one holds only the first one's chains, so it cannot save "
+                "all of them: use a ModelCheckpoint, which saves during the fit"
             )
         leaves, structure = pytree.tree_flatten(tree)
         tensors = [leaf.detach().cpu().contiguous() for leaf in leaves if isinstance(leaf, Tensor)]
@@ -276,7 +275,7 @@ def _shapes(optimizer: Any) -> list[torch.Size]:
 
 
 def _leave() -> None:
-    """Leave the process group at exit: a process that does not now and then ends in an abort."""
+    """Leave the process group at exit: otherwise a process occasionally aborts."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -285,6 +284,6 @@ for _name, _start in (("chains", "popen"), ("chains_fork", "fork"), ("chains_spa
     StrategyRegistry.register(
         _name,
         ChainStrategy,
-        description=f"A rank for each chain, by start_method '{_start}'",
+        description=f"One rank per chain, with start_method '{_start}'",
         start_method=_start,
     )

@@ -31,7 +31,7 @@ class ChainComparison:
         """Each sample's chain."""
         self._densities: list[Tensor] = []
 
-    def take(self, chain: int, log_weight: float, terms: Mapping[str, Tensor], log_density: Tensor) -> None:
+    def add(self, chain: int, log_weight: float, terms: Mapping[str, Tensor], log_density: Tensor) -> None:
         """Add a sample.
 
         Args:

@@ -87,7 +87,7 @@ class LoaderAverage:
     def _new(self) -> WeightedAverage | CycleAverage:
         return WeightedAverage() if self._cycle_weights == "uniform" else CycleAverage()
 
-    def take(
+    def add(
         self,
         module: EnergyModel,
         sample: PosteriorSample,
@@ -135,7 +135,7 @@ class LoaderAverage:
         self.evaluation.log_weights.append(sample.log_weight)
         self.evaluation.running.append(running)
         self.evaluation.average = average
-        self.evaluation.chains.take(sample.chain, sample.log_weight, terms, log_density)
+        self.evaluation.chains.add(sample.chain, sample.log_weight, terms, log_density)
 
     def _check_order(self, target: Tensor | None) -> None:
         known = self.evaluation.target

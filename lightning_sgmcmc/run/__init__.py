@@ -1,4 +1,4 @@
-"""What surrounds a fit: checks, guards, checkpoints, exact resume, folders, loggers, the progress bar."""
+"""Services around a fit: checks, guards, checkpoints, exact resume, folders, loggers, the progress bar."""
 
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError

@@ -1,4 +1,4 @@
-"""Numbers that are read from the device some steps after they were computed."""
+"""Device values that are read some steps after they were computed."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 class DeferredCheck:
-    """Reads numbers from the device some steps after they were computed, when reading no longer waits.
+    """Reads numbers from the device some steps after they were computed, when reading no longer blocks.
 
-    Two halves of `interval` steps take turns: while one is filled, the other, complete since `interval` steps, is read.
+    Two buffers of `interval` steps alternate: while one is filled, the other, complete for `interval` steps, is read.
 
     Args:
-        num_chains: numbers a step.
-        pinned: keep them in pinned memory, where copies from a CUDA device do not wait.
-        interval: steps in a half.
+        num_chains: numbers per step.
+        pinned: use pinned memory, so that copies from a CUDA device do not block.
+        interval: steps in a buffer.
     """
 
     def __init__(self, num_chains: int, pinned: bool, interval: int = 16) -> None:
@@ -25,8 +25,8 @@ class DeferredCheck:
         self._interval = interval
         self._count = 0
 
-    def note(self, values: Tensor, step: int) -> tuple[int, int, float] | None:
-        """Take a step's numbers, shape () or (C,); return step, chain and value of an earlier bad one, or None."""
+    def record(self, values: Tensor, step: int) -> tuple[int, int, float] | None:
+        """Store a step's numbers, () or (C,); return step, chain and value of an earlier non-finite one, or None."""
         half, place = divmod(self._count % (2 * self._interval), self._interval)
         bad = self._read(half) if place == 0 else None
         self._host[half, place].copy_(values.reshape(-1), non_blocking=True)
@@ -38,8 +38,8 @@ class DeferredCheck:
         self._count += 1
         return bad
 
-    def rest(self) -> tuple[int, int, float] | None:
-        """Return the first bad number among those not read yet, or None; waits for the device."""
+    def drain(self) -> tuple[int, int, float] | None:
+        """Return the first non-finite number among those not read yet, or None; synchronizes the device."""
         if self._events[0] is not None:
             torch.cuda.synchronize()
         newest = (self._count // self._interval) % 2

@@ -1,4 +1,4 @@
-"""Where a run's files go, and where an earlier run's are."""
+"""Folders of this run and of earlier runs."""
 
 import zipfile
 from pathlib import Path
@@ -11,8 +11,8 @@ from lightning_sgmcmc.posterior.disk import MANIFEST
 def run_folder(trainer: pl.Trainer) -> Path:
     """Return the folder of this run, the same on all ranks: the first logger's, else `sgmcmc` in `default_root_dir`.
 
-    Loggers with a folder of their own for each run (CSV, TensorBoard) name it; others (W&B) have `save_dir`, name and
-    version.
+    Loggers with one folder per run (CSV, TensorBoard) provide it; for others (W&B) it is built from `save_dir`, name
+    and version.
     """
     folder = Path(trainer.default_root_dir, "sgmcmc")
     for logger in trainer.loggers[:1]:
@@ -35,28 +35,28 @@ def newest_store(trainer: pl.Trainer) -> Path | None:
 def newest_checkpoint(trainer: pl.Trainer) -> Path | None:
     """Return the newest complete checkpoint of the runs beside this one, or None.
 
-    They are in the folders that the trainer's checkpoint callbacks name, or in the `checkpoints` of earlier runs.
+    It searches the folders of the trainer's checkpoint callbacks, and the `checkpoints` folders of earlier runs.
     """
     folders = {str(folder) for c in trainer.checkpoint_callbacks if (folder := getattr(c, "dirpath", None))}
     candidates = [path for folder in folders for path in Path(folder).glob("*.ckpt")]
     if not folders:
         candidates = list(run_folder(trainer).parent.glob("*/checkpoints/*.ckpt"))
-    # A file that was cut short, by a copy say, is no zip archive.
+    # A truncated file, such as an incomplete copy, is not a zip archive.
     complete = [path for path in candidates if path.is_file() and zipfile.is_zipfile(path)]
     return max(complete, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def continue_run_of(trainer: pl.Trainer, checkpoint: Path) -> None:
-    """Let the loggers with numbered folders write into the folder of the checkpoint's run.
+    """Make loggers with numbered folders write to the folder of the checkpoint's run.
 
-    What would be written over there is moved aside first.
+    Files that would be overwritten are moved aside first.
     """
     folder = checkpoint.parent.parent
     if folder.parent != run_folder(trainer).parent:
         return  # the checkpoints are kept elsewhere
     for logger in trainer.loggers:
         if hasattr(logger, "_version") and isinstance(getattr(logger, "log_dir", None), str):
-            logger._version = folder.name  # the loggers take it by the constructor only
+            logger._version = folder.name  # loggers accept it only in the constructor
     metrics = folder / "metrics.csv"  # Lightning's CSVLogger overwrites its file
     if trainer.is_global_zero and metrics.exists():
         number = 1

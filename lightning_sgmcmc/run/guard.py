@@ -1,4 +1,4 @@
-"""What happens when an energy is NaN or infinite: nothing of that step reaches parameters, samples or checkpoints."""
+"""Guard against NaN and infinite energies: such a step never reaches parameters, samples or checkpoints."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -19,10 +19,10 @@ from lightning_sgmcmc.samplers import Sampler
 
 NonFiniteEnergy: TypeAlias = Literal["stop", "skip"]
 
-SMALLER_STEP = "take a smaller lr, or clip the gradients"
+SMALLER_STEP = "use a smaller lr, or clip the gradients"
 
 SCALER_LIMIT = 200
-"""Steps that a loss scaler may skip in a row: from any scale it reaches the smallest number sooner."""
+"""Steps that a loss scaler may skip in a row: from any scale it reaches the smallest number earlier."""
 
 
 class NonFiniteEnergyError(RuntimeError):
@@ -31,8 +31,8 @@ class NonFiniteEnergyError(RuntimeError):
     Attributes:
         step: the optimizer step k = 1, 2, … that would have been made.
         chain: the chain's index.
-        energy: Ũ of the step's mini-batch, in nats (finite where it is the gradient or the state that is not).
-        checkpoint: the newest checkpoint of the run, all of whose numbers are finite, or None.
+        energy: Ũ of the step's mini-batch, in nats (finite if only the gradient or the state is not).
+        checkpoint: the newest checkpoint of the run, which holds only finite numbers, or None.
     """
 
     def __init__(self, message: str, step: int, chain: int, energy: float, checkpoint: Path | None) -> None:
@@ -44,23 +44,23 @@ class NonFiniteEnergyError(RuntimeError):
 
 
 class EnergyGuard:
-    """Checks each step's energy before its update, and decides whether the update may be made.
+    """Checks each step's energy before its update, and decides whether the sampler may update.
 
-    On a CPU the energy is read at every step, which costs nothing. On CUDA it is read some 16 to 32 steps later, so
-    that the device is never waited for; parameters may have become NaN meanwhile, but samples and checkpoints are
-    looked at exactly when they are made. A gradient that is not finite although the energy is shows in the next
-    step's energy, since the prior sums over all parameters. With "skip", or several ranks, gradients are looked at
-    before every update: on CUDA that waits for the device once a step.
+    On a CPU the energy is read at every step, at no cost. On CUDA it is read 16 to 32 steps later, to avoid
+    synchronization; parameters may have become NaN meanwhile, but every sample and checkpoint is checked when it is
+    made. A non-finite gradient with a finite energy makes the next step's energy non-finite, since the prior sums
+    over all parameters. With "skip", or several ranks, gradients are checked before every update, which synchronizes
+    with a CUDA device once a step.
 
-    With several ranks the reduced gradients decide, so that all ranks decide alike: a rank whose energy is not finite
-    makes its gradient NaN (see `Chains.loss`).
+    With several ranks the reduced gradients are checked, so that all ranks agree: a rank with a non-finite energy
+    sets its gradient to NaN (see `Chains.loss`).
 
     Args:
         chains: the chains in training.
         sampler: their sampler.
         trainer: the run's.
-        nonfinite_energy: "stop" ends the run at the first such step, "skip" leaves it out.
-        max_skipped_in_a_row: so many steps left out one after the other stop the run.
+        nonfinite_energy: "stop" ends the run at the first such step, "skip" omits its update.
+        max_skipped_in_a_row: this many skipped steps in a row stop the run.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class EnergyGuard:
         self._last_potential = chains.observed.mean_potential
         self._batch: Any = None
         self._shares_gradients = chains.layout.ranks_per_chain > 1
-        # Chains of other processes must not make more steps than these.
+        # Chains of other processes must not take more steps than these.
         self._decides_together = chains.layout.is_spread and not self._stops
         self.has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
         self._parameters = [p for group in sampler.param_groups for p in group["params"]]
@@ -94,20 +94,20 @@ class EnergyGuard:
         self._kept = [b.clone() for b in self._buffers]
 
     def begin(self, batch: Any) -> None:
-        """Keep what a step changes before its update: BatchNorm's running statistics."""
+        """Save the state that a step changes before its update: BatchNorm's running statistics."""
         self._batch = batch
         if self._buffers:
             _copy(self._kept, self._buffers)
 
     def allows_update(self) -> bool:
-        """Return whether the sampler may make its update.
+        """Return whether the sampler may update.
 
         Raises:
-            NonFiniteEnergyError: if it may not, and the run should stop.
+            NonFiniteEnergyError: if it may not and the run should stop.
         """
         potential = self._chains.observed.mean_potential
         if self._deferred is not None:
-            bad = self._deferred.note(potential, self._sampler.step_count + 1)
+            bad = self._deferred.record(potential, self._sampler.step_count + 1)
             if bad is not None:
                 self._stop_late(*bad)
             return True
@@ -127,27 +127,27 @@ class EnergyGuard:
         return False
 
     def skipped_by_scaler(self) -> None:
-        """Take note of a step that the loss scaler left out: half precision overflowed, which is no fault.
+        """Count a step that the loss scaler skipped: half precision overflowed, which is not an error.
 
         Raises:
-            NonFiniteEnergyError: if it leaves out one after the other without end.
+            NonFiniteEnergyError: if the scaler skips too many steps in a row.
         """
         if self._chains.observed.mean_potential is self._last_potential:
-            return  # it was this guard that left the step out
+            return  # this guard skipped the step
         potential = self._chains.observed.mean_potential
         self._undo()
         self._in_a_row_by_scaler += 1
         if self._in_a_row_by_scaler >= SCALER_LIMIT:
-            raise self._error(potential, f"the loss scaler has left out {SCALER_LIMIT} steps in a row, so nothing is")
+            raise self._error(potential, f"the loss scaler has skipped {SCALER_LIMIT} steps in a row")
 
     def check_state(self, what: str) -> None:
-        """Refuse a state that holds NaN or infinite numbers.
+        """Raise if a chain's state holds NaN or infinite numbers.
 
         Args:
-            what: what would be made of it, for the message.
+            what: the consequence, for the message.
 
         Raises:
-            NonFiniteEnergyError: if it does.
+            NonFiniteEnergyError: naming the tensor and its chain.
         """
         name = bad_tensor(dict(self._model.named_parameters()), dict(self._model.named_buffers()))
         if name is None:
@@ -161,11 +161,11 @@ class EnergyGuard:
         """Raise if a state that would be a sample holds NaN or infinite numbers.
 
         Raises:
-            NonFiniteEnergyError: if it does.
+            NonFiniteEnergyError: naming the tensor and its chain.
         """
         name = bad_tensor(sample.parameters, sample.buffers)
         if name is not None:
-            raise self._state_error(name, "it is no sample", sample.chain, sample.energy)
+            raise self._state_error(name, "it is not a valid sample", sample.chain, sample.energy)
 
     def _state_error(self, name: str, what: str, chain: int, energy: float) -> NonFiniteEnergyError:
         """Return the error for a chain's state whose tensor `name` is not finite."""
@@ -177,23 +177,23 @@ class EnergyGuard:
         return NonFiniteEnergyError(message, step, chain, energy, last_good_checkpoint(self._trainer))
 
     def finish(self) -> None:
-        """Check what has not been checked yet, and warn of the steps that were left out."""
+        """Check the remaining energies, and warn about skipped steps."""
         if self._deferred is not None:
-            bad = self._deferred.rest()
+            bad = self._deferred.drain()
             if bad is not None:
                 self._stop_late(*bad)
         self.check_state("the run cannot end well")
         skipped = self._chains.counters.skipped_steps
         if skipped:
             rank_zero_warn(
-                f"{skipped} steps were left out because their energy or gradient was not finite; the "
-                "schedule counts the steps that were made, so samples planned for the last ones may be missing."
+                f"{skipped} steps were skipped because their energy or gradient was not finite; the schedule "
+                "counts only completed steps, so the last planned samples may be missing."
             )
 
-    # -- what is done about it ----------------------------------------------------------------------------------------
+    # -- non-finite energies ------------------------------------------------------------------------------------------
 
     def _refuse(self, potential: Tensor) -> None:
-        """Leave the step without a trace, and stop or count it."""
+        """Undo the step, and count it or stop the run."""
         cause, advice = self._diagnosis(potential)
         self._undo()
         lost = bad_tensor(dict(self._model.named_parameters()), {}) is not None
@@ -206,7 +206,7 @@ class EnergyGuard:
             raise self._error(potential, f"{cause}, the {self._in_a_row}th time in a row", advice)
         if counters.skipped_steps == 1:
             rank_zero_warn(
-                f"Step {self._sampler.step_count + 1} is left out since {cause} ({self._controls()}); such "
+                f"Step {self._sampler.step_count + 1} is skipped since {cause} ({self._controls()}); skipped "
                 f"steps are counted, and {self._limit} in a row stop the run."
             )
         for logger in self._trainer.loggers:
@@ -218,13 +218,10 @@ class EnergyGuard:
         self._chains.observed.mean_potential = self._last_potential
 
     def _diagnosis(self, potential: Tensor) -> tuple[str, str]:
-        """Return what is not finite and what helps, in words; only called when something is wrong."""
+        """Return the cause and the remedy in words; called only after a failure."""
         lost = bad_tensor(dict(self._model.named_parameters()), {})
         if lost is not None:
-            return (
-                f"'{lost}' has become NaN or infinite by the steps before",
-                "take a smaller lr, or clip the gradients",
-            )
+            return f"'{lost}' became NaN or infinite in earlier steps", SMALLER_STEP
         if _first(~self._finite_inputs()):
             return "the batch holds NaN or infinite numbers", "clean the data, or pass nonfinite_energy='skip'"
         if not _is_finite(potential):
@@ -245,7 +242,7 @@ class EnergyGuard:
         chain = self._chains.layout.chains[index]
         energy = value * self._chains.observed.num_data
         message = (
-            f"step {step} of chain {chain} is not made and the run stops, since {cause} (energy {energy:.6g}, "
+            f"the run stops before step {step} of chain {chain}, since {cause} (energy {energy:.6g}, "
             f"{self._controls()}); {describe_checkpoint(self._trainer)}; {advice}"
         )
         return NonFiniteEnergyError(message, step, chain, energy, last_good_checkpoint(self._trainer))
@@ -254,7 +251,7 @@ class EnergyGuard:
         energy, chain = mean_potential * self._chains.observed.num_data, self._chains.layout.chains[chain]
         message = (
             f"the energy of chain {chain} was {energy} at step {step} ({self._controls()}), so the run stops; the "
-            f"parameters in memory are lost, samples and checkpoints are not: {describe_checkpoint(self._trainer)}; "
+            f"parameters in memory are lost, but not samples and checkpoints: {describe_checkpoint(self._trainer)}; "
             f"{SMALLER_STEP}, or pass nonfinite_energy='skip'"
         )
         raise NonFiniteEnergyError(message, step, chain, energy, last_good_checkpoint(self._trainer))

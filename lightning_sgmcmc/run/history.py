@@ -18,14 +18,14 @@ class RunHistory:
     """The scalars of the logged steps, the samples, and sketches of their weights.
 
     Args:
-        max_points: at most so many logged steps, and so many samples, are kept; a longer run is thinned by halving.
-        max_sketches: at most so many samples' weights are kept, as sketches (see `weight_sketch`); 0 keeps none.
+        max_points: largest number of logged steps, and of samples, to keep; a longer run is thinned by halving.
+        max_sketches: largest number of samples whose weights are kept, as sketches (see `weight_sketch`).
         sketch_dimension: numbers in a sketch.
     """
 
     def __init__(self, max_points: int = 20_000, max_sketches: int = 200, sketch_dimension: int = 1024) -> None:
         self.trace_names: list[str] = []
-        """What is traced beside the scalars, such as single weights."""
+        """Names of quantities traced in addition to the scalars, such as single weights."""
         self.scalars = ThinnedSeries(max_points)
         self.samples = ThinnedSeries(max_points)
         self.sketches = ThinnedSeries(max(2, max_sketches))
@@ -42,7 +42,7 @@ class RunHistory:
         """Add a sample.
 
         Args:
-            sample: with step, cycle, chain, energy and log_weight.
+            sample: an object with step, cycle, chain, energy and log_weight.
             parameters: its weights, to be sketched; None keeps no sketch.
         """
         self._log_weight_sum = float(np.logaddexp(self._log_weight_sum, sample.log_weight))
@@ -57,14 +57,14 @@ class RunHistory:
 
     @property
     def effective_sample_size(self) -> float:
-        """(Σw)²/Σw² of all samples so far, 0 while none has a weight."""
+        """(Σw)²/Σw² of all samples so far, 0 while all weights are 0."""
         if self._log_weight_sum == -math.inf:
             return 0.0
         return math.exp(2 * self._log_weight_sum - self._log_square_sum)
 
     @property
     def weights(self) -> list[float]:
-        """The normalised weights of the samples kept; empty while none has a weight."""
+        """The normalised weights of the samples kept; empty while all weights are 0."""
         log_weights = torch.tensor(self.samples.column(4), dtype=torch.float64)
         if not bool((log_weights > -torch.inf).any()):
             return []
@@ -112,15 +112,15 @@ def _finite(values: Sequence[float]) -> list[float | None]:
 
 
 class ThinnedSeries:
-    """Keeps evenly spaced rows of numbers: where there are too many, every second one goes, and the spacing doubles.
+    """Keeps evenly spaced rows of numbers: above the limit, every second row is dropped, and the spacing doubles.
 
     Args:
-        limit: at most so many rows are kept, at least 2.
+        limit: largest number of rows, at least 2.
 
     Attributes:
         rows: the rows kept, in order.
         seen: how many rows were offered.
-        stride: every so many of the rows offered are kept, the first one included.
+        stride: every stride-th row offered is kept, beginning with the first.
     """
 
     def __init__(self, limit: int) -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: the run ends after a complete step, with a checkpoint of it."""
+"""SIGTERM and Ctrl-C: finish the current step, save a checkpoint, and exit."""
 
 import signal
 import threading
@@ -20,10 +20,10 @@ SIGTERM_EXIT_CODE = 128 + int(signal.SIGTERM)
 
 
 class Interruption:
-    """Ends a run on request, so that nothing is lost: the chain's state is written if the trainer keeps checkpoints.
+    """Ends a run on request without losing its state, which is saved if the trainer writes checkpoints.
 
     Ctrl-C lets the current step finish, since half a step is not a state of the chain; a second one ends the run at
-    once. SIGTERM does the same, and the process exits with code 143. With several ranks, SIGTERM to the first one ends
+    once. SIGTERM does the same, and the process exits with code 143. With several ranks, SIGTERM to rank zero ends
     all of them after the same batch; after Ctrl-C they keep the samples and checkpoints that were written before.
     """
 
@@ -37,7 +37,7 @@ class Interruption:
         self.term_requested = False
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Listen for Ctrl-C, in the main thread of a single process and where nobody else does."""
+        """Listen for Ctrl-C, in the main thread of a single process, if no other handler is installed."""
         self.requested = self.term_requested = self._after_a_step = self._together = False
         self._trainer = trainer
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -48,10 +48,10 @@ class Interruption:
             self._previous = signal.signal(signal.SIGINT, self._on_signal)
 
     def _begin_together(self, trainer: pl.Trainer) -> None:
-        """Let SIGTERM wait for the place before a batch where Lightning has the ranks agree on it.
+        """Defer SIGTERM to the point before a batch where Lightning lets the ranks agree on it.
 
-        Lightning's own handler makes the ranks exchange the signal where it strikes, in the middle of other exchanges,
-        and so they wait for each other for ever.
+        Lightning's own handler exchanges the signal at once, even during other collective operations, which deadlocks
+        the ranks.
         """
         loop = trainer.fit_loop.epoch_loop
         agree = getattr(loop, "_broadcast_sigterm_tensor", None)
@@ -97,7 +97,7 @@ class Interruption:
         rank_zero_info("\nStopping after this step; press Ctrl-C again to stop at once.")
 
     def after_step(self, trainer: pl.Trainer) -> None:
-        """Stop here if a stop was requested: every run writes its checkpoints at this place, so resuming is exact.
+        """Stop here if requested: runs write their checkpoints at this point, so resuming is exact.
 
         Raises:
             KeyboardInterrupt: after Ctrl-C.
@@ -111,7 +111,7 @@ class Interruption:
             raise SIGTERMException
 
     def save(self, trainer: pl.Trainer, exception: BaseException) -> None:
-        """Write the chain's present state after SIGTERM or Ctrl-C, if it is one and the trainer keeps checkpoints."""
+        """Save the chain's state after SIGTERM or Ctrl-C, if its step is complete and the trainer saves any."""
         if isinstance(exception, SIGTERMException):
             if exception.code is None:
                 exception.code = SIGTERM_EXIT_CODE
@@ -120,7 +120,7 @@ class Interruption:
         if trainer.state.fn != "fit" or trainer.global_step == 0 or is_trial(trainer):
             return
         whole = self._after_a_step or isinstance(exception, SIGTERMException) or not in_a_step(trainer)
-        # Saving is a common act of all ranks, and elsewhere they may have stopped at different places.
+        # All ranks must save together, and elsewhere they may have stopped at different points.
         alone = trainer.world_size == 1 or self._together
         folder = next((d for c in trainer.checkpoint_callbacks if (d := getattr(c, "dirpath", None))), None)
         if folder is None or not whole or not alone:

@@ -26,7 +26,7 @@ DPI = 120
 
 
 def is_logged(trainer: pl.Trainer, chains: Chains, step_count: int) -> bool:
-    """Return whether `trainer.log_every_n_steps` logs the step that has just been made, the one of this number."""
+    """Return whether `trainer.log_every_n_steps` logs the step just made, number `step_count`."""
     return not chains.accumulation.accumulating and step_count % log_interval(trainer) == 0
 
 
@@ -45,7 +45,7 @@ def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float], step: int) ->
 def log_cost(trainer: pl.Trainer, chains: Chains) -> None:
     """Write the cost of the run to every logger.
 
-    `sampler/gradient_evaluations` counts the gradients of single data that each chain has taken;
+    `sampler/gradient_evaluations` counts the per-datum gradients that each chain has computed;
     `sampler/data_passes` is that number divided by N.
     """
     evaluations = chains.counters.gradient_evaluations
@@ -60,11 +60,11 @@ def log_figure(trainer: pl.Trainer, name: str, figure: "Figure", step: int, fold
     """Write a figure to the loggers that accept pictures, and as a PNG file.
 
     Args:
-        trainer: the run's; only its rank zero writes.
-        name: such as "posterior/energy"; the part after the slash names the file.
+        trainer: the run's; only rank zero writes.
+        name: a name such as "posterior/energy"; the part after the slash names the file.
         figure: a matplotlib figure.
         step: the trainer's global step.
-        folder: for the file; None writes none.
+        folder: folder of the file; None writes no file.
     """
     if not trainer.is_global_zero:
         return
@@ -89,7 +89,7 @@ def log_histogram(
     Args:
         trainer, name, step, folder: as in `log_figure`.
         values: the numbers.
-        label: of the axis, with the unit.
+        label: the axis label, with the unit.
     """
     finite = np.asarray(values, dtype=float)
     finite = finite[np.isfinite(finite)]
@@ -120,7 +120,7 @@ def log_table(
 
     Args:
         trainer, name, step, folder: as in `log_figure`.
-        columns: their names.
+        columns: the column names.
         rows: one cell for each column.
     """
     if not trainer.is_global_zero:
@@ -143,7 +143,7 @@ def log_table(
 
 
 def _log_object(logger: WandbLogger, name: str, value: Any, step: int) -> None:
-    objects: dict[str, Any] = {name: value}  # W&B takes more than the numbers that Lightning declares
+    objects: dict[str, Any] = {name: value}  # W&B accepts more than the numbers that Lightning declares
     logger.log_metrics(objects, step=step)
 
 

@@ -1,4 +1,4 @@
-"""Runs without a login: W&B records offline, so that no run waits for a login or a network."""
+"""Runs without a login: W&B records offline, so that no run blocks on a login or a network."""
 
 import inspect
 import os
@@ -9,7 +9,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 
 def stay_offline_without_login(loggers: Iterable[Logger]) -> None:
-    """Make W&B's loggers record offline if nobody is logged in and no mode was chosen.
+    """Make W&B loggers record offline if no user is logged in and no mode was chosen.
 
     It must be called before a logger's experiment starts, since W&B would ask for a login then.
     """
@@ -23,15 +23,15 @@ def stay_offline_without_login(loggers: Iterable[Logger]) -> None:
     ]
     if undecided and not os.environ.get("WANDB_MODE") and not _logged_in():
         for logger in undecided:
-            logger._wandb_init["mode"] = "offline"  # W&B has read WANDB_MODE already when it is asked for a login
+            logger._wandb_init["mode"] = "offline"  # W&B reads WANDB_MODE before it prompts for a login
         rank_zero_info(
-            "Nobody is logged in to W&B, so this run is recorded offline: `wandb sync` uploads it later, and "
-            "`wandb login` makes the next run go online."
+            "No user is logged in to W&B, so this run is recorded offline: `wandb sync` uploads it later, and "
+            "`wandb login` records the next run online."
         )
 
 
 def _logged_in() -> bool:
-    """Return whether W&B knows credentials, without asking for any and without the network."""
+    """Return whether W&B has credentials, without a prompt and without the network."""
     import wandb
 
     if "prompt" in inspect.signature(wandb.login).parameters:

@@ -10,19 +10,19 @@ from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.run.safeguards import Safeguards
 
 SECONDS_BETWEEN_READINGS = 0.25
-"""Reading the energy waits for the device, and nobody reads a bar more often than this."""
+"""Seconds between refreshes: reading the energy synchronizes the device, and no reader needs it more often."""
 
 
 class SamplingProgress(pl.Callback):
-    """Adds energy, temperature, cycle, stage and the number of samples to the trainer's progress bar, whichever it is.
+    """Adds energy, temperature, cycle, stage and the number of samples to any progress bar of the trainer.
 
-    `BayesianModule` adds it where the trainer has a bar. So both of Lightning's bars, and any other whose items come
-    from `get_metrics`, have them without configuration; Lightning's version number gives way. The items are made where
-    the bar asks for them and nowhere else. Energy and temperature are on the device, so they are read at most four
-    times a second, and at an epoch's last batch: other steps cost no synchronization.
+    `BayesianModule` adds it if the trainer has a bar. Both of Lightning's bars, and any other whose items come from
+    `get_metrics`, show the entries without configuration; they replace Lightning's version number. Entries are computed
+    only when the bar requests them. Energy and temperature are on the device, so they are read at most four times a
+    second, and at an epoch's last batch: other steps cost no synchronization.
 
     Args:
-        safeguards: counts the samples.
+        safeguards: the callback that counts the samples.
     """
 
     def __init__(self, safeguards: Safeguards) -> None:
@@ -38,7 +38,7 @@ class SamplingProgress(pl.Callback):
         if stage != "fit" or bar is None:
             return
         self._begin()
-        bar.__dict__.pop("get_metrics", None)  # of an earlier fit that was broken off
+        bar.__dict__.pop("get_metrics", None)  # of an earlier, interrupted fit
         own_items = bar.get_metrics
 
         def get_metrics(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class SamplingProgress(pl.Callback):
             bar.__dict__.pop("get_metrics", None)
 
     def items(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
-        """Return the progress bar's entries for the present step; energy and temperature are means over chains."""
+        """Return the progress bar's entries for the current step; energy and temperature are means over chains."""
         chains, sampler = chains_of(module), sampler_of(module)
         progress = chains.progress
         if sampler.step_count == 0:
@@ -71,7 +71,7 @@ class SamplingProgress(pl.Callback):
 
 
 def short_number(value: float) -> str:
-    """Return a number of any size in at most nine characters, signs apart."""
+    """Return a number of any size in at most nine characters, not counting signs."""
     if abs(value) >= 1e6:
         return f"{value:.3e}"
     return f"{value:.1f}" if abs(value) >= 100 else f"{value:.4g}"

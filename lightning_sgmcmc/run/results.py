@@ -14,7 +14,7 @@ def write_results(folder: Path, results: Mapping[str, Any], table: str) -> None:
     """Write `results.json` and `table.md`.
 
     Args:
-        folder: the run's folder, made if needed.
+        folder: the run's folder, created if needed.
         results: plain data: recipe, scale, seed, rows (each with method, metric and value), seconds, …
         table: the rows as a Markdown table.
     """
@@ -26,8 +26,8 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     """Return a Markdown table.
 
     Args:
-        columns: their names.
-        rows: a text for each column.
+        columns: the column names.
+        rows: one text per column.
     """
     lines = ["| " + " | ".join(line) + " |" for line in (columns, *rows)]
     lines.insert(1, "|" + "---|" * len(columns))

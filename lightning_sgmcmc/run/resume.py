@@ -1,4 +1,4 @@
-"""What a run needs to resume bit for bit, in addition to the states of sampler, schedule and callbacks."""
+"""Exact resume: the state of a run beyond that of sampler, schedule and callbacks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,26 +20,26 @@ MEAN_POTENTIAL = "mean_potential of the micro-batches"
 
 
 class ExactResume(pl.Callback):
-    """Makes every batch of a run a function of the checkpoint and the seed; every `BayesianModule` brings one along.
+    """Makes every batch of a run a function of the checkpoint and the seed; every `BayesianModule` adds it to its run.
 
     * The default generators (dropout, augmentation on the device) are seeded before each batch by (seed, rank, batch).
     * A `ResumableLoader` gets the run's seed.
     * A checkpoint between the micro-batches of an accumulated step keeps their gradients.
-    * Lightning's own counts of batches and epochs, which drift in a run that resumes several times, are repaired; and a
-      run that is limited by epochs ends by the number of optimizer steps that they have.
+    * Lightning's own counts of batches and epochs, which drift in a run that resumes several times, are repaired. A
+      run that is limited by epochs ends at their number of optimizer steps.
     """
 
     def __init__(self) -> None:
         self._batches = 0
-        """Batches that the run has trained on, micro-batches included."""
+        """Batches that the run has trained on, including micro-batches."""
         self._epoch_length: int | None = None
-        """Batches of an epoch, where they are known."""
+        """Batches in an epoch, if known."""
         self._seed = 0
         self._streams: list[str] = []
-        """Names of the chains' own random numbers in this process."""
+        """Names of the chains' random streams in this process."""
         self._device = torch.device("cpu")
         self._accumulated: dict[str, Tensor] = {}
-        """What a checkpoint between micro-batches kept: gradients by parameter, and the mean potential."""
+        """State from a checkpoint between micro-batches: gradients by parameter, and the mean potential."""
         self._loaders: list[ResumableLoader] = []
         self._positions: list[dict[str, Any]] = []
         """The loaders' states in the checkpoint."""
@@ -51,7 +51,7 @@ class ExactResume(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         chains = chains_of(pl_module)
-        self._seed = sampler_of(pl_module).seed  # a checkpoint's, if there is one
+        self._seed = sampler_of(pl_module).seed  # from the checkpoint, if any
         layout = chains.layout
         self._streams = [layout.stream(chain) for chain in layout.chains]
         self._device = pl_module.device
@@ -75,13 +75,13 @@ class ExactResume(pl.Callback):
         self._accumulated = {}
 
     def begin_chain(self, index: int) -> None:
-        """Seed the default generators for a chain's turn in a step, by its index in this process."""
+        """Seed the default generators before a chain's part of a step, by its index in this process."""
         reseed(derive_seed(self._seed, "batch", self._streams[index], self._batches), self._device)
 
     def _prepare_loaders(self, trainer: pl.Trainer, chains: Sequence[int]) -> None:
         loaders = _flat(trainer.train_dataloader)
         self._loaders = [loader for loader in loaders if isinstance(loader, ResumableLoader)]
-        # Lightning leaves out to load their states at an epoch's end, and where they were asked for early.
+        # Lightning does not load their states at an epoch's end, nor if they were requested early.
         for loader, position in zip(self._loaders, self._positions, strict=False):
             loader.load_state_dict(position)
         for loader in loaders:
@@ -89,18 +89,18 @@ class ExactResume(pl.Callback):
                 loader.adopt_seed(self._seed)
                 loader.adopt_chains(chains)
             elif isinstance(loader, torch.utils.data.DataLoader) and loader.generator is None:
-                # Each epoch begins with a draw of the workers' seed; what is drawn after it should not depend on it.
+                # Each epoch begins by drawing the workers' seed; later draws should not depend on it.
                 loader.generator = torch.Generator().manual_seed(derive_seed(self._seed, "workers"))
         if len(self._loaders) < len(loaders) and len(chains) > 1:
             rank_zero_warn(
-                "The training loader has no data order for each chain, so all chains of a process see the same "
-                "batches: pass a datamodule (DatasetDataModule takes any data set) or a ResumableLoader for batches of "
-                "their own, or pass shared_batch=True."
+                "The training loader has only one data order, so all chains of a process see the same batches: pass "
+                "a datamodule (DatasetDataModule accepts any data set) or a ResumableLoader for separate batches, or "
+                "shared_batch=True."
             )
         if len(self._loaders) < len(loaders) and trainer.checkpoint_callbacks:
             rank_zero_warn(
                 "With a plain DataLoader, resuming is bit-exact only from checkpoints at the end of an epoch: pass a "
-                "datamodule (DatasetDataModule takes any data set) or a ResumableLoader to resume exactly from any "
+                "datamodule (DatasetDataModule accepts any data set) or a ResumableLoader to resume exactly from any "
                 "step."
             )
 
@@ -155,7 +155,7 @@ class ExactResume(pl.Callback):
         kept = {name: p.grad.detach() for name, p in pl_module.named_parameters() if p.grad is not None}
         kept[MEAN_POTENTIAL] = chains.observed.mean_potential
         layout = chains.layout
-        if layout.is_spread:  # in the form of all chains; a group's ranks have not exchanged them yet
+        if layout.is_spread:  # stored for all chains; a group's ranks have not exchanged them yet
             kept = {name: layout.gather_stored(layout.mean_over_data(t))[None] for name, t in kept.items()}
         elif trainer.world_size > 1:
             kept = {name: trainer.strategy.all_gather(tensor) for name, tensor in kept.items()}
@@ -181,7 +181,7 @@ class ExactResume(pl.Callback):
 
 
 def repair_loop_counts(fit_loop: dict[str, Any], batches: int, epoch_length: int, accumulating: bool) -> None:
-    """Set the counts of a saved fit loop to those of a run without a stop, at the end of its last batch.
+    """Set the counts of a saved fit loop as if the run had never stopped, at the end of its last batch.
 
     Args:
         fit_loop: the loop's part of a checkpoint; changed in place.
@@ -205,7 +205,7 @@ def _set_counts(progress: dict[str, Any], count: str, begun: int, processed: int
 
 
 def _flat(loaders: Any) -> list[Any]:
-    """Return the loaders of what the trainer calls its training loader: one, or a collection of them."""
+    """Return the loaders in the trainer's training loader, which may be a collection."""
     if isinstance(loaders, Mapping):
         loaders = list(loaders.values())
     return [part for loader in loaders for part in _flat(loader)] if isinstance(loaders, list | tuple) else [loaders]

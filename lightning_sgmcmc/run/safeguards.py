@@ -1,4 +1,4 @@
-"""Safeguards: the callback that every sampling run has."""
+"""Safeguards: the callback that guards every sampling run."""
 
 from typing import Any
 
@@ -19,16 +19,16 @@ class Safeguards(pl.Callback):
     """Checks the run at its start, guards the energy, passes samples on, and saves an interrupted run.
 
     `BayesianModule` adds it after the user's callbacks, so that all have seen a step before its samples are drawn, and
-    before the checkpoint callbacks, so that a checkpoint of this step knows of its samples. One callback for all of
-    these, since each costs some 5 µs a step.
+    before the checkpoint callbacks, so that a checkpoint of this step counts its samples. One callback does all of
+    this, since each callback costs about 5 µs a step.
 
     Args:
         nonfinite_energy: "stop" or "skip", see `BayesianModule`.
-        max_skipped_in_a_row: so many steps left out one after the other stop the run.
+        max_skipped_in_a_row: this many skipped steps in a row stop the run.
     """
 
     samples = 0
-    """How many samples this run has drawn, over all its chains; a resumed run continues to count."""
+    """Samples that this run has drawn, over all its chains; a resumed run continues the count."""
 
     def __init__(self, nonfinite_energy: NonFiniteEnergy = "stop", max_skipped_in_a_row: int = 100) -> None:
         self._nonfinite_energy: NonFiniteEnergy = nonfinite_energy
@@ -74,7 +74,7 @@ class Safeguards(pl.Callback):
         self._interruption.after_step(trainer)
 
     def _pass_samples_on(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Give the samples of a step to every callback with the hook `on_posterior_sample`, and to the module."""
+        """Pass the samples of a step to every callback that defines `on_posterior_sample`, and to the module."""
         assert self._guard is not None
         assert self._sampler is not None
         for sample in draw_samples(chains_of(pl_module), self._sampler.step_count, self._guard.check_sample):
@@ -111,7 +111,7 @@ class Safeguards(pl.Callback):
     ) -> None:
         if self._guard is not None and trainer.state.fn == "fit":
             self._guard.check_state("it is not saved")
-        # Names of parts are for loggers; `load_from_checkpoint` would pass them to the constructor.
+        # Names of components are for loggers; `load_from_checkpoint` would pass them to the constructor.
         hyperparameters = checkpoint.get(pl_module.CHECKPOINT_HYPER_PARAMS_KEY, {})
         for name in ("likelihood", "prior", "sampler"):
             if isinstance(hyperparameters.get(name), str):

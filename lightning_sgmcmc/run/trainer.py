@@ -1,4 +1,4 @@
-"""Typed access to what Lightning's trainer keeps without a declared type."""
+"""Typed access to attributes that Lightning's trainer leaves untyped."""
 
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ def log_interval(trainer: pl.Trainer) -> int:
 
 
 def is_trial(trainer: pl.Trainer) -> bool:
-    """Return whether this is a `fast_dev_run`, which leaves nothing behind."""
+    """Return whether this is a `fast_dev_run`, which writes no files."""
     return bool(cast(Any, trainer).fast_dev_run)
 
 

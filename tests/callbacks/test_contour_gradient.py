@@ -371,7 +371,7 @@ def test_a_nan_stops_the_run_in_the_guards_words() -> None:
             if trainer.global_step == 30:
                 batch[1].fill_(math.nan)
 
-    with pytest.raises(NonFiniteEnergyError, match="step 31 of chain 0 is not made"):
+    with pytest.raises(NonFiniteEnergyError, match="the run stops before step 31 of chain 0"):
         fit(contour(), Poison())
 
 
@@ -432,8 +432,8 @@ def test_trial_runs_work() -> None:
     ("options", "said"),
     [
         ({"first_edge": 3.0}, "needs a width"),
-        ({}, "energy range is not known"),
-        ({"width": 2.0}, "energy range is not known"),
+        ({}, "energy range is unknown"),
+        ({"width": 2.0}, "energy range is unknown"),
         ({"warm_up_steps": -1}, "warm_up_steps"),
         ({"first_edge": 0, "width": -1}, "width"),
         ({"first_edge": 0, "width": 1, "num_bins": 1}, "num_bins"),

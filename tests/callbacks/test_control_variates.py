@@ -294,14 +294,14 @@ def test_mistakes() -> None:
     with pytest.raises(ValueError, match="start_epoch must be at least 0, got -1"):
         ControlVariates(-1)
     trainer = quiet_trainer(max_epochs=1, callbacks=[ControlVariates(), VarianceReducedEnergy()])
-    with pytest.raises(ValueError, match=r"take ControlVariates\(energy=True\), which corrects both from one"):
+    with pytest.raises(ValueError, match=r"use ControlVariates\(energy=True\), which corrects both from one"):
         trainer.fit(Plain(), datamodule=Even(16))
 
 
 def test_a_loss_scaler_is_refused() -> None:
     trainer = quiet_trainer(max_epochs=1, callbacks=[ControlVariates()])
     trainer.strategy.precision_plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    with pytest.raises(ValueError, match="ControlVariates computes with gradients, and a loss scaler keeps them at"):
+    with pytest.raises(ValueError, match="ControlVariates computes with gradients, but a loss scaler rescales them"):
         trainer.fit(Plain(), datamodule=Even(16))
 
 

@@ -269,7 +269,7 @@ def test_every_save_point(tmp_path: Path, form: Any, options: dict[str, Any]) ->
             {"sampler": SGHMC},
             [CovarianceFriction()],
             {},
-            "needs a sampler with a friction matrix, and SGHMC has none: take sampler=UnderdampedLangevin",
+            "needs a sampler with a friction matrix, but SGHMC has none: use sampler=UnderdampedLangevin",
         ),
         (
             {},
@@ -301,7 +301,7 @@ def test_data_parallel_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     shared = ChainLayout(ranks_per_chain=2, strategy=ChainStrategy())
     monkeypatch.setattr("lightning_sgmcmc.callbacks.covariance_friction.layout_of", lambda *_: shared)
     trainer = quiet_trainer(max_epochs=1, callbacks=[CovarianceFriction()])
-    with pytest.raises(ValueError, match="here data-parallel ranks share each batch: give every chain one rank"):
+    with pytest.raises(ValueError, match="data-parallel ranks share each batch here: use one rank per chain"):
         trainer.fit(Plain(sampler=Langevin, lr=0.001), datamodule=Even(16))
 
 

@@ -384,10 +384,10 @@ def test_a_candidate_that_is_not_finite_is_no_way_around_the_guard() -> None:
                 batch[0].fill_(float("nan"))
 
     for place in (3, 4):
-        with pytest.raises(RuntimeError, match="step 2 of chain 0 is not made"):
+        with pytest.raises(RuntimeError, match="the run stops before step 2 of chain 0"):
             fit_with(seeded(Net), [Poison(place), EWSG(1)], max_steps=10)
         module = seeded(lambda: Net(nonfinite_energy="skip"))
-        with pytest.warns(UserWarning, match="is left out"):
+        with pytest.warns(UserWarning, match="is skipped"):
             fit_with(module, [Poison(place), EWSG(1)], max_epochs=2)
         assert module.skipped_steps == 1
         assert all(bool(p.isfinite().all()) for p in module.parameters())
@@ -404,9 +404,9 @@ class Changing(Sampler):
     ("sampler", "ewsg", "message"),
     [
         (pSGLD, EWSG(1), "pSGLD's depends on the gradient itself"),
-        (Changing, EWSG(1), "take another sampler"),
-        (SGLD, EWSG(1, "stopped"), "'stopped' is about a momentum"),
-        (SGLD, EWSG(9), "a step of EWSG takes 10 batches, and an epoch has 8"),
+        (Changing, EWSG(1), "use another sampler"),
+        (SGLD, EWSG(1, "stopped"), "'stopped' concerns a momentum"),
+        (SGLD, EWSG(9), "a step of EWSG needs 10 batches, but an epoch has 8"),
     ],
 )
 def test_what_cannot_be_done_is_refused(sampler: Any, ewsg: EWSG, message: str) -> None:

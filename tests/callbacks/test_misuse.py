@@ -68,28 +68,28 @@ def test_the_run_that_the_others_are_mistakes_of(tmp_path: Path) -> None:
         ({"num_data": 0}, ValueError, "num_data must be at least 1, got 0"),
         ({"num_data": -3}, ValueError, "num_data must be at least 1, got -3"),
         ({"num_chains": 0}, ValueError, "num_chains must be at least 1, got 0"),
-        ({"net": nn.Linear}, TypeError, r"net=Linear is a class: pass an object of it, net=Linear\(…\)"),
+        ({"net": nn.Linear}, TypeError, r"net=Linear is a class: pass an instance, net=Linear\(…\)"),
         ({"net": lambda x: x}, TypeError, "net should be a Module, got a function"),
-        ({"likelihood": Categorical}, TypeError, r"likelihood=Categorical is a class: pass an object of it"),
+        ({"likelihood": Categorical}, TypeError, r"likelihood=Categorical is a class: pass an instance"),
         ({"likelihood": "categorical"}, TypeError, "likelihood should be a Likelihood, got a str"),
-        ({"prior": GaussianPrior}, TypeError, r"prior=GaussianPrior is a class: pass an object of it"),
+        ({"prior": GaussianPrior}, TypeError, r"prior=GaussianPrior is a class: pass an instance"),
         ({"prior": 1.0}, TypeError, "prior should be a Prior, got a float"),
-        ({"sampler": torch.optim.SGD}, TypeError, "sampler=SGD adds no noise: take one of lightning_sgmcmc.samplers"),
+        ({"sampler": torch.optim.SGD}, TypeError, "sampler=SGD adds no noise: use one of lightning_sgmcmc.samplers"),
         (
             {"sampler": functools.partial(torch.optim.Adam, betas=(0.9, 0.99))},
             TypeError,
-            "sampler=Adam adds no noise: take one of lightning_sgmcmc.samplers",
+            "sampler=Adam adds no noise: use one of lightning_sgmcmc.samplers",
         ),
         (
             {"sampler": SGLD([nn.Parameter(torch.zeros(1))], num_data=1)},
             TypeError,
-            "a class or function that makes a sampler from parameters, got a SGLD object: pass the class",
+            "a class or function that returns a sampler for parameters, got a SGLD object: pass the class",
         ),
-        ({"sampler": "SGHMC"}, TypeError, "makes a sampler from parameters, got a str object: pass the class"),
+        ({"sampler": "SGHMC"}, TypeError, "returns a sampler for parameters, got a str object: pass the class"),
         (
             {"sampler": functools.partial(SGHMC, weight_decay=1e-4)},
             ValueError,
-            r"weight decay is the Gaussian prior.*leave weight_decay out, and give prior=GaussianPrior\(std=…\)",
+            r"weight decay is a Gaussian prior.*omit weight_decay, and pass prior=GaussianPrior\(std=…\)",
         ),
     ],
 )
@@ -101,15 +101,15 @@ def test_module_arguments(options: dict[str, Any], error: type[Exception], messa
 # -- construction of the callbacks ------------------------------------------------------------------------------------
 
 SCHEDULE_MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({}, "give exactly one of every_n_steps and every_n_epochs"),
-    ({"every_n_steps": 1, "every_n_epochs": 1}, "give exactly one of every_n_steps and every_n_epochs"),
+    ({}, "pass exactly one of every_n_steps and every_n_epochs"),
+    ({"every_n_steps": 1, "every_n_epochs": 1}, "pass exactly one of every_n_steps and every_n_epochs"),
     (
         {"every_n_steps": 1, "burn_in_steps": 1, "burn_in_epochs": 1},
-        "give one of burn_in_steps and burn_in_epochs, not",
+        "pass one of burn_in_steps and burn_in_epochs, not",
     ),
     (
         {"every_n_steps": 1, "lr_decay": PolynomialDecay(1.0), "lr_annealing": Annealing()},
-        "give one of lr_decay and lr_annealing, not both",
+        "pass one of lr_decay and lr_annealing, not both",
     ),
     ({"every_n_steps": 0}, "every_n_steps must be at least 1, got 0"),
     ({"every_n_epochs": 0}, "every_n_epochs must be at least 1, got 0"),
@@ -135,14 +135,14 @@ def test_sampling_schedule_arguments(options: dict[str, Any], message: str) -> N
         (CyclicalSchedule, {"exploration": -0.1}, r"exploration must be in \[0, 1\), got -0.1"),
         (CyclicalSchedule, {"exploration": math.nan}, r"exploration must be in \[0, 1\), got nan"),
         (CyclicalSchedule, {"samples_per_cycle": 0}, "samples_per_cycle must be at least 1, got 0"),
-        (CyclicalSchedule, {"temperature": -1.0}, "temperature must not be negative, and finite, got -1.0"),
-        (CyclicalSchedule, {"temperature": math.nan}, "temperature must not be negative, and finite, got nan"),
+        (CyclicalSchedule, {"temperature": -1.0}, "temperature must be finite and not negative, got -1.0"),
+        (CyclicalSchedule, {"temperature": math.nan}, "temperature must be finite and not negative, got nan"),
         (SampleCollector, {"every_n_samples": 0}, "every_n_samples must be at least 1, got 0"),
         (SampleCollector, {"max_samples": 0}, "max_samples must be at least 1, got 0"),
         (
             SampleCollector,
             {"dirpath": "samples", "in_memory": True},
-            "in_memory=True keeps no files, so dirpath='samples' has no meaning: leave one out",
+            "in_memory=True writes no files, so dirpath='samples' has no effect: pass only one",
         ),
         (BayesianModelAverage, {"cycle_weights": "arithmetic"}, "must be 'uniform' or 'harmonic', got 'arithmetic'"),
     ],
@@ -262,7 +262,7 @@ def test_the_last_sample_may_be_the_last_step() -> None:
 )
 def test_epochs_without_a_length(options: dict[str, Any]) -> None:
     with pytest.raises(
-        ValueError, match="loader has no length, so epochs cannot be counted in steps: give steps instead"
+        ValueError, match="loader has no length, so epochs cannot be counted in steps: pass steps instead"
     ):
         fit(module(num_data=COUNT), SamplingSchedule(**options), train=DataLoader(Stream(data()), BATCH))
 
@@ -315,7 +315,7 @@ def frozen() -> nn.Module:
         (Unnamed, ValueError, "Unnamed needs a network: pass net=… or define forward"),
         (lambda: module(net=None), ValueError, "BayesianModule needs a network: pass net=… or define forward"),
         (Manual, ValueError, "Manual samples by automatic optimization: leave automatic_optimization at True"),
-        (lambda: module(net=frozen()), ValueError, "BayesianModule has no trainable parameters, so there is nothing"),
+        (lambda: module(net=frozen()), ValueError, "BayesianModule has no trainable parameters to sample"),
         (
             lambda: module(prior=GaussianPrior({"*.weight": 1.0})),
             ValueError,
@@ -324,12 +324,12 @@ def frozen() -> nn.Module:
         (
             lambda: module(sampler=lambda params, **options: torch.optim.SGD(params, lr=options["lr"])),
             TypeError,
-            "sampler=<lambda> made a SGD, which adds no noise: take one of lightning_sgmcmc.samplers",
+            "sampler=<lambda> returned a SGD, which adds no noise: use one of lightning_sgmcmc.samplers",
         ),
         (
             lambda: TorchOptimizer(net=nn.Linear(2, 2), likelihood=Categorical()),
             TypeError,
-            "TorchOptimizer should be trained by one sampler, got SGD: leave configure_optimizers to BayesianModule",
+            "TorchOptimizer should be trained by one sampler, got SGD: do not override configure_optimizers",
         ),
         (
             lambda: MeanLikelihood(net=nn.Linear(2, 2), likelihood=Categorical()),
@@ -420,14 +420,14 @@ def test_batches_of_another_form() -> None:
         def __getitem__(self, index: int) -> Any:
             return (*data()[index], index)
 
-    message = r"a batch should be a pair \(x, y\), got list: override output_and_target\(batch\) of BayesianModule"
+    message = r"a batch should be a pair \(x, y\), got list: for other batches, override output_and_target\(batch\)"
     with pytest.raises(TypeError, match=message):
         fit(module(), every_step(), train=DataLoader(Triples(), BATCH))
 
 
 def test_energies_outside_a_fit_need_the_number_of_data() -> None:
     batch = data().tensors
-    with pytest.raises(RuntimeError, match="num_data is not known before the fit starts: pass num_data=…"):
+    with pytest.raises(RuntimeError, match="num_data is unknown before the fit starts: pass num_data=…"):
         module().potential_energy(batch)
     assert module(num_data=COUNT).potential_energy(batch).shape == (1,)
 
@@ -444,7 +444,7 @@ def test_uses_without_likelihood_or_network() -> None:
 
 def test_a_shuffled_validation_loader() -> None:
     torch.manual_seed(0)
-    message = "the validation loader shuffles, so .* make the validation or test loader with shuffle=False"
+    message = "the validation loader shuffles, so .* create the validation or test loader with shuffle=False"
     with pytest.raises(ValueError, match=message):
         fit(module(), every_step(), BayesianModelAverage(), val=loader(shuffle=True))
 
@@ -505,6 +505,6 @@ def test_a_checkpoint_whose_samples_are_gone(tmp_path: Path) -> None:
     run(epochs=2)
     manifest = tmp_path / "s" / "manifest.jsonl"
     manifest.write_bytes(b"".join(manifest.read_bytes().splitlines(keepends=True)[:3]))
-    message = "the checkpoint knows 6 samples in .*s, and 2 of them are there: put the folder back, or start a new run"
+    message = "the checkpoint refers to 6 samples in .*s, which holds 2: restore the folder, or start a new run"
     with pytest.raises(ValueError, match=message):
         run(epochs=3, ckpt_path=tmp_path / "last.ckpt")

@@ -210,7 +210,7 @@ def test_an_error_while_drawing_is_one_warning_and_the_rest_is_drawn(monkeypatch
         quiet_trainer(max_epochs=10, callbacks=callbacks).fit(classifier(), *loaders())
     ours = [str(w.message) for w in caught if "PosteriorDashboard" in str(w.message)]
     assert ours == [
-        "PosteriorDashboard could not make 'weights' (RuntimeError: no such font); the run continues without it."
+        "PosteriorDashboard could not draw 'weights' (RuntimeError: no such font); the run continues without it."
     ]
     assert run_files(Path("sgmcmc")) == {"geometry.png", "history.json"}
 
@@ -229,7 +229,7 @@ def test_a_full_disk_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> No
         trainer.fit(module, *loaders())
     ours = [str(w.message) for w in caught if "PosteriorDashboard" in str(w.message)]
     assert len(ours) == 1, "one reason is one warning"
-    assert "could not make 'schedule' (OSError: [Errno 28] No space left on device)" in ours[0]
+    assert "could not draw 'schedule' (OSError: [Errno 28] No space left on device)" in ours[0]
     assert trainer.global_step == 20
     assert len(module.evaluations["val"].members) == 2
 
@@ -335,7 +335,7 @@ def test_on_two_ranks_the_first_one_writes(tmp_path: Path) -> None:
     [
         ({"every": "epoch"}, "every must be 'sample', 'cycle' or 'end', got 'epoch'"),
         ({"every_n_samples": 0}, "every_n_samples must be at least 1, got 0"),
-        ({"figures": ["energies"]}, f"there is no figure 'energies': the figures are {', '.join(PARTS)}"),
+        ({"figures": ["energies"]}, f"figures has an unknown name, 'energies': choose from {', '.join(PARTS)}"),
         ({"figures": "energy"}, r"figures should be a list of names, got 'energy': write \['energy'\]"),
         ({"geometry_samples": 1}, "geometry_samples must be at least 2, got 1"),
         ({"segment_pairs": 0}, "segment_pairs must be at least 1, got 0"),

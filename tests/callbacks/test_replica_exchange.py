@@ -188,12 +188,12 @@ def test_exploration_rests_and_a_resumed_run_goes_on_exactly(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"temperatures": [1.0]}, "two or more positive numbers that rise"),
-        ({"temperatures": [2.0, 1.0]}, "two or more positive numbers that rise"),
+        ({"temperatures": [1.0]}, "two or more increasing positive numbers"),
+        ({"temperatures": [2.0, 1.0]}, "two or more increasing positive numbers"),
         ({"temperatures": [1.0, 2.0], "lrs": [1.0]}, "lrs must be 2 positive numbers"),
         ({"temperatures": [1.0, 2.0], "correction": 0.5}, "correction must be at least 1"),
         ({"temperatures": [1.0, 2.0], "smoothing": 0.0}, r"smoothing must be in \(0, 1\]"),
-        ({"temperatures": [1.0, 2.0], "sampled_slots": 3}, "sampled_slots=3 is more than the 2 slots"),
+        ({"temperatures": [1.0, 2.0], "sampled_slots": 3}, "sampled_slots must be at most the 2 slots, got 3"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
@@ -202,10 +202,10 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_bad_runs() -> None:
-    with pytest.raises(ValueError, match=r"a ladder of 2 temperatures, and the run has 3 chains: take num_chains=2"):
+    with pytest.raises(ValueError, match=r"a ladder of 2 temperatures, but the run has 3 chains: pass num_chains=2"):
         fit(3, [ReplicaExchange([1.0, 2.0])])
     contour = ContourGradient(ContourRules(zeta=0.5), warm_up_steps=10)
-    with pytest.raises(ValueError, match="two ways across the same barriers"):
+    with pytest.raises(ValueError, match="to cross the same barriers"):
         fit(2, [ReplicaExchange([1.0, 2.0]), contour])
     trainer = quiet_trainer(max_steps=4, callbacks=[ReplicaExchange([1.0, 2.0])])
     with pytest.raises(ValueError, match="sets each chain's temperature by its slot"):
@@ -215,5 +215,5 @@ def test_bad_runs() -> None:
         trainer.fit(Net(2, temperature=0.0), datamodule=Data())
     module = TargetModule(GaussianMixture.two_modes(), num_chains=2, lr=0.1)
     trainer = quiet_trainer(max_steps=4, callbacks=[ReplicaExchange([1.0, 2.0])])
-    with pytest.raises(ValueError, match="give noise_variance, or larger batches"):
+    with pytest.raises(ValueError, match="pass noise_variance, or use larger batches"):
         trainer.fit(module, datamodule=TargetDataModule())

@@ -227,10 +227,10 @@ def test_misuse(tmp_path: Path) -> None:
         ChainStrategy(ranks_per_chain=0)
     with pytest.raises(Exception, match="ranks_per_chain=2 does not divide the 3 processes"):
         fit_in_layout(tmp_path, 1, 3, 2)
-    with pytest.raises(Exception, match="sync_batchnorm=True takes the statistics of all processes together"):
+    with pytest.raises(Exception, match="sync_batchnorm=True pools the statistics of all processes"):
         fit_in_layout(tmp_path, 1, 2, sync_batchnorm=True)
     fit_in_layout(tmp_path / "run", 1, 2, steps=10)
-    with pytest.raises(Exception, match="first axis: lay as many chains out as the checkpoint has"):
+    with pytest.raises(Exception, match="first axis: use as many chains as the checkpoint has"):
         fit_in_layout(tmp_path / "run", 2, 2, ckpt_path=tmp_path / "run" / "step=10.ckpt")
 
 

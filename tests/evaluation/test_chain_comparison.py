@@ -25,7 +25,7 @@ def comparison(probabilities: dict[int, list[torch.Tensor]]) -> ChainComparison:
     result = ChainComparison()
     for chain, samples in probabilities.items():
         for sample in samples:
-            result.take(chain, 0.0, {"probabilities": sample}, sample[:, 0].log())
+            result.add(chain, 0.0, {"probabilities": sample}, sample[:, 0].log())
     return result
 
 
@@ -44,7 +44,7 @@ def test_disagreement_of_real_predictions() -> None:
         for offset in (-1.0, 1.0):
             value = torch.full((4, 1), mean + offset, dtype=torch.float64)
             terms = {"mean": value, "square": value.square(), "variance": torch.full((4, 1), 2.0)}
-            result.take(chain, 0.0, terms, torch.zeros(4))
+            result.add(chain, 0.0, terms, torch.zeros(4))
     assert result.disagreement == pytest.approx(1 / 4)
 
 
@@ -75,7 +75,7 @@ def test_prediction_diagnostics_take_the_worst() -> None:
         chain = draw % 2
         density = torch.randn(40, generator=generator)
         density[0] += 4 * chain
-        result.take(chain, 0.0, {}, density)
+        result.add(chain, 0.0, {}, density)
     assert prediction_diagnostics(result).rhat > 1.5
     assert prediction_diagnostics(result).ess_bulk < 20
     assert ChainGrid.of_chains([0, 1, 0]).arrange(np.arange(3.0)).tolist() == [[2.0], [1.0]]

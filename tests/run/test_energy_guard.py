@@ -101,7 +101,7 @@ def test_the_run_stops_before_the_update(tmp_path: Path) -> None:
     callbacks = [SamplingSchedule(every_n_steps=1), SampleCollector(tmp_path / "s"), states, checkpoints(tmp_path, 2)]
     trainer = quiet_trainer(max_epochs=1, callbacks=callbacks, enable_checkpointing=True)
     message = (
-        r"step 4 of chain 0 is not made and the run stops, since the batch holds NaN or infinite numbers \(energy nan, "
+        r"the run stops before step 4 of chain 0, since the batch holds NaN or infinite numbers \(energy nan, "
         r"lr 0.05, temperature 1\); the last good checkpoint is .*step=2.ckpt; clean the data, or pass nonfinite_en"
     )
     with pytest.raises(NonFiniteEnergyError, match=message) as caught:
@@ -123,7 +123,7 @@ def test_a_step_size_that_is_too_large(tmp_path: Path) -> None:
     model = module(net=nn.Linear(2, 2), sampler=SGLD, lr=1e25)
     callbacks = [SamplingSchedule(every_n_steps=1), SampleCollector(tmp_path / "s"), checkpoints(tmp_path)]
     trainer = quiet_trainer(max_epochs=3, callbacks=callbacks, enable_checkpointing=True)
-    with pytest.raises(NonFiniteEnergyError, match=r"lr 1e\+25.*take a smaller lr, or clip the gradients") as caught:
+    with pytest.raises(NonFiniteEnergyError, match=r"lr 1e\+25.*use a smaller lr, or clip the gradients") as caught:
         trainer.fit(model, loader())
     posterior = Posterior.load(tmp_path / "s")
     assert all(all_finite(list(sample.parameters.values())) for sample in posterior)
@@ -155,7 +155,7 @@ def test_a_sample_of_a_poisoned_state_is_not_made(tmp_path: Path) -> None:
     model = module(sampler=SGLD)
     callbacks = [SamplingSchedule(every_n_steps=1), SampleCollector(tmp_path / "s"), BadGradient(3)]
     with pytest.raises(
-        NonFiniteEnergyError, match=r"'net.0.weight' of chain 0 holds NaN .* step 4 .*, so it is no sample"
+        NonFiniteEnergyError, match=r"'net.0.weight' of chain 0 holds NaN .* step 4 .*, so it is not a valid sample"
     ):
         quiet_trainer(max_epochs=1, callbacks=callbacks).fit(model, loader())
     assert [r.step for r in Posterior.load(tmp_path / "s").records] == [1, 2, 3]
@@ -163,7 +163,7 @@ def test_a_sample_of_a_poisoned_state_is_not_made(tmp_path: Path) -> None:
 
 def test_a_bad_micro_batch_is_seen_under_accumulation() -> None:
     model = module()
-    with pytest.raises(NonFiniteEnergyError, match="step 2 of chain 0 is not made"):
+    with pytest.raises(NonFiniteEnergyError, match="the run stops before step 2 of chain 0"):
         quiet_trainer(max_epochs=1, accumulate_grad_batches=3).fit(model, loader(bad=3))
     assert finite(model)
 
@@ -183,7 +183,7 @@ def test_a_step_is_left_out_without_a_trace(accumulate: int, value: float, tmp_p
     model, clean = module(nonfinite_energy="skip"), module(num_data=COUNT)
     states, collector = States(), SampleCollector(in_memory=True)
     callbacks = [states, SamplingSchedule(every_n_steps=1), collector]
-    with pytest.warns(UserWarning, match=r"Step . is left out since the batch holds NaN"):
+    with pytest.warns(UserWarning, match=r"Step . is skipped since the batch holds NaN"):
         quiet_trainer(max_epochs=1, accumulate_grad_batches=accumulate, callbacks=callbacks).fit(
             model, loader(bad=3, value=value)
         )
@@ -203,7 +203,7 @@ def test_a_step_is_left_out_without_a_trace(accumulate: int, value: float, tmp_p
 
 def test_a_skipped_gradient_leaves_the_state_as_it_was() -> None:
     states, model = States(), module(nonfinite_energy="skip")
-    with pytest.warns(UserWarning, match=r"Step 3 is left out since the gradient of 'net.0.weight' is not finite"):
+    with pytest.warns(UserWarning, match=r"Step 3 is skipped since the gradient of 'net.0.weight' is not finite"):
         quiet_trainer(max_epochs=1, callbacks=[BadGradient(2), states]).fit(model, loader())
     assert states.steps == [1, 2, 2, 3, 4, 5]
     assert same(states.states[1], states.states[2])
@@ -217,8 +217,8 @@ def test_too_many_in_a_row_stop_the_run() -> None:
 
     options: dict[str, Any] = {"nonfinite_energy": "skip", "max_skipped_in_a_row": 5, "lr": 0.01}
     model = Nan(net=network(), likelihood=Categorical(), **options)
-    message = r"step 4 of chain 0 is not made and the run stops, since the energy is nan, the 5th time in a row"
-    with pytest.warns(UserWarning, match="left out"), pytest.raises(NonFiniteEnergyError, match=message):
+    message = r"the run stops before step 4 of chain 0, since the energy is nan, the 5th time in a row"
+    with pytest.warns(UserWarning, match="skipped"), pytest.raises(NonFiniteEnergyError, match=message):
         quiet_trainer(max_epochs=9).fit(model, loader())
     assert model.skipped_steps == 5
 
@@ -229,7 +229,7 @@ def test_skipping_does_not_help_parameters_that_are_lost() -> None:
             with torch.no_grad():
                 pl_module.net[0].bias[0] = math.nan
 
-    with pytest.raises(NonFiniteEnergyError, match=r"step 2 .* 'net.0.bias' has become NaN or infinite by the"):
+    with pytest.raises(NonFiniteEnergyError, match=r"step 2 .* 'net.0.bias' became NaN or infinite in"):
         quiet_trainer(max_epochs=1, callbacks=[Lost()]).fit(module(nonfinite_energy="skip"), loader())
 
 
@@ -244,7 +244,7 @@ def test_the_count_is_in_the_checkpoint_the_logger_and_the_last_word(tmp_path: P
             logger=pl.loggers.CSVLogger(tmp_path, flush_logs_every_n_steps=1),
             log_every_n_steps=1,
         )
-        with pytest.warns(UserWarning, match=f"{epochs} steps were left out because their energy"):
+        with pytest.warns(UserWarning, match=f"{epochs} steps were skipped because their energy"):
             trainer.fit(model, loader(bad=2), **fit)
         return model, trainer
 
@@ -288,7 +288,7 @@ def test_a_scaler_that_never_steps_stops_the_run() -> None:
             return super().log_likelihood(batch) * math.nan
 
     model = Nan(net=network(), likelihood=Categorical(), lr=0.01)
-    with pytest.raises(NonFiniteEnergyError, match="the loss scaler has left out 200 steps in a row"):
+    with pytest.raises(NonFiniteEnergyError, match="the loss scaler has skipped 200 steps in a row"):
         quiet_trainer(max_epochs=99, plugins=[scaled(4.0)]).fit(model, loader())
 
 
@@ -334,7 +334,7 @@ def test_ranks_stop_alike(tmp_path: Path) -> None:
         fit_on_two_ranks(tmp_path)
     said = [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1) if (tmp_path / f"{rank}.txt").exists()]
     assert said, "the run ends with the sentence, and does not hang"
-    assert all("step 2 of chain 0 is not made" in text for text in said)
+    assert all("the run stops before step 2 of chain 0" in text for text in said)
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------
@@ -346,17 +346,17 @@ def test_a_deferred_check_names_the_step(bad: int) -> None:
     found = None
     for step in range(1, 31):
         values = torch.tensor([1.0, math.inf if step == bad + 1 else 2.0])
-        found = check.note(values, step)
+        found = check.record(values, step)
         if found:
             assert step - (bad + 1) <= 8, "seen within two intervals"
             break
-    assert (found or check.rest()) == (bad + 1, 1, math.inf)
+    assert (found or check.drain()) == (bad + 1, 1, math.inf)
 
 
 def test_a_deferred_check_of_good_numbers() -> None:
     check = DeferredCheck(1, pinned=False, interval=4)
-    assert all(check.note(torch.tensor(float(k)), k) is None for k in range(30))
-    assert check.rest() is None
+    assert all(check.record(torch.tensor(float(k)), k) is None for k in range(30))
+    assert check.drain() is None
 
 
 def test_deferred_errors_name_everything(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def test_a_full_disk_at_a_sample(tmp_path: Path) -> None:
 def test_a_full_disk_at_a_checkpoint_leaves_the_one_before(tmp_path: Path) -> None:
     message = told(lambda: fit(tmp_path, FileLimit(6, 2500)), tmp_path / "error")
     assert "could not be written: File too large (" in message
-    assert "the checkpoints and samples before it are complete, so mend the disk and resume from the last" in message
+    assert "earlier checkpoints and samples are complete: free or repair the disk, and resume from the last" in message
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 4
     assert steps_of(tmp_path) == [2, 4, 6, 8]
     assert not list(tmp_path.glob(".*"))
@@ -406,7 +406,7 @@ def test_a_store_that_is_gone_on_resume(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="stop here"):
         fit(tmp_path, FailAt(10))
     (tmp_path / "samples").rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"checkpoint knows 4 samples in .*, and 0 of them are there: put the folder"):
+    with pytest.raises(ValueError, match=r"checkpoint refers to 4 samples in .*, which holds 0: restore the folder"):
         fit(tmp_path, ckpt_path="last")
 
 

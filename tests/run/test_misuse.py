@@ -147,13 +147,13 @@ TRAINERS: list[tuple[dict[str, Any], list[Any], type[Exception], str]] = [
         {},
         [lambda: foreign(pl.Callback, "Callback")],
         TypeError,
-        "MineCallback is of lightning.pytorch, and this",
+        "MineCallback comes from lightning.pytorch, but this",
     ),
     (
         {"logger": lambda: foreign(pl.loggers.logger.DummyLogger, "Logger")},
         [],
         TypeError,
-        "MineLogger is of lightning.pytorch, and this run is of pytorch_lightning: the two do not mix, so import",
+        "MineLogger comes from lightning.pytorch, but this run uses pytorch_lightning, and the two do not mix",
     ),
     (
         {},
@@ -165,19 +165,19 @@ TRAINERS: list[tuple[dict[str, Any], list[Any], type[Exception], str]] = [
         {},
         [Finetuning],
         ValueError,
-        "Finetuning freezes and unfreezes parameters in mid-run, so the chain's space changes under it",
+        "Finetuning freezes and unfreezes parameters during the run, so the chain's state space changes",
     ),
     (
         {},
         [lambda: lightning_callbacks.ModelPruning("l1_unstructured", amount=0.5)],
         ValueError,
-        "ModelPruning sets weights to zero in mid-run",
+        "ModelPruning sets weights to zero during the run",
     ),
     (
         {"overfit_batches": 1},
         [],
         ValueError,
-        "overfit_batches=1 repeats a few batches, while N counts",
+        "overfit_batches=1 repeats a few batches, whereas N counts",
     ),
     ({"precision": "bf16-true"}, [], ValueError, "parameters in half precision lose the injected noise to rounding"),
     ({"precision": "16-true"}, [], ValueError, "parameters in half precision lose the injected noise to rounding"),
@@ -186,7 +186,7 @@ TRAINERS: list[tuple[dict[str, Any], list[Any], type[Exception], str]] = [
         {},
         [Freeze],
         RuntimeError,
-        "'net.bias' was frozen in the middle of the run, so this state is no sample of the posterior",
+        "'net.bias' was frozen during the run, so this state is not a posterior sample",
     ),
 ]
 
@@ -209,7 +209,7 @@ def test_sharding_strategies(name: str) -> None:
     from lightning_sgmcmc.run.checks import _check_strategy
 
     kind = types.new_class(name)
-    with pytest.raises(ValueError, match=f"{name} shards the parameters, and the noise and the prior are of whole"):
+    with pytest.raises(ValueError, match=f"{name} shards the parameters, but the noise and the prior need whole"):
         _check_strategy(types.new_class(name, (kind,))())
 
 
@@ -222,14 +222,16 @@ def test_a_module_of_the_other_namespace() -> None:
             return None
 
     Other.__module__ = "lightning.pytorch.demos"
-    with pytest.raises(TypeError, match=r"Other is of lightning.pytorch, and SamplerCallback is of pytorch_lightning"):
+    with pytest.raises(
+        TypeError, match=r"Other comes from lightning.pytorch, but SamplerCallback from pytorch_lightning"
+    ):
         fit(Other(), callbacks=[SamplerCallback()])
 
 
 def test_a_datamodule_of_the_other_namespace() -> None:
     data = DatasetDataModule(TensorDataset(*tensors()))
     data.__class__ = type("Data", (DatasetDataModule,), {"__module__": "lightning.pytorch.core"})
-    with pytest.raises(TypeError, match=r"Data is of lightning.pytorch, and this run is of pytorch_lightning"):
+    with pytest.raises(TypeError, match=r"Data comes from lightning.pytorch, but this run uses pytorch_lightning"):
         quiet_trainer(max_epochs=1).fit(module(), datamodule=data)
 
 
@@ -307,7 +309,7 @@ NAN = torch.full((COUNT, 1), math.nan)
         (
             lambda: module(net=nn.Linear(2, 2).requires_grad_(False)),
             {},
-            "BayesianModule has no trainable parameters, so there is nothing to sample",
+            "BayesianModule has no trainable parameters to sample",
         ),
         (module, {"x": X.clone().fill_(math.nan)}, "the batch holds NaN or infinite numbers"),
         (
