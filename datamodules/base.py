@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.batches.order import BatchOrder
+from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader
 
@@ -45,7 +45,7 @@ class ArrayDataModule(pl.LightningDataModule):
     target_std: float | None = None
     """In regression, the mean and standard deviation that the targets were standardised by."""
 
-    order: Callable[..., BatchOrder]
+    order: Callable[[OrderSpec], BatchOrder]
     """Makes the order of the training data; assign another one to change it (see `ResumableLoader`)."""
 
     def __init__(self, batch_size: int, drop_last: bool = False, seed: int = 0) -> None:

@@ -7,7 +7,7 @@ import pytorch_lightning as pl
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.batches.order import BatchOrder
+from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
 from lightning_sgmcmc.datamodules.base import replica_of
 
 
@@ -40,7 +40,7 @@ class DatasetDataModule(pl.LightningDataModule):
         num_workers: int = 0,
         num_data: int | None = None,
         drop_last: bool = False,
-        order: Callable[..., BatchOrder] = BatchOrder,
+        order: Callable[[OrderSpec], BatchOrder] = BatchOrder,
     ) -> None:
         super().__init__()
         if batch_size < 1:

@@ -43,6 +43,7 @@ from lightning_sgmcmc.simulation.gradient_estimators import (
 )
 from lightning_sgmcmc.simulation.likelihood_bounds import LogisticBound
 from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
+from recipes.shared.logistic import laplace_approximation
 from recipes.shared.results import Options, Row, mean_row
 
 BATCH_SIZE = 50
@@ -96,13 +97,7 @@ class Whitened(FiniteSum):
 def laplace(target: LogisticRegressionSum) -> tuple[Tensor, Tensor]:
     """Return the mode, by Newton's method, and L with LLᵀ the inverse Hessian there, in float64."""
     exact = target.to(dtype=torch.float64)
-    place = torch.zeros(target.dimension, dtype=torch.float64)
-    for _ in range(30):
-        chance = (exact.inputs @ place).sigmoid()
-        hessian = (exact.inputs.T * (chance * (1 - chance))) @ exact.inputs
-        hessian += torch.eye(len(place), dtype=torch.float64) / target.prior_variance
-        place = place - torch.linalg.solve(hessian, exact.gradient(place[None])[0])
-    return place, torch.linalg.cholesky(torch.linalg.inv(hessian))
+    return laplace_approximation(exact.inputs, exact.prior_variance, exact.gradient)
 
 
 def predictions(places: Tensor, inputs: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ from lightning_sgmcmc.simulation.gradient_estimators import (
 )
 from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
 from recipes.shared.jobs import run_jobs
+from recipes.shared.logistic import laplace_approximation
 from recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
@@ -114,14 +115,9 @@ class Problem:
     def laplace_draws(self, count: int, seed: int) -> Tensor:
         """Return draws of the normal law at the mode, shape (count, d), the start of the reference."""
         posterior = self.posterior
-        x = torch.zeros(1, posterior.dimension).double()
-        for _ in range(30):  # Newton's method: U is convex
-            p = (x @ posterior.inputs.T).sigmoid()[0]
-            hessian = (posterior.inputs.T * (p * (1 - p))) @ posterior.inputs
-            hessian += torch.eye(posterior.dimension).double() / PRIOR_VARIANCE
-            x = x - torch.linalg.solve(hessian, posterior.gradient(x)[0])
+        mode, factor = laplace_approximation(posterior.inputs, posterior.prior_variance, posterior.gradient)
         noise = torch.randn(count, posterior.dimension, generator=torch.Generator().manual_seed(seed)).double()
-        return x + noise @ torch.linalg.cholesky(torch.linalg.inv(hessian)).T
+        return mode + noise @ factor.T
 
 
 def job(table: str, split: int, limit: float, options: Options) -> dict[str, list[tuple[float, float]]]:

@@ -42,9 +42,9 @@ TARGETS = {"": GaussianMixture.two_modes(), " asymmetric": GaussianMixture.two_m
 
 def learner(target: GaussianMixture, weighting: Weighting, known: bool = False, zeta: float = ZETA) -> ContourRun:
     """Return a contour that learns π, or keeps it at the truth."""
-    rules = Contour(PARTITION, ContourRules(zeta, "original", weighting=weighting))
-    state = rules.known_state(true_masses(target).clamp(min=1e-300)) if known else None
-    return ContourRun(rules, STEP_SIZE, state=state, learn=not known)
+    contour = Contour(PARTITION, ContourRules(zeta, "original", weighting=weighting))
+    state = contour.known_state(true_masses(target).clamp(min=1e-300)) if known else None
+    return ContourRun(contour, STEP_SIZE, state=state, learn=not known)
 
 
 @functools.cache
@@ -70,18 +70,18 @@ def chains(target: GaussianMixture, contour: ContourRun | None, lr: float, steps
     )
 
 
-def variation(run: Simulation, contour: ContourRun, target: GaussianMixture) -> list[float]:
+def variation(run: Simulation, contour_run: ContourRun, target: GaussianMixture) -> list[float]:
     """Return each chain's total-variation error of π."""
     assert run.contour is not None
     rows = (ContourState(*row) for row in zip(*run.contour, strict=True))
-    masses = torch.stack([contour.rules.log_masses(row).exp() for row in rows])
+    masses = torch.stack([contour_run.contour.log_masses(row).exp() for row in rows])
     return (0.5 * (masses - true_masses(target)).abs().sum(1)).tolist()
 
 
-def shared_variation(target: GaussianMixture, contour: ContourRun, lr: float, options: Options) -> float:
+def shared_variation(target: GaussianMixture, contour_run: ContourRun, lr: float, options: Options) -> float:
     """Return the total-variation error of one π that many chains learn together, so that only ε's bias remains."""
     start = torch.tensor([[-6.0], [4.0]]).repeat(SHARING // 2, 1)
-    many = replace(contour, shared=True)
+    many = replace(contour_run, shared=True)
     run = simulate(
         target,
         lr=lr,
@@ -94,7 +94,7 @@ def shared_variation(target: GaussianMixture, contour: ContourRun, lr: float, op
         compile=None if SHARED_STEPS < 50_000 else True,
     )
     assert run.contour is not None
-    return float(0.5 * (contour.rules.log_masses(run.contour).exp() - true_masses(target)).abs().sum())
+    return float(0.5 * (contour_run.contour.log_masses(run.contour).exp() - true_masses(target)).abs().sum())
 
 
 def run(options: Options) -> list[Row]:
@@ -130,15 +130,15 @@ def run(options: Options) -> list[Row]:
     return rows
 
 
-def _pictures(run: Simulation, contour: ContourRun | None, target: GaussianMixture, options: Options) -> None:
-    assert contour is not None
+def _pictures(run: Simulation, contour_run: ContourRun | None, target: GaussianMixture, options: Options) -> None:
+    assert contour_run is not None
     assert run.contour is not None
     first = ContourState(*(part[0] for part in run.contour))
     centres = [PARTITION.first_edge + (i - 0.5) * PARTITION.width for i in range(PARTITION.num_bins)]
-    visits, masses = first.visits.tolist(), contour.rules.log_masses(first).exp().tolist()
+    visits, masses = first.visits.tolist(), contour_run.contour.log_masses(first).exp().tolist()
     figures = {
         "energies": energy_histogram_figure(centres, visits, masses, true_masses(target).tolist()),
-        "multiplier": multiplier_figure(centres, contour.rules.multipliers(first, 1.0).tolist(), visits),
+        "multiplier": multiplier_figure(centres, contour_run.contour.multipliers(first, 1.0).tolist(), visits),
         "path": path_figure(
             run.steps[-20_000:].tolist(), run.positions[-20_000:, 0, 0].tolist(), run.multipliers[-20_000:, 0].tolist()
         ),
@@ -156,8 +156,8 @@ def _flattened(run: Simulation, target: GaussianMixture) -> Any:
     for zeta in (0.5, ZETA, 1.0):
         known = learner(target, "interpolated", known=True, zeta=zeta)
         assert known.state is not None
-        place = known.rules.locate(known.state, target.energy(x[:, None]), 1.0, PARTITION.edges())
-        flat = density * torch.exp(-known.rules.log_weight(place.log_density))
+        place = known.contour.locate(known.state, target.energy(x[:, None]), 1.0, PARTITION.edges())
+        flat = density * torch.exp(-known.contour.log_weight(place.log_density))
         curves[f"flattened, ζ={zeta}"] = (flat / flat.sum() * 20).tolist()
     weights = run.log_weights.exp().reshape(-1).numpy()
     counts, edges = np.histogram(run.positions.reshape(-1).numpy(), bins=100, range=(-11, 9), weights=weights)

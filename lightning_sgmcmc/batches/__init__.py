@@ -2,7 +2,7 @@
 
 from lightning_sgmcmc.batches.clustered import ClusteredOrder, cluster_data
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.batches.order import BatchOrder
+from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.batches.switching import SwitchingBatchSampler, SwitchingOrder
 
@@ -10,6 +10,7 @@ __all__ = [
     "BatchOrder",
     "ChainBatches",
     "ClusteredOrder",
+    "OrderSpec",
     "ResumableLoader",
     "SwitchingBatchSampler",
     "SwitchingOrder",

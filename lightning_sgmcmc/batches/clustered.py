@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.batches.order import BatchOrder
+from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.seeding import derive_seed
 
@@ -32,13 +32,7 @@ class ClusteredOrder(BatchOrder):
     n_c may be off by one more).
 
     Args:
-        num_data: N.
-        batch_size: data in a batch of one replica.
-        seed: the run's seed.
-        chain: global index of the chain.
-        drop_last: leave out the last batch of an epoch where it is short.
-        num_replicas: number of replicas that share the data.
-        rank: index of this replica.
+        spec: the data, the batches, the seed, the chain and its replicas.
         clusters: number of each datum's cluster, whole numbers of shape (N,); as `cluster_data` gives them.
 
     A loader makes its order itself: pass it `order=functools.partial(ClusteredOrder, clusters=…)`.
@@ -50,33 +44,23 @@ class ClusteredOrder(BatchOrder):
     are proportional.
     """
 
-    def __init__(
-        self,
-        num_data: int,
-        batch_size: int,
-        seed: int,
-        chain: int = 0,
-        drop_last: bool = False,
-        num_replicas: int = 1,
-        rank: int = 0,
-        *,
-        clusters: Tensor,
-    ) -> None:
-        if clusters.shape != (num_data,):
+    def __init__(self, spec: OrderSpec, *, clusters: Tensor) -> None:
+        if clusters.shape != (spec.num_data,):
             raise ValueError(
-                f"clusters must have one number for each of the {num_data} training data, got the shape "
+                f"clusters must have one number for each of the {spec.num_data} training data, got the shape "
                 f"{tuple(clusters.shape)}"
             )
         if clusters.is_floating_point() or clusters.is_complex():
             raise ValueError(f"clusters must be whole numbers, got {clusters.dtype}")
-        super().__init__(num_data, batch_size, seed, chain, drop_last, num_replicas, rank)
+        super().__init__(spec)
         names, self._clusters = torch.unique(clusters.cpu(), return_inverse=True)
         self._num_clusters = len(names)
 
     def _permutation(self, epoch: int) -> Tensor:
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "data order", self.chain, epoch))
+        spec = self.spec
+        generator = torch.Generator().manual_seed(derive_seed(spec.seed, "data order", spec.chain, epoch))
         row = self._row(generator)
-        size = self.batch_size * self.num_replicas
+        size = spec.batch_size * spec.num_replicas
         full, rest = divmod(len(row), size)
         last = _evenly_spaced(len(row), rest, generator)
         dealt = torch.ones(len(row), dtype=torch.bool)
@@ -84,19 +68,20 @@ class ClusteredOrder(BatchOrder):
         batches = row[dealt].view(size, full).t()[torch.randperm(full, generator=generator)]
         order = torch.cat([batches.flatten(), row[last]])
         # A cluster's odd datum must not always fall to the same replica.
-        shift = int(torch.randint(self.num_replicas, (), generator=generator))
-        return order[(self.rank + shift) % self.num_replicas :: self.num_replicas]
+        shift = int(torch.randint(spec.num_replicas, (), generator=generator))
+        return order[(spec.rank + shift) % spec.num_replicas :: spec.num_replicas]
 
     def _row(self, generator: torch.Generator) -> Tensor:
         """Return the data's indices, cluster by cluster, with some of them twice if the replicas need it."""
-        permuted = torch.randperm(self.num_data, generator=generator)
+        num_data = self.spec.num_data
+        permuted = torch.randperm(num_data, generator=generator)
         places = torch.randperm(self._num_clusters, generator=generator)
         row = permuted[places[self._clusters[permuted]].argsort(stable=True)]
-        missing = -self.num_data % self.num_replicas
+        missing = -num_data % self.spec.num_replicas
         if not missing:
             return row
-        copies = torch.full_like(row, 1 + missing // self.num_data)
-        copies[_evenly_spaced(self.num_data, missing % self.num_data, generator)] += 1
+        copies = torch.full_like(row, 1 + missing // num_data)
+        copies[_evenly_spaced(num_data, missing % num_data, generator)] += 1
         return row.repeat_interleave(copies)
 
 

@@ -1,6 +1,7 @@
 """A training loader whose batches are functions of (seed, chain, epoch, position), so a run can continue anywhere."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_sgmcmc.batches.order import BatchOrder, batches_per_epoch
+from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec, batches_per_epoch
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything
 
@@ -35,8 +36,8 @@ class ResumableLoader:
         num_replicas: data-parallel ranks that share the data; None asks torch.distributed.
         rank: index of this replica; None asks torch.distributed.
         pin_memory: copy batches of workers into pinned memory.
-        order: makes a chain's order of the data from the arguments of `BatchOrder`, with batches as many as that has:
-            that class, or a `functools.partial` of another.
+        order: makes a chain's order of the data from its `OrderSpec`, with batches as many as `BatchOrder` has: that
+            class, or a `functools.partial` of another.
 
     Raises:
         ValueError: if the data set has no length or is empty, batch_size is below 1, num_workers is negative, or
@@ -55,7 +56,7 @@ class ResumableLoader:
         num_replicas: int | None = None,
         rank: int | None = None,
         pin_memory: bool = False,
-        order: Callable[..., "BatchOrder"] = BatchOrder,
+        order: Callable[[OrderSpec], BatchOrder] = BatchOrder,
     ) -> None:
         if not hasattr(dataset, "__len__"):
             raise ValueError(
@@ -114,18 +115,15 @@ class ResumableLoader:
 
     def _begin(self) -> Callable[[int], Any]:
         """Return a function that loads the batches from the present position on."""
-        orders = [
-            self.order(
-                self.num_data,
-                self.batch_size,
-                self.seed,
-                chain,
-                self.drop_last,
-                self.num_replicas,
-                self.rank,
-            )
-            for chain in self.chains
-        ]
+        spec = OrderSpec(
+            self.num_data,
+            self.batch_size,
+            self.seed,
+            drop_last=self.drop_last,
+            num_replicas=self.num_replicas,
+            rank=self.rank,
+        )
+        orders = [self.order(replace(spec, chain=chain)) for chain in self.chains]
         streams = [f"{chain}/{self.rank}" for chain in self.chains]
         items = _SeededItems(self.dataset, self.collate_fn, self.seed, streams)
         if self.num_workers == 0:

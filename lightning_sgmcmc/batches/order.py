@@ -1,11 +1,35 @@
 """The order of the data: batch indices as a function of seed, chain, epoch and position."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_sgmcmc.seeding import derive_seed
+
+
+@dataclass(frozen=True)
+class OrderSpec:
+    """What an order of the data is made from, whatever its kind.
+
+    Attributes:
+        num_data: N.
+        batch_size: data in a batch of one replica.
+        seed: the run's seed.
+        chain: global index of the chain.
+        drop_last: leave out the last batch of an epoch where it is short.
+        num_replicas: number of replicas that share the data.
+        rank: index of this replica.
+    """
+
+    num_data: int
+    batch_size: int
+    seed: int
+    chain: int = 0
+    drop_last: bool = False
+    num_replicas: int = 1
+    rank: int = 0
 
 
 class BatchOrder:
@@ -16,36 +40,16 @@ class BatchOrder:
     not divide N, some data of the epoch's beginning are taken again, so that all replicas have as many.
 
     Args:
-        num_data: N.
-        batch_size: data in a batch of one replica.
-        seed: the run's seed.
-        chain: global index of the chain.
-        drop_last: leave out the last batch of an epoch where it is short.
-        num_replicas: number of replicas that share the data.
-        rank: index of this replica.
+        spec: the data, the batches, the seed, the chain and its replicas.
 
-    >>> order = BatchOrder(num_data=5, batch_size=2, seed=0)
+    >>> order = BatchOrder(OrderSpec(num_data=5, batch_size=2, seed=0))
     >>> [order.indices(batch).tolist() for batch in range(order.batches_per_epoch)]
     [[1, 2], [0, 4], [3]]
     """
 
-    def __init__(
-        self,
-        num_data: int,
-        batch_size: int,
-        seed: int,
-        chain: int = 0,
-        drop_last: bool = False,
-        num_replicas: int = 1,
-        rank: int = 0,
-    ) -> None:
-        self.num_data = num_data
-        self.batch_size = batch_size
-        self.seed = seed
-        self.chain = chain
-        self.num_replicas = num_replicas
-        self.rank = rank
-        self.batches_per_epoch = batches_per_epoch(num_data, batch_size, drop_last, num_replicas)
+    def __init__(self, spec: OrderSpec) -> None:
+        self.spec = spec
+        self.batches_per_epoch = batches_per_epoch(spec.num_data, spec.batch_size, spec.drop_last, spec.num_replicas)
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)
 
@@ -54,15 +58,17 @@ class BatchOrder:
         epoch, position = divmod(batch, self.batches_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._permutation(epoch)
-        return self._order[position * self.batch_size : (position + 1) * self.batch_size]
+        size = self.spec.batch_size
+        return self._order[position * size : (position + 1) * size]
 
     def _permutation(self, epoch: int) -> Tensor:
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "data order", self.chain, epoch))
-        order = torch.randperm(self.num_data, generator=generator)
-        missing = -self.num_data % self.num_replicas
+        spec = self.spec
+        generator = torch.Generator().manual_seed(derive_seed(spec.seed, "data order", spec.chain, epoch))
+        order = torch.randperm(spec.num_data, generator=generator)
+        missing = -spec.num_data % spec.num_replicas
         if missing:
-            order = torch.cat([order, order.repeat(math.ceil(missing / self.num_data))[:missing]])
-        return order[self.rank :: self.num_replicas]
+            order = torch.cat([order, order.repeat(math.ceil(missing / spec.num_data))[:missing]])
+        return order[spec.rank :: spec.num_replicas]
 
 
 def batches_per_epoch(num_data: int, batch_size: int, drop_last: bool = False, num_replicas: int = 1) -> int:

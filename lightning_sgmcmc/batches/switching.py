@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler as IndexSampler
 
-from lightning_sgmcmc.batches.order import BatchOrder
+from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
 from lightning_sgmcmc.checks import check_count, check_positive
 from lightning_sgmcmc.seeding import derive_seed
 
@@ -47,13 +47,8 @@ class SwitchingOrder(BatchOrder):
     or put that partial into `order` of a datamodule.
 
     Args:
-        num_data: N.
-        batch_size: data in a batch of one replica, at most.
-        seed: the run's seed.
-        chain: global index of the chain.
-        drop_last: must leave out nothing, since that would be left out for the whole run.
-        num_replicas: number of replicas that share the data.
-        rank: index of this replica.
+        spec: the data, the batches (of `batch_size` data at most), the seed, the chain and its replicas. `drop_last`
+            must leave out nothing, since that would be left out for the whole run.
         switching_time: η > 0, in the diffusion's time, for which the potential is that of all data.
         time_step: the time dt > 0 that a batch of the order advances the diffusion: a number, or a function of the
             step k = 1, 2, … for schedules. SGLD and pSGLD: lr/N; SGHMC and SGNHT: √(lr/N); UnderdampedLangevin: its
@@ -66,28 +61,16 @@ class SwitchingOrder(BatchOrder):
     Source: Jin, Liu & Latz 2023 (SGLDiff), eq. (1.4).
     """
 
-    def __init__(
-        self,
-        num_data: int,
-        batch_size: int,
-        seed: int,
-        chain: int = 0,
-        drop_last: bool = False,
-        num_replicas: int = 1,
-        rank: int = 0,
-        *,
-        switching_time: float,
-        time_step: TimeStep,
-    ) -> None:
-        super().__init__(num_data, batch_size, seed, chain, drop_last, num_replicas, rank)
+    def __init__(self, spec: OrderSpec, *, switching_time: float, time_step: TimeStep) -> None:
+        super().__init__(spec)
         check_positive("switching_time", switching_time)
         if not callable(time_step):
             check_positive("time_step", time_step)
-        left_out = num_data - self.batches_per_epoch * batch_size * num_replicas
-        if drop_last and left_out > 0:
+        left_out = spec.num_data - self.batches_per_epoch * spec.batch_size * spec.num_replicas
+        if spec.drop_last and left_out > 0:
             raise ValueError(
-                f"drop_last=True would leave out the same {left_out} of {num_data} data for the whole run, since the "
-                "data are split only once: pass drop_last=False"
+                f"drop_last=True would leave out the same {left_out} of {spec.num_data} data for the whole run, since "
+                "the data are split only once: pass drop_last=False"
             )
         self.switching_time = switching_time
         self.time_step = time_step
@@ -108,12 +91,13 @@ class SwitchingOrder(BatchOrder):
 
     def _split(self) -> Tensor:
         """Return this replica's data of each mini-batch, shape (S, n)."""
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "switching split", self.chain))
-        order = torch.randperm(self.num_data, generator=generator)
-        shares = self.batches_per_epoch * self.num_replicas
-        size = math.ceil(self.num_data / shares)
-        filled = order.repeat(math.ceil(shares * size / self.num_data))[: shares * size]
-        return filled.view(self.batches_per_epoch, self.num_replicas, size)[:, self.rank]
+        spec = self.spec
+        generator = torch.Generator().manual_seed(derive_seed(spec.seed, "switching split", spec.chain))
+        order = torch.randperm(spec.num_data, generator=generator)
+        shares = self.batches_per_epoch * spec.num_replicas
+        size = math.ceil(spec.num_data / shares)
+        filled = order.repeat(math.ceil(shares * size / spec.num_data))[: shares * size]
+        return filled.view(self.batches_per_epoch, spec.num_replicas, size)[:, spec.rank]
 
     def _held(self, chunk: int) -> list[int]:
         """Return the states of the positions of a chunk."""
@@ -134,7 +118,7 @@ class SwitchingOrder(BatchOrder):
 
     def _draws(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Return at which positions of a chunk the state is redrawn, and its new value, each of shape (CHUNK,)."""
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "switching", self.chain, chunk))
+        generator = torch.Generator().manual_seed(derive_seed(self.spec.seed, "switching", self.spec.chain, chunk))
         uniforms = torch.rand(CHUNK, generator=generator, dtype=torch.float64)
         fresh = torch.randint(self.batches_per_epoch, (CHUNK,), generator=generator)
         drawn = uniforms < -torch.expm1(-self._times(chunk) * (self.batches_per_epoch / self.switching_time))
@@ -197,16 +181,8 @@ class SwitchingBatchSampler(IndexSampler[list[int]]):
             check_count(name, count)
         if not 0 <= rank < num_replicas:
             raise ValueError(f"rank must be between 0 and {num_replicas - 1}, got {rank}")
-        self._order = SwitchingOrder(
-            num_data,
-            batch_size,
-            seed,
-            chain,
-            num_replicas=num_replicas,
-            rank=rank,
-            switching_time=switching_time,
-            time_step=time_step,
-        )
+        spec = OrderSpec(num_data, batch_size, seed, chain, num_replicas=num_replicas, rank=rank)
+        self._order = SwitchingOrder(spec, switching_time=switching_time, time_step=time_step)
         self._batches = 0
 
     def __len__(self) -> int:
@@ -220,7 +196,7 @@ class SwitchingBatchSampler(IndexSampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of batches returned so far, the seed and the number of mini-batches."""
-        return {"batches": self._batches, "seed": self._order.seed, "length": len(self)}
+        return {"batches": self._batches, "seed": self._order.spec.seed, "length": len(self)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to the position that `state_dict` returned.
@@ -228,7 +204,7 @@ class SwitchingBatchSampler(IndexSampler[list[int]]):
         Raises:
             ValueError: if there were other batches or another seed.
         """
-        own = {"seed": self._order.seed, "length": len(self)}
+        own = {"seed": self._order.spec.seed, "length": len(self)}
         for name, value in own.items():
             if state_dict[name] != value:
                 raise ValueError(f"the state's {name} is {state_dict[name]}, this sampler's is {value}")

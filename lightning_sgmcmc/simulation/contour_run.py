@@ -13,7 +13,7 @@ class ContourRun:
     """How a contour takes part in a simulation.
 
     Attributes:
-        rules: partition, ζ, scheme and so on.
+        contour: partition, ζ, scheme and so on.
         step_size: ω of the stochastic approximation.
         shared: one π for all chains, learned from the mean of their steps; otherwise one for each chain.
         state: initial π, uniform if None; it is not changed.
@@ -25,7 +25,7 @@ class ContourRun:
         ValueError: if `groups` is below 1, or above 1 without `shared`.
     """
 
-    rules: Contour
+    contour: Contour
     step_size: DecayingStepSize = field(default_factory=DecayingStepSize)
     shared: bool = False
     state: ContourState | None = None
@@ -47,7 +47,7 @@ class ContourRun:
             raise ValueError(f"{num_chains} chains cannot be split evenly into groups={self.groups}")
         rows = self.groups if self.shared else num_chains
         own = None if self.shared and rows == 1 else rows
-        begin = self.state or self.rules.initial_state(own, device)
-        bins = self.rules.partition.num_bins
+        begin = self.state or self.contour.initial_state(own, device)
+        bins = self.contour.partition.num_bins
         shape = (bins,) if own is None else (own, bins)
         return ContourState(*(tensor.to(device).expand(shape).clone() for tensor in begin))

@@ -97,7 +97,7 @@ def simulate(
     if compile is None:
         compile = num_steps >= WORTH_COMPILING and (device.type != "cpu" or has_compiler())
     block = steps.compiled() if compile else steps.run
-    recorder = DrawRecorder(recording, None if contour is None else contour.rules)
+    recorder = DrawRecorder(recording, None if contour is None else contour.contour)
     length = steps.block_length
     with torch.no_grad():
         for first in range(1, num_steps + 1, CHUNK):

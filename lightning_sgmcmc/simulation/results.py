@@ -74,21 +74,21 @@ class DrawRecorder:
 
     Args:
         recording: what is recorded.
-        rules: of the contour, None without one.
+        contour: partition, ζ and so on, None without one.
     """
 
-    def __init__(self, recording: Recording, rules: Contour | None) -> None:
+    def __init__(self, recording: Recording, contour: Contour | None) -> None:
         self._recording = recording
-        self._rules = rules
+        self._contour = contour
         self._kept: list[tuple[Tensor, ...]] = []
         self._noted: list[Tensor] = []
         self._sum = self._weight = torch.zeros((), dtype=torch.float64)
 
     def record(self, first: int, places: Tensor, energies: Tensor, *others: Tensor) -> None:
         """Record the steps first, first + 1, …; the tensors are those that `TargetSteps.run` returns."""
-        if self._rules is not None:
+        if self._contour is not None:
             densities, multipliers, *slots = others
-            log_weights = self._rules.log_weight(densities)
+            log_weights = self._contour.log_weight(densities)
         else:
             slots = list(others)
             log_weights, multipliers = torch.zeros_like(energies).double(), torch.ones_like(energies)

@@ -65,12 +65,12 @@ class TargetSteps:
         self.rule = rule
         self.place = place
         self.levels = levels
-        self.contour = contour
+        self.contour_run = contour
         self.ladders = ladders
         self.state: ContourState | None = None
         if contour is not None:
             self.state = contour.initial_state(len(place), place.device)
-            self.edges = contour.rules.partition.edges(place.device)
+            self.edges = contour.contour.partition.edges(place.device)
         self.group = dict(rule.param_groups[0])
         self.group["lr"] = self.group["temperature"] = torch.zeros((), dtype=place.dtype, device=place.device)
         # One update without force and of no length makes the rule's buffers; it moves nothing.
@@ -83,7 +83,7 @@ class TargetSteps:
     @property
     def block_length(self) -> int:
         """Steps of a block that is compiled."""
-        return BLOCK if self.contour is None and self.ladders is None else CONTOUR_BLOCK
+        return BLOCK if self.contour_run is None and self.ladders is None else CONTOUR_BLOCK
 
     def run(
         self,
@@ -125,18 +125,18 @@ class TargetSteps:
                 group["lr"] = lr[k] * self.ladders.lrs[slot]
                 group["temperature"] = temperature[k] * self.ladders.temperatures[slot]
                 slots.append(slot)
-            if self.contour is None:
+            if self.contour_run is None:
                 self.rule.update(group, [self.place], [force], [noise[k].clone()])
                 continue
             assert self.state is not None
             seen = potential + self.levels.energy * energy[k] if self.levels.energy > 0 else potential
-            location = self.contour.rules.locate(self.state, seen, temperature[k], self.edges)
+            location = self.contour_run.contour.locate(self.state, seen, temperature[k], self.edges)
             group["gradient_multiplier"] = location.multiplier
             densities.append(location.log_density)
             multipliers.append(location.multiplier)
             self.rule.update(group, [self.place], [force], [noise[k].clone()])
-            if self.contour.learn:
-                self.contour.rules.learn_(self.state, location.index, location.log_density, step_size[k])
+            if self.contour_run.learn:
+                self.contour_run.contour.learn_(self.state, location.index, location.log_density, step_size[k])
         return tuple(torch.stack(part) for part in (places, energies, densities, multipliers, slots) if part)
 
     def compiled(self) -> Callable[..., tuple[Tensor, ...]]:

@@ -1,5 +1,6 @@
 """The posterior of Bayesian logistic regression, and two references for its moments."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,6 +10,26 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc import SGHMC
 from lightning_sgmcmc.diagnostics.samples import effective_sample_size
+
+
+def laplace_approximation(
+    x: Tensor, prior_variance: float, gradient: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the mode of a logistic regression's posterior, shape (d,), and a factor L of the Laplace approximation.
+
+    LLᵀ, shape (d, d), is the inverse of the Hessian at the mode.
+
+    Args:
+        x: inputs, shape (N, d), in float64.
+        prior_variance: of the Gaussian prior.
+        gradient: ∇U of points (m, d), shape (m, d).
+    """
+    theta = x.new_zeros(1, x.shape[1])
+    for _ in range(30):  # Newton's method: U is convex
+        p = (theta @ x.T).sigmoid()[0]
+        hessian = (x.T * (p * (1 - p))) @ x + torch.eye(x.shape[1]).to(x) / prior_variance
+        theta = theta - torch.linalg.solve(hessian, gradient(theta)[0])
+    return theta[0], torch.linalg.cholesky(torch.linalg.inv(hessian))
 
 
 @dataclass(frozen=True)
@@ -38,12 +59,7 @@ class LogisticPosterior:
     @cached_property
     def laplace(self) -> tuple[Tensor, Tensor]:
         """The mode, shape (d,), and a factor L, shape (d, d): LLᵀ is the inverse of the Hessian there."""
-        theta = self.x.new_zeros(1, self.x.shape[1])
-        for _ in range(30):  # Newton's method: U is convex
-            p = (theta @ self.x.T).sigmoid().squeeze(0)
-            hessian = (self.x.T * (p * (1 - p))) @ self.x + torch.eye(len(self.x.T)).to(self.x) / self.std**2
-            theta = theta - torch.linalg.solve(hessian, self.gradient(theta).T).T
-        return theta.squeeze(0), torch.linalg.cholesky(torch.linalg.inv(hessian))
+        return laplace_approximation(self.x, self.std**2, self.gradient)
 
 
 @dataclass(frozen=True)

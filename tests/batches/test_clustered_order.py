@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_sgmcmc.batches.clustered import ClusteredOrder, cluster_data
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.batches.order import BatchOrder
+from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
 
 SIZES = (1, 5, 13, 21)  # N = 40
 CASES = [(40, 8), (40, 7), (40, 6), (40, 40), (40, 50), (40, 2), (40, 1)]
@@ -31,8 +31,8 @@ def epoch_of(order: BatchOrder, epoch: int = 0) -> list[Tensor]:
 
 @pytest.mark.parametrize(("num_data", "batch_size"), CASES)
 def test_an_epoch_is_a_permutation_in_batches_of_the_plain_sizes(num_data: int, batch_size: int) -> None:
-    order = ClusteredOrder(num_data, batch_size, seed=1, clusters=labels_of())
-    plain = BatchOrder(num_data, batch_size, seed=1)
+    order = ClusteredOrder(OrderSpec(num_data, batch_size, seed=1), clusters=labels_of())
+    plain = BatchOrder(OrderSpec(num_data, batch_size, seed=1))
     for epoch in range(5):
         batches = epoch_of(order, epoch)
         assert torch.cat(batches).sort().values.tolist() == list(range(num_data))
@@ -47,7 +47,7 @@ def test_every_batch_holds_each_clusters_share(num_data: int, batch_size: int, d
     if drop_last and batch_size > num_data:
         pytest.skip("no batch is left")
     labels = labels_of()
-    order = ClusteredOrder(num_data, batch_size, seed=2, drop_last=drop_last, clusters=labels)
+    order = ClusteredOrder(OrderSpec(num_data, batch_size, seed=2, drop_last=drop_last), clusters=labels)
     for epoch in range(20):
         batches = epoch_of(order, epoch)
         if drop_last:
@@ -63,7 +63,7 @@ def test_every_batch_holds_each_clusters_share(num_data: int, batch_size: int, d
 
 def test_the_mean_over_an_epoch_is_the_datas() -> None:
     values = torch.randn(40, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    order = ClusteredOrder(40, 8, seed=3, clusters=labels_of())
+    order = ClusteredOrder(OrderSpec(40, 8, seed=3), clusters=labels_of())
     for epoch in range(3):
         means = torch.stack([values[batch].mean(0) for batch in epoch_of(order, epoch)])
         torch.testing.assert_close(means.mean(0), values.mean(0), rtol=1e-14, atol=1e-15)
@@ -78,7 +78,7 @@ def test_every_datum_has_the_same_chance_to_be_in_a_batch(batch_size: int, repli
     epochs, scores = 4000, []
     share = math.ceil(40 / replicas)
     for rank in range(replicas):
-        order = ClusteredOrder(40, batch_size, 4, num_replicas=replicas, rank=rank, clusters=labels_of())
+        order = ClusteredOrder(OrderSpec(40, batch_size, 4, num_replicas=replicas, rank=rank), clusters=labels_of())
         counts = torch.zeros(order.batches_per_epoch, 40, dtype=torch.float64)
         for epoch in range(epochs):
             for position, batch in enumerate(epoch_of(order, epoch)):
@@ -107,8 +107,8 @@ def test_the_variance_is_that_within_the_clusters() -> None:
     plain_exact = (1 - size / num_data) * float(values.var()) / size
     measured = {}
     for name, order in (
-        ("clustered", ClusteredOrder(num_data, size, 5, clusters=labels)),
-        ("plain", BatchOrder(num_data, size, 5)),
+        ("clustered", ClusteredOrder(OrderSpec(num_data, size, 5), clusters=labels)),
+        ("plain", BatchOrder(OrderSpec(num_data, size, 5))),
     ):
         means = torch.stack([values[order.indices(epoch * 8)].mean() for epoch in range(4000)])
         squares = (means - values.mean()).square()
@@ -124,33 +124,33 @@ def test_roundings_cost_little() -> None:
     """Clusters that do not divide the batches: still far below the plain order's variance."""
     labels = labels_of()
     values = 5.0 * labels.double()
-    order = ClusteredOrder(40, 7, 6, clusters=labels)
+    order = ClusteredOrder(OrderSpec(40, 7, 6), clusters=labels)
     means = torch.stack([values[order.indices(6 * epoch + epoch % 5)].mean() for epoch in range(1000)])
     assert float((means - values.mean()).square().mean()) < 0.35 * (1 - 7 / 40) * float(values.var()) / 7
 
 
 def test_one_cluster_is_a_plain_order_and_many_are_no_error() -> None:
     for labels in (torch.zeros(40, dtype=torch.int64), torch.arange(40)):
-        order = ClusteredOrder(40, 7, seed=0, clusters=labels)
+        order = ClusteredOrder(OrderSpec(40, 7, seed=0), clusters=labels)
         assert torch.cat(epoch_of(order)).sort().values.tolist() == list(range(40))
 
 
 def test_clusters_are_not_tied_to_each_other() -> None:
     """Four data of four clusters in batches of two: every pair meets (that one does not in 100 epochs: 1 in 10^17)."""
-    order = ClusteredOrder(4, 2, seed=0, clusters=torch.arange(4))
+    order = ClusteredOrder(OrderSpec(4, 2, seed=0), clusters=torch.arange(4))
     pairs = {tuple(sorted(order.indices(batch).tolist())) for batch in range(0, 200, 2)}
     assert len(pairs) == 6
 
 
 def test_the_order_is_a_function_of_seed_chain_epoch_and_position() -> None:
     def epoch(seed: int = 0, chain: int = 0, number: int = 0) -> list[list[int]]:
-        order = ClusteredOrder(40, 8, seed, chain, clusters=labels_of())
+        order = ClusteredOrder(OrderSpec(40, 8, seed, chain), clusters=labels_of())
         return [batch.tolist() for batch in epoch_of(order, number)]
 
     assert epoch() == epoch()
     orders = [epoch(), epoch(seed=1), epoch(chain=1), epoch(number=1)]
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
-    order = ClusteredOrder(40, 7, seed=0, clusters=labels_of())
+    order = ClusteredOrder(OrderSpec(40, 7, seed=0), clusters=labels_of())
     forwards = [order.indices(batch).tolist() for batch in range(18)]
     assert [order.indices(batch).tolist() for batch in reversed(range(18))][::-1] == forwards
 
@@ -162,7 +162,8 @@ def test_replicas_share_a_stratified_batch(num_data: int, replicas: int) -> None
         if drop_last and num_data < 4 * replicas:
             continue
         orders = [
-            ClusteredOrder(num_data, 4, 7, 0, drop_last, replicas, rank, clusters=labels) for rank in range(replicas)
+            ClusteredOrder(OrderSpec(num_data, 4, 7, 0, drop_last, replicas, rank), clusters=labels)
+            for rank in range(replicas)
         ]
         parts = [epoch_of(order) for order in orders]
         assert len({tuple(len(batch) for batch in part) for part in parts}) == 1
@@ -187,8 +188,8 @@ def test_replicas_share_a_stratified_batch(num_data: int, replicas: int) -> None
 
 
 def test_two_replicas_together_are_one_process_with_twice_the_batch() -> None:
-    whole = ClusteredOrder(40, 8, 8, clusters=labels_of())
-    halves = [ClusteredOrder(40, 4, 8, num_replicas=2, rank=rank, clusters=labels_of()) for rank in range(2)]
+    whole = ClusteredOrder(OrderSpec(40, 8, 8), clusters=labels_of())
+    halves = [ClusteredOrder(OrderSpec(40, 4, 8, num_replicas=2, rank=rank), clusters=labels_of()) for rank in range(2)]
     for batch in range(10):
         parts = [half.indices(batch) for half in halves]
         assert not set(parts[0].tolist()) & set(parts[1].tolist())
@@ -221,7 +222,7 @@ def test_every_chain_has_an_order_of_its_own() -> None:
     loader.adopt_chains([0, 5])
     for number, chains in enumerate(loader):
         for chain, batch in zip((0, 5), chains, strict=True):
-            own = ClusteredOrder(40, 8, 2, chain, clusters=labels_of())
+            own = ClusteredOrder(OrderSpec(40, 8, 2, chain), clusters=labels_of())
             assert torch.equal(batch[0], own.indices(number))
         assert not torch.equal(chains[0][0], chains[1][0])
 
@@ -244,7 +245,7 @@ def test_clusters_of_separated_data_are_found() -> None:
 
 def test_mistakes() -> None:
     def make(clusters: Any) -> Any:
-        return lambda: ClusteredOrder(40, 8, 0, clusters=clusters)
+        return lambda: ClusteredOrder(OrderSpec(40, 8, 0), clusters=clusters)
 
     for build, message in (
         (

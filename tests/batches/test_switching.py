@@ -16,6 +16,7 @@ from scipy import linalg, stats
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import SGLD, BayesianModule, Categorical, ResumableLoader, SwitchingBatchSampler, SwitchingOrder
+from lightning_sgmcmc.batches.order import OrderSpec
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.batches.switching import CHUNK
 from lightning_sgmcmc.callbacks import SamplingSchedule
@@ -28,7 +29,7 @@ HELD = partial(SwitchingOrder, switching_time=1.0, time_step=0.02)
 def order(
     eta: float = 1.0, dt: Any = 0.02, num_data: int = NUM_DATA, batch: int = BATCH, **options: Any
 ) -> SwitchingOrder:
-    return SwitchingOrder(num_data, batch, 3, switching_time=eta, time_step=dt, **options)
+    return SwitchingOrder(OrderSpec(num_data, batch, 3, **options), switching_time=eta, time_step=dt)
 
 
 def states(made: SwitchingOrder, count: int) -> torch.Tensor:
@@ -58,7 +59,7 @@ def test_the_data_are_split_once_into_equal_batches(num_data: int, batch: int, r
 
 
 def test_every_chain_and_seed_has_its_own_split_and_switching() -> None:
-    made = [order(), order(chain=1), SwitchingOrder(NUM_DATA, BATCH, 4, switching_time=1.0, time_step=0.02)]
+    made = [order(), order(chain=1), SwitchingOrder(OrderSpec(NUM_DATA, BATCH, 4), switching_time=1.0, time_step=0.02)]
     splits = [one._batches for one in made]
     paths = [states(one, 300) for one in made]
     for a, b in ((0, 1), (0, 2), (1, 2)):
@@ -106,7 +107,9 @@ def test_holding_times_are_exponential_and_the_next_state_uniform(count: int) ->
     if count > 2:
         moves = torch.bincount(((path[jumps + 1] - path[jumps]) % count) - 1, minlength=count - 1)
         assert stats.chisquare(moves).pvalue > 1e-4
-    first = [SwitchingOrder(count, 1, seed, switching_time=eta, time_step=dt).state(0) for seed in range(600)]
+    first = [
+        SwitchingOrder(OrderSpec(count, 1, seed), switching_time=eta, time_step=dt).state(0) for seed in range(600)
+    ]
     assert stats.chisquare(np.bincount(first, minlength=count)).pvalue > 1e-4
 
 
@@ -172,9 +175,10 @@ def test_one_batch_is_held_for_ever() -> None:
     ],
 )
 def test_mistakes(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    good: dict[str, Any] = {"switching_time": 1.0, "time_step": 0.1}
+    options: dict[str, Any] = {"switching_time": 1.0, "time_step": 0.1} | change
+    spec = OrderSpec(NUM_DATA, BATCH, 0, drop_last=options.pop("drop_last", False))
     with pytest.raises(error, match=message):
-        SwitchingOrder(NUM_DATA, BATCH, 0, **(good | change))
+        SwitchingOrder(spec, **options)
 
 
 def test_a_schedule_of_senseless_times_is_refused() -> None:

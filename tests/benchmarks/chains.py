@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.batches.order import BatchOrder
+from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.datamodules.augmentation import Augmentation
 from lightning_sgmcmc.datamodules.loading import evaluation_loader
@@ -63,7 +63,7 @@ def bare(dataset: TensorBatches, chains: int, steps: int) -> float:
         SGHMC(net.parameters(), lr=0.01, num_data=count, seed=1, first_chain=chain)
         for chain, net in enumerate(networks)
     ]
-    orders = [BatchOrder(count, BATCH, 1, chain) for chain in range(chains)]
+    orders = [BatchOrder(OrderSpec(count, BATCH, 1, chain)) for chain in range(chains)]
     images, labels = dataset.tensors
     decay = 1 / count
     start = 0.0

@@ -22,7 +22,7 @@ from lightning_sgmcmc import (
     pSGLD,
 )
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.batches.order import BatchOrder
+from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.callbacks import (
     BayesianModelAverage,
@@ -170,7 +170,7 @@ def test_stacked_batches_of_data_on_an_accelerator() -> None:
 
     items = _SeededItems(dataset, list, 3, ["0/0", "5/0"])
     items._device = torch.device("meta")  # stands for one that is not the CPU
-    orders = [BatchOrder(60, 8, 3, chain) for chain in (0, 5)]
+    orders = [BatchOrder(OrderSpec(60, 8, 3, chain)) for chain in (0, 5)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_sgmcmc.batches.loader.reseed", lambda *args: None)
         batch = items.load_all(2, [order.indices(2) for order in orders])

@@ -14,7 +14,6 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torchvision.datasets
-from jsonargparse import ArgumentParser
 from torch import Tensor
 
 from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior
@@ -30,6 +29,7 @@ from lightning_sgmcmc.datamodules import (
 from lightning_sgmcmc.datamodules.augmentation import Augmentation, random_crop, random_erase, random_flip
 from lightning_sgmcmc.datamodules.images import Normalise, pixel_statistics
 from lightning_sgmcmc.samplers import SGLD
+from tests.support.configuration import configured_datamodule
 from tests.support.paths import DATA_ROOT as ROOT
 
 needs_data = pytest.mark.skipif(not ROOT.is_dir(), reason="no data files: set SGMCMC_DATA_ROOT to their folder")
@@ -559,8 +559,6 @@ def test_damaged_files_of_torchvision(tmp_path: Path) -> None:
 
 
 def test_every_image_datamodule_is_configured_by_name() -> None:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(pl.LightningDataModule, "data")
     for name, options in {
         "FashionMNISTDataModule": {"flatten": True, "device_resident": True},
         "CIFAR10DataModule": {"augment": True, "random_erasing": 0.5},
@@ -568,11 +566,7 @@ def test_every_image_datamodule_is_configured_by_name() -> None:
         "SVHNDataModule": {"val_size": 0},
         "NotMNISTDataModule": {"test_size": 2000, "mean": None, "std": None},
     }.items():
-        options |= {"root": "somewhere", "batch_size": 7}
-        config = parser.parse_object(
-            {"data": {"class_path": f"lightning_sgmcmc.datamodules.{name}", "init_args": options}}
-        )
-        data = parser.instantiate_classes(config).data
+        data = configured_datamodule(name, root="somewhere", batch_size=7, **options)
         assert type(data).__name__ == name
         assert data.root == Path("somewhere")
         assert data.batch_size == 7

@@ -9,13 +9,12 @@ from urllib.error import URLError
 
 import numpy as np
 import pytest
-import pytorch_lightning as pl
 import torch
-from jsonargparse import ArgumentParser
 from torch import Tensor
 
 from lightning_sgmcmc.datamodules import ArrayDataModule, CovertypeDataModule, MushroomDataModule
 from lightning_sgmcmc.datamodules.mushroom import ATTRIBUTES
+from tests.support.configuration import configured_datamodule
 from tests.support.paths import DATA_ROOT as ROOT
 
 needs_data = pytest.mark.skipif(not ROOT.is_dir(), reason="no data files: set SGMCMC_DATA_ROOT to their folder")
@@ -252,17 +251,11 @@ def test_mistakes_say_what_is_wrong(kind: Callable[..., Any], options: dict[str,
 
 
 def test_both_are_configured_by_name() -> None:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(pl.LightningDataModule, "data")
     for name, options in {
         "MushroomDataModule": {"val_fraction": 0.1},
         "CovertypeDataModule": {"binary": False, "full": True, "intercept": True},
     }.items():
-        options |= {"root": "somewhere", "batch_size": 7}
-        config = parser.parse_object(
-            {"data": {"class_path": f"lightning_sgmcmc.datamodules.{name}", "init_args": options}}
-        )
-        data = parser.instantiate_classes(config).data
+        data = configured_datamodule(name, root="somewhere", batch_size=7, **options)
         assert type(data).__name__ == name
         assert data.root == Path("somewhere")
 

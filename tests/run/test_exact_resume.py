@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, Posterior
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.batches.order import BatchOrder
+from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
 from lightning_sgmcmc.callbacks import (
     ChainHealth,
     CyclicalSchedule,
@@ -205,7 +205,7 @@ def test_an_epoch_holds_every_datum_once(num_data: int, replicas: int) -> None:
     for drop_last in (False, True):
         seen: list[int] = []
         for rank in range(replicas):
-            order = BatchOrder(num_data, 4, seed=1, drop_last=drop_last, num_replicas=replicas, rank=rank)
+            order = BatchOrder(OrderSpec(num_data, 4, seed=1, drop_last=drop_last, num_replicas=replicas, rank=rank))
             batches = [order.indices(b).tolist() for b in range(order.batches_per_epoch)]
             seen += [index for batch in batches for index in batch]
             assert all(len(batch) == 4 for batch in batches[:-1] if drop_last)
@@ -218,19 +218,19 @@ def test_an_epoch_holds_every_datum_once(num_data: int, replicas: int) -> None:
 
 def test_the_order_is_a_function_of_seed_chain_epoch_and_position() -> None:
     def epoch(seed: int = 0, chain: int = 0, number: int = 0) -> list[list[int]]:
-        order = BatchOrder(50, 8, seed=seed, chain=chain)
+        order = BatchOrder(OrderSpec(50, 8, seed=seed, chain=chain))
         return [order.indices(number * 7 + position).tolist() for position in range(7)]
 
     assert epoch() == epoch()
     orders = [epoch(), epoch(seed=1), epoch(chain=1), epoch(number=1)]
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
-    backwards = BatchOrder(50, 8, seed=0)
+    backwards = BatchOrder(OrderSpec(50, 8, seed=0))
     assert [backwards.indices(b).tolist() for b in reversed(range(7))][::-1] == epoch()
 
 
 def test_every_order_is_equally_likely() -> None:
     """Chi-square test of the first datum over 2,000 epochs of 10 data; false alarms at 1 in 1,000."""
-    order = BatchOrder(10, 1, seed=5)
+    order = BatchOrder(OrderSpec(10, 1, seed=5))
     counts = torch.bincount(torch.tensor([int(order.indices(10 * e)) for e in range(2000)]), minlength=10).double()
     assert float(((counts - 200) ** 2 / 200).sum()) < 27.9
 

@@ -100,13 +100,13 @@ def test_learned_masses_are_the_targets(scheme: str, shared: bool) -> None:
     vector = run.contour.log_vector.exp()
     pi = vector if shared else vector.mean(0)
     visits = run.contour.visits if shared else run.contour.visits.sum(0)
-    masses = learner.rules.log_masses(ContourState(pi.log(), visits)).exp()
+    masses = learner.contour.log_masses(ContourState(pi.log(), visits)).exp()
     truth = MIXTURE.bin_masses(PARTITION.edges())
     assert 0.5 * (masses - truth).abs().sum().item() < 0.05
 
 
 def test_draws_carry_their_own_energies_and_weights() -> None:
-    learner = contour(learn=False, state=contour().rules.known_state(MIXTURE.bin_masses(PARTITION.edges()) + 1e-12))
+    learner = contour(learn=False, state=contour().contour.known_state(MIXTURE.bin_masses(PARTITION.edges()) + 1e-12))
     run = simulate(
         MIXTURE, lr=0.1, num_steps=200, num_chains=6, contour=learner, energy_noise=0.0, keep_every=7, burn_in=20
     )
@@ -114,8 +114,8 @@ def test_draws_carry_their_own_energies_and_weights() -> None:
     torch.testing.assert_close(run.energies, MIXTURE.energy(run.positions))
     assert learner.state is not None
     for draws, energies in zip(run.log_weights, run.energies, strict=True):
-        place = learner.rules.locate(learner.state, energies, 1.0, PARTITION.edges())
-        torch.testing.assert_close(draws, learner.rules.log_weight(place.log_density))
+        place = learner.contour.locate(learner.state, energies, 1.0, PARTITION.edges())
+        torch.testing.assert_close(draws, learner.contour.log_weight(place.log_density))
     assert run.contour is not None
     assert torch.equal(run.contour.log_vector, learner.state.log_vector.expand(6, -1))
 
@@ -158,8 +158,8 @@ def test_a_temperature_of_0_rests_the_contour() -> None:
 def test_all_modes_are_found_by_a_contour() -> None:
     """A short look at the paper's nine modes: with a contour, chains get from mode to mode."""
     target = CosineTarget.nine_modes()
-    rules = Contour(EnergyPartition(-6.4, 0.25, 90), ContourRules(0.75, "original"))
-    learner = ContourRun(rules, DecayingStepSize(10, 0.8, 100, 0.003))
+    shape = Contour(EnergyPartition(-6.4, 0.25, 90), ContourRules(0.75, "original"))
+    learner = ContourRun(shape, DecayingStepSize(10, 0.8, 100, 0.003))
     options: dict[str, Any] = {"lr": 0.003, "num_steps": 20_000, "num_chains": 20, "keep_every": 20}
     start = torch.zeros(2)
     counts = []
