@@ -103,7 +103,7 @@ class EnergyModel(pl.LightningModule):
             return self.log_likelihood(batch), {}, None
         output, target = self.output_and_target(batch)
         terms = self.likelihood.terms(output) | self.likelihood.target_terms(output, target)
-        if not has_own(self, "log_likelihood"):
+        if not overrides(self, "log_likelihood"):
             return self.likelihood.log_prob(output, target), terms, target
         return self.log_likelihood(batch), terms, target
 
@@ -122,8 +122,8 @@ class EnergyModel(pl.LightningModule):
     """The constructor arguments, see `lightning_sgmcmc.posterior.description.record_arguments`."""
 
 
-def has_own(model: EnergyModel, method: str) -> bool:
-    """Return whether a user's subclass overrides one of this class's methods."""
+def overrides(model: EnergyModel, method: str) -> bool:
+    """Return whether a model's class overrides a method of `EnergyModel`."""
     return getattr(type(model), method) is not getattr(EnergyModel, method)
 
 
@@ -146,9 +146,9 @@ def check_model(model: EnergyModel) -> None:
             f"{name} samples by automatic optimization: leave automatic_optimization at True, and put "
             "the update into a sampler"
         )
-    if model.likelihood is None and not has_own(model, "log_likelihood"):
+    if model.likelihood is None and not overrides(model, "log_likelihood"):
         raise ValueError(f"{name} needs a likelihood: pass likelihood=… or define log_likelihood(batch)")
-    overridden = any(has_own(model, method) for method in ("forward", "log_likelihood", "output_and_target"))
+    overridden = any(overrides(model, method) for method in ("forward", "log_likelihood", "output_and_target"))
     if "net" not in model._modules and not overridden:
         raise ValueError(f"{name} needs a network: pass net=… or define forward")
 

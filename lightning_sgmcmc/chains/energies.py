@@ -12,7 +12,7 @@ from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.starts import layer_at_fault
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode, state_of, undisturbed_generators
-from lightning_sgmcmc.model import EnergyModel, check_shape, has_own
+from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
 
 Execution = Literal["auto", "loop", "vmap"]
 
@@ -49,7 +49,7 @@ class ChainEnergies:
         self._chains = chains
         self._trainable = trainable
         self._vmapped = execution == "vmap" and chains is not None
-        self._own_prior = has_own(model, "log_prior")
+        self._own_prior = overrides(model, "log_prior")
         self._call = StatelessCall(model, type(model).log_likelihood)
         self._compiled = compiled
         self._replays = compiled and model.device.type == "cuda"
@@ -207,7 +207,7 @@ class ChainEnergies:
         self._looked = True
         model, chains = self._model, self._chains
         model.checks_targets = False
-        if model.likelihood is None or has_own(model, "log_likelihood"):
+        if model.likelihood is None or overrides(model, "log_likelihood"):
             return
         first = batch[0] if isinstance(batch, ChainBatches) else batch
         with torch.no_grad(), undisturbed_generators(model), evaluation_mode(model):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from lightning_sgmcmc.chains.stateless import StatelessCall, state_of
 from lightning_sgmcmc.evaluation.scoring import concatenate
 from lightning_sgmcmc.evaluation.share import EvaluationShare, share_of_plain
-from lightning_sgmcmc.model import EnergyModel, has_own
+from lightning_sgmcmc.model import EnergyModel, overrides
 
 OutOfDistributionSource: TypeAlias = pl.LightningDataModule | DataLoader[Any]
 METRICS = ("auroc", "entropy", "brier")
@@ -110,7 +110,7 @@ class OutOfDistributionData:
 def _terms_of_batch(module: EnergyModel, batch: Any) -> dict[str, Tensor]:
     assert module.likelihood is not None
     pair = isinstance(batch, list | tuple) and len(batch) == 2
-    if pair or has_own(module, "output_and_target"):
+    if pair or overrides(module, "output_and_target"):
         return module.likelihood.terms(module.output_and_target(batch)[0])
     return module.likelihood.terms(module(batch[0] if isinstance(batch, list | tuple) else batch))
 
