@@ -39,7 +39,7 @@ from torch import nn
 from lightning_sgmcmc import SGLD, BayesianModule, Bernoulli, GaussianPrior, PosteriorSample, SwitchingOrder
 from lightning_sgmcmc.callbacks import SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
-from lightning_sgmcmc.simulation.switching_diffusion import coupled_ornstein_uhlenbeck
+from lightning_sgmcmc.simulation.switching_diffusion import coupled_ornstein_uhlenbeck, switching_paths
 from recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
 from recipes.shared.results import Options, Row, mean_row
 from recipes.shared.switching import (
@@ -128,7 +128,7 @@ def strong_errors(options: Options) -> dict[float, Curve]:
     """Return E|θ_t - ζ_t| at several times t; both start at 0 and share one Brownian path."""
     by_time: dict[float, list[torch.Tensor]] = {time: [] for time in TIMES}
     for eta in SWITCHING_TIMES:
-        pairs = coupled_ornstein_uhlenbeck(POTENTIALS, eta, TIMES, PAIRS[options.scale], options.seed)
+        pairs = switching_paths(coupled_ornstein_uhlenbeck(POTENTIALS), eta, TIMES, PAIRS[options.scale], options.seed)
         for time, place in zip(TIMES, pairs.places, strict=True):
             by_time[time].append((place[:, 0] - place[:, 1]).abs())
     return {time: curve_of_means(SWITCHING_TIMES, errors, GROUPS) for time, errors in by_time.items()}

@@ -20,8 +20,9 @@ import torch
 from lightning_sgmcmc.simulation.switching_diffusion import (
     Potentials,
     SwitchingPaths,
+    ornstein_uhlenbeck,
     stationary_moments,
-    switching_ornstein_uhlenbeck,
+    switching_paths,
 )
 from recipes.shared.results import Options, Row
 from recipes.shared.switching import (
@@ -64,8 +65,10 @@ def run(options: Options) -> list[Row]:
             Row(method, "W₁ to N(0, 0.1)", distance, jackknife_error(without)),
         ]
     times = torch.linspace(0, PATH_LENGTH, PATH_POINTS)
-    paths = {eta: switching_ornstein_uhlenbeck(POTENTIALS, eta, times, 1, options.seed) for eta in SWITCHING_TIMES}
-    mean_path = switching_ornstein_uhlenbeck(Potentials([MEAN_SLOPE], [0.0]), 1.0, times, 1, options.seed)
+    paths = {
+        eta: switching_paths(ornstein_uhlenbeck(POTENTIALS), eta, times, 1, options.seed) for eta in SWITCHING_TIMES
+    }
+    mean_path = switching_paths(ornstein_uhlenbeck(Potentials([MEAN_SLOPE], [0.0])), 1.0, times, 1, options.seed)
     mean_figure(times, mean_path).savefig(options.out / "figure_1_1.png", dpi=120)
     switching_figure(times, paths, laws).savefig(options.out / "figure_1_2.png", dpi=120)
     return rows

@@ -19,12 +19,14 @@ from lightning_sgmcmc.simulation.results import Simulation
 from lightning_sgmcmc.simulation.subsampled_chains import SumSamples, sample_sum
 from lightning_sgmcmc.simulation.svgd import descend
 from lightning_sgmcmc.simulation.switching_diffusion import (
+    LinearDiffusions,
     Potentials,
     SwitchingPaths,
     coupled_ornstein_uhlenbeck,
+    ornstein_uhlenbeck,
     stationary_moments,
-    switching_ornstein_uhlenbeck,
-    switching_underdamped,
+    switching_paths,
+    underdamped,
 )
 from lightning_sgmcmc.simulation.target_module import TargetDataModule, TargetModule
 from lightning_sgmcmc.simulation.targets import CosineTarget, GaussianMixture, Target
@@ -43,6 +45,7 @@ __all__ = [
     "GaussianMixture",
     "GaussianSum",
     "GradientEstimator",
+    "LinearDiffusions",
     "LogisticBound",
     "LogisticRegressionSum",
     "NormalModelSum",
@@ -59,10 +62,11 @@ __all__ = [
     "coupled_ornstein_uhlenbeck",
     "descend",
     "firefly",
+    "ornstein_uhlenbeck",
     "random_walk_metropolis",
     "sample_sum",
     "simulate",
     "stationary_moments",
-    "switching_ornstein_uhlenbeck",
-    "switching_underdamped",
+    "switching_paths",
+    "underdamped",
 ]

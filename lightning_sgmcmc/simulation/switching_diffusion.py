@@ -50,141 +50,11 @@ class SwitchingPaths(NamedTuple):
     states: Tensor
 
 
-def switching_ornstein_uhlenbeck(
-    potentials: Potentials,
-    switching_time: float,
-    times: Tensor | Sequence[float],
-    num_chains: int,
-    seed: int = 0,
-    initial: Tensor | float = 0.0,
-) -> SwitchingPaths:
-    """Run dθ_t = -a_i·(θ_t - b_i)dt + √(2/β) dW_t with i = i(t/η), which jumps to each other index at rate 1.
+class LinearDiffusions(NamedTuple):
+    """Linear diffusions dz = -A_i·(z - m_i)dt + noise of S data indices i, whose stationary covariances are Σ_i.
 
-    Args:
-        potentials: a, b and β.
-        switching_time: η > 0; an index is held for an exponential time with mean η/(S-1).
-        times: of the places, rising and not negative, shape (T,).
-        num_chains: C.
-        seed: of jumps and noise, which have separate streams; paths depend on the number of chains, too.
-        initial: θ_0, a number or of shape (C,); i(0) is uniform.
-
-    Raises:
-        ValueError: for numbers out of range or shapes that do not fit.
-
-    Source: Jin, Liu & Latz 2023 (SGLDiff), eq. (1.4) and (4.1), Figure 1.2.
-    """
-    a, b, inverse_temperature = potentials.slopes, potentials.centres, potentials.inverse_temperature
-    pieces = _Pieces(a[:, None, None], b[:, None], (1 / (inverse_temperature * a))[:, None, None])
-    paths = _run_pieces(pieces, _start(initial, num_chains, 1), switching_time, times, seed)
-    return SwitchingPaths(paths.places[..., 0], paths.states)
-
-
-def switching_underdamped(
-    potentials: Potentials,
-    switching_time: float,
-    times: Tensor | Sequence[float],
-    num_chains: int,
-    seed: int = 0,
-    initial: Tensor | float = 0.0,
-    friction: float = 1.0,
-) -> SwitchingPaths:
-    """Run dX_t = V_t dt, dV_t = -γ·V_t dt - a_i·(X_t - b_i)dt + √(2γ/β) dW_t with i = i(t/η).
-
-    Its places are (X, V), of shape (T, C, 2). With one index its stationary law is N(b, 1/(βa)) × N(0, 1/β). The
-    paper's noise √2·dW_t is that of β = γ.
-
-    Args:
-        potentials: a, b and β.
-        switching_time: η > 0.
-        times: of the places, rising and not negative, shape (T,).
-        num_chains: C.
-        seed: of jumps and noise.
-        initial: (X_0, V_0), a number for both or of shape (2,) or (C, 2); i(0) is uniform.
-        friction: γ > 0.
-
-    Raises:
-        ValueError: for numbers out of range or shapes that do not fit.
-
-    Source: Jin, Liu & Latz 2023 (SGLDiff), section 4.1, Momentum.
-    """
-    a, b, inverse_temperature = potentials.slopes, potentials.centres, potentials.inverse_temperature
-    check_positive("friction", friction)
-    drift = torch.zeros(len(a), 2, 2, dtype=torch.float64)
-    drift[:, 0, 1], drift[:, 1, 0], drift[:, 1, 1] = -1, a, friction
-    variances = torch.stack([1 / a, torch.ones_like(a)], 1) / inverse_temperature
-    pieces = _Pieces(drift, torch.stack([b, torch.zeros_like(b)], 1), variances.diag_embed())
-    return _run_pieces(pieces, _start(initial, num_chains, 2), switching_time, times, seed)
-
-
-def coupled_ornstein_uhlenbeck(
-    potentials: Potentials,
-    switching_time: float,
-    times: Tensor | Sequence[float],
-    num_chains: int,
-    seed: int = 0,
-    initial: Tensor | float = 0.0,
-) -> SwitchingPaths:
-    """Run the switching diffusion θ and the one with the mean potential, ζ, on the same Brownian path.
-
-        dθ_t = -a_i·(θ_t - b_i)dt + √(2/β) dW_t,   dζ_t = -ā·(ζ_t - b̄)dt + √(2/β) dW_t,
-
-    with ā the mean of a and b̄ that of a·b over ā. Its places are (θ, ζ), of shape (T, C, 2).
-
-    Args:
-        potentials: a, b and β.
-        switching_time: η > 0.
-        times: of the places, rising and not negative, shape (T,).
-        num_chains: C.
-        seed: of jumps and noise.
-        initial: θ_0 = ζ_0 where it is a number; else (θ_0, ζ_0) of shape (2,) or (C, 2).
-
-    Raises:
-        ValueError: for numbers out of range or shapes that do not fit.
-
-    Source: Jin, Liu & Latz 2023 (SGLDiff), Theorem 1.1.
-    """
-    a, b, inverse_temperature = potentials.slopes, potentials.centres, potentials.inverse_temperature
-    mean_slope = a.mean()
-    rates = torch.stack([a, mean_slope.expand_as(a)], 1)
-    means = torch.stack([b, ((a * b).mean() / mean_slope).expand_as(b)], 1)
-    covariances = 2 / inverse_temperature / (rates[:, :, None] + rates[:, None, :])
-    pieces = _Pieces(rates.diag_embed(), means, covariances)
-    return _run_pieces(pieces, _start(initial, num_chains, 2), switching_time, times, seed)
-
-
-def stationary_moments(
-    potentials: Potentials,
-    switching_time: float,
-) -> tuple[float, float]:
-    """Return the exact mean and variance of the switching diffusion's stationary law μ^η.
-
-    They are the sums over i of u_i = E[θ·1{i}] and w_i = E[θ²·1{i}], which solve the linear equations
-
-        0 = a_i·(b_i/S - u_i) + Σ_j (u_j - u_i)/η,   0 = 2·a_i·(b_i·u_i - w_i) + 2/(β·S) + Σ_j (w_j - w_i)/η.
-
-    Args:
-        potentials: a, b and β.
-        switching_time: η > 0.
-
-    Raises:
-        ValueError: for numbers out of range or shapes that do not fit.
-
-    Source: the generator of Jin, Liu & Latz 2023 (SGLDiff), eq. (1.4) and (4.1), applied to θ and θ².
-    """
-    a, b, inverse_temperature = potentials.slopes, potentials.centres, potentials.inverse_temperature
-    check_positive("switching_time", switching_time)
-    count = len(a)
-    mixing = (count * torch.eye(count, dtype=torch.float64) - 1) / switching_time
-    first = torch.linalg.solve(torch.diag(a) + mixing, a * b / count)
-    second = torch.linalg.solve(torch.diag(2 * a) + mixing, 2 * a * b * first + 2 / (inverse_temperature * count))
-    mean = float(first.sum())
-    return mean, float(second.sum()) - mean**2
-
-
-class _Pieces(NamedTuple):
-    """Linear diffusions dz = -A_i·(z - m_i)dt + noise, whose stationary covariances are Σ_i.
-
-    So E = exp(-A_i·t) takes a mean m to m_i + E(m - m_i) and a covariance C to Σ_i + E(C - Σ_i)Eᵀ.
+    A is `drifts`, of shape (S, d, d), m `means`, of shape (S, d), and Σ `covariances`, of shape (S, d, d). With
+    E = exp(-A_i·t) a time t takes a mean m to m_i + E(m - m_i) and a covariance C to Σ_i + E(C - Σ_i)Eᵀ.
     """
 
     drifts: Tensor
@@ -220,6 +90,132 @@ class _Pieces(NamedTuple):
         return even[:, None, None] * torch.eye(2, dtype=torch.float64) + (odd * time)[:, None, None] * rest
 
 
+def ornstein_uhlenbeck(potentials: Potentials) -> LinearDiffusions:
+    """Return dθ_t = -a_i·(θ_t - b_i)dt + √(2/β) dW_t.
+
+    Source: Jin, Liu & Latz 2023 (SGLDiff), eq. (1.4) and (4.1), Figure 1.2.
+    """
+    a, b, inverse_temperature = potentials.slopes, potentials.centres, potentials.inverse_temperature
+    return LinearDiffusions(a[:, None, None], b[:, None], (1 / (inverse_temperature * a))[:, None, None])
+
+
+def underdamped(potentials: Potentials, friction: float = 1.0) -> LinearDiffusions:
+    """Return dX_t = V_t dt, dV_t = -γ·V_t dt - a_i·(X_t - b_i)dt + √(2γ/β) dW_t.
+
+    Its places are (X, V). With one index its stationary law is N(b, 1/(βa)) × N(0, 1/β). The paper's noise √2·dW_t is
+    that of β = γ.
+
+    Args:
+        potentials: a, b and β.
+        friction: γ > 0.
+
+    Raises:
+        ValueError: if the friction is not a positive finite number.
+
+    Source: Jin, Liu & Latz 2023 (SGLDiff), section 4.1, Momentum.
+    """
+    a, b, inverse_temperature = potentials.slopes, potentials.centres, potentials.inverse_temperature
+    check_positive("friction", friction)
+    drift = torch.zeros(len(a), 2, 2, dtype=torch.float64)
+    drift[:, 0, 1], drift[:, 1, 0], drift[:, 1, 1] = -1, a, friction
+    variances = torch.stack([1 / a, torch.ones_like(a)], 1) / inverse_temperature
+    return LinearDiffusions(drift, torch.stack([b, torch.zeros_like(b)], 1), variances.diag_embed())
+
+
+def coupled_ornstein_uhlenbeck(potentials: Potentials) -> LinearDiffusions:
+    """Return the switching diffusion θ and the one with the mean potential, ζ, on the same Brownian path.
+
+        dθ_t = -a_i·(θ_t - b_i)dt + √(2/β) dW_t,   dζ_t = -ā·(ζ_t - b̄)dt + √(2/β) dW_t,
+
+    with ā the mean of a and b̄ that of a·b over ā. Its places are (θ, ζ).
+
+    Source: Jin, Liu & Latz 2023 (SGLDiff), Theorem 1.1.
+    """
+    a, b, inverse_temperature = potentials.slopes, potentials.centres, potentials.inverse_temperature
+    mean_slope = a.mean()
+    rates = torch.stack([a, mean_slope.expand_as(a)], 1)
+    means = torch.stack([b, ((a * b).mean() / mean_slope).expand_as(b)], 1)
+    covariances = 2 / inverse_temperature / (rates[:, :, None] + rates[:, None, :])
+    return LinearDiffusions(rates.diag_embed(), means, covariances)
+
+
+def switching_paths(
+    diffusions: LinearDiffusions,
+    switching_time: float,
+    times: Tensor | Sequence[float],
+    num_chains: int,
+    seed: int = 0,
+    initial: Tensor | float = 0.0,
+) -> SwitchingPaths:
+    """Run the diffusions with i = i(t/η), which jumps to each other index at rate 1.
+
+    Args:
+        diffusions: one for each index: `ornstein_uhlenbeck`, `underdamped` or `coupled_ornstein_uhlenbeck`.
+        switching_time: η > 0; an index is held for an exponential time with mean η/(S-1).
+        times: of the places, rising and not negative, shape (T,).
+        num_chains: C.
+        seed: of jumps and noise, which have separate streams; paths depend on the number of chains, too.
+        initial: the first place: a number for all variables, or of shape (C,) for one variable, and (2,) or (C, 2) for
+            two; i(0) is uniform.
+
+    Raises:
+        ValueError: for numbers out of range or shapes that do not fit.
+
+    Source: Jin, Liu & Latz 2023 (SGLDiff), eq. (1.4).
+    """
+    count, dimension = diffusions.means.shape
+    place, now = _start(initial, num_chains, dimension), 0.0
+    check_positive("switching_time", switching_time)
+    when = torch.as_tensor(times, dtype=torch.float64)
+    if when.dim() != 1 or bool((when.diff(prepend=when.new_zeros(1)) < 0).any()) or not bool(when.isfinite().all()):
+        raise ValueError("times must be finite, rising, not negative, and of shape (T,)")
+    noise = torch.Generator().manual_seed(derive_seed(seed, "noise"))
+    jumps = _Jumps(count, num_chains, switching_time, seed)
+    places, states = [], []
+    for time in when.tolist():
+        mean, covariance = place, place.new_zeros(*place.shape, dimension)
+        remaining = torch.full((num_chains,), time - now, dtype=torch.float64)
+        while bool((remaining > 0).any()):
+            step = torch.minimum(jumps.left, remaining)
+            mean, covariance = diffusions.advance(jumps.states, mean, covariance, step)
+            remaining = remaining - step
+            jumps.advance_(step)
+        draws = torch.randn(place.shape, generator=noise, dtype=torch.float64)
+        place, now = mean + (_lower(covariance) @ draws[..., None])[..., 0], time
+        places.append(place[:, 0] if dimension == 1 else place)
+        states.append(jumps.states)
+    return SwitchingPaths(torch.stack(places), torch.stack(states))
+
+
+def stationary_moments(
+    potentials: Potentials,
+    switching_time: float,
+) -> tuple[float, float]:
+    """Return the exact mean and variance of the switching diffusion's stationary law μ^η.
+
+    They are the sums over i of u_i = E[θ·1{i}] and w_i = E[θ²·1{i}], which solve the linear equations
+
+        0 = a_i·(b_i/S - u_i) + Σ_j (u_j - u_i)/η,   0 = 2·a_i·(b_i·u_i - w_i) + 2/(β·S) + Σ_j (w_j - w_i)/η.
+
+    Args:
+        potentials: a, b and β.
+        switching_time: η > 0.
+
+    Raises:
+        ValueError: for numbers out of range or shapes that do not fit.
+
+    Source: the generator of Jin, Liu & Latz 2023 (SGLDiff), eq. (1.4) and (4.1), applied to θ and θ².
+    """
+    a, b, inverse_temperature = potentials.slopes, potentials.centres, potentials.inverse_temperature
+    check_positive("switching_time", switching_time)
+    count = len(a)
+    mixing = (count * torch.eye(count, dtype=torch.float64) - 1) / switching_time
+    first = torch.linalg.solve(torch.diag(a) + mixing, a * b / count)
+    second = torch.linalg.solve(torch.diag(2 * a) + mixing, 2 * a * b * first + 2 / (inverse_temperature * count))
+    mean = float(first.sum())
+    return mean, float(second.sum()) - mean**2
+
+
 class _Jumps:
     """The data index of each chain, and the time until it jumps."""
 
@@ -246,32 +242,6 @@ class _Jumps:
             self.states = self.states.clone()
             self.states[jumps] = (self.states[jumps] + steps) % self._count
             self.left[jumps] = self._holding_times(among)
-
-
-def _run_pieces(
-    pieces: _Pieces, initial: Tensor, switching_time: float, times: Tensor | Sequence[float], seed: int
-) -> SwitchingPaths:
-    check_positive("switching_time", switching_time)
-    when = torch.as_tensor(times, dtype=torch.float64)
-    if when.dim() != 1 or bool((when.diff(prepend=when.new_zeros(1)) < 0).any()) or not bool(when.isfinite().all()):
-        raise ValueError("times must be finite, rising, not negative, and of shape (T,)")
-    noise = torch.Generator().manual_seed(derive_seed(seed, "noise"))
-    jumps = _Jumps(len(pieces.means), len(initial), switching_time, seed)
-    place, now = initial, 0.0
-    places, states = [], []
-    for time in when.tolist():
-        mean, covariance = place, initial.new_zeros(*initial.shape, initial.shape[1])
-        remaining = torch.full((len(initial),), time - now, dtype=torch.float64)
-        while bool((remaining > 0).any()):
-            step = torch.minimum(jumps.left, remaining)
-            mean, covariance = pieces.advance(jumps.states, mean, covariance, step)
-            remaining = remaining - step
-            jumps.advance_(step)
-        draws = torch.randn(initial.shape, generator=noise, dtype=torch.float64)
-        place, now = mean + (_lower(covariance) @ draws[..., None])[..., 0], time
-        places.append(place)
-        states.append(jumps.states)
-    return SwitchingPaths(torch.stack(places), torch.stack(states))
 
 
 def _lower(covariance: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 
 from lightning_sgmcmc.diagnostics.samples import wasserstein_distance
-from lightning_sgmcmc.simulation.switching_diffusion import Potentials, switching_ornstein_uhlenbeck
+from lightning_sgmcmc.simulation.switching_diffusion import Potentials, ornstein_uhlenbeck, switching_paths
 
 SLOPES, CENTRES = (5.0, 15.0), (5.0, -5 / 3)
 POTENTIALS = Potentials(SLOPES, CENTRES)
@@ -16,7 +16,7 @@ GROUPS = 20
 
 def stationary_draws(switching_time: float, chains: int, seed: int) -> torch.Tensor:
     """Return independent draws of μ^η: the index starts from its own law, and θ_0 = 0 has decayed to e^-15."""
-    return switching_ornstein_uhlenbeck(POTENTIALS, switching_time, [SETTLED], chains, seed).places[0]
+    return switching_paths(ornstein_uhlenbeck(POTENTIALS), switching_time, [SETTLED], chains, seed).places[0]
 
 
 def target_quantiles(count: int) -> torch.Tensor:

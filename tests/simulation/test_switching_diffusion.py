@@ -17,9 +17,10 @@ from lightning_sgmcmc.simulation.switching_diffusion import (
     Potentials,
     _Jumps,
     coupled_ornstein_uhlenbeck,
+    ornstein_uhlenbeck,
     stationary_moments,
-    switching_ornstein_uhlenbeck,
-    switching_underdamped,
+    switching_paths,
+    underdamped,
 )
 
 Array = np.ndarray[Any, Any]
@@ -84,20 +85,20 @@ def test_stationary_moments_in_the_limits() -> None:
 @pytest.mark.parametrize("eta", [10, 1, 0.1, 0.01])
 def test_paths_have_the_stationary_moments(eta: float) -> None:
     """The index begins in its own law, and what is left of θ_0 = 0 after 3 is e^-15 of it."""
-    draws = switching_ornstein_uhlenbeck(POTENTIALS, eta, [3.0], 8000, seed=1).places[0]
+    draws = switching_paths(ornstein_uhlenbeck(POTENTIALS), eta, [3.0], 8000, seed=1).places[0]
     assert_moments(draws, *stationary_moments(POTENTIALS, eta))
 
 
 @pytest.mark.slow
 def test_paths_have_the_stationary_moments_of_fast_switching() -> None:
-    draws = switching_ornstein_uhlenbeck(POTENTIALS, 0.001, [3.0], 8000, seed=1).places[0]
+    draws = switching_paths(ornstein_uhlenbeck(POTENTIALS), 0.001, [3.0], 8000, seed=1).places[0]
     assert_moments(draws, *stationary_moments(POTENTIALS, 0.001))
 
 
 def test_one_piece_is_an_ornstein_uhlenbeck_process() -> None:
     """Means, variances and the covariance of two times of dθ = -a(θ-b)dt + √(2/β)dW from a fixed place."""
     a, b, beta, start, first, second = 3.0, -1.0, 4.0, 2.0, 0.1, 0.35
-    paths = switching_ornstein_uhlenbeck(Potentials([a], [b], beta), 1.0, [0.0, first, second], 40_000, 0, start)
+    paths = switching_paths(ornstein_uhlenbeck(Potentials([a], [b], beta)), 1.0, [0.0, first, second], 40_000, 0, start)
     assert (paths.places[0] == start).all()
     assert (paths.states == 0).all()
     for place, time in zip(paths.places[1:], (first, second), strict=True):
@@ -150,7 +151,7 @@ THREE, TIMES = (np.array([1.0, 4.0, 2.0]), np.array([2.0, -1.0, 0.5])), [0.1, 0.
 def test_three_indices_and_the_coupled_pair_at_finite_times(eta: float) -> None:
     """All moments of (θ, ζ) at some times, with places in between: nothing depends on what is asked."""
     (a, b), start = THREE, np.array([1.0, -0.5])
-    paths = coupled_ornstein_uhlenbeck(Potentials(a, b), eta, TIMES, 10_000, 2, torch.tensor(start))
+    paths = switching_paths(coupled_ornstein_uhlenbeck(Potentials(a, b)), eta, TIMES, 10_000, 2, torch.tensor(start))
     assert torch.allclose(paths.places[1], paths.places[2])
     drifts = np.array([np.diag([slope, a.mean()]) for slope in a])
     pushes = np.stack([a * b, np.full(3, (a * b).mean())], 1)
@@ -162,7 +163,7 @@ def test_three_indices_and_the_coupled_pair_at_finite_times(eta: float) -> None:
 @pytest.mark.parametrize("eta", [3.0, 0.1])
 def test_underdamped_with_three_indices_at_finite_times(eta: float, friction: float) -> None:
     (a, b), start, beta = THREE, np.array([1.0, -0.5]), 2.0
-    paths = switching_underdamped(Potentials(a, b, beta), eta, TIMES, 10_000, 2, torch.tensor(start), friction)
+    paths = switching_paths(underdamped(Potentials(a, b, beta), friction), eta, TIMES, 10_000, 2, torch.tensor(start))
     drifts = np.array([[[0, -1], [slope, friction]] for slope in a])
     pushes = np.stack([np.zeros(3), a * b], 1)
     for time, place in zip(TIMES, paths.places, strict=True):
@@ -171,7 +172,7 @@ def test_underdamped_with_three_indices_at_finite_times(eta: float, friction: fl
 
 
 def test_the_coupled_pair_is_one_without_switching() -> None:
-    both = coupled_ornstein_uhlenbeck(Potentials([2.0], [1.0]), 1.0, [0.5, 2.0], 100, 0).places
+    both = switching_paths(coupled_ornstein_uhlenbeck(Potentials([2.0], [1.0])), 1.0, [0.5, 2.0], 100, 0).places
     torch.testing.assert_close(both[..., 0], both[..., 1], atol=1e-7, rtol=0)
 
 
@@ -208,7 +209,7 @@ def test_indices_have_the_transition_matrix(eta: float) -> None:
     """Pairs of indices at two times against exp(Q·dt)/S."""
     count, gap = 4, 0.15
     potentials = Potentials([1.0] * 4, [0.0] * 4)
-    one, other = switching_ornstein_uhlenbeck(potentials, eta, [0.2, 0.2 + gap], 20_000, 5).states
+    one, other = switching_paths(ornstein_uhlenbeck(potentials), eta, [0.2, 0.2 + gap], 20_000, 5).states
     found = torch.bincount(count * one + other, minlength=count**2)
     generator = (np.ones((count, count)) - count * np.eye(count)) / eta
     expected = linalg.expm(generator * gap).reshape(-1) / count * 20_000
@@ -220,7 +221,7 @@ def test_underdamped_stationary_law_of_one_index(friction: float) -> None:
     """N(b, 1/(βa)) × N(0, 1/β), whether it swings or not."""
     a, b, beta = 5.0, 2.0, 4.0
     potentials = Potentials([a], [b], beta)
-    x, v = switching_underdamped(potentials, 1.0, [80.0], 40_000, 0, friction=friction).places[0].unbind(-1)
+    x, v = switching_paths(underdamped(potentials, friction), 1.0, [80.0], 40_000, 0).places[0].unbind(-1)
     assert_moments(x, b, 1 / (beta * a))
     assert_moments(v, 0.0, 1 / beta)
     products = (x - b) * v
@@ -239,7 +240,7 @@ def test_underdamped_piece_at_a_time(friction: float, time: float) -> None:
     covariance = factor @ big[:2, 2:]
     mean = np.array([b, 0]) + factor @ (start - np.array([b, 0]))
     potentials = Potentials([a], [b], beta)
-    place = switching_underdamped(potentials, 1.0, [time], 40_000, 1, torch.tensor(start), friction).places[0]
+    place = switching_paths(underdamped(potentials, friction), 1.0, [time], 40_000, 1, torch.tensor(start)).places[0]
     centred = place - torch.tensor(mean)
     assert float((centred.mean(0) / centred.std(0)).abs().max()) < 4 / 200
     products = (centred[:, :, None] * centred[:, None, :]).reshape(-1, 4)
@@ -254,18 +255,18 @@ def test_inverse_temperature_scales_the_variance() -> None:
         mean, variance = stationary_moments(together, 0.1)
         unscaled = stationary_moments(Potentials(SLOPES, (1.0, 1.0)), 0.1)[1]
         assert (mean, beta * variance) == pytest.approx((1.0, unscaled))
-        draws = switching_ornstein_uhlenbeck(together, 0.1, [3.0], 10_000, 4).places[0]
+        draws = switching_paths(ornstein_uhlenbeck(together), 0.1, [3.0], 10_000, 4).places[0]
         assert_moments(draws, mean, variance)
         # Between b's the switching itself spreads, so β → ∞ leaves a variance.
         potentials = Potentials(SLOPES, CENTRES, beta)
         apart = stationary_moments(potentials, 0.1)
         assert apart == pytest.approx(two_states(SLOPES, CENTRES, 0.1, beta), rel=1e-10)
-        assert_moments(switching_ornstein_uhlenbeck(potentials, 0.1, [3.0], 10_000, 4).places[0], *apart)
+        assert_moments(switching_paths(ornstein_uhlenbeck(potentials), 0.1, [3.0], 10_000, 4).places[0], *apart)
 
 
 def test_paths_are_functions_of_the_seed() -> None:
     def places(seed: int) -> Tensor:
-        return switching_ornstein_uhlenbeck(POTENTIALS, 0.1, [0.5, 1.0], 7, seed).places
+        return switching_paths(ornstein_uhlenbeck(POTENTIALS), 0.1, [0.5, 1.0], 7, seed).places
 
     assert torch.equal(places(3), places(3))
     assert not torch.equal(places(3), places(4))
@@ -284,15 +285,15 @@ def test_paths_are_functions_of_the_seed() -> None:
 )
 def test_mistakes(change: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {
-        "potentials": POTENTIALS,
+        "diffusions": ornstein_uhlenbeck(POTENTIALS),
         "switching_time": 1.0,
         "times": [1.0],
         "num_chains": 3,
     }
     with pytest.raises(ValueError, match=message):
-        switching_ornstein_uhlenbeck(**(good | change))
+        switching_paths(**(good | change))
     with pytest.raises(ValueError, match="friction must be positive"):
-        switching_underdamped(**good, friction=0.0)
+        underdamped(POTENTIALS, friction=0.0)
 
 
 @pytest.mark.parametrize(
