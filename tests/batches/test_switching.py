@@ -359,7 +359,7 @@ def plain_loader(rank: int = 0, ranks: int = 1) -> Any:
 def test_a_batch_sampler_under_a_trainer() -> None:
     """It trains, with a warning that a run cannot go on from any step."""
     seen = Seen()
-    with pytest.warns(UserWarning, match="can go on exactly only from checkpoints at the end of an epoch"):
+    with pytest.warns(UserWarning, match="resuming is bit-exact only from checkpoints at the end of an epoch"):
         fit(seen, 1, loader=plain_loader())
     inputs, own = data(NUM_DATA, 0).inputs, order()
     assert all(torch.equal(batch[0], inputs[own.indices(k)]) for k, batch in enumerate(seen.batches))

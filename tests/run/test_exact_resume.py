@@ -141,7 +141,7 @@ def test_a_loader_without_a_state_goes_on_at_the_end_of_an_epoch_and_says_so(tmp
             max_epochs=4, enable_checkpointing=True, callbacks=[CyclicalSchedule(2, 0.4, 3), *saver]
         )
         torch.manual_seed(len(options))
-        with pytest.warns(UserWarning, match="can go on exactly only from checkpoints at the end of an epoch"):
+        with pytest.warns(UserWarning, match="resuming is bit-exact only from checkpoints at the end of an epoch"):
             trainer.fit(module, loader, **options)
         return module
 
