@@ -1,7 +1,6 @@
 """Chains over processes (gloo): the same chains in every layout, checkpoints that go from one layout to another."""
 
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -27,7 +26,6 @@ from lightning_sgmcmc.chains.sample import PosteriorSample
 from tests.support.comparisons import assert_equal_trees, assert_same
 from tests.support.paths import REPOSITORY
 from tests.support.problems import Data, Even, Net, Plain
-from tests.support.processes import in_a_process
 from tests.support.recorders import Dump
 from tests.support.trainers import fit_in_layout, quiet_trainer
 
@@ -106,7 +104,7 @@ def learned_contour(module: Any) -> dict[str, Any]:
 
 
 def contour(**options: Any) -> ContourGradient:
-    return ContourGradient(ContourRules(zeta=0.75), num_bins=30, warm_up_steps=4, **options)
+    return ContourGradient(**{"rules": ContourRules(zeta=0.75), "num_bins": 30, "warm_up_steps": 4} | options)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +112,7 @@ def contour(**options: Any) -> ContourGradient:
     [
         {"interacting": True},
         {"interacting": True, "exchange_every": 3},
-        {"interacting": True, "scheme": "high-order", "weighting": "bin"},
+        {"interacting": True, "rules": ContourRules(zeta=0.75, scheme="high-order", weighting="bin")},
         {},
     ],
 )
@@ -276,11 +274,6 @@ SCRIPT = """
 """
 
 
-def run_script(*arguments: str) -> None:
-    sys.argv = list(arguments)
-    runpy.run_path(arguments[0], run_name="__main__")
-
-
 @pytest.mark.parametrize("strategy", ["chains_fork", pytest.param("chains", marks=pytest.mark.slow)])
 def test_kill_9_of_one_rank_of_four(tmp_path: Path, strategy: str) -> None:
     """In mid-epoch: the run ends with an error, long before gloo's half hour, and goes on exactly, for all chains."""
@@ -288,8 +281,6 @@ def test_kill_9_of_one_rank_of_four(tmp_path: Path, strategy: str) -> None:
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
 
     def run(*arguments: str) -> int:
-        if strategy == "chains_fork":  # a process that need not import everything
-            return in_a_process(lambda: run_script("run.py", *arguments), timeout=300)
         command = [sys.executable, "run.py", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=300).returncode
 
