@@ -27,9 +27,9 @@ class SamplingCLI(LightningCLI):
         """Raise for options that contradict each other."""
         config = self.config[self.subcommand]
         if config.resume and self.subcommand != "fit":
-            raise ValueError(f"--resume continues a fit, so it has no meaning for {self.subcommand}: leave it out")
+            raise ValueError(f"--resume continues a fit, so it has no effect in {self.subcommand}: omit it")
         if config.resume and config.get("ckpt_path"):
-            raise ValueError("--resume finds the checkpoint itself: leave out --ckpt_path, or --resume")
+            raise ValueError("--resume finds the checkpoint itself: pass either --ckpt_path or --resume")
 
     def before_fit(self) -> None:
         """Find the checkpoint to continue from."""

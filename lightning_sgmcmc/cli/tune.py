@@ -44,7 +44,7 @@ class TuningTrainer(pl.Trainer):
 
 
 def tune(trainer: pl.Trainer, make_trainer: Callable[..., pl.Trainer], model: BayesianModule, **options: Any) -> None:
-    """Propose a step size, print the table and write `tune.json` into the run's folder.
+    """Propose a step size, print the table and write `tune.json` to the run's folder.
 
     Args:
         trainer: the configuration's trainer, with its callbacks and folder.

@@ -76,7 +76,7 @@ class Contour:
         rules: ζ, scheme, limits and so on.
 
     Raises:
-        ValueError: if the floor of π leaves no room for so many bins.
+        ValueError: if the floor of π is too large for the number of bins.
 
     Source: Deng et al. 2020 (CSGLD), eq. (5), (6), (10), (15), (57), appendix D.1; Deng et al. 2022 (ICSGLD), eq. (8).
     """

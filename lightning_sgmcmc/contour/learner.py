@@ -20,7 +20,7 @@ class ContourLearner:
         step_size: ω_k of the stochastic approximation.
         chains: the chains that learn.
         interacting: one π for all chains of the run, learned by all; else each chain learns its own.
-        exchange_every: interacting chains exchange their energies every so many updates, and learn from all then.
+        exchange_every: number of updates between exchanges of interacting chains' energies.
 
     Source: Deng et al. 2020 (CSGLD), Algorithm 1; Deng et al. 2022 (ICSGLD), Algorithm 1.
     """

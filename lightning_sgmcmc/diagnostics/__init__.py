@@ -1,6 +1,6 @@
-"""Numbers about chains and draws: R-hat, effective sizes, temperatures, calibration, geometry.
+"""Diagnostics of chains and draws: R-hat, effective sample sizes, temperatures, calibration, geometry.
 
-Pure functions of tensors, and small classes that hold their results; nothing here knows a trainer or a module.
+Pure functions of tensors, and small classes for their results; nothing here depends on a trainer or a module.
 """
 
 from lightning_sgmcmc.diagnostics.assessment import assess

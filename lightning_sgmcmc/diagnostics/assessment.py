@@ -1,6 +1,6 @@
-"""Is the step size right? Findings with advice from temperatures, mini-batch noise and energies of a chain.
+"""Is the step size right? Findings with advice, from a chain's temperatures, mini-batch noise and energies.
 
-`lightning_sgmcmc.diagnostics.estimates` has the formulas.
+The formulas are in `lightning_sgmcmc.diagnostics.estimates`.
 """
 
 import math
@@ -22,21 +22,21 @@ def assess(
 ) -> HealthReport:
     """Return the report on a chain's health.
 
-    A number is found wrong only if its whole interval is: the temperatures outside τ·(1 ± tolerance), the mini-batch
-    noise above tolerance times the injected noise (that is the share of the temperature that it adds), the energy's
-    drift beyond tolerance·τ·d/2 (d/2·τ is the mean energy of d harmonic coordinates). The intervals hold jointly
-    (Bonferroni over all tensors and both temperatures, noise and drift), so the probability of a false alarm in one
-    assessment of a chain that is within the tolerance is at most `false_alarm_rate`.
+    A number is a finding only if its whole interval is out of range: temperatures outside τ·(1 ± tolerance), mini-batch
+    noise above tolerance times the injected noise (its relative contribution to the temperature), or an energy drift
+    beyond tolerance·τ·d/2 (d/2·τ is the mean energy of d harmonic coordinates). The intervals hold jointly (Bonferroni
+    over all tensors and both temperatures, noise and drift), so the probability of a false alarm in one assessment of
+    a chain within the tolerance is at most `false_alarm_rate`.
 
-    Of the two configurational estimates the plain one (c = 0, Wenzel's) is used where its interval is narrower than
-    the tolerance. Elsewhere the noise of θ·(gradient) swamps it, and c is the state at the beginning of the sampling
-    stage. That estimate starts at 0 and reaches τ in the time in which the chain forgets its beginning.
+    The plain configurational estimate (c = 0, Wenzel's) is used if its interval is narrower than the tolerance.
+    Otherwise the noise of θ·(gradient) dominates it, and c is the state at the beginning of the sampling stage. That
+    estimate starts at 0 and reaches τ once the chain has forgotten its start.
 
     Args:
-        observations: what was observed.
+        observations: the observed batch means.
         step: the optimizer step, for the report.
         tolerance: accepted relative deviation.
-        false_alarm_rate: of one assessment.
+        false_alarm_rate: probability of a false alarm in one assessment.
     """
     report = HealthReport(
         step=step,
@@ -67,7 +67,7 @@ def assess(
 
 
 class _Findings:
-    """What is wrong according to the estimates, in sentences with advice."""
+    """Problems shown by the estimates, as sentences with advice."""
 
     def __init__(self, estimates: Estimates) -> None:
         self._estimates, self._noisy = estimates, estimates.noisy()
@@ -99,7 +99,7 @@ class _Findings:
         return Finding(FindingKind(f"{kind} temperature"), sentence, side, tensor)
 
     def _bound(self, entry: Temperatures, kind: TemperatureKind, side: Side) -> float | None:
-        """Return the bound nearer to τ of an interval that is wholly on a side of the tolerated range, else None."""
+        """Return the bound nearer to τ if the interval lies wholly on a side of the tolerated range, else None."""
         _, interval = entry.measured(kind)
         if interval is None:
             return None
@@ -119,7 +119,7 @@ class _Findings:
             return "the momentum has not reached the temperature: use a longer burn-in or more friction"
         return (
             "the chain has not yet spread over the posterior: use a longer burn-in and longer sampling (a larger lr "
-            "spreads faster, where the other numbers allow it)"
+            "spreads faster, if the other numbers allow it)"
         )
 
     def _gradient_noise(self) -> Finding | None:

@@ -1,4 +1,4 @@
-"""Batch means of a series: estimates with errors of correlated draws."""
+"""Batch means of a series: estimates with standard errors for correlated draws."""
 
 import torch
 from torch import Tensor
@@ -14,12 +14,12 @@ MAX_BATCHES = 40
 class BatchMeans:
     """Means of consecutive batches of a stream of vectors, on the stream's device.
 
-    There are at most `limit` batches: when all are full, neighbours are merged and batches become twice as long. So
-    the batches eventually outgrow any autocorrelation of the stream, in constant memory.
+    There are at most `limit` batches: when all are full, neighbours are merged and the batch length doubles. So the
+    batches outgrow any autocorrelation of the stream, in constant memory.
 
     Args:
         length: length of the vectors.
-        like: a tensor of the dtype and on the device to use.
+        like: a tensor with the dtype and device to use.
         limit: the largest number of batches, even.
     """
 
@@ -44,7 +44,7 @@ class BatchMeans:
             self._last, self._size = half, self._size * 2
 
     def full(self) -> tuple[Tensor, Tensor]:
-        """Return the means (B, length) and the lengths (B,) of the batches that are full, on the CPU in float64."""
+        """Return the means (B, length) and the lengths (B,) of the full batches, on the CPU in float64."""
         counts = torch.tensor(self._counts[: self._last], dtype=torch.float64)
         return self._sums[: self._last].double().cpu() / counts[:, None], counts
 
@@ -56,7 +56,7 @@ def without_warm_up(means: Tensor, counts: Tensor, share: float) -> tuple[Tensor
 
 
 def merge_batches(means: Tensor, counts: Tensor, limit: int = MAX_BATCHES) -> tuple[Tensor, Tensor]:
-    """Return the batches, neighbours merged until there are at most `limit`."""
+    """Merge neighbouring batches until there are at most `limit`, and return them."""
     while len(counts) > limit:
         if len(counts) % 2:
             means, counts = torch.cat([means, means[-1:] * 0]), torch.cat([counts, counts[-1:] * 0])
@@ -69,8 +69,8 @@ def merge_batches(means: Tensor, counts: Tensor, limit: int = MAX_BATCHES) -> tu
 def mean_and_error(means: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean over weighted batches and its standard error.
 
-    The error counts the correlation of neighbouring batches where it is positive, which makes it safe for batches that
-    are not much longer than the autocorrelation.
+    The error includes the correlation of neighbouring batches if it is positive, so it is safe for batches not much
+    longer than the autocorrelation time.
 
     Args:
         means: shape (B, …), B ≥ 2.
@@ -85,14 +85,14 @@ def mean_and_error(means: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def student_quantile(probability: float, dof: int) -> float:
-    """Return the upper quantile of Student's t that is exceeded with a probability."""
+    """Return the upper quantile of Student's t, exceeded with the given probability."""
     from scipy.special import stdtrit
 
     return float(-stdtrit(dof, probability))
 
 
 def chi_square_interval(mean: float, error: float, probability: float, dof: int) -> tuple[float, float]:
-    """Return the interval of a mean of squares, chi-square with the degrees of freedom that its error implies.
+    """Return the interval of a mean of squares, from chi-square with the degrees of freedom implied by its error.
 
         ν = 2·(mean/error)²,   [ν·mean/χ²_ν(1-p), ν·mean/χ²_ν(p)]
 
@@ -100,7 +100,7 @@ def chi_square_interval(mean: float, error: float, probability: float, dof: int)
         mean: the mean of squares, > 0.
         error: its standard error.
         probability: p, the probability of a miss on either side.
-        dof: degrees of freedom of the error itself; few of them widen the interval as Student's t does.
+        dof: degrees of freedom of the error itself; few widen the interval, as in Student's t.
     """
     from scipy.special import chdtri, ndtri
 

@@ -13,12 +13,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ChainGrid:
-    """The places of samples in an array of shape (chain, draw).
+    """Positions of samples in an array of shape (chain, draw).
 
     Attributes:
         chains: the chains' global indices.
         positions: index of each sample in the store's order, shape (chain, draw).
-        dropped: number of samples without a place in it.
+        dropped: number of samples left out of the array.
     """
 
     chains: list[int]
@@ -27,7 +27,7 @@ class ChainGrid:
 
     @classmethod
     def of_chains(cls, chains_of_samples: Sequence[int]) -> "ChainGrid":
-        """Return the grid of some samples; longer chains keep their newest draws.
+        """Return the grid for samples of several chains; longer chains keep their newest draws.
 
         Args:
             chains_of_samples: the chain of each sample in the store's order, at least one.
@@ -46,13 +46,13 @@ class ChainGrid:
         return int(self.positions.shape[1])
 
     def arrange(self, values: Any) -> np.ndarray:
-        """Return one value for each sample, shape (S, …), as an array of shape (chain, draw, …)."""
+        """Arrange one value per sample, shape (S, …), as an array of shape (chain, draw, …)."""
         return np.asarray(values)[self.positions]
 
 
 @dataclass(frozen=True)
 class ChainDiagnostics:
-    """R-hat and effective sample sizes of one quantity; NaN for too few draws, or draws that do not vary.
+    """R-hat and effective sample sizes of one quantity; NaN for too few or constant draws.
 
     Attributes:
         rhat: rank-normalised split R-hat.
@@ -71,8 +71,8 @@ def chain_diagnostics(values: np.ndarray) -> ChainDiagnostics:
     """Return ArviZ's diagnostics of a quantity along chains.
 
     Args:
-        values: shape (chain, draw). For a single chain, R-hat compares its halves; it cannot detect that another chain
-            would be elsewhere.
+        values: shape (chain, draw). For a single chain, R-hat compares its halves; it cannot detect
+            other modes.
 
     Raises:
         ImportError: if ArviZ is not installed.
@@ -104,7 +104,7 @@ def import_arviz() -> Any:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # ArviZ warns of its next version at every import
+            warnings.simplefilter("ignore")  # ArviZ warns about its next version at every import
             import arviz
     except ImportError as error:
         raise ImportError("ArviZ is not installed: run `pip install 'lightning-sgmcmc[arviz]'`") from error
@@ -113,7 +113,7 @@ def import_arviz() -> Any:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Silence ArviZ's messages about short chains; the result is NaN there."""
+    """Silence ArviZ's messages about short chains, whose result is NaN."""
     logger = logging.getLogger("arviz")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -9,8 +9,8 @@ For rules without momentum m is the step itself, with σ² = 2·lr·τ/N and E[�
 E‖θ - c‖² is constant, and then this is the configurational temperature too, with a much smaller error:
 E[(θ - c)·∂U]/n = τ·(1 + lr·N·E[g·g]/(2·n·τ)).
 
-A step that is too large, and the noise of mini-batch gradients, heat the chain: temperatures above τ. A chain that has
-not yet spread from the point it was optimized to has a configurational temperature below τ.
+Too large a step, and the noise of mini-batch gradients, heat the chain: temperatures are above τ. A chain that has not
+yet spread from its optimized start has a configurational temperature below τ.
 
 Source: Wenzel et al. 2020, "How Good is the Bayes Posterior in Deep Neural Networks Really?", section 4 and appendix I.
 """
@@ -29,24 +29,24 @@ NUM_ROWS = 4
 KINETIC, PLAIN, ANCHORED, NOISE = range(NUM_ROWS)
 """Rows of `Observations.values`."""
 MIN_BATCHES = 8
-"""Fewer batches give no findings."""
+"""With fewer batches there are no findings."""
 
 
 @dataclass(frozen=True)
 class Observations:
-    """What was observed of a chain: batch means, in units of the target's temperature.
+    """Batch means of a chain's observed quantities, in units of the target's temperature.
 
     Attributes:
         names: the T tensors' names.
         numels: their sizes.
         values: shape (B, 4, T), means over each batch's observed steps of
-            [m·m/(n·σ²), θ·∂Ũ/(n·τ), c·∂Ũ/(n·τ), variance by mini-batch noise over that which friction removes].
+            [m·m/(n·σ²), θ·∂Ũ/(n·τ), c·∂Ũ/(n·τ), mini-batch noise variance over the variance removed by friction].
         energies: the mean mini-batch energy Ũ of each batch, shape (B,).
         square_energies: the mean of Ũ², shape (B,).
         counts: observed steps in each batch, shape (B,).
         temperature: τ.
-        allowance: the noise (in units of `values`' last row) that the rule corrects for, for each tensor; infinite
-            where it adapts.
+        allowance: the noise (in units of `values`' last row) that the rule corrects for, per tensor; infinite if the
+            rule adapts.
         clipped: share of the observed steps whose gradient was clipped, None without clipping.
     """
 
@@ -62,7 +62,7 @@ class Observations:
 
 
 class Estimates:
-    """Means, errors and intervals of what was observed.
+    """Means, errors and intervals of the observations.
 
     Attributes:
         tensors: the temperatures of each tensor, by name.
@@ -126,7 +126,7 @@ class Estimates:
         return ratio / (ratio + injected) if ratio + injected > 0 else 0.0
 
     def noisy(self) -> dict[str, float]:
-        """Return the shares of mini-batch noise of the tensors in which it is certainly over the limit."""
+        """Return the shares of mini-batch noise in tensors where it is certainly above the limit."""
         lower = self._mean[NOISE] - self._quantile * self._error[NOISE]
         return {
             name: self.noise_share(i)
@@ -156,7 +156,7 @@ class Estimates:
         return first, second
 
     def drift(self) -> float:
-        """Return the sign of the energy's drift, 0 if it is not certainly beyond the tolerance."""
+        """Return the sign of the energy's drift, or 0 if it is not certainly beyond the tolerance."""
         first, second = self.energy_halves()
         return 0.0 if abs(second - first) < self._drift_slack() else math.copysign(1.0, second - first)
 

@@ -1,4 +1,4 @@
-"""Geometry of samples in weight space: pure functions of tensors, in memory independent of the network's size."""
+"""Geometry of samples in weight space: pure functions of tensors; memory does not depend on the network's size."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -12,18 +12,18 @@ State = Mapping[str, Tensor]
 
 
 def weight_sketch(parameters: State, dimension: int = 1024, seed: int = 0) -> Tensor:
-    """Return a short vector S·θ of all weights whose squared distances are those of θ, exactly or in the mean.
+    """Return a short vector S·θ of all weights that preserves squared distances, exactly or in expectation.
 
         (S·θ)_b = Σ_{i: h(i)=b} s(i)·θ_i,   h(i) uniform in 0..m-1,   s(i) = ±1
 
-    With at most m weights it is θ itself, padded with zeros; with more, E‖S·(θ-θ')‖² = ‖θ-θ'‖² and the standard
-    deviation is at most √(2/m) of it (4.4 % for m = 1024). One pass over the weights; h and s are functions of the
-    seed and of the tensors' names, and torch's default generator is not touched.
+    With at most m weights it is θ, padded with zeros. With more, E‖S·(θ-θ')‖² = ‖θ-θ'‖², and its relative standard
+    deviation is at most √(2/m) (4.4 % for m = 1024). It takes one pass over the weights. h and s depend only on the
+    seed and the tensors' names; torch's default generator is not used.
 
     Args:
         parameters: the weights by name.
         dimension: m, at least 1.
-        seed: of h and s; only sketches with the same seed are comparable.
+        seed: seed of h and s; only sketches with the same seed are comparable.
 
     Returns:
         float32, shape (m,), on the CPU.
@@ -37,7 +37,7 @@ def weight_sketch(parameters: State, dimension: int = 1024, seed: int = 0) -> Te
         raise ValueError(f"dimension must be at least 1, got {dimension}")
     total = sum(tensor.numel() for tensor in parameters.values())
     if total == 0:
-        raise ValueError("there are no weights to sketch")
+        raise ValueError("parameters has no weights to sketch: pass at least one tensor")
     if total <= dimension:
         flat = torch.cat([tensor.detach().reshape(-1).cpu().double() for tensor in parameters.values()])
         return torch.nn.functional.pad(flat, (0, dimension - total)).float()
@@ -51,12 +51,12 @@ def weight_sketch(parameters: State, dimension: int = 1024, seed: int = 0) -> Te
 
 
 def squared_distances(points: Tensor) -> Tensor:
-    """Return ‖x_i - x_j‖² of all pairs of rows; (S, m) to (S, S), float64, symmetric with a zero diagonal."""
+    """Return ‖x_i - x_j‖² for all pairs of rows; (S, m) to (S, S), float64, symmetric with a zero diagonal."""
     return torch.cdist(points.double(), points.double(), compute_mode="donot_use_mm_for_euclid_dist").square()
 
 
 def classical_scaling(distances: Tensor, dimensions: int = 2) -> tuple[Tensor, Tensor]:
-    """Return the points whose distances are nearest to the given ones: classical multidimensional scaling.
+    """Return points that best reproduce the given distances, by classical multidimensional scaling.
 
         B = -J·D²·J/2 = V·Λ·Vᵀ,   J = I - 11ᵀ/S,   X = V·Λ^½ (the largest eigenvalues)
 
@@ -65,18 +65,18 @@ def classical_scaling(distances: Tensor, dimensions: int = 2) -> tuple[Tensor, T
         dimensions: number of coordinates.
 
     Returns:
-        X, shape (S, dimensions), float64, centred, padded with zeros where the points span fewer; and each coordinate's
-        share of the variance, shape (dimensions,). Signs are such that the largest entry of a coordinate is positive.
+        X, shape (S, dimensions), float64, centred, padded with zeros if the points span fewer; and each coordinate's
+        share of the variance, shape (dimensions,). The largest entry of each coordinate is positive.
 
     Raises:
-        ValueError: if the distances are no square matrix, or not finite.
+        ValueError: if the distances are not a square matrix, or not finite.
 
     Source: Torgerson 1952.
     """
     if distances.dim() != 2 or distances.shape[0] != distances.shape[1]:
-        raise ValueError(f"distances must be a square matrix, got the shape {tuple(distances.shape)}")
+        raise ValueError(f"distances must be a square matrix, got shape {tuple(distances.shape)}")
     if not bool(distances.isfinite().all()):
-        raise ValueError("a distance is infinite or not a number")
+        raise ValueError("distances must be finite, got an infinite or NaN entry")
     distances = distances.double()
     centred = distances - distances.mean(0) - distances.mean(1, keepdim=True) + distances.mean()
     eigenvalues, vectors = torch.linalg.eigh(-centred / 2)
@@ -95,11 +95,11 @@ def interpolate(first: State, second: State, position: float) -> dict[str, Tenso
     """Return the point (1-t)·a + t·b between two states.
 
     Floating-point buffers (BatchNorm's running means and variances) are interpolated like the weights; integers (its
-    counter) are the nearer end's.
+    counter) are copied from the nearer end.
 
     Args:
         first: a, at t = 0.
-        second: b, at t = 1, of the same names and shapes.
+        second: b, at t = 1, with the same names and shapes.
         position: t.
     """
     nearer = first if position < 0.5 else second
@@ -110,17 +110,17 @@ def interpolate(first: State, second: State, position: float) -> dict[str, Tenso
 
 
 def segment_pairs(places: Sequence[tuple[int, int]], limit: int) -> list[tuple[int, int, str]]:
-    """Choose the pairs of samples whose segments are evaluated: within cycles, between cycles, between chains.
+    """Choose pairs of samples whose segments are evaluated: within cycles, between cycles, between chains.
 
-    Within a cycle it is its first and last sample, between two cycles or chains the last sample of each; the newest
-    pairs are taken, as evenly over the three kinds as there are any.
+    Within a cycle the pair is its first and last sample; between two cycles or chains it is the last sample of each.
+    The newest pairs are chosen, as evenly over the three kinds as possible.
 
     Args:
         places: (chain, cycle) of each sample, in the order of drawing.
-        limit: at most so many pairs.
+        limit: largest number of pairs.
 
     Returns:
-        index, index and kind of each pair, in the order of the kinds and then of drawing.
+        both indices and the kind of each pair, ordered by kind and then by drawing.
     """
     first: dict[tuple[int, int], int] = {}
     last: dict[tuple[int, int], int] = {}

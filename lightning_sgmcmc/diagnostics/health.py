@@ -1,6 +1,6 @@
 """The report on a chain's health: temperatures, mini-batch noise, energies, and findings with advice.
 
-`lightning_sgmcmc.diagnostics.assessment.assess` makes one. `BayesianModule.health` holds the latest, `health.json` in
+`lightning_sgmcmc.diagnostics.assessment.assess` creates it. `BayesianModule.health` holds the latest, `health.json` in
 a run's folder is its JSON form, and `sgmcmc report` reads that file.
 """
 
@@ -19,7 +19,7 @@ VERDICTS: tuple[Verdict, ...] = ("ok", "warning", "unknown")
 
 
 class FindingKind(str, Enum):
-    """What a finding is about."""
+    """Subject of a finding."""
 
     DIVERGENCE = "divergence"
     KINETIC = "kinetic temperature"
@@ -28,7 +28,7 @@ class FindingKind(str, Enum):
     ENERGY = "energy"
     CLIPPING = "clipping"
     OTHER = "other"
-    """A kind that this version does not know, from a file."""
+    """A kind from a file that this version does not know."""
 
 
 HEATING = (FindingKind.DIVERGENCE, FindingKind.KINETIC, FindingKind.CONFIGURATIONAL, FindingKind.GRADIENT_NOISE)
@@ -36,13 +36,13 @@ HEATING = (FindingKind.DIVERGENCE, FindingKind.KINETIC, FindingKind.CONFIGURATIO
 
 @dataclass(frozen=True)
 class Finding:
-    """One kind of trouble with a chain.
+    """One problem with a chain.
 
     Attributes:
-        kind: what it is about.
+        kind: its subject.
         sentence: the kind, the measured values and a remedy.
-        side: "above" or "below" the expected value; None where the kind has one side only, or it is unknown.
-        tensor: name of the parameter tensor that is furthest off; None for the chain as a whole.
+        side: "above" or "below" the expected value; None if the kind has one side only, or if unknown.
+        tensor: name of the parameter tensor with the largest deviation; None for the chain as a whole.
     """
 
     kind: FindingKind
@@ -52,7 +52,7 @@ class Finding:
 
     @property
     def is_heat(self) -> bool:
-        """Whether the chain is too hot, so that a smaller step cures it."""
+        """Whether the chain is too hot, which a smaller step cures."""
         return self.kind in HEATING and self.side != "below"
 
     @classmethod
@@ -66,7 +66,7 @@ class Finding:
 
     @classmethod
     def of_sentence(cls, sentence: str) -> "Finding":
-        """Return a finding from its sentence alone, as reports of version 0.1.0 keep it."""
+        """Return a finding from its sentence alone, as stored by version 0.1.0."""
         kind = _kind(sentence.split(":")[0])
         side: Side | None = None
         if kind in (FindingKind.KINETIC, FindingKind.CONFIGURATIONAL):
@@ -76,14 +76,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Temperatures:
-    """Temperatures of a tensor, or of all tensors together; None where there is no measurement.
+    """Temperatures of a tensor, or of all tensors together; None without a measurement.
 
     Attributes:
         numel: number of elements.
         kinetic: kinetic temperature.
-        kinetic_interval: its lower and upper bound.
+        kinetic_interval: its lower and upper bounds.
         configurational: configurational temperature.
-        configurational_interval: its lower and upper bound.
+        configurational_interval: its lower and upper bounds.
     """
 
     numel: int | None = None
@@ -101,7 +101,7 @@ class Temperatures:
 
 @dataclass(frozen=True)
 class EnergySummary:
-    """The mini-batch energies Ũ of the sampling stage in nats; None where there are too few.
+    """The mini-batch energies Ũ of the sampling stage in nats; None for too few.
 
     Attributes:
         mean: their mean.
@@ -121,7 +121,7 @@ class HealthReport:
     Attributes:
         step: the optimizer step of the report.
         verdict: "ok", "warning" or "unknown".
-        findings: what is wrong.
+        findings: the problems found.
         temperature: τ, the temperature of the target; NaN if a file does not have it.
         tolerance: accepted relative deviation.
         tensors: temperatures by the name of the parameter tensor.
@@ -189,7 +189,7 @@ class HealthReport:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "HealthReport":
-        """Return the report from its JSON form, also from one of version 0.1.0, which has sentences only.
+        """Return the report from its JSON form, including that of version 0.1.0, which has only sentences.
 
         Missing entries, and values that are not finite numbers, count as not measured.
 

@@ -1,4 +1,4 @@
-"""Metrics of a predictive distribution: pure functions of tensors."""
+"""Metrics for predictive distributions: pure functions of tensors."""
 
 import math
 
@@ -10,7 +10,7 @@ CALIBRATION_BINS = 15
 
 
 def predictive_entropy(probabilities: Tensor) -> Tensor:
-    """Return -Σ_k p_k·log p_k of each row, in nats; (n, K) to (n,).
+    """Return -Σ_k p_k·log p_k for each row, in nats; (n, K) to (n,).
 
     >>> predictive_entropy(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
     tensor([0.0000, 0.6931])
@@ -51,17 +51,17 @@ def classification_metrics(probabilities: Tensor, target: Tensor) -> dict[str, T
 
 
 def out_of_distribution_metrics(known: Tensor, unknown: Tensor) -> dict[str, Tensor]:
-    """Return how well predictions detect inputs from another distribution, where every class is wrong.
+    """Return how well predictions detect inputs from another distribution, for which every class is wrong.
 
-    `auroc`: of detecting them by the predictive entropy, the probability that an unknown input has the higher one (ties
+    `auroc`: for detection by predictive entropy, the probability that an unknown input has the higher entropy (ties
     count half). `entropy`: their mean predictive entropy in nats. `brier`: the mean over inputs and classes of the
     squared probability, 1/n·Σ_i 1/K·Σ_k p_ik², between 1/K² (uniform) and 1/K (certain).
 
     Args:
         known: probabilities of the evaluation data, shape (n, K).
-        unknown: probabilities of the others, shape (m, K).
+        unknown: probabilities of the out-of-distribution data, shape (m, K).
 
-    Source: Deng et al. 2022 (ICSGLD), section 5.3, by the authors' program (the Brier score).
+    Source: Deng et al. 2022 (ICSGLD), section 5.3; the Brier score as in the authors' code.
     """
     entropies = torch.cat([predictive_entropy(known), predictive_entropy(unknown)]) / math.log(known.shape[-1])
     labels = torch.cat([torch.zeros(len(known)), torch.ones(len(unknown))]).long().to(entropies.device)
@@ -73,7 +73,7 @@ def out_of_distribution_metrics(known: Tensor, unknown: Tensor) -> dict[str, Ten
 
 
 def reliability(probabilities: Tensor, target: Tensor, bins: int = CALIBRATION_BINS) -> tuple[Tensor, Tensor, Tensor]:
-    """Return per confidence bin the mean confidence, the accuracy and the number of data, each of shape (bins,).
+    """Return mean confidence, accuracy and number of data per confidence bin, each of shape (bins,).
 
     Args:
         probabilities: shape (n, K).

@@ -1,6 +1,6 @@
-"""What the steps of a chain show: products of weights, gradients and momenta, averaged over batches of steps.
+"""Observation of a chain's steps: products of weights, gradients and momenta, averaged over batches of steps.
 
-`lightning_sgmcmc.diagnostics.estimates` says what they estimate.
+`lightning_sgmcmc.diagnostics.estimates` defines the quantities that they estimate.
 """
 
 import math
@@ -25,7 +25,7 @@ ENERGY, SQUARE_ENERGY, TEMPERATURE, CLIPPED = range(NUM_EXTRAS)
 
 
 def inner_products(a: Sequence[Tensor], b: Sequence[Tensor], chains: int = 1) -> Tensor:
-    """Return the inner product of each pair of tensors, shape (T,), without waiting for the device.
+    """Return the inner product of each pair of tensors, shape (T,), without synchronizing the device.
 
     With several chains the tensors have a leading chain axis, and the shape is (T, C).
     """
@@ -42,7 +42,7 @@ def square_norms(tensors: Sequence[Tensor], chains: int = 1) -> Tensor:
 
 
 def unreduced(means: Tensor) -> Tensor:
-    """Return batch means of this process as they are."""
+    """Return this process's batch means unchanged."""
     return means
 
 
@@ -54,7 +54,7 @@ class GroupStep(NamedTuple):
         temperature: τ.
         gradient_multiplier: κ.
         num_data: N.
-        momenta: momentum of each parameter, None where it has none.
+        momenta: momentum of each parameter, None without one.
     """
 
     law: StepLaw
@@ -68,7 +68,7 @@ class Clipping(NamedTuple):
     """How gradients are clipped after the observation.
 
     Attributes:
-        limit: the largest norm, or the largest absolute value; None or 0 clips nothing.
+        limit: the largest norm, or the largest absolute value; None or 0 disables clipping.
         by: "norm" or "value".
     """
 
@@ -80,19 +80,19 @@ NO_CLIPPING = Clipping()
 
 
 class StepObserver:
-    """Observes the steps of the sampling stages of one or several chains, and holds the batch means.
+    """Observes the steps of one or several chains in their sampling stages, and stores batch means.
 
     The order in a step: `begin_stage` before the first step of a stage, `before_update` when the gradients are
     complete, `after_update` with the laws of the step. `add` then completes a pending observation. `end_stage` closes
-    a stage. The memory is three copies of the parameters.
+    a stage. It stores three copies of the parameters.
 
     Args:
         names: the parameters' names.
         params: the parameters, with a leading axis for several chains.
         group_sizes: number of parameters in each parameter group, in the order of `params`.
         num_chains: C.
-        every_n_steps: number of steps from one observation to the next.
-        warm_up: share of each stage, at its beginning, that is left out.
+        every_n_steps: number of steps between observations.
+        warm_up: share of each stage, at its beginning, that is ignored.
         clipping: how the gradients are clipped.
     """
 
@@ -141,7 +141,7 @@ class StepObserver:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def begin_stage(self) -> None:
-        """Begin a stage at the present parameters."""
+        """Begin a stage at the current parameters."""
         if not self._anchors:
             self._anchors = [torch.empty_like(p) for p in self._params]
             self._previous = [torch.empty_like(p) for p in self._params]
@@ -151,7 +151,7 @@ class StepObserver:
         self._previous_step = -1
 
     def needs(self, step: int) -> bool:
-        """Return whether `before_update` looks at the gradients of step k."""
+        """Return whether `before_update` needs the gradients of step k."""
         return step % self._every == 0 or (step + 1) % self._every == 0
 
     @torch.no_grad()
@@ -162,8 +162,8 @@ class StepObserver:
 
         Args:
             step: k, from 1.
-            gradients: gradient of the mean potential for each parameter; a parameter without one is left out.
-            metric: returns the preconditioner's tensors, which are overwritten; None or none of them is the identity.
+            gradients: gradient of the mean potential for each parameter; a parameter without one is omitted.
+            metric: returns the preconditioner's tensors, which are overwritten; None or an empty list is the identity.
         """
         if any(gradient is None for gradient in gradients):
             self.missing |= {name for name, g in zip(self._names, gradients, strict=True) if g is None}
@@ -175,7 +175,7 @@ class StepObserver:
             self._previous_step = step
 
     def _forces(self, gradients: list[Tensor], scales: list[Tensor]) -> Tensor:
-        """Return θ·g, c·g, g·g and (g - g of the last step)² for each tensor, and whether g will be clipped."""
+        """Return θ·g, c·g, g·g and (g - previous g)² for each tensor, and whether g will be clipped."""
         changes, clipped = self._previous, self._clipped_share(gradients)
         torch._foreach_sub_(changes, gradients)
         if scales:  # norms in the metric of the preconditioner
@@ -200,11 +200,11 @@ class StepObserver:
         return (square_norms(gradients, self._chains).sum(0).sqrt() > limit).to(clipped).mean()
 
     def discard(self) -> None:
-        """Drop the pending observation of a step that was not made."""
+        """Drop the pending observation of a step that was skipped."""
         self._pending = None
 
     def after_update(self, laws: Sequence[StepLaw]) -> None:
-        """Follow the momenta's variance over a step; called after every step of a stage.
+        """Update the momenta's variance over a step; called after every step of a stage.
 
         Args:
             laws: the law of each parameter group's step.
@@ -255,11 +255,11 @@ class StepObserver:
     # -- batches ------------------------------------------------------------------------------------------------------
 
     def end_stage(self) -> None:
-        """Keep the stage's batches and close it."""
+        """Store the stage's batches and close it."""
         self._past, self._stage, self._pending = self.batches(), None, None
 
     def batches(self) -> Batches | None:
-        """Return all batches so far, of this stage and of those before it; None without any."""
+        """Return all batches so far, of this stage and earlier ones; None without any."""
         parts = [self._past] if self._past is not None else []
         if self._stage is not None:
             parts.append(without_warm_up(*self._stage.full(), self._warm_up))
@@ -317,7 +317,7 @@ class StepObserver:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Restore what `state_dict` returned; return whether its batches are of this network, else leave them out."""
+        """Restore from `state_dict()` if its batches belong to this network; return whether they do."""
         missing: Collection[str] = state["missing"]
         self.missing, self.count = set(missing), state["observations"]
         means, counts = state["means"], state["counts"]

@@ -13,21 +13,21 @@ def normalised_weights(log_weights: Tensor) -> Tensor:
     """Return w_j = exp(l_j)/Σ_i exp(l_i), computed in log space in float64.
 
     Args:
-        log_weights: shape (S,), any constant offset; -inf is the weight 0.
+        log_weights: shape (S,), any constant offset; -inf means weight 0.
 
     Raises:
-        ValueError: if there are none, one is NaN or +inf, or all are -inf.
+        ValueError: if there are no samples, one is NaN or +inf, or all are -inf.
 
     >>> normalised_weights(torch.tensor([0.0, 0.0, -torch.inf])).tolist()
     [0.5, 0.5, 0.0]
     """
     log_weights = log_weights.double()
     if log_weights.numel() == 0:
-        raise ValueError("there are no samples to weigh")
+        raise ValueError("log_weights has no samples to weight")
     if bool((log_weights.isnan() | (log_weights == torch.inf)).any()):
         raise ValueError("a sample's log-weight is NaN or infinite")
     if bool((log_weights == -torch.inf).all()):
-        raise ValueError("all samples have the weight 0")
+        raise ValueError("all samples have weight 0")
     return log_weights.softmax(0)
 
 
@@ -49,11 +49,11 @@ def autocorrelation(draws: Tensor, lags: int) -> Tensor:
         ρ_t = c_t/c_0,   c_t = n⁻¹·Σ_k (x_k - x̄)(x_{k+t} - x̄)
 
     Args:
-        draws: one after another, shape (n, …), each of the trailing numbers by itself.
-        lags: how many, at most n.
+        draws: consecutive draws, shape (n, …); trailing entries are treated separately.
+        lags: number of lags, at most n.
 
     Raises:
-        ValueError: for fewer than two draws, more lags than draws, or draws that do not move.
+        ValueError: for fewer than two draws, more lags than draws, or constant draws.
     """
     check_count("lags", lags)
     if len(draws) < max(2, lags):
@@ -62,31 +62,31 @@ def autocorrelation(draws: Tensor, lags: int) -> Tensor:
     spectrum = torch.fft.rfft(centred, 2 * len(draws), dim=0).abs().square()
     covariance = torch.fft.irfft(spectrum, dim=0)[:lags]
     if not bool((covariance[0] > 0).all()):
-        raise ValueError("a chain that does not move has no autocorrelation")
+        raise ValueError("a constant chain has no autocorrelation")
     return covariance / covariance[0]
 
 
 def autocorrelation_time(draws: Tensor) -> Tensor:
-    """Return the integrated autocorrelation time 1 + 2·Σ_{t≥1} ρ_t: how many draws are worth one independent draw.
+    """Return the integrated autocorrelation time 1 + 2·Σ_{t≥1} ρ_t: the number of draws worth one independent draw.
 
-    The sums of neighbours ρ_{2j} + ρ_{2j+1} of a reversible chain are positive and fall; their estimates are made to
-    fall and cut where one is not positive.
+    The sums of neighbours ρ_{2j} + ρ_{2j+1} of a reversible chain are positive and decreasing; their estimates are
+    made monotone and truncated at the first that is not positive.
 
     Args:
-        draws: one after another, shape (n, …), each of the trailing numbers by itself.
+        draws: consecutive draws, shape (n, …); trailing entries are treated separately.
 
     Returns:
-        shape (…); at least 1/log₁₀n. The estimate is too low for a chain shorter than some hundred times its value.
+        shape (…); at least 1/log₁₀n. The estimate is too low for a chain shorter than about a hundred times its value.
 
     Raises:
-        ValueError: for fewer than four draws, or draws that do not move.
+        ValueError: for fewer than four draws, or constant draws.
 
-    Source: Geyer 1992 (Practical Markov chain Monte Carlo), section 3.3, the initial monotone sequence; the least value
-    as in Stan and ArviZ.
+    Source: Geyer 1992 (Practical Markov chain Monte Carlo), section 3.3, the initial monotone sequence; the lower
+    bound as in Stan and ArviZ.
     """
     count = len(draws) // 2 * 2
     if count < 4:
-        raise ValueError(f"an autocorrelation time asks for four draws or more, got {len(draws)}")
+        raise ValueError(f"an autocorrelation time needs at least four draws, got {len(draws)}")
     rho = autocorrelation(draws, count)
     pairs = rho[0::2] + rho[1::2]
     kept = (pairs > 0).cumprod(0)
@@ -100,16 +100,16 @@ def resample(
     method: Literal["systematic", "multinomial"] = "systematic",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return indices of samples drawn with repetition by their importance weights, rising, shape (count,).
+    """Return sorted indices of samples drawn with replacement by their importance weights, shape (count,).
 
     Multinomial draws are independent. Systematic ones take the quantiles (u + i)/count of the weights' distribution
-    for one uniform u, so that a sample of weight w comes ⌊count·w⌋ or ⌈count·w⌉ times: the same mean, less variance.
+    for one uniform u, so a sample of weight w is drawn ⌊count·w⌋ or ⌈count·w⌉ times: the same mean, less variance.
 
     Args:
         log_weights: shape (S,), any constant offset; -inf is never drawn.
-        count: how many; None is S.
+        count: number of draws; None means S.
         method: "systematic" or "multinomial".
-        generator: of the uniform numbers; None is torch's default.
+        generator: generator of the uniform numbers; None uses torch's default.
 
     Raises:
         ValueError: for another method, a count below 1, or weights as in `normalised_weights`.
@@ -125,13 +125,13 @@ def resample(
     start = torch.rand((), generator=generator, dtype=torch.float64)
     places = (start + torch.arange(count, dtype=torch.float64)) / count
     cumulative = weights.cumsum(0)
-    # Rounding may leave the sum below the last place; the last sample with a weight takes it.
+    # Rounding may leave the sum below the last quantile, which then selects the last sample with a weight.
     last = int(weights.nonzero()[-1])
     return torch.searchsorted(cumulative, places, right=True).clamp(max=last)
 
 
 def mode_coverage(samples: Tensor, modes: Tensor, radius: float = 0.25, least: int = 100) -> int:
-    """Return how many modes have at least so many samples within a distance.
+    """Return the number of modes with at least `least` samples within a distance.
 
     Args:
         samples: shape (S, d).
@@ -148,12 +148,12 @@ def mode_coverage(samples: Tensor, modes: Tensor, radius: float = 0.25, least: i
 
 
 def cell_masses(samples: Tensor, weights: Tensor, bounds: tuple[float, float], count: int) -> Tensor:
-    """Return the weighted share of samples in each cell of a square grid, shape (count²,); those outside are left out.
+    """Return the weighted share of samples in each cell of a square grid, shape (count²,), ignoring those outside.
 
     Args:
         samples: shape (S, 2).
         weights: shape (S,), not negative.
-        bounds: lower and upper end of both axes.
+        bounds: lower and upper ends of both axes.
         count: cells along each axis.
     """
     low, high = bounds
@@ -165,35 +165,35 @@ def cell_masses(samples: Tensor, weights: Tensor, bounds: tuple[float, float], c
 
 
 def divergence(truth: Tensor, estimate: Tensor, smoothing: float = 0.01) -> float:
-    """Return the Kullback-Leibler divergence Σ p·log(p/q) of masses on the same cells, in nats.
+    """Return the Kullback-Leibler divergence Σ p·log(p/q) between masses on the same cells, in nats.
 
     Args:
         truth: p, shape (cells,), summing to 1.
         estimate: q, shape (cells,), summing to 1 at most.
-        smoothing: share of the uniform distribution that is mixed into q, so that an empty cell costs a finite amount.
+        smoothing: share of the uniform distribution mixed into q, so that an empty cell contributes a finite amount.
     """
     mixed = (1 - smoothing) * estimate + smoothing / len(estimate)
     return float(torch.xlogy(truth, truth).sum() - torch.xlogy(truth, mixed).sum())
 
 
 def wasserstein_distance(first: Tensor, second: Tensor) -> float:
-    """Return W₁ = ∫|F - G| dx of two sets of equally weighted numbers with the distribution functions F and G.
+    """Return W₁ = ∫|F - G| dx between two sets of equally weighted numbers with distribution functions F and G.
 
-    For the distance to a known law let one set be its quantiles at (i - 1/2)/n, i = 1, …, n.
+    For the distance to a known law, pass as one set its quantiles at (i - 1/2)/n, i = 1, …, n.
 
     Args:
         first: shape (S,), finite.
         second: shape (R,), finite.
 
     Raises:
-        ValueError: if a set is empty, not of one axis, or holds what is not finite.
+        ValueError: if a set is empty, not one-dimensional, or not finite.
 
     >>> wasserstein_distance(torch.tensor([0.0, 1.0]), torch.tensor([3.0, 2.0]))
     2.0
     """
     ordered = [numbers.double().sort().values for numbers in (first, second) if numbers.dim() == 1 and len(numbers)]
     if len(ordered) < 2 or not all(bool(numbers.isfinite().all()) for numbers in ordered):
-        raise ValueError("each set must hold finite numbers along one axis, and at least one")
+        raise ValueError("each set must be one-dimensional, finite and not empty")
     places = torch.cat(ordered).sort().values
     low, high = (torch.searchsorted(numbers, places[:-1], right=True) / len(numbers) for numbers in ordered)
     return float(((low - high).abs().double() * places.diff()).sum())

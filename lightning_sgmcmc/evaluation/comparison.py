@@ -1,4 +1,4 @@
-"""How the chains of a run compare: in energies, in predictions, and with all of them together."""
+"""Comparison of a run's chains, with one another and with all chains pooled: energies and predictions."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,15 +14,15 @@ from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 
 PROBES = 256
-"""Data, evenly spread over an evaluation set, on which chains are compared."""
+"""Number of evaluation data, evenly spaced, on which chains are compared."""
 FOLLOWED = 32
-"""Of these, so many whose log densities are kept for every sample."""
+"""Number of these data whose log densities are stored for every sample."""
 KEPT = ("probabilities", "mean", "square", "variance")
 """Terms of the predictive by which chains are compared."""
 
 
 class ChainComparison:
-    """Each chain's own average on some data of an evaluation set, and the samples' log densities on fewer."""
+    """Each chain's own average on part of an evaluation set, and the samples' log densities on fewer data."""
 
     def __init__(self) -> None:
         self.averages: dict[int, WeightedAverage] = {}
@@ -38,7 +38,7 @@ class ChainComparison:
             chain: the sample's chain.
             log_weight: its log importance weight.
             terms: the likelihood's terms on the evaluation data, first axis n.
-            log_density: log p(y|x,θ) of each datum, shape (n,).
+            log_density: log p(y|x,θ) for each datum, shape (n,).
         """
         probes = _spread(len(log_density), PROBES).to(log_density.device)
         average = self.averages.setdefault(chain, WeightedAverage())
@@ -48,11 +48,11 @@ class ChainComparison:
 
     @property
     def disagreement(self) -> float:
-        """How far the chains' predictives are apart, 0 if all agree, NaN with one chain.
+        """Disagreement between the chains' predictives: 0 if all agree, NaN with one chain.
 
-        With classes the entropy of the chains' mean predictive over that of each chain, H(mean_c p_c) - mean_c H(p_c),
-        in nats, averaged over the data; with real targets the share of the variance between chains' predictive means in
-        the predictive variance of all chains together.
+        For classification it is the entropy of the chains' mean predictive minus their mean entropy,
+        H(mean_c p_c) - mean_c H(p_c), in nats, averaged over the data. For regression it is the variance between the
+        chains' predictive means as a share of the pooled predictive variance.
         """
         known = [average for average in self.averages.values() if average.log_total > -math.inf]
         if len(known) < 2:
@@ -76,7 +76,7 @@ class ChainComparison:
 
     @property
     def densities(self) -> np.ndarray:
-        """The samples' log densities on the data that are followed, shape (S, K)."""
+        """The samples' log densities on the tracked data, shape (S, K)."""
         return torch.stack(self._densities).numpy() if self._densities else np.zeros((0, 0))
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,8 +105,8 @@ class ChainRow:
         chain: its index, None for all chains.
         samples: their number.
         energy, energy_std: mean and standard deviation of the samples' energies, in nats.
-        diagnostics: of the energies; of one chain by its halves.
-        nll: of the average's predictive on the compared data, NaN where nothing was evaluated.
+        diagnostics: diagnostics of the energies; for one chain, between its halves.
+        nll: NLL of the average's predictive on the compared data, NaN if nothing was evaluated.
     """
 
     chain: int | None
@@ -120,12 +120,12 @@ class ChainRow:
 def chain_rows(
     chains: Sequence[int], energies: Sequence[float], comparison: ChainComparison | None = None
 ) -> list[ChainRow]:
-    """Return a row for each chain and one for all, which comes last.
+    """Return one row per chain and, last, one for all.
 
     Args:
         chains: each sample's chain.
         energies: each sample's energy, in nats.
-        comparison: of the chains' predictions, where there is one.
+        comparison: comparison of the chains' predictions, or None.
 
     Raises:
         ImportError: if ArviZ is not installed.
@@ -149,7 +149,7 @@ def chain_rows(
 
 
 def prediction_diagnostics(comparison: ChainComparison) -> ChainDiagnostics:
-    """Return the worst diagnostics over the data that are followed, of log p(y|x,θ) along the chains.
+    """Return the worst diagnostics of log p(y|x,θ) along the chains, over the tracked data.
 
     Raises:
         ImportError: if ArviZ is not installed.
@@ -175,5 +175,5 @@ def _summary(energies: np.ndarray) -> tuple[int, float, float]:
 
 
 def _spread(count: int, most: int) -> Tensor:
-    """Return indices of at most so many data, evenly spread."""
+    """Return indices of at most `most` data, evenly spaced."""
     return torch.linspace(0, count - 1, min(count, most)).round().long()

@@ -1,4 +1,4 @@
-"""Evaluation in the middle of a run, also on all training data."""
+"""Evaluation during a run, including on all training data."""
 
 import itertools
 import math
@@ -41,18 +41,18 @@ def full_log_likelihood(
     reason: str,
     of_own_chain: bool = False,
 ) -> float:
-    """Return log p(D|θ) of all training data, without augmentation; the processes share the data among them.
+    """Return log p(D|θ) of all training data, without augmentation; the processes share the data.
 
     Args:
         trainer: the run's.
         chains: the chains of the model, which is in evaluation mode.
         state: θ, parameters and buffers by name.
         reason: the option that needs it, for the message.
-        of_own_chain: θ belongs to a chain of this process, so only the ranks of its group share the data; otherwise all
-            processes have the same θ.
+        of_own_chain: whether θ belongs to a chain of this process, so that only the ranks of its group share the data;
+            otherwise all processes have the same θ.
 
     Raises:
-        ValueError: if there are no training data.
+        ValueError: if the trainer has no training data.
     """
     total = torch.zeros((), dtype=torch.float64)
     layout = chains.layout
@@ -79,20 +79,20 @@ def pass_over_data(
 ) -> Iterator[Any]:
     """Yield the batches of a pass of the chains over all training data, with their augmentation, on the model's device.
 
-    They are plain batches for one chain, `ChainBatches` for several. The ranks that share a chain share the data. The
-    default generators are reseeded before each batch: the augmentation, and the order if the data are shuffled, are
-    functions of (seed, purpose, chain, steps made), wherever the chain runs.
+    Batches are plain for one chain, and `ChainBatches` for several. The ranks that share a chain share the data. The
+    default generators are reseeded before each batch: the augmentation, and the order if the data are shuffled, depend
+    only on (seed, purpose, chain, steps made), wherever the chain runs.
 
     Args:
         trainer: the run's.
         chains: the run's chains.
-        sampler: theirs.
+        sampler: the chains' sampler.
         reason: the callback that needs it, for the message.
         purpose: names the random numbers.
         shuffled: whether the data are in random order, as in training; otherwise in the data set's order.
 
     Raises:
-        ValueError: if there are no training data, or a data set has no length.
+        ValueError: if the trainer has no training data, or a data set has no length.
     """
     layout, model, step = chains.layout, chains.model, sampler.step_count
     for place, loader in enumerate(_training_loaders(trainer, reason)):
@@ -121,7 +121,7 @@ def _training_loaders(trainer: pl.Trainer, reason: str) -> list[Any]:
             trainer.fit_loop.setup_data()
         except MisconfigurationException as error:
             raise ValueError(
-                f"{reason} needs the training data, and the trainer has none: pass it the fit's datamodule"
+                f"{reason} needs the training data, but the trainer has none: pass it the fit's datamodule"
             ) from error
     return loaders_of(trainer.train_dataloader)
 
@@ -129,12 +129,12 @@ def _training_loaders(trainer: pl.Trainer, reason: str) -> list[Any]:
 def _length(dataset: Any, reason: str) -> int:
     if not hasattr(dataset, "__len__"):
         raise ValueError(
-            f"{reason} goes over all training data, and {type(dataset).__name__} has no length: pass a data set "
+            f"{reason} passes over all training data, but {type(dataset).__name__} has no length: pass a data set "
             "with one"
         )
     return len(dataset)
 
 
 def _again(loader: Any, dataset: Any, indices: Sequence[int]) -> DataLoader[Any]:
-    """Return a loader of a part of a data set, in batches as another loader's."""
+    """Return a loader of part of a data set, with the batch settings of another loader."""
     return DataLoader(Subset(dataset, indices), batch_size=loader.batch_size or 1, collate_fn=loader.collate_fn)

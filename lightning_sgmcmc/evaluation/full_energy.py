@@ -11,7 +11,7 @@ from lightning_sgmcmc.model import EnergyModel
 
 
 def full_energies(trainer: pl.Trainer, chains: Chains, include_prior: bool, reason: str) -> Tensor:
-    """Return U of each chain's present state over all training data, in evaluation mode, shape (C,), float64.
+    """Return U of each chain's current state over all training data, in evaluation mode, shape (C,), float64.
 
     Args:
         trainer: the run's.

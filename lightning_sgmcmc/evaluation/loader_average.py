@@ -27,10 +27,10 @@ class Evaluation:
         members: for each sample its step, chain, cycle and own metrics.
         running: for each sample the metrics of the average of all samples so far.
         average: the average's tensors (see `WeightedAverage`), for figures.
-        target: the targets, shape (n, …), None where the module has no likelihood.
+        target: the targets, shape (n, …), None if the module has no likelihood.
         ood: for each set of out-of-distribution data, the average's tensors there.
         log_weights: for each sample its log importance weight.
-        chains: how the chains compare.
+        chains: comparison of the chains.
     """
 
     members: list[dict[str, float]] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Evaluation:
 
     @property
     def effective_sample_size(self) -> float | None:
-        """(Σw)²/Σw² of the importance weights, None where all weigh the same or none has a weight."""
+        """(Σw)²/Σw² of the importance weights, None if all are equal or all are 0."""
         weights = torch.tensor(self.log_weights, dtype=torch.float64)
         if len(weights) < 2 or bool((weights == weights[0]).all()) or not bool((weights > -torch.inf).any()):
             return None
@@ -72,7 +72,7 @@ class Evaluation:
 
 
 class LoaderAverage:
-    """The running average over the data of one loader, and over out-of-distribution data beside them.
+    """The running average over the data of one loader, and over out-of-distribution data.
 
     Args:
         cycle_weights: as in `BayesianModelAverage`.
@@ -100,12 +100,12 @@ class LoaderAverage:
         """Add a sample.
 
         Args:
-            module: the module whose sample it is.
+            module: the sample's module.
             sample: the sample.
-            scores: what `lightning_sgmcmc.evaluation.evaluate` returned for this process's data.
-            share: which those are.
-            scale: what targets were divided by.
-            log_likelihood: log p(D|θ) of all training data, where the weights need it.
+            scores: the result of `lightning_sgmcmc.evaluation.evaluate` for this process's data.
+            share: this process's share of the data.
+            scale: the divisor of the targets.
+            log_likelihood: log p(D|θ) of all training data, if the weights need it.
             ood_terms: the likelihood's terms on each set of out-of-distribution data, of all ranks.
         """
         terms, log_density, target = scores
@@ -141,8 +141,8 @@ class LoaderAverage:
         known = self.evaluation.target
         if known is not None and target is not None and not torch.equal(known.to(target.device), target):
             raise ValueError(
-                "the evaluation data came in another order than for the sample before, so predictions cannot be "
-                "averaged: make the validation or test loader with shuffle=False"
+                "the evaluation data came in another order than for the previous sample, so predictions cannot be "
+                "averaged: create the validation or test loader with shuffle=False"
             )
         self.evaluation.target = target
 
@@ -177,7 +177,7 @@ class LoaderAverage:
 def metrics_of(
     module: EnergyModel, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor | None, scale: float
 ) -> dict[str, float]:
-    """Return the likelihood's figures of merit of a predictive, or its NLL where the module has no likelihood."""
+    """Return the likelihood's metrics for a predictive, or its NLL if the module has no likelihood."""
     if module.likelihood is None or target is None:
         return {"nll": -log_density.mean().item()}
     metrics = module.likelihood.metrics(terms, log_density, target, scale)
@@ -194,7 +194,7 @@ def _combined(total: WeightedAverage | CycleAverage) -> WeightedAverage:
 
 
 def loaders_of(source: Any) -> list[Any]:
-    """Return the loaders of what the trainer calls its dataloaders: None, one, a list or a dictionary."""
+    """Return the loaders in the trainer's dataloaders: None, one, a list or a dictionary."""
     if source is None:
         return []
     if isinstance(source, Mapping):

@@ -25,7 +25,7 @@ class OutOfDistributionData:
         sources: a datamodule or a loader, or several by name, or None.
 
     Raises:
-        TypeError: for anything else.
+        TypeError: for any other object.
         ValueError: for a loader that shuffles.
     """
 
@@ -59,15 +59,15 @@ class OutOfDistributionData:
             return
         if module.likelihood is None or module.likelihood.per_sample_term != "probabilities":
             raise ValueError(
-                "out-of-distribution data are judged by the entropy of class probabilities, which "
-                f"likelihood={module.likelihood!r} does not have: leave ood out"
+                "out-of-distribution data are evaluated by the entropy of class probabilities, which "
+                f"likelihood={module.likelihood!r} does not have: omit ood"
             )
         for name, source in self.sources.items():
             if name not in self._loaders:
                 self._loaders[name] = _test_loader(trainer, source)
             _check_order(name, self._loaders[name])
             if len(self._loaders[name]) == 0:
-                raise ValueError(f"there are no out-of-distribution data in '{name}'")
+                raise ValueError(f"ood: the out-of-distribution data '{name}' are empty")
 
     def terms(
         self, trainer: pl.Trainer, module: EnergyModel, state: Mapping[str, Tensor]
@@ -84,10 +84,10 @@ class OutOfDistributionData:
         return {key: share.whole(term) for key, term in terms.items()}
 
     def check(self, trainer: pl.Trainer, module: EnergyModel) -> None:
-        """Pass a batch of each set through the network, so that errors come before hours of training.
+        """Pass a batch of each set through the network, so that errors occur before hours of training.
 
         Raises:
-            RuntimeError, TypeError, ValueError: as the network does, naming the set.
+            RuntimeError, TypeError, ValueError: the network's error, with the name of the set.
         """
         with module.at_chain(0):
             state = {name: tensor.detach() for name, tensor in state_of(module).items()}
@@ -104,7 +104,9 @@ class OutOfDistributionData:
             try:
                 return concatenate(caller.call(state, batch) for batch in batches)
             except (RuntimeError, TypeError, ValueError) as error:
-                raise type(error)(f"the network cannot take the out-of-distribution data '{name}': {error}") from error
+                raise type(error)(
+                    f"the network cannot process the out-of-distribution data '{name}': {error}"
+                ) from error
 
 
 def _terms_of_batch(module: EnergyModel, batch: Any) -> dict[str, Tensor]:
@@ -131,7 +133,7 @@ def _check_order(name: str, loader: Any) -> None:
     if isinstance(getattr(loader, "sampler", None), RandomSampler):
         raise ValueError(
             f"the loader of the out-of-distribution data '{name}' shuffles, so predictions of several samples cannot "
-            "be averaged: make it with shuffle=False"
+            "be averaged: create it with shuffle=False"
         )
 
 

@@ -13,15 +13,15 @@ from lightning_sgmcmc.evaluation.averages import Terms
 def evaluate(
     module: nn.Module, state: Mapping[str, Tensor], batches: Iterable[Any]
 ) -> tuple[Terms, Tensor, Tensor | None]:
-    """Score every datum of some batches by one sample.
+    """Score every datum of the batches by one sample.
 
     Args:
-        module: a `BayesianModule`, in evaluation mode; its own weights stay untouched.
+        module: a `BayesianModule`, in evaluation mode; its own weights are not changed.
         state: the sample's parameters and buffers.
         batches: batches on the module's device.
 
     Returns:
-        the likelihood's terms (first axis n), log densities (n,) and targets (None where the module has no likelihood).
+        the likelihood's terms (first axis n), log densities (n,) and targets (None without a likelihood).
     """
     scorer = StatelessCall(module, lambda m, batch: m.score(batch))
     densities, terms, targets = [], [], []
@@ -32,7 +32,7 @@ def evaluate(
             terms.append(batch_terms)
             targets.append(target)
     if not densities:
-        raise ValueError("there are no data to evaluate")
+        raise ValueError("batches has no data to evaluate")
     target = None if targets[0] is None else torch.cat(targets)
     return concatenate(terms), torch.cat(densities), target
 

@@ -22,8 +22,8 @@ class EvaluationShare:
     Attributes:
         loader: iterates over the share.
         limit: number of batches to use, may be infinite.
-        replicas: W, where rank r of W has the data r, r + W, …; 0 where each process has data of its own.
-        num_data: how many data there are in all shares, without the repetitions that make them equally long.
+        replicas: W, where rank r of W has the data r, r + W, …; 0 if each process has its own data.
+        num_data: number of data in all shares, without the repetitions that make them equally long.
     """
 
     loader: Any
@@ -41,7 +41,7 @@ class EvaluationShare:
         """Return the values of all data, in their order.
 
         Args:
-            tensor: those of this share, along the first axis.
+            tensor: values of this share, along the first axis.
         """
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return tensor
@@ -66,13 +66,13 @@ def share_of(trainer: pl.Trainer, loader: Any, limit: float) -> EvaluationShare:
         return EvaluationShare(loader, limit)
     if sampler.num_replicas == trainer.world_size:
         return EvaluationShare(loader, limit, sampler.num_replicas, len(loader.dataset))
-    # The ranks of each chain share the data among them, and here all processes can.
+    # Training data are shared only by the ranks of a chain; here all processes share.
     shorter = math.ceil(limit * sampler.num_replicas / trainer.world_size) if limit < len(loader) else math.inf
     return _shared_by_all(trainer, loader, shorter)
 
 
 def share_of_plain(trainer: pl.Trainer, loader: Any, limit: float) -> EvaluationShare:
-    """Return this process's share of the data of a loader that holds the same data in every process."""
+    """Return this process's share of the data of a loader with the same data in every process."""
     in_order = isinstance(getattr(loader, "sampler", None), SequentialSampler)
     if trainer.world_size > 1 and type(loader) is DataLoader and in_order and not math.isfinite(limit):
         return _shared_by_all(trainer, loader, limit)

@@ -24,7 +24,7 @@ METRIC_LABELS = {
 
 
 def canvas(rows: int = 1, width: float = 7.0, height: float = 4.0, shared: bool = True) -> "tuple[Figure, list[Axes]]":
-    """Return an empty figure without a window, and its axes from top to bottom; `shared` lets them share the x-axis."""
+    """Return an empty figure without a window, and its axes from top to bottom; with `shared` they share the x-axis."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -33,7 +33,7 @@ def canvas(rows: int = 1, width: float = 7.0, height: float = 4.0, shared: bool 
 
 
 def legend_above(axes: "Axes", columns: int = 3) -> None:
-    """Put the legend, if there is anything to explain, above the axes, where it covers no data."""
+    """Put the legend, if any, above the axes, where it covers no data."""
     handles, _ = axes.get_legend_handles_labels()
     if handles:
         axes.legend(
@@ -54,11 +54,11 @@ def integer_ticks() -> "MaxNLocator":
 
 
 def point_marker(steps: Sequence[float]) -> str:
-    """Return a marker for a line of one point, which is invisible without one; none for longer lines."""
+    """Return a marker for a one-point line, which would be invisible otherwise; none for longer lines."""
     return "." if len(steps) == 1 else ""
 
 
 def finite_values(values: Sequence[float]) -> Any:
-    """Return the finite ones of some numbers, as an array."""
+    """Return the finite values, as an array."""
     array = np.asarray(values, dtype=float)
     return array[np.isfinite(array)]

@@ -25,11 +25,11 @@ def _shown(visits: Any) -> slice:
 def energy_histogram_figure(
     centres: Sequence[float], visits: Sequence[float], masses: Sequence[float], truth: Sequence[float] | None = None
 ) -> "Figure":
-    """Draw the share of steps in each energy bin, with the target's mass in it as estimated from π.
+    """Draw the share of steps in each energy bin, and the target's mass in it, as estimated from π.
 
     Args:
-        centres: middle of each bin, in nats; the bins are of equal width.
-        visits: number of visits of each bin.
+        centres: centre of each bin, in nats; bins have equal width.
+        visits: number of visits to each bin.
         masses: the estimated masses, summing to 1.
         truth: the true masses; None if unknown.
     """
@@ -54,9 +54,9 @@ def multiplier_figure(centres: Sequence[float], multipliers: Sequence[float], vi
     """Draw the gradient multiplier against the energy, with the bouncy zone, where it is negative, marked.
 
     Args:
-        centres: middle of each bin, in nats.
+        centres: centre of each bin, in nats.
         multipliers: κ in each bin.
-        visits: number of visits of each bin; κ is left out in bins with less than one step in 10,000.
+        visits: number of visits to each bin; κ is omitted in bins with less than one step in 10,000.
     """
     visited = np.asarray(visits, dtype=float)
     shown = _shown(visited)
@@ -82,12 +82,12 @@ def multiplier_figure(centres: Sequence[float], multipliers: Sequence[float], vi
 
 
 def energy_walk_figure(walks: Mapping[str, Any], bands: tuple[float, float], label: str) -> "Figure":
-    """Draw the energies of each method's chains against the step on a log axis, one row for each method.
+    """Draw the energies of each method's chains against the step on a log axis, one row per method.
 
     Args:
         walks: positive energies of each step, shape (steps, C), by method.
         bands: upper end of the low energies and lower end of the high ones, marked by lines.
-        label: what the energies are.
+        label: label of the energies.
     """
     figure, rows = canvas(len(walks), height=1 + 1.9 * len(walks))
     values = {name: np.asarray(walk, dtype=float) for name, walk in walks.items()}
@@ -106,6 +106,6 @@ def energy_walk_figure(walks: Mapping[str, Any], bands: tuple[float, float], lab
 
 
 def _runs(flags: Any) -> list[tuple[int, int]]:
-    """Return first and last index of each run of true flags."""
+    """Return the first and last index of each run of true flags."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(flags, dtype=int), [0]])))
     return [(int(start), int(stop) - 1) for start, stop in zip(edges[::2], edges[1::2], strict=True)]

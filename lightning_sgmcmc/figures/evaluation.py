@@ -1,4 +1,4 @@
-"""The pictures that compare model averages of several methods; plain numbers in, a figure out."""
+"""Figures of model averages and their metrics; plain numbers in, a figure out."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def running_average_figure(metric: str, running: Sequence[float], single: Sequence[float]) -> "Figure":
-    """Draw a metric of the running model average against the number of samples, beside the single samples'."""
+    """Draw a metric of the running model average and of single samples against the number of samples."""
     figure, (axes,) = canvas()
     count = np.arange(1, len(running) + 1)
     axes.plot(count, single, "o", color=SINGLE_COLOUR, markersize=4, label="single sample")
@@ -38,7 +38,7 @@ def running_average_figure(metric: str, running: Sequence[float], single: Sequen
 def reliability_figure(
     confidence: Sequence[float], accuracy: Sequence[float], count: Sequence[float], ece: float
 ) -> "Figure":
-    """Draw accuracy against confidence in each bin, with the share of the data in it."""
+    """Draw accuracy against confidence per bin, with the bin's share of the data."""
     figure, (upper, lower) = canvas(2, width=5, height=6)
     share = np.asarray(count, dtype=float)
     bins = len(share)
@@ -63,10 +63,10 @@ def reliability_figure(
 
 
 def entropy_figure(entropies: Mapping[str, Sequence[float]], num_classes: int) -> "Figure":
-    """Draw the share of the data with at most so much predictive entropy, a curve for each data set.
+    """Draw the distribution function of the predictive entropy, one curve per data set.
 
     Args:
-        entropies: predictive entropies in nats by data set; the first is the one that the model was made for.
+        entropies: predictive entropies in nats by data set; the first is the in-distribution set.
         num_classes: K; the largest entropy is log K.
     """
     figure, (axes,) = canvas()
@@ -85,9 +85,9 @@ def entropy_figure(entropies: Mapping[str, Sequence[float]], num_classes: int) -
 
 
 def histogram(values: Sequence[float]) -> tuple[Any, Any]:
-    """Return counts and edges of a histogram of finite values, about √n bins, at least 10 and at most 50.
+    """Return counts and edges of a histogram of the finite values, with about √n bins, between 10 and 50.
 
-    Values that are all the same, but for rounding, get bins around them of a tenth of their size.
+    If all values are equal up to rounding, the bins span a tenth of their size around them.
     """
     array = np.asarray(values, dtype=float)
     low, high = float(array.min()), float(array.max())
@@ -98,7 +98,7 @@ def histogram(values: Sequence[float]) -> tuple[Any, Any]:
 
 
 def histogram_figure(values: Sequence[float], label: str) -> "Figure":
-    """Draw how often the values occur."""
+    """Draw a histogram of the values."""
     figure, (axes,) = canvas(height=3.2)
     counts, edges = histogram(values)
     axes.stairs(counts, edges, fill=True, color=AVERAGE_COLOUR)
@@ -113,11 +113,11 @@ MARKERS = "osD^v<>Phd*"
 
 
 def growth_figure(curves: Mapping[str, Sequence[float]], label: str) -> "Figure":
-    """Draw a figure of merit of the average of the first 1, 2, … samples, one line for each method.
+    """Draw a metric of the average over the first 1, 2, … samples, one line per method.
 
     Args:
         curves: the values by method.
-        label: what they are.
+        label: label of the values.
     """
     figure, (axes,) = canvas(height=4.5)
     for index, (name, values) in enumerate(curves.items()):

@@ -1,4 +1,4 @@
-"""The pictures of a run: each function draws one figure from plain numbers and returns it."""
+"""Figures of a run: each function draws one figure from plain numbers and returns it."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -38,9 +38,9 @@ def schedule_figure(
 def energy_figure(
     steps: Sequence[float], energy: Sequence[float], sample_steps: Sequence[float], sample_energy: Sequence[float]
 ) -> "Figure":
-    """Draw the mini-batch energies against the step, with the samples marked, on a log axis where the range is wide.
+    """Draw the mini-batch energies against the step, with the samples marked, on a log axis if the range is wide.
 
-    Where the start of the run dwarfs what comes later, a second row shows the range since the first sample.
+    If the run's start dwarfs later energies, a second row shows the range since the first sample.
     """
     since = np.asarray(steps) >= (sample_steps[0] if len(sample_steps) else np.inf)
     later = finite_values([*np.asarray(energy, dtype=float)[since], *sample_energy])
@@ -57,7 +57,7 @@ def energy_figure(
     if closer:
         margin = 0.06 * np.ptp(later)
         rows[1].set_ylim(later.min() - margin, later.max() + margin)
-        rows[1].set_title("the range since the first sample", fontsize="small", loc="right", pad=2)
+        rows[1].set_title("range since the first sample", fontsize="small", loc="right", pad=2)
     rows[-1].set_xlabel("optimizer step")
     legend_above(rows[0])
     return figure
@@ -66,7 +66,7 @@ def energy_figure(
 def traces_figure(
     steps: Sequence[float], traces: Mapping[str, Sequence[float]], sample_steps: Sequence[float]
 ) -> "Figure":
-    """Draw the paths of a few quantities (energy, single weights) one below the other, with the samples marked."""
+    """Draw traces of a few quantities (energy, single weights) one below another, with the samples marked."""
     figure, rows = canvas(len(traces), height=0.8 + 1.25 * len(traces))
     for axes, (name, values) in zip(rows, traces.items(), strict=True):
         axes.plot(steps, values, color="black", linewidth=0.8, marker=point_marker(steps))
@@ -80,7 +80,7 @@ def traces_figure(
 
 
 def sample_energy_figure(chains: Mapping[int, tuple[Sequence[int], Sequence[float]]]) -> "Figure":
-    """Draw the samples' energies against the step, one line for each chain: its steps and its energies."""
+    """Draw the samples' energies against the step, one line per chain: its steps and its energies."""
     figure, (axes,) = canvas()
     for chain, (steps, energy) in chains.items():
         axes.plot(steps, energy, "-o", linewidth=0.8, markersize=4, label=f"chain {chain}")

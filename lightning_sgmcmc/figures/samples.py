@@ -1,4 +1,4 @@
-"""The pictures of weighted samples and of where they lie in weight space; plain numbers in, a figure out."""
+"""Figures of weighted samples and their geometry in weight space; plain numbers in, a figure out."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 KIND_COLOURS = {"within a cycle": "tab:blue", "between cycles": "tab:red", "between chains": "tab:purple"}
 GROUPS_WITH_NAMES = 12
-"""More cycles or chains than this get a colour bar instead of a legend."""
+"""With more cycles or chains than this, a colour bar replaces the legend."""
 MARKED_POINTS = 100
-"""Lines of more points than this have no markers."""
+"""Lines with more points than this have no markers."""
 TENSORS_SHOWN = 40
 
 
 def weights_figure(weights: Sequence[float], effective: Sequence[float]) -> "Figure":
-    """Draw the samples' normalised weights, and how many equally weighted samples they are worth as they come.
+    """Draw the samples' normalised weights, and their running effective sample size.
 
     Args:
-        weights: of all samples, summing to 1.
+        weights: weights of all samples, summing to 1.
         effective: (Σw)²/Σw² of the first 1, 2, … samples.
     """
     figure, (upper, lower) = canvas(2, height=5)
@@ -38,7 +38,7 @@ def weights_figure(weights: Sequence[float], effective: Sequence[float]) -> "Fig
     upper.set_ylim(0, 1.08 * max(weights))
     legend_above(upper)
     lower.plot(count, count, color="black", linestyle=":", linewidth=1, label="equal weights")
-    lower.plot(count, effective, "-o", color=AVERAGE_COLOUR, markersize=3, label=f"ESS, at last {effective[-1]:.1f}")
+    lower.plot(count, effective, "-o", color=AVERAGE_COLOUR, markersize=3, label=f"ESS, final {effective[-1]:.1f}")
     lower.set_ylabel("effective sample size")
     lower.set_xlabel("number of samples")
     lower.set_ylim(bottom=0)
@@ -51,13 +51,13 @@ def weights_figure(weights: Sequence[float], effective: Sequence[float]) -> "Fig
 def geometry_figure(
     coordinates: Sequence[Sequence[float]], share: Sequence[float], groups: Sequence[int], chains: Sequence[int]
 ) -> "Figure":
-    """Draw the samples' weights in the plane that keeps their distances best, each chain's joined in order of drawing.
+    """Draw the samples in the plane that best preserves their distances, each chain's joined in order of drawing.
 
     Args:
         coordinates: two for each sample, in the weights' own unit.
-        share: the share of the variance that each coordinate holds.
+        share: each coordinate's share of the variance.
         groups: each sample's cycle, for the colour.
-        chains: each sample's chain; with more than one, they are the colour.
+        chains: each sample's chain; with more than one, they set the colour.
     """
     figure, (axes,) = canvas(width=6.4, height=5)
     points, of_chain = np.asarray(coordinates, dtype=float), np.asarray(chains)
@@ -96,13 +96,13 @@ def weight_paths_figure(
     share: Sequence[float],
     label: str,
 ) -> "Figure":
-    """Draw paths of the weights on one plane, a picture for each method, coloured by the energy on a log scale.
+    """Draw paths of the weights on one plane, one panel per method, coloured by the energy on a log scale.
 
     Args:
-        paths: two coordinates for each place in the order of the steps, by method; a path's start is marked.
-        energies: positive, of the same places.
-        share: the share of the variance that each coordinate holds.
-        label: what the energies are.
+        paths: two coordinates per position in the order of the steps, by method; a path's start is marked.
+        energies: positive energies at these positions.
+        share: each coordinate's share of the variance.
+        label: label of the energies.
     """
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -128,12 +128,12 @@ def weight_paths_figure(
 def segments_figure(
     positions: Sequence[float], segments: Sequence[tuple[str, str, Mapping[str, Sequence[float]]]], data: str
 ) -> "Figure":
-    """Draw figures of merit along the straight lines between pairs of samples, one row for each figure of merit.
+    """Draw metrics along the straight lines between pairs of samples, one row per metric.
 
     Args:
         positions: t of the points, from 0 (the first sample) to 1 (the second).
-        segments: kind ("within a cycle", "between cycles", "between chains"), name and values by figure of merit.
-        data: what the values were computed on.
+        segments: kind ("within a cycle", "between cycles", "between chains"), name and values by metric.
+        data: name of the evaluated data.
 
     Source: Zhang et al. 2020 (cSG-MCMC), figure 4.
     """
@@ -148,7 +148,7 @@ def segments_figure(
             axes.plot(positions, values[metric], "-o", color=colour, markersize=3, linewidth=1, alpha=0.8, label=label)
         axes.set_ylabel(metric)
     legend_above(rows[0])
-    rows[-1].set_xlabel(f"place on the segment between two samples, t (on the {data})")
+    rows[-1].set_xlabel(f"position on the segment between two samples, t (on the {data})")
     rows[-1].set_xlim(-0.02, 1.02)
     return figure
 
@@ -156,14 +156,14 @@ def segments_figure(
 def temperatures_figure(
     tensors: Mapping[str, Mapping[str, Any]], temperature: float, tolerance: float = 0.2, shown: int = TENSORS_SHOWN
 ) -> "Figure":
-    """Draw each tensor's kinetic and configurational temperature with their intervals beside the target's.
+    """Draw each tensor's kinetic and configurational temperatures with intervals, and the target's.
 
     Args:
         tensors: by name the numbers `kinetic` and `configurational` and the pairs `kinetic_interval` and
-            `configurational_interval`, any of them None where it does not exist.
+            `configurational_interval`, each None if it does not exist.
         temperature: the target's τ.
-        tolerance: the relative deviation that is accepted.
-        shown: of more tensors than this, those farthest from the target are drawn.
+        tolerance: the accepted relative deviation.
+        shown: largest number of tensors; if there are more, those farthest from the target are drawn.
     """
 
     def is_known(value: Any) -> bool:
@@ -191,7 +191,7 @@ def temperatures_figure(
         height = [i + offset for i, _ in places]
         drawn += values.tolist()
         axes.errorbar(values, height, xerr=[below, above], fmt="o", color=colour, markersize=4, capsize=2, label=kind)
-    # A tensor of few numbers may have an interval many times the target; it must not hide the others.
+    # A small tensor's interval may be many times the target; it must not hide the others.
     margin = 0.5 * temperature + 0.1 * (max(drawn) - min(drawn))
     axes.set_xlim(min(drawn) - margin, max(drawn) + margin)
     axes.set_yticks(range(len(names)), names, fontsize="small")
@@ -205,12 +205,12 @@ def temperatures_figure(
 def chains_figure(
     chains: Mapping[int, tuple[Sequence[int], Sequence[float]]], rows: "Sequence[ChainRow]", disagreement: float
 ) -> "Figure":
-    """Draw the samples' energies by chain, and the NLL of each chain's average beside that of all.
+    """Draw the samples' energies by chain, and the NLL of each chain's average and of the overall one.
 
     Args:
-        chains: by chain its samples' steps and energies.
-        rows: of the chains and, last, of all together.
-        disagreement: between the chains' predictives, NaN where it is not known.
+        chains: steps and energies of the samples, by chain.
+        rows: one row per chain and, last, one for all together.
+        disagreement: disagreement between the chains' predictives, NaN if unknown.
     """
     evaluated = [row for row in rows if math.isfinite(row.nll)]
     figure, panels = canvas(rows=2 if evaluated else 1, height=6.0 if evaluated else 4.0, shared=False)

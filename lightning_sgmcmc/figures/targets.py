@@ -1,4 +1,4 @@
-"""Pictures of chains on analytic targets: each function draws one figure from plain numbers and returns it."""
+"""Figures of chains on analytic targets: each function draws one figure from plain numbers and returns it."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def densities_figure(x: Sequence[float], truth: Sequence[float], others: Mapping[str, Sequence[float]]) -> "Figure":
-    """Draw densities on the line beside the true one.
+    """Draw one-dimensional densities and the true one.
 
     Args:
-        x: places.
-        truth: the target's density there.
+        x: positions.
+        truth: the target's density at these positions.
         others: other densities there, by name.
     """
     figure, (axes,) = canvas()
@@ -35,8 +35,8 @@ def errors_figure(steps: Sequence[float], errors: Mapping[str, Sequence[float]],
 
     Args:
         steps: numbers of steps.
-        errors: by method, positive.
-        label: what they are.
+        errors: positive errors, by method.
+        label: label of the errors.
     """
     figure, (axes,) = canvas()
     for index, (name, values) in enumerate(errors.items()):
@@ -48,7 +48,7 @@ def errors_figure(steps: Sequence[float], errors: Mapping[str, Sequence[float]],
 
 
 def path_figure(steps: Sequence[float], places: Sequence[float], multipliers: Sequence[float]) -> "Figure":
-    """Draw a chain's path on the line, and its gradient multipliers below."""
+    """Draw a chain's path in one dimension, and its gradient multipliers below."""
     figure, (upper, lower) = canvas(2, height=5)
     upper.plot(steps, places, color="black", linewidth=0.6)
     upper.set_ylabel("x")
@@ -68,13 +68,13 @@ def path_figure(steps: Sequence[float], places: Sequence[float], multipliers: Se
 def plane_figure(
     truth: Any, estimates: Mapping[str, Any], bounds: tuple[float, float], modes: Sequence[Sequence[float]] = ()
 ) -> "Figure":
-    """Draw densities on the plane side by side, the truth first, all in one colour scale.
+    """Draw densities on the plane side by side, the truth first, on one colour scale.
 
     Args:
-        truth: masses of the cells of a square grid, shape (n, n), the first axis being x.
+        truth: cell masses on a square grid, shape (n, n), the first axis being x.
         estimates: masses of the same cells, by name.
-        bounds: lower and upper end of both axes.
-        modes: marked by crosses in the truth.
+        bounds: lower and upper ends of both axes.
+        modes: positions marked by crosses in the truth.
     """
     from matplotlib.figure import Figure
 
@@ -97,12 +97,12 @@ def plane_figure(
 def trajectories_figure(
     energies: Any, bounds: tuple[float, float], paths: Mapping[str, Sequence[Sequence[float]]]
 ) -> "Figure":
-    """Draw paths in the plane over the energy's contour lines, one picture for each method.
+    """Draw paths in the plane over the energy's contour lines, one panel per method.
 
     Args:
         energies: U on a square grid, shape (n, n), the first axis being x.
-        bounds: lower and upper end of both axes.
-        paths: places in their order, shape (steps, 2), by method.
+        bounds: lower and upper ends of both axes.
+        paths: consecutive positions, shape (steps, 2), by method.
     """
     from matplotlib.figure import Figure
 
@@ -131,8 +131,8 @@ def estimates_figure(
     """Draw estimated masses of bins over repeats: their mean ± standard deviation above, the deviation alone below.
 
     Args:
-        centres: of the bins.
-        truth: their masses.
+        centres: centres of the bins.
+        truth: true masses of the bins.
         estimates: mean and standard deviation of each bin's estimate, by method.
     """
     figure, (upper, lower) = canvas(2, height=5)
@@ -156,19 +156,19 @@ def progress_figure(
     y_label: str,
     log_x: bool = False,
 ) -> "Figure":
-    """Draw curves with bands, on a log axis: how far methods have come.
+    """Draw methods' progress as curves with bands, on a log axis.
 
     Args:
-        curves: places on the x-axis, means and standard deviations, by method.
-        x_label: what the x-axis is.
-        y_label: what the values are.
+        curves: x values, means and standard deviations, by method.
+        x_label: label of the x-axis.
+        y_label: label of the values.
         log_x: whether the x-axis is logarithmic too.
     """
     figure, (axes,) = canvas(height=4.6)
     for index, (name, (places, means, deviations)) in enumerate(curves.items()):
         mean, deviation = np.asarray(means, dtype=float), np.asarray(deviations, dtype=float)
         axes.semilogy(places, mean, "-", color=f"C{index}", linewidth=1.2, label=name)
-        lower = np.maximum(mean - deviation, mean / 10)  # a band has no place below 0 on a log axis
+        lower = np.maximum(mean - deviation, mean / 10)  # a log axis cannot show a band below 0
         axes.fill_between(places, lower, mean + deviation, color=f"C{index}", alpha=0.15, linewidth=0)
     if log_x:
         axes.set_xscale("log")

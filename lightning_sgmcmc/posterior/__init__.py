@@ -1,4 +1,4 @@
-"""Samples after the run: stores in memory and on disk, predictions, export to ArviZ."""
+"""Posterior samples after a run: stores in memory and on disk, predictions, export to ArviZ."""
 
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.posterior import Posterior

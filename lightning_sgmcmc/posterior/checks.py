@@ -1,4 +1,4 @@
-"""Whether samples can be used: finite, and of the model's network."""
+"""Checks that samples are finite and fit the model's network."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from lightning_sgmcmc.posterior.disk import LEAVE_OUT
 
 
 def check_sample(sample: PosteriorSample, model: EnergyModel | None) -> None:
-    """Raise ValueError unless a sample is finite and, if there is a model, of the model's network."""
+    """Raise ValueError unless a sample is finite and, if there is a model, fits its network."""
     if model is not None:
         check_fits(sample, model)
     bad = bad_tensor(sample.parameters, sample.buffers)
@@ -22,7 +22,7 @@ def check_sample(sample: PosteriorSample, model: EnergyModel | None) -> None:
 
 
 def check_fits(sample: PosteriorSample, model: EnergyModel) -> None:
-    """Raise ValueError unless a sample has the names, shapes and types of the model's tensors."""
+    """Raise ValueError unless a sample's tensors match the model's in names, shapes and types."""
     found = {name: (tuple(t.shape), _kind(t)) for name, t in sample.state.items()}
     with model.at_chain(0):
         expected = {name: (tuple(t.shape), _kind(t)) for name, t in state_of(model).items()}
@@ -32,13 +32,12 @@ def check_fits(sample: PosteriorSample, model: EnergyModel) -> None:
     theirs, ours = found.get(odd[0], ("none", "none")), expected.get(odd[0], ("none", "none"))
     part, word = (0, "shape") if theirs[0] != ours[0] else (1, "type")
     raise ValueError(
-        f"the samples are of another network than the model: '{odd[0]}' has {word} {theirs[part]} in the samples "
+        f"the samples belong to another network than the model: '{odd[0]}' has {word} {theirs[part]} in the samples "
         f"and {ours[part]} in the model ({len(odd)} tensors of the sample of step {sample.step} differ; "
         f"{LEAVE_OUT} single samples)"
     )
 
 
 def _kind(tensor: Tensor) -> str:
-    """Return a tensor's type as text: "float32" for all floating-point types, since a network may be held in another
-    one than it was trained in."""
+    """Return a tensor's type as text: "float32" for every floating-point type, since it may differ from training."""
     return "float32" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
 """A network as plain data, so that a sample store can be opened later without the program that wrote it.
 
-`describe` turns a module into nested dictionaries of names and numbers where that is possible; `build` makes the module
-from it. Nothing is pickled: a description names importable classes and the arguments they were made with.
+`describe` converts a module to nested dictionaries of names and numbers, if possible; `build` rebuilds the module from
+them. Nothing is pickled: a description contains importable class names and constructor arguments.
 """
 
 import functools
@@ -18,17 +18,17 @@ from lightning_sgmcmc.chains.stateless import state_of
 
 
 class NotDescribableError(ValueError):
-    """Raised where a module cannot be turned into plain data."""
+    """Raised if a module cannot be converted to plain data."""
 
 
 def describe(value: Any) -> Any:
     """Return plain data (numbers, strings, lists, dictionaries) from which `build` makes an equal value.
 
-    A module is described by its class and its constructor's arguments: those that were recorded
-    (`recorded_arguments`), else the attributes of the same names, as torch's own layers have them.
+    A module is described by its class and its constructor arguments: the recorded ones (`recorded_arguments`), else the
+    attributes with the same names, as in torch's own layers.
 
     Raises:
-        NotDescribableError: if the value, or a part of it, has no such description.
+        NotDescribableError: if the value, or a part of it, cannot be described.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -80,10 +80,10 @@ def _arguments_of(module: nn.Module) -> dict[str, Any]:
         return arguments
     for parameter in inspect.signature(type(module)).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise NotDescribableError(f"{type(module).__name__} takes arguments without names")
+            raise NotDescribableError(f"{type(module).__name__} takes variadic positional arguments")
         if parameter.name not in module.__dict__ and parameter.name not in module._parameters | module._modules:
             if parameter.name not in ("device", "dtype"):
-                raise NotDescribableError(f"{type(module).__name__} does not keep its argument '{parameter.name}'")
+                raise NotDescribableError(f"{type(module).__name__} does not store its argument '{parameter.name}'")
             continue
         value = getattr(module, parameter.name)
         if isinstance(value, nn.Parameter) or (value is None and parameter.default is True):
@@ -94,24 +94,22 @@ def _arguments_of(module: nn.Module) -> dict[str, Any]:
 
 def _check_rebuilds(module: nn.Module, description: dict[str, Any]) -> None:
     try:
-        with torch.device("meta"):  # neither memory nor random numbers are spent
+        with torch.device("meta"):  # uses neither memory nor random numbers
             twin = build(description)
     except Exception as error:
-        raise NotDescribableError(
-            f"{type(module).__name__} cannot be made again from its arguments: {error}"
-        ) from error
+        raise NotDescribableError(f"{type(module).__name__} cannot be rebuilt from its arguments: {error}") from error
     if _outline(module) != _outline(twin):
-        raise NotDescribableError(f"{type(module).__name__} made again from its arguments is another network")
+        raise NotDescribableError(f"{type(module).__name__} rebuilt from its arguments is a different network")
 
 
 def _outline(module: nn.Module) -> list[Any]:
-    """Return the names, shapes and types of a network's parts; a parameter in two places is named once."""
+    """Return the names, shapes and types of a network's tensors; a shared parameter is named once."""
     tensors = [(name, tensor.shape) for name, tensor in state_of(module).items()]
     return [*tensors, *((name, _plain_type(m)) for name, m in module.named_modules(remove_duplicate=False))]
 
 
 def _plain_type(module: nn.Module) -> type[nn.Module]:
-    """Return the module's type, but Sequential for the subclasses that only differ in how they are made."""
+    """Return the module's type, or Sequential for subclasses that differ only in their constructor."""
     return nn.Sequential if type(module).forward is nn.Sequential.forward else type(module)
 
 
@@ -135,13 +133,13 @@ def _import(path: str) -> type[nn.Module]:
 
 
 def record_arguments(cls: type[nn.Module]) -> None:
-    """Make `cls.__init__` keep the arguments of the outermost constructor call in `_arguments`."""
+    """Make `cls.__init__` store the arguments of the outermost constructor call in `_arguments`."""
     init = cls.__init__
 
     @functools.wraps(init)
     def recording_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         if "_arguments" not in vars(self):
-            # nn.Module takes no attributes before its constructor has run.
+            # nn.Module accepts no attributes before its constructor has run.
             object.__setattr__(self, "_arguments", _named_arguments(init, self, *args, **kwargs))
         init(self, *args, **kwargs)
 

@@ -22,32 +22,32 @@ MANIFEST = "manifest.jsonl"
 CONTOUR = "contour.safetensors"
 FORMAT = "lightning-sgmcmc samples"
 VERSION = 1
-LEAVE_OUT = "Posterior.load(…, skip_damaged=True) leaves out"
+LEAVE_OUT = "Posterior.load(…, skip_damaged=True) skips"
 
 
 class DiskStore(SampleStore):
     """Samples in a folder: `sample-….safetensors` files and `manifest.jsonl`.
 
-    A sample is written under a temporary name, flushed to the disk and renamed, and only then named by a line of the
-    manifest. Every file that the manifest names is therefore complete, whenever the process is killed. A truncated last
-    line is ignored. Checksums in the manifest reveal a file that was damaged later. `contour.safetensors` holds what a
-    contour sampler has learned.
+    A sample is written under a temporary name, flushed to disk and renamed, and only then recorded in the manifest.
+    Every file in the manifest is therefore complete, whenever the process is killed. A truncated last line is ignored.
+    Checksums in the manifest detect files that were damaged later. `contour.safetensors` stores the state learned by a
+    contour sampler.
 
     Args:
         path: an existing store's folder (see `create`).
-        verify: compare each file's checksum when it is read for the first time.
-        skip_damaged: leave out unreadable lines of the manifest (`damaged_lines`) instead of raising an error.
+        verify: whether to check each file's checksum on first read.
+        skip_damaged: skip unreadable lines of the manifest (`damaged_lines`) instead of raising an error.
 
     Raises:
         FileNotFoundError: if there is no store.
-        ValueError: if the manifest is damaged, not one of ours, or of a newer version.
+        ValueError: if the manifest is damaged, has another format, or a newer version.
     """
 
     def __init__(self, path: str | Path, verify: bool = True, skip_damaged: bool = False) -> None:
         self.path = Path(path)
         self.verify = verify
         self.damaged_lines: list[int] = []
-        """Numbers of the manifest's lines that were left out, from 1."""
+        """Numbers of the manifest's skipped lines, from 1."""
         self._skip_damaged = skip_damaged
         self._verified: set[str] = set()
         self.model_description: Any = None
@@ -56,33 +56,31 @@ class DiskStore(SampleStore):
 
     @classmethod
     def create(cls, path: str | Path, model_description: Any = None) -> "DiskStore":
-        """Make an empty store.
+        """Create an empty store.
 
         Args:
-            path: folder, made if needed; it must not hold a store yet.
+            path: folder, created if needed; it must not contain a store.
             model_description: plain data that describe the network (see `lightning_sgmcmc.posterior.description`),
                 or None.
 
         Raises:
-            FileExistsError: if the folder holds a store.
+            FileExistsError: if the folder contains a store.
         """
         path = Path(path)
         if (path / MANIFEST).exists():
-            raise FileExistsError(f"{path} holds a sample store already")
+            raise FileExistsError(f"{path} already contains a sample store: choose another folder")
         header = {"format": FORMAT, "version": VERSION, "model": model_description}
         try:
             path.mkdir(parents=True, exist_ok=True)
             write_atomically(path / MANIFEST, (json.dumps(header) + "\n").encode())
         except OSError as error:
-            message = (
-                f"no sample store can be made at {path}: {error.strerror}; make it a folder that can be written, or"
-            )
-            raise OSError(error.errno, f"{message} give another dirpath") from error
+            message = f"no sample store can be created at {path}: {error.strerror}; make it a writable folder, or"
+            raise OSError(error.errno, f"{message} pass another dirpath") from error
         return cls(path)
 
     @property
     def contour(self) -> LearnedContour | None:  # type: ignore[override]
-        """What a contour sampler had learned when it last drew a sample, None without one.
+        """The state learned by a contour sampler at its last sample, None without one.
 
         Raises:
             ValueError: if the file is damaged.
@@ -94,7 +92,7 @@ class DiskStore(SampleStore):
             return LearnedContour.from_bytes(path.read_bytes())
         except ValueError as error:
             raise ValueError(
-                f"{path} cannot be read: {error}; weights at the time of each sample need no such file"
+                f"{path} cannot be read: {error}; the weights stored with the samples do not need it"
             ) from error
 
     @contour.setter
@@ -110,7 +108,7 @@ class DiskStore(SampleStore):
         if not manifest.is_file():
             raise FileNotFoundError(f"no sample store at {self.path}: there is no {MANIFEST}")
         lines = manifest.read_bytes().split(b"\n")
-        complete = lines[:-1]  # what follows the last newline was cut short
+        complete = lines[:-1]  # the rest, after the last newline, is truncated
         try:
             header = json.loads(complete[0])
             newer = header["format"] == FORMAT and header["version"] > VERSION
@@ -120,7 +118,9 @@ class DiskStore(SampleStore):
         except (ValueError, TypeError, LookupError):
             raise ValueError(f"{manifest} is not the manifest of a sample store") from None
         if newer:
-            raise ValueError(f"{manifest} has version {header['version']}, this library reads up to {VERSION}")
+            raise ValueError(
+                f"{manifest} has version {header['version']}, this library reads up to {VERSION}: update it"
+            )
         self.records, self.damaged_lines = [], []
         for number, line in enumerate(complete[1:], start=2):
             try:
@@ -129,8 +129,8 @@ class DiskStore(SampleStore):
                 self.damaged_lines.append(number)
         if self.damaged_lines and not self._skip_damaged:
             raise ValueError(
-                f"line {self.damaged_lines[0]} of {manifest} is damaged, so that it is not the manifest of a sample "
-                f"store any more; {LEAVE_OUT} its sample"
+                f"line {self.damaged_lines[0]} of {manifest} is damaged, so it is not the manifest of a sample "
+                f"store; {LEAVE_OUT} its sample"
             )
 
     def append(self, sample: PosteriorSample) -> None:
@@ -139,7 +139,7 @@ class DiskStore(SampleStore):
         tensors = {f"parameter.{k}": v.contiguous() for k, v in sample.parameters.items()}
         tensors |= {f"buffer.{k}": v.contiguous() for k, v in sample.buffers.items()}
         metadata = {k: str(v) for k, v in asdict(record_of(sample)).items() if k not in ("file", "checksum")}
-        metadata["names"] = json.dumps(list(tensors))  # safetensors does not keep their order
+        metadata["names"] = json.dumps(list(tensors))  # safetensors does not preserve their order
         content = save(tensors, metadata)
         record = record_of(sample, name, _checksum(content))
         try:
@@ -149,8 +149,8 @@ class DiskStore(SampleStore):
             raise OSError(
                 error.errno,
                 f"the sample of step {sample.step} could not be written to {self.path / name} "
-                f"({megabytes(len(content))}): {error.strerror}{free_space(self.path)}; the {len(self)} samples before "
-                "it are complete: make room, and resume from the last checkpoint",
+                f"({megabytes(len(content))}): {error.strerror}{free_space(self.path)}; the {len(self)} earlier "
+                "samples are complete: free space, and resume from the last checkpoint",
             ) from error
         self.records.append(record)
         self._verified.add(name)
@@ -189,7 +189,7 @@ class DiskStore(SampleStore):
             return {key.removeprefix("parameter."): tuple(file.get_slice(key).get_shape()) for key in keys}
 
     def parameters(self, index: int, names: Iterable[str]) -> dict[str, Tensor]:
-        with self._open(index) as file:  # the others stay on the disk
+        with self._open(index) as file:  # the others stay on disk
             return {name: file.get_tensor(f"parameter.{name}") for name in names}
 
     @contextmanager
@@ -202,13 +202,13 @@ class DiskStore(SampleStore):
             raise ValueError(f"the sample file {path} is missing or damaged: {error}") from error
 
     def keep(self, records: list[SampleRecord], retire: bool = False) -> None:
-        """Drop all samples but those with the given records.
+        """Drop all samples except those with the given records.
 
         Args:
-            records: those to be kept.
-            retire: leave the files of the others where they are, so that `restore` can bring them back.
+            records: the records to keep.
+            retire: keep the files of the dropped samples, so that `restore` can recover them.
         """
-        chosen = {repr(r) for r in records}  # as text, since a NaN among the numbers equals nothing
+        chosen = {repr(r) for r in records}  # as text, since NaN is not equal to itself
         kept = [r for r in self.records if repr(r) in chosen]
         if len(kept) == len(self.records):
             return
@@ -218,7 +218,7 @@ class DiskStore(SampleStore):
             self.discard(dropped)
 
     def restore(self, records: list[SampleRecord]) -> None:
-        """Let the store hold exactly these samples, retired ones included; all other sample files are deleted.
+        """Set the store to exactly these samples, including retired ones; delete all other sample files.
 
         Raises:
             ValueError: if a file is missing.
@@ -226,13 +226,13 @@ class DiskStore(SampleStore):
         missing = [r.file for r in records if not (self.path / r.file).is_file()]
         if missing:
             raise ValueError(
-                f"{len(missing)} of {len(records)} samples are not in {self.path}, the first is {missing[0]}"
+                f"{len(missing)} of {len(records)} samples are missing from {self.path}, first {missing[0]}"
             )
         self._write_manifest(list(records))
         self.discard({path.name for path in self.path.glob("sample-*.safetensors")} - {r.file for r in records})
 
     def discard(self, files: set[str]) -> None:
-        """Delete files that the manifest does not name."""
+        """Delete sample files that are not in the manifest."""
         for file in files:
             (self.path / file).unlink(missing_ok=True)
 
@@ -248,22 +248,22 @@ def _checksum(content: bytes) -> str:
 
 
 def _verify(path: Path, content: bytes, record: SampleRecord) -> None:
-    """Raise OSError for a file that is not the one that was written, as far as the record shows."""
+    """Raise OSError if a file is not the one that was written, according to the record."""
     if record.checksum:
         if _checksum(content) != record.checksum:
-            raise OSError("it has not the checksum of the manifest")
+            raise OSError("its checksum differs from the manifest's")
         return
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
     if (metadata.get("step"), metadata.get("chain")) != (str(record.step), str(record.chain)):
         raise OSError(
-            f"it is of step {metadata.get('step')}, chain {metadata.get('chain')}, and the manifest says step "
+            f"it holds step {metadata.get('step')}, chain {metadata.get('chain')}, but the manifest has step "
             f"{record.step}, chain {record.chain}"
         )
 
 
 def _in_order(tensors: dict[str, Tensor], content: bytes) -> dict[str, Tensor]:
-    """Return a file's tensors in the order in which the module has them."""
+    """Return a file's tensors in the module's order."""
     length = int.from_bytes(content[:8], "little")
     metadata = json.loads(content[8 : 8 + length]).get("__metadata__", {})
     return {

@@ -16,7 +16,7 @@ from lightning_sgmcmc.diagnostics.chains import ChainGrid, import_arviz
 from lightning_sgmcmc.posterior.store import SampleStore
 
 SMALL = 10
-"""Parameters of at most so many elements are exported where no names are given."""
+"""Default size limit of exported parameters, if no names are given."""
 
 
 def to_inference_data(
@@ -25,38 +25,38 @@ def to_inference_data(
     predictions: Mapping[str, Tensor] | None = None,
     max_elements: int = SMALL,
 ) -> Any:
-    """Return the samples as ArviZ's container: an `InferenceData` (ArviZ 0.x) or a `DataTree` (from 1.0 on).
+    """Return the samples as ArviZ's container: an `InferenceData` (ArviZ 0.x) or a `DataTree` (from 1.0).
 
-    Every variable has the dimensions (chain, draw, …); the coordinate `chain` is the chain's global index. Where chains
-    have unequal numbers of draws, the oldest of the longer ones are left out, with a warning.
+    Every variable has the dimensions (chain, draw, …); the coordinate `chain` is the chain's global index. If chains
+    have unequal numbers of draws, the oldest draws of longer chains are dropped, with a warning.
 
     The groups: `posterior` holds the chosen parameters by their names in the network. `sample_stats` holds `energy`
     (the mini-batch estimate Ũ, in nats), `lp` = -Ũ (ArviZ's name for the log density at temperature 1, up to a
-    constant), `step`, `cycle` and `log_weight`. `posterior_predictive` holds the predictions. ArviZ weighs all draws
+    constant), `step`, `cycle` and `log_weight`. `posterior_predictive` holds the predictions. ArviZ weights all draws
     equally: it ignores importance weights.
 
     Args:
         store: the samples.
-        parameters: names, or shell patterns of them ("net.0.*"); None takes the small ones (see `max_elements`). A
-            parameter of a deep network is not identified (its units can be permuted), so it shows less of the chains'
-            mixing than energies and predictions do.
+        parameters: names, or shell patterns ("net.0.*"); None exports small ones (see `max_elements`). Parameters of a
+            deep network are not identified (its units can be permuted), so they reveal less about mixing than
+            energies and predictions do.
         predictions: each sample's predictions by name, shape (S, …) in the order of the samples
             (`posterior.predict(x, return_samples=True).sample_probabilities`, or `.sample_means`).
-        max_elements: without `parameters`, those of at most so many elements are taken.
+        max_elements: without `parameters`, the largest number of elements of an exported parameter.
 
     Raises:
         ImportError: if ArviZ is not installed.
-        ValueError: if there are no samples, a pattern matches no parameter, or there is not one prediction for each
-            sample.
+        ValueError: if there are no samples, a pattern matches no parameter, or the number of predictions is not the
+            number of samples.
     """
     arviz = import_arviz()
     if len(store) == 0:
-        raise ValueError("there are no posterior samples to export")
+        raise ValueError("the store has no posterior samples to export")
     grid = ChainGrid.of_chains([record.chain for record in store.records])
     if grid.dropped:
         warnings.warn(
             f"the chains have unequal numbers of draws, so {grid.dropped} of the {len(store)} samples, the oldest of "
-            f"the longer chains, are left out: {grid.draws} of each chain remain",
+            f"the longer chains, are dropped: {grid.draws} of each chain remain",
             stacklevel=2,
         )
     stats = {name: grid.arrange(values) for name, values in _statistics(store.records).items()}
@@ -86,12 +86,12 @@ def choose_parameters(
     patterns = [patterns] if isinstance(patterns, str) else patterns
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in shapes):
-            raise ValueError(f"no parameter is called {pattern!r}; there are {', '.join(shapes)}")
+            raise ValueError(f"no parameter matches {pattern!r}: choose from {', '.join(shapes)}")
     return [name for name in shapes if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def parameter_draws(store: SampleStore, grid: ChainGrid, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return some parameters of all samples, each of shape (chain, draw, …)."""
+    """Return the named parameters of all samples, each of shape (chain, draw, …)."""
     if not names:
         return {}
     drawn = [store.parameters(position, names) for position in grid.positions.ravel()]
@@ -113,8 +113,8 @@ def _predictions(predictions: Mapping[str, Tensor], count: int, grid: ChainGrid)
     for name, values in predictions.items():
         if values.dim() == 0 or len(values) != count:
             raise ValueError(
-                f"predictions[{name!r}] has the shape {tuple(values.shape)}, and the first axis should be the "
-                f"{count} samples: take those of posterior.predict(x, return_samples=True)"
+                f"predictions[{name!r}] has shape {tuple(values.shape)}, but its first axis should be the "
+                f"{count} samples: pass those of posterior.predict(x, return_samples=True)"
             )
     plain = {name: values.detach().cpu() for name, values in predictions.items()}
     return {name: grid.arrange(v.float() if v.dtype == torch.bfloat16 else v) for name, v in plain.items()}

@@ -23,14 +23,14 @@ from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore, StoreView
 
 
 class Posterior:
-    """Samples of a posterior and what they predict.
+    """Samples of a posterior and their predictions.
 
-    Iterating yields `PosteriorSample`s in the order of drawing, read from the disk one at a time.
+    Iterating yields `PosteriorSample`s in the order of drawing, read from disk one at a time.
 
     Args:
         store: the samples.
-        model: the `BayesianModule` that the samples are states of, for predictions; its own weights stay untouched.
-            None leaves the samples without predictions.
+        model: the `BayesianModule` of the samples, for predictions; its own weights are not changed. None disables
+            predictions.
 
     >>> from lightning_sgmcmc.posterior.store import MemoryStore
     >>> store = MemoryStore()
@@ -58,16 +58,16 @@ class Posterior:
 
         Args:
             path: the folder that a `SampleCollector` wrote.
-            model: a module like the one that was trained; None builds it from the store's description, where it has one
-                (networks of torch's layers, and importable classes whose arguments are plain data).
-            device: where predictions are computed.
-            skip_damaged: read all samples once and leave out those that are damaged, missing, of another network or
-                not finite, with a warning; files and manifest stay as they are.
+            model: a module like the trained one; None builds it from the store's description, if any (networks of
+                torch's layers, and importable classes whose arguments are plain data).
+            device: device for predictions.
+            skip_damaged: read all samples once and skip those that are damaged, missing, of another network or not
+                finite, with a warning; files and manifest are not changed.
 
         Raises:
             FileNotFoundError: if there is no store.
-            ValueError: if the manifest is damaged or not one of ours, or the samples are of another network than
-                `model`.
+            ValueError: if the manifest is damaged or has another format, or the samples belong to another network
+                than `model`.
         """
         store = DiskStore(path, skip_damaged=skip_damaged)
         posterior = cls(store, model)
@@ -86,13 +86,13 @@ class Posterior:
             self._why_no_model = "the store has no description of its network"
             return
         try:
-            with torch.random.fork_rng(devices=[]):  # the weights it is made with are not used
+            with torch.random.fork_rng(devices=[]):  # its initial weights are not used
                 self.model = build(description)
         except NotDescribableError as error:
             self._why_no_model = str(error)
 
     def _leave_out_damaged(self, store: DiskStore) -> None:
-        """Read all samples; those that cannot be used leave `records`, in memory only."""
+        """Read all samples; drop unusable ones from `records`, in memory only."""
         sound, reasons = [], [f"line {number} of the manifest is damaged" for number in store.damaged_lines]
         for index, record in enumerate(store.records):
             try:
@@ -103,7 +103,7 @@ class Posterior:
         if reasons:
             total = len(store.records) + len(store.damaged_lines)
             rank_zero_warn(
-                f"{len(reasons)} of {total} samples in {store.path} are left out, the first since {reasons[0]}"
+                f"{len(reasons)} of {total} samples in {store.path} are skipped, the first since {reasons[0]}"
             )
         store.records = sound
 
@@ -118,7 +118,7 @@ class Posterior:
 
     @property
     def records(self) -> list[SampleRecord]:
-        """The samples' records, which are known without loading the samples."""
+        """The samples' records, available without loading the samples."""
         return self.store.records
 
     @property
@@ -133,12 +133,12 @@ class Posterior:
 
     @property
     def effective_sample_size(self) -> float:
-        """(Σw)²/Σw² of the weights: how many equally weighted samples they are worth, autocorrelation apart."""
+        """(Σw)²/Σw² of the weights: the equivalent number of equally weighted samples, ignoring autocorrelation."""
         return effective_sample_size(self.log_weights)
 
     @property
     def contour(self) -> LearnedContour | None:
-        """What a contour sampler had learned at the end, None without one.
+        """The final learned state of a contour sampler, None without one.
 
         Raises:
             ValueError: if its file is damaged.
@@ -149,9 +149,9 @@ class Posterior:
         """Return this posterior with other importance weights; nothing is copied.
 
         Args:
-            by: "sample" takes the weights at the time of each sample, "final" those by the π of the run's end and the
-                samples' energies.
-            exponent: α of tempered weights w^α; 1 leaves them, 0 makes all equal.
+            by: "sample" uses the weights from the time of each draw, "final" those from the final π and the samples'
+                energies.
+            exponent: α of tempered weights w^α; 1 keeps them, 0 makes all equal.
 
         Raises:
             ValueError: for another `by`, a negative exponent, or "final" without a learned contour.
@@ -163,8 +163,8 @@ class Posterior:
             contour = self.contour
             if contour is None:
                 raise ValueError(
-                    "by='final' needs what a contour sampler has learned, and there is none: the samples are of a run "
-                    "without ContourGradient"
+                    "by='final' needs the state learned by a contour sampler, and these samples come from a run "
+                    "without ContourGradient: use by='sample'"
                 )
             energies = torch.tensor([record.energy for record in self.records], dtype=torch.float64)
             chains = torch.tensor([record.chain for record in self.records])
@@ -178,12 +178,12 @@ class Posterior:
         method: Literal["systematic", "multinomial"] = "systematic",
         seed: int = 0,
     ) -> "Posterior":
-        """Return equally weighted samples, drawn with repetition by the weights; nothing is copied.
+        """Return equally weighted samples, drawn with replacement by the weights; nothing is copied.
 
         Args:
-            count: how many; None is as many as there are.
+            count: number of draws; None means the number of samples.
             method: "systematic" or "multinomial", see `lightning_sgmcmc.diagnostics.resample`.
-            seed: of the draw.
+            seed: seed of the draw.
 
         Raises:
             ValueError: for an argument out of range, or weights that are NaN or all 0.
@@ -210,19 +210,19 @@ class Posterior:
         return Posterior(store, self.model)
 
     def predict(self, x: Any, return_samples: bool = False) -> Prediction:
-        """Average the predictive distribution over the samples, by their weights.
+        """Average the predictive distribution over the samples with their weights.
 
         Args:
-            x: inputs, a tensor (n, …); or an iterable of batches (a DataLoader), each inputs or a tuple that starts
-                with them.
-            return_samples: also keep each sample's prediction, in the order of the samples; memory grows with them.
+            x: inputs, a tensor (n, …); or an iterable of batches (a DataLoader), each one inputs or a tuple that
+                starts with inputs.
+            return_samples: also return each sample's prediction, in the order of the samples, at the cost of memory.
 
         Returns:
             the predictive of all inputs, on the model's device.
 
         Raises:
             RuntimeError: if there are no samples, or no model (see `load`).
-            ValueError: if there are no inputs, a loader shuffles, or no sample has a weight.
+            ValueError: if there are no inputs, a loader shuffles, or all weights are 0.
         """
         model = self._ready_model()
         _ = self.weights  # raises if they are NaN, or all zero
@@ -245,17 +245,17 @@ class Posterior:
         return to_inference_data(self.store, parameters, predictions, max_elements)
 
     def update_batch_norm(self, batches: Iterable[Any]) -> "Posterior":
-        """Re-estimate the running statistics of BatchNorm for every sample, by one pass over training data.
+        """Re-estimate BatchNorm's running statistics for every sample, each by one pass over training data.
 
-        A sample's statistics are an average over the steps before it, so they lag behind its weights. Afterwards they
-        are the plain averages at its weights. Dropout stays off.
+        A sample's statistics are an average over earlier steps, so they lag its weights. The new statistics are plain
+        averages at its weights. Dropout is off.
 
         Args:
-            batches: an iterable that can be repeated for each sample (a DataLoader), of inputs or tuples that
-                start with them.
+            batches: an iterable of inputs, or of tuples that start with inputs, that can be repeated for each sample
+                (a DataLoader).
 
         Returns:
-            a new posterior, in memory; this one stays as it is.
+            a new posterior, in memory; this one is unchanged.
         """
         model, store = self._ready_model(), MemoryStore()
         append_with_new_statistics(store, model, self, batches)
@@ -263,9 +263,9 @@ class Posterior:
 
     def _ready_model(self) -> EnergyModel:
         if len(self) == 0:
-            raise RuntimeError("there are no posterior samples")
+            raise RuntimeError("the posterior has no samples to predict with")
         if self.model is None:
             raise RuntimeError(
-                f"predictions need the network, and {self._why_no_model}: use Posterior.load(path, model=…)"
+                f"predictions need the network, but {self._why_no_model}: use Posterior.load(path, model=…)"
             )
         return self.model

@@ -21,7 +21,7 @@ from lightning_sgmcmc.posterior.store import SampleStore
 def average_predictions(
     model: EnergyModel, samples: Iterable[PosteriorSample], inputs: Any, return_samples: bool
 ) -> Prediction:
-    """Return the predictive distribution averaged over samples, by their weights; see `Posterior.predict`.
+    """Return the predictive distribution averaged over samples with their weights; see `Posterior.predict`.
 
     Raises:
         RuntimeError: if the model has no likelihood.
@@ -30,10 +30,10 @@ def average_predictions(
     device = next(model.parameters()).device
     likelihood = model.likelihood
     if likelihood is None:
-        raise RuntimeError(f"{type(model).__name__} has no likelihood object, so there is no predictive to average")
+        raise RuntimeError(f"{type(model).__name__} has no likelihood object to define a predictive: pass likelihood=…")
     batches = [inputs] if isinstance(inputs, Tensor) else _repeatable(inputs)
     if isinstance(getattr(batches, "sampler", None), RandomSampler):
-        raise ValueError("every sample must see the inputs in one order: make the loader with shuffle=False")
+        raise ValueError("every sample must see the inputs in the same order: create the loader with shuffle=False")
     caller = StatelessCall(model, lambda m, x: m.likelihood.terms(m(x)))
     averages: list[WeightedAverage] = []
     kept: list[Tensor] = []
@@ -52,7 +52,7 @@ def average_predictions(
             if return_samples:
                 kept.append(torch.cat(of_sample))
     if not averages:
-        raise ValueError("there are no inputs to predict")
+        raise ValueError("x has no inputs to predict")
     terms = concatenate(average.terms for average in averages)
     return likelihood.prediction(terms, torch.stack(kept) if kept else None)
 
@@ -90,7 +90,7 @@ def append_with_new_statistics(
 
 
 def _repeatable(batches: Iterable[Any]) -> Iterable[Any]:
-    """Return batches that can be iterated over again: those of an iterator are kept, since every sample needs them."""
+    """Return batches that can be iterated repeatedly, once per sample: those of an iterator are stored."""
     return list(batches) if isinstance(batches, Iterator) else batches
 
 

@@ -1,4 +1,4 @@
-"""Error and negative log likelihood along the straight lines between samples."""
+"""Error and negative log likelihood along straight lines between samples."""
 
 from typing import Any
 
@@ -18,15 +18,15 @@ Segment = tuple[str, str, dict[str, list[float]]]
 
 
 class SegmentWalk:
-    """Evaluates points of the segments between chosen pairs of samples, each segment once.
+    """Evaluates points on the segments between chosen pairs of samples, each segment once.
 
-    Parameters and floating-point buffers are interpolated, BatchNorm's running statistics with them. Samples are
-    read two at a time; the data are the first batches of this process's share.
+    Parameters and floating-point buffers, such as BatchNorm's running statistics, are interpolated. Samples are read
+    two at a time; the data are the first batches of this process's share.
 
     Args:
-        pairs: at most so many segments (see `segment_pairs`).
-        points: points on each, both ends included.
-        batches: batches of data.
+        pairs: largest number of segments (see `segment_pairs`).
+        points: points on each segment, including both ends.
+        batches: number of batches of data.
     """
 
     def __init__(self, pairs: int, points: int, batches: int) -> None:
@@ -42,7 +42,7 @@ class SegmentWalk:
             trainer: the run's.
             module: the model of the samples.
             posterior: the samples.
-            stage: "val" or "test": which data.
+            stage: "val" or "test", which selects the data.
         """
         if posterior is None or self.pairs == 0:
             return []
@@ -86,7 +86,7 @@ class SegmentWalk:
 
 
 def _shown(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the error and the negative log likelihood under the names that figures use."""
+    """Return the error and the negative log likelihood, under the names used in figures."""
     shown = {}
     if "accuracy" in metrics:
         shown["error"] = 1 - metrics["accuracy"]

@@ -1,4 +1,4 @@
-"""Where posterior samples are kept: in memory, or one safetensors file each beside a manifest."""
+"""Stores of posterior samples: the interface, samples in memory, and views of another store."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,12 +11,12 @@ from lightning_sgmcmc.contour.learned import LearnedContour
 
 
 class SampleStore(ABC):
-    """An ordered collection of samples with a record of each."""
+    """An ordered collection of samples, each with a record."""
 
     records: list[SampleRecord]
 
     contour: LearnedContour | None = None
-    """What a contour sampler has learned in the end, for weights by the final π."""
+    """The final learned state of a contour sampler, for weights from the final π."""
 
     @abstractmethod
     def append(self, sample: PosteriorSample) -> None:
@@ -30,13 +30,13 @@ class SampleStore(ABC):
         return {name: tuple(tensor.shape) for name, tensor in self[index].parameters.items()}
 
     def parameters(self, index: int, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return some of a sample's parameters."""
+        """Return the named parameters of a sample."""
         parameters = self[index].parameters
         return {name: parameters[name] for name in names}
 
     @abstractmethod
     def keep(self, records: list[SampleRecord]) -> None:
-        """Drop all samples but those with the given records."""
+        """Drop all samples except those with the given records."""
 
     def __len__(self) -> int:
         return len(self.records)
@@ -46,7 +46,7 @@ class SampleStore(ABC):
 
 
 class MemoryStore(SampleStore):
-    """Samples in the host's memory."""
+    """Samples in host memory."""
 
     def __init__(self) -> None:
         self.records = []
@@ -66,12 +66,12 @@ class MemoryStore(SampleStore):
 
 
 class StoreView(SampleStore):
-    """Chosen samples of another store, in any order and with repetition, with their own weights; it cannot grow.
+    """Read-only selection of another store's samples, in any order and with repetition, with its own weights.
 
     Args:
         store: the other store.
         indices: indices of its samples.
-        log_weights: their log importance weights here.
+        log_weights: their log importance weights in this view.
     """
 
     def __init__(self, store: SampleStore, indices: Sequence[int], log_weights: Sequence[float]) -> None:
@@ -84,11 +84,11 @@ class StoreView(SampleStore):
 
     @property
     def contour(self) -> LearnedContour | None:  # type: ignore[override]
-        """The other store's."""
+        """The other store's contour."""
         return self._store.contour
 
     def append(self, sample: PosteriorSample) -> None:
-        raise TypeError("these are samples chosen from a store, to which none can be added: use in_memory() first")
+        raise TypeError("samples cannot be appended to a selection from a store: use in_memory() first")
 
     def __getitem__(self, index: int) -> PosteriorSample:
         return replace(self._store[self._indices[index]], log_weight=self.records[index].log_weight)

@@ -16,9 +16,9 @@ from lightning_sgmcmc.report.run_record import RunError, RunRecord
 MIXED = 1.05
 """No warning is given for an R-hat below this."""
 FALSE_ALARM_RATE = 0.01
-"""Of a warning for independent draws, for each quantity."""
+"""Probability of a warning for independent draws, per quantity."""
 MOST_ELEMENTS = 100
-"""Of a larger parameter only so many elements, evenly spread, are diagnosed."""
+"""Largest number of elements, evenly spaced, that are diagnosed per parameter."""
 
 
 @dataclass
@@ -43,14 +43,14 @@ class Chains:
             for quantity in self._quantities(run, parameters):
                 self._diagnose(quantity)
         except ImportError as error:
-            self._missing = f"R-hat and effective sample sizes are left out: {error}."
+            self._missing = f"R-hat and effective sample sizes are omitted: {error}."
 
     def _quantities(self, run: RunRecord, parameters: Sequence[str] | None) -> list[_Quantity]:
         grid, store = self._grid, run.store
         found = [_Quantity("energy", grid.arrange([r.energy for r in self.records])[..., None])]
         if store is None:
             if parameters is not None:
-                raise RunError(f"{run.folder} holds no samples, so there are no parameters to diagnose")
+                raise RunError(f"{run.folder} holds no samples, so it has no parameters to diagnose")
             return found
         try:
             names = choose_parameters(store.shapes(0), parameters, max_elements=1)
@@ -58,12 +58,12 @@ class Chains:
             if parameters is not None:
                 raise RunError(str(error)) from None
             names = []
-            self.attention.append(f"Parameters are left out: {error}.")
+            self.attention.append(f"Parameters are omitted: {error}.")
         try:
             drawn = parameter_draws(store, grid, names)
         except ValueError as error:
             drawn = {}
-            self.attention.append(f"Parameters are left out: {error}.")
+            self.attention.append(f"Parameters are omitted: {error}.")
         return found + [_Quantity(name, draws.reshape(*grid.positions.shape, -1)) for name, draws in drawn.items()]
 
     def _diagnose(self, quantity: _Quantity) -> None:
@@ -79,8 +79,8 @@ class Chains:
         self._rows.append([*row, _or_few(bulk, ".0f"), _or_few(tail, ".0f")])
         if suspect and len(self._grid.chains) > 1:
             self.attention.append(
-                f"The chains disagree on {quantity.name}: R-hat is {rhat:.2f}, and should be below {limit:.2f}. Run "
-                "them longer, or take their samples as those of separate modes."
+                f"The chains disagree on {quantity.name}: R-hat is {rhat:.2f}, but should be below {limit:.2f}. Run "
+                "them longer, or treat their samples as separate modes."
             )
 
     def html(self) -> str:
@@ -106,27 +106,27 @@ class Chains:
             else f"One chain of {self._grid.draws} draws"
         )
         parts.append(table(header, self._rows, label))
-        notes = ["Rank-normalised, of the samples in the order of drawing and without their weights."]
+        notes = ["Rank-normalised, for the samples in the order of drawing, ignoring their weights."]
         if not several:
             notes.append(
-                "With one chain, R-hat takes its halves for two chains: it sees a drift, but not that another chain "
-                "would have gone elsewhere. Run several chains to know more."
+                "With one chain, R-hat compares its halves: it detects a drift, but not that another chain would "
+                "find another mode. Run several chains to detect that."
             )
         if self._grid.dropped:
-            notes.append(f"The oldest {self._grid.dropped} samples of the longer chains are left out.")
+            notes.append(f"The oldest {self._grid.dropped} samples of the longer chains are dropped.")
         notes.append("Energies are mini-batch estimates, whose noise hides small differences between chains.")
         return "".join([*parts, paragraph(" ".join(notes), "note")])
 
 
 def rhat_limit(chains: int, draws: int, false_alarm_rate: float) -> float:
-    """Return what R-hat should stay below: 1.05, or where draws are few what independent ones exceed that rarely.
+    """Return the upper limit of R-hat: 1.05, or for few draws the quantile that independent draws rarely exceed.
 
     With m parts of n draws each, R̂² = (n-1)/n + F/n, and F has the law F(m-1, m·(n-1)) if the draws are independent and
     normal; rank normalisation makes them normal, and R-hat is the larger of two (of the draws, and folded).
 
     Args:
         chains: number of chains, each split into halves; one chain is split twice.
-        draws: draws of each chain.
+        draws: draws per chain.
         false_alarm_rate: the probability that independent draws exceed the limit.
     """
     from scipy.special import fdtri

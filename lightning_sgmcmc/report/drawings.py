@@ -1,4 +1,4 @@
-"""What a dashboard shows, made from a run's history and evaluations: figures, histograms and tables by name."""
+"""The dashboard's figures, histograms and tables by name, from a run's history and evaluations."""
 
 import math
 from dataclasses import asdict
@@ -19,9 +19,9 @@ from lightning_sgmcmc.run.history import RunHistory
 Figures = dict[str, Any]
 """matplotlib figures by name."""
 Histograms = dict[str, tuple[list[float], str]]
-"""Values and what they are, by name."""
+"""Values and their axis label, by name."""
 Table = tuple[list[str], list[list[Any]]]
-"""Columns and rows."""
+"""Column names and rows."""
 
 
 def schedule(history: RunHistory) -> Figures:
@@ -43,7 +43,7 @@ def energy(history: RunHistory) -> Figures:
 
 
 def traces(history: RunHistory) -> Figures:
-    """Draw the paths of the energy and of the traced weights."""
+    """Draw traces of the energy and of the traced weights."""
     if not len(history.scalars):
         return {}
     paths = {"potential energy Ũ (nats)": history.scalar("sampler/energy")}
@@ -60,7 +60,7 @@ def weights(history: RunHistory) -> Figures:
 
 
 def geometry(history: RunHistory) -> Figures:
-    """Draw where the samples lie to each other."""
+    """Draw the samples' geometry in weight space."""
     if len(history.sketches) < 2:
         return {}
     rows = history.sketches.tensor()
@@ -70,7 +70,7 @@ def geometry(history: RunHistory) -> Figures:
 
 
 def temperatures(health: HealthReport | None) -> Figures:
-    """Draw each tensor's temperatures from the report on a chain's health, if it has any."""
+    """Draw each tensor's temperatures from the report on a chain's health, if it has any temperatures."""
     if health is None or not health.tensors:
         return {}
     tensors = {name: vars(entry) for name, entry in health.tensors.items()}
@@ -78,7 +78,7 @@ def temperatures(health: HealthReport | None) -> Figures:
 
 
 def contour(learned: LearnedContour | None, temperature: float) -> Figures:
-    """Draw which energies a contour run visited beside the target's, and its multipliers, of the first chain's π."""
+    """Draw the energies visited by a contour run and the target's, and its multipliers, from the first chain's π."""
     if learned is None or not bool((learned.state.visits > 0).any()):
         return {}
     state = learned.state
@@ -95,7 +95,7 @@ def contour(learned: LearnedContour | None, temperature: float) -> Figures:
 
 
 def chains(history: RunHistory, evaluation: Evaluation | None) -> Figures:
-    """Draw the samples' energies and each chain's NLL, where there are several chains."""
+    """Draw the samples' energies and each chain's NLL, if there are several chains."""
     if len(set(history.samples.column(2))) < 2:
         return {}
     rows = chain_rows(*_chains_and_energies(history), evaluation.chains if evaluation is not None else None)
@@ -113,7 +113,7 @@ def _chains_and_energies(history: RunHistory) -> tuple[list[int], list[float]]:
 
 
 def chain_scalars(history: RunHistory, evaluation: Evaluation | None) -> dict[str, float]:
-    """Return R-hat and effective sample sizes of energies and, the worst of some data, of predictions."""
+    """Return R-hat and effective sample sizes of energies, and the worst over some data's predictions."""
     of_chains, energies = _chains_and_energies(history)
     if len(set(of_chains)) < 2:
         return {}
@@ -129,7 +129,7 @@ def chain_scalars(history: RunHistory, evaluation: Evaluation | None) -> dict[st
 
 
 def chain_table(history: RunHistory, evaluation: Evaluation | None) -> Table:
-    """Return one row for each chain and one for all, where there are several."""
+    """Return one row per chain and one for all, if there are several chains."""
     columns = ["chain", "samples", "mean energy", "standard deviation", "split R-hat", "bulk ESS", "tail ESS", "NLL"]
     if len(set(history.samples.column(2))) < 2:
         return columns, []
@@ -150,7 +150,7 @@ def chain_table(history: RunHistory, evaluation: Evaluation | None) -> Table:
 
 
 def running(evaluation: Evaluation) -> Figures:
-    """Draw every metric of the running average beside the single samples'."""
+    """Draw every metric of the running average and of single samples."""
     return {
         f"running_{metric}": figures.running_average_figure(
             metric, [m[metric] for m in evaluation.running], [m[metric] for m in evaluation.members]
@@ -160,7 +160,7 @@ def running(evaluation: Evaluation) -> Figures:
 
 
 def reliability_diagram(evaluation: Evaluation) -> Figures:
-    """Draw accuracy against confidence, where there are classes."""
+    """Draw accuracy against confidence, for classification."""
     average, target = evaluation.average, evaluation.target
     if average is None or target is None or "probabilities" not in average.terms:
         return {}
@@ -170,7 +170,7 @@ def reliability_diagram(evaluation: Evaluation) -> Figures:
 
 
 def entropies(evaluation: Evaluation, data: str) -> dict[str, list[float]]:
-    """Return the averages' predictive entropies in nats, by data set; empty where there are no classes."""
+    """Return the averages' predictive entropies in nats, by data set; empty without classes."""
     averages = {data: evaluation.average, **evaluation.ood}
     return {
         name: predictive_entropy(average.terms["probabilities"]).tolist()
@@ -208,7 +208,7 @@ def entropy_histograms(evaluation: Evaluation, data: str) -> Histograms:
 
 
 def sample_table(history: RunHistory, evaluation: Evaluation | None) -> Table:
-    """Return one row for each sample: where it comes from, its weight, and its own metrics where it was evaluated."""
+    """Return one row per sample: its origin, its weight, and its own metrics if it was evaluated."""
     known = {(m["step"], m["chain"]): m for m in evaluation.members} if evaluation is not None else {}
     metrics = list(evaluation.bma) if evaluation is not None else []
     rows: list[list[Any]] = []
@@ -219,7 +219,7 @@ def sample_table(history: RunHistory, evaluation: Evaluation | None) -> Table:
 
 
 def metric_table(evaluation: Evaluation) -> Table:
-    """Return one row for each metric: the single samples' mean and standard deviation, and the model average's."""
+    """Return one row per metric: mean and standard deviation over single samples, and the model average's value."""
     single, deviation = evaluation.single, evaluation.single_std
     rows = [[metric, single[metric], deviation[metric], value] for metric, value in evaluation.bma.items()]
     return ["metric", "mean single sample", "standard deviation", "model average"], rows

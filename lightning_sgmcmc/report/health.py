@@ -8,13 +8,13 @@ from lightning_sgmcmc.report import html_page
 from lightning_sgmcmc.report.html_page import Cell, folded, is_finite, number, paragraph, table
 
 TOLERANCE = 0.2
-"""A temperature is marked where its whole interval is further from the target than this share of it."""
+"""A temperature is marked if its whole interval is further from the target than this share of it."""
 FOLD_ABOVE = 40
 """A table with more rows is folded."""
 
 
 def tensors(health: HealthReport | None) -> str:
-    """Return the table of measured temperatures, or nothing without measurements."""
+    """Return the table of measured temperatures, or "" without measurements."""
     if health is None or not health.tensors:
         return ""
     total = {} if health.total is None else {ALL_TENSORS: health.total}
@@ -31,7 +31,7 @@ def tensors(health: HealthReport | None) -> str:
     header = ["tensor", "elements", "kinetic temperature", "configurational temperature", "share of gradient noise"]
     content = table(header, rows, f"Measured temperatures at step {number(health.step)}")
     note = (
-        f"Intervals are in brackets; a temperature is marked where its whole interval is over {TOLERANCE:.0%} off the "
+        f"Intervals are in brackets; a temperature is marked if its whole interval is over {TOLERANCE:.0%} off the "
         "target."
     )
     return (

@@ -1,4 +1,4 @@
-"""The few pieces of HTML that a report is made of; every piece escapes the text it is given."""
+"""HTML building blocks of a report; each escapes its text."""
 
 import base64
 import math
@@ -11,18 +11,18 @@ from typing import Any, TypeGuard
 
 @dataclass(frozen=True)
 class Cell:
-    """A table's cell that is marked as good or bad."""
+    """A table cell marked as good or bad."""
 
     text: str
     kind: str
 
 
 def page(title: str, subtitle: str, sections: Iterable[tuple[str, str]]) -> str:
-    """Return a whole page that needs nothing from outside: no script, no network.
+    """Return a self-contained page: no script, no network.
 
     Args:
         title, subtitle: text.
-        sections: heading (text) and contents (HTML) of each; those without contents are left out.
+        sections: heading (text) and contents (HTML) of each; those without contents are omitted.
     """
     kept = [(heading, content) for heading, content in sections if content]
     links = "".join(f'<li><a href="#{_anchor(heading)}">{escape(heading)}</a></li>' for heading, _ in kept)
@@ -52,13 +52,13 @@ def page(title: str, subtitle: str, sections: Iterable[tuple[str, str]]) -> str:
 def table(
     header: Sequence[str], rows: Iterable[Sequence[Any]], label: str, groups: Sequence[tuple[str, int]] = ()
 ) -> str:
-    """Return a table that scrolls within its box where it is wide; the first column names the row.
+    """Return a table that scrolls within its box if it is wide; the first column names the row.
 
     Args:
         header: the columns' names.
         rows: text, numbers or `Cell`s; None is a dash.
-        label: what the table shows, for those who do not see it.
-        groups: a second header above the first: a name, and how many columns it spans.
+        label: description of the table, for screen readers.
+        groups: a second header above the first: names and the numbers of columns they span.
     """
     upper = "".join(f'<th scope="colgroup" colspan="{span}">{escape(name)}</th>' for name, span in groups)
     upper = f"<tr>{upper}</tr>" if groups else ""
@@ -80,7 +80,7 @@ def _cells(row: Sequence[Any]) -> str:
 
 
 def facts(pairs: Iterable[tuple[str, Any]]) -> str:
-    """Return a list of names and values; those that are None are left out."""
+    """Return a list of names and values, omitting those that are None."""
     texts = [(name, number(value)) for name, value in pairs if value is not None]
     items = "".join(
         f"<div{' class=wide' * (len(text) > 18)}><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
@@ -95,23 +95,23 @@ def paragraph(text: str, kind: str = "") -> str:
 
 
 def bullets(texts: Iterable[str]) -> str:
-    """Return a list of sentences, or nothing if there are none."""
+    """Return a list of sentences, or "" if there are none."""
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)
     return f"<ul>{items}</ul>" if items else ""
 
 
 def folded(summary: str, content: str, is_open: bool = False) -> str:
-    """Return contents (HTML) that a click on their summary (text) unfolds."""
+    """Return contents (HTML) that unfold on a click on their summary (text)."""
     return f"<details{' open' if is_open else ''}><summary>{escape(summary)}</summary>{content}</details>"
 
 
 def preformatted(text: str) -> str:
-    """Return text as it is."""
+    """Return preformatted text."""
     return f'<pre tabindex="0">{escape(text)}</pre>'
 
 
 def picture(png: bytes, caption: str, alternative: str) -> str:
-    """Return a picture within the page, with a caption and an alternative text."""
+    """Return an embedded picture, with a caption and an alternative text."""
     data = base64.b64encode(png).decode()
     return (
         f'<figure><img src="data:image/png;base64,{data}" alt="{escape(alternative)}">'
@@ -120,7 +120,7 @@ def picture(png: bytes, caption: str, alternative: str) -> str:
 
 
 def number(value: Any) -> str:
-    """Return a value as text: numbers with what digits they need, None as a dash."""
+    """Return a value as text: numbers with the digits they need, None as a dash."""
     if value is None:
         return "–"
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -19,16 +19,15 @@ def write_report(run: str | Path, output: str | Path | None = None, parameters: 
     """Write the report of a run.
 
     Args:
-        run: the run's folder, or one that holds runs, of which the newest is taken.
-        output: the file; None is `report.html` in the run's folder.
-        parameters: names, or shell patterns of them, of parameters whose chains are diagnosed; None takes the scalar
-            ones.
+        run: the run's folder, or one that contains runs, in which case the newest is used.
+        output: the file; None uses `report.html` in the run's folder.
+        parameters: names or shell patterns of parameters whose chains are diagnosed; None uses the scalar ones.
 
     Returns:
         the file.
 
     Raises:
-        RunError: if there is no run, a file of it is damaged, or a pattern fits no parameter.
+        RunError: if there is no run, one of its files is damaged, or a pattern matches no parameter.
         OSError: if the file cannot be written.
     """
     folder, _ = find_run(run)
@@ -65,7 +64,9 @@ def _verdict(run: RunRecord, chains: "Chains") -> str:
     elif verdict == "unknown":
         says = "Unknown: the temperatures could not be measured."
     else:
-        says = {"ok": "Healthy: the measured temperatures are the target's.", "warning": "Look at this first."}[verdict]
+        says = {"ok": "Healthy: the measured temperatures match the target's.", "warning": "Look at this first."}[
+            verdict
+        ]
     warnings = [] if run.health is None else run.health.warnings
     attention = [*warnings, *_attention(run), *chains.attention]
     kind = "bad" if attention or verdict == "warning" else "good" if verdict == "ok" else ""
@@ -92,7 +93,7 @@ def _attention(run: RunRecord) -> list[str]:
         except ValueError as error:
             found.append(f"The weights cannot be used: {error}.")
     if run.damaged:
-        found.append(f"Damaged pictures are left out: {', '.join(run.damaged)}.")
+        found.append(f"Damaged pictures are omitted: {', '.join(run.damaged)}.")
     return found
 
 

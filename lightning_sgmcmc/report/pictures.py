@@ -1,4 +1,4 @@
-"""The run's pictures: its own, and those that it did not draw."""
+"""The run's pictures: those that it drew, and those drawn here from its record."""
 
 import io
 from typing import TYPE_CHECKING
@@ -20,16 +20,16 @@ CAPTIONS = {
     "temperatures": "Measured temperatures of each tensor, and the target.",
     "contour": "Energies that the contour run visited, and the target's by the learned π.",
     "multiplier": "The gradient multiplier κ against the energy; the bouncy zone is where it is negative.",
-    "running_": "The running model average against the number of samples, beside the single samples:",
+    "running_": "The running model average and single samples against the number of samples:",
     "reliability": "Accuracy of the model average against its confidence, and the share of the data.",
     "entropy": "Entropy of the predictive distribution.",
     "weight": "Weights of the samples.",
-    "geometry": "Where the samples lie to each other in weight space.",
+    "geometry": "The samples' geometry in weight space.",
     "segments": "The loss on the segments between samples.",
 }
-"""By the beginning of a picture's name, in the order of the page; other pictures follow, by name."""
+"""Captions by the prefix of a picture's name, in the order of the page; other pictures follow, by name."""
 TEST = "test_"
-"""How pictures of the test data begin; they come last."""
+"""Prefix of pictures on the test data, which come last."""
 
 
 def pictures(run: RunRecord) -> str:
@@ -50,7 +50,7 @@ def _caption(name: str) -> str:
 
 
 def _start(name: str) -> str:
-    """Return the longest known beginning of a picture's name, or nothing."""
+    """Return the longest known prefix of a picture's name, or ""."""
     name = name.removeprefix(TEST)
     return max((start for start in CAPTIONS if name.startswith(start)), key=len, default="")
 
@@ -61,7 +61,7 @@ def _place(name: str) -> tuple[bool, int, str]:
 
 
 def _drawn(run: RunRecord) -> dict[str, bytes]:
-    """Draw what the run did not draw itself."""
+    """Draw the pictures that the run did not draw itself."""
     drawn: dict[str, Figure] = {}
     steps, scalars = run.steps, run.scalars
     sample_steps, sample_energy = [r.step for r in run.records], [r.energy for r in run.records]

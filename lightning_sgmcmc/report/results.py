@@ -12,11 +12,11 @@ METHODS = {"single": "mean single sample", "bma": "model average"}
 HIGHER_IS_BETTER = ("accuracy", "auroc", "log_likelihood")
 LOWER_IS_BETTER = ("nll", "brier", "ece", "rmse", "mae", "error")
 PLAIN_NAMES = {"lr": "Step size lr", "temperature": "Temperature τ", "num_chains": None}
-"""How hyperparameters are called here; None leaves one out."""
+"""Labels of hyperparameters; None omits one."""
 
 
 def facts(run: RunRecord) -> str:
-    """Return what kind of run it was."""
+    """Return the facts about the run."""
     results, records = run.results, run.records
     known = {name: results.get(name) for name in ("recipe", "scale", "seed")}
     cycles = len({r.cycle for r in records})
@@ -56,7 +56,7 @@ def _finished(run: RunRecord) -> float:
 
 def _duration(seconds: Any) -> str | None:
     if not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds <= 0:
-        return None  # 0 is a run that only evaluated
+        return None  # 0 for a run that only evaluated
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -64,7 +64,7 @@ def _duration(seconds: Any) -> str | None:
 
 
 def results(run: RunRecord) -> str:
-    """Return the table of `results.json`: the metrics of each method, and the paper's where it names them."""
+    """Return the table of `results.json`: the metrics of each method, and the paper's if it names them."""
     if not run.rows:
         text = run.texts.get("table.md")
         return html_page.preformatted(text) if text else ""
@@ -80,7 +80,7 @@ def results(run: RunRecord) -> str:
         note = "The number after ± is the standard deviation over the samples. " if _has_errors(run.rows) else ""
         return table(
             ["metric", "mean single sample", "model average", "change"], rows, "Single samples and their average"
-        ) + paragraph(f"{note}Change is the average's value less the single samples'.", "note")
+        ) + paragraph(f"{note}Change is the average's value minus the single samples'.", "note")
     if len(metrics) > len(methods):
         rows = [[m, *(_with_error(by_place.get((method, m), {})) for method in methods)] for m in metrics]
         return table(["metric", *(METHODS.get(m, m) for m in methods)], rows, "Results")
@@ -89,7 +89,7 @@ def results(run: RunRecord) -> str:
 
 
 def _beside_the_paper(by_place: dict[tuple[str, str], dict[str, Any]], methods: list[str], metrics: list[str]) -> str:
-    """Return the table with the paper's figures beside ours, for the metrics that the paper has."""
+    """Return the table of the paper's numbers and ours, for the metrics in the paper."""
     header, groups, rows = ["method"], [("", 1)], [[METHODS.get(m, m)] for m in methods]
     for metric in metrics:
         known = any(is_finite(by_place.get((m, metric), {}).get("paper")) for m in methods)
@@ -100,7 +100,7 @@ def _beside_the_paper(by_place: dict[tuple[str, str], dict[str, Any]], methods: 
             row.append(_with_error(found))
             if known:
                 row.append(_with_error(found, "paper"))
-    return table(header, rows, "Results, beside the paper's", groups)
+    return table(header, rows, "Results and the paper's", groups)
 
 
 def _with_error(row: dict[str, Any], name: str = "value") -> str:

@@ -13,12 +13,12 @@ from lightning_sgmcmc.run.results import RESULTS
 
 HISTORY, HEALTH = "history.json", "health.json"
 MARKS = (RESULTS, HISTORY, HEALTH, f"samples/{MANIFEST}")
-"""The files that make a folder a run's."""
+"""Files that identify a run's folder."""
 TEXTS = ("config.yaml", "hparams.yaml", "table.md")
 
 
 class RunError(ValueError):
-    """Raised where a folder holds no run, or a damaged one; the message is a sentence for the user."""
+    """Raised if a folder holds no run, or a damaged one; the message is for the user."""
 
 
 @dataclass
@@ -27,15 +27,15 @@ class RunRecord:
 
     Attributes:
         folder: the run's folder.
-        results: the contents of `results.json` ({} where it is missing).
+        results: the contents of `results.json` ({} if missing).
         rows: its rows, each with `method`, `metric` and `value`.
         steps: optimizer steps of the history.
         scalars: values at these steps, by name ("sampler/energy").
         health: the report in `health.json`, if there is one.
-        records: what is known of each sample, from the store, else from the history.
+        records: the record of each sample, from the store, else from the history.
         store: the samples, if they are in the folder.
-        pictures: the PNG files that can be shown, by name without the suffix.
-        damaged: names of those that cannot.
+        pictures: the readable PNG files, by name without the suffix.
+        damaged: names of the unreadable ones.
         texts: configuration files and the like, by name.
     """
 
@@ -58,16 +58,16 @@ class RunRecord:
 
 
 def find_run(path: str | Path) -> tuple[Path, int]:
-    """Return the folder of a run, and among how many it was chosen: the newest of those within `path`, if it is none.
+    """Return a run's folder and the number of candidates: `path` itself, or the newest run within it.
 
     Raises:
         RunError: if there is no such folder, or no run in it.
     """
     path = Path(path)
     if not path.exists():
-        raise RunError(f"there is no folder {path}")
+        raise RunError(f"there is no folder {path}: pass a run's folder")
     if not path.is_dir():
-        raise RunError(f"{path} is a file, not the folder of a run")
+        raise RunError(f"{path} is a file, not a run's folder")
     if path.name == "samples" and any((path.parent / name).is_file() for name in (RESULTS, HISTORY, HEALTH)):
         return path.parent, 1
     if _written(path) is not None:
@@ -76,22 +76,22 @@ def find_run(path: str | Path) -> tuple[Path, int]:
     found = [(time, folder) for folder in below if (time := _written(folder))]
     if not found:
         raise RunError(
-            f"{path} holds no run: there is no {RESULTS}, {HISTORY}, {HEALTH} or samples/{MANIFEST} in it or below it"
+            f"{path} holds no run: neither it nor a subfolder has {RESULTS}, {HISTORY}, {HEALTH} or samples/{MANIFEST}"
         )
     return max(found)[1], len(found)
 
 
 def _written(folder: Path) -> float | None:
-    """Return when a run's folder was last written to, or None if it is not a run's."""
+    """Return the time of the last write to a run's folder, or None if it is not one."""
     marks = (folder / name for name in (*MARKS, MANIFEST))
     return max((mark.stat().st_mtime for mark in marks if mark.is_file()), default=None)
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read what there is.
+    """Read the run's files; any may be missing.
 
     Raises:
-        RunError: if a file that the report builds on is damaged.
+        RunError: if a file that the report needs is damaged.
     """
     run = RunRecord(folder)
     run.results = _read_json(folder / RESULTS) or {}

@@ -1,4 +1,4 @@
-"""The samples, and what their weights are worth."""
+"""The samples, and the effective size of their weights."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ SHORT_TABLE = 12
 
 
 def samples(run: RunRecord) -> str:
-    """Return the table of samples, folded where it is long."""
+    """Return the table of samples, folded if it is long."""
     records = run.records
     if not records:
         return ""
@@ -37,11 +37,11 @@ def samples(run: RunRecord) -> str:
 
 
 def weights(records: list[SampleRecord]) -> str:
-    """Return how unequal the weights are."""
+    """Return the section on the weights and their effective size."""
     if not records:
         return ""
     if equal_weights(records):
-        return paragraph(f"All {len(records)} samples weigh the same.")
+        return paragraph(f"All {len(records)} samples have equal weight.")
     try:
         weights, worth = normalised_weights(log_weights(records)), effective_sample_size(log_weights(records))
     except ValueError as error:
@@ -51,7 +51,7 @@ def weights(records: list[SampleRecord]) -> str:
         ("Largest weight", float(weights.max())),
         ("Smallest weight", float(weights.min())),
     ]
-    note = "The effective sample size here is (Σw)²/Σw²: it knows nothing of autocorrelation."
+    note = "The effective sample size here is (Σw)²/Σw²: it ignores autocorrelation."
     return html_page.facts(facts) + paragraph(note, "note")
 
 
@@ -61,5 +61,5 @@ def log_weights(records: list[SampleRecord]) -> torch.Tensor:
 
 
 def equal_weights(records: list[SampleRecord]) -> bool:
-    """Return whether the samples, at least one, all weigh the same."""
+    """Return whether the samples, at least one, all have equal weight."""
     return len({r.log_weight for r in records}) == 1 and math.isfinite(records[0].log_weight)

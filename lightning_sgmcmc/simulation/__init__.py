@@ -1,4 +1,4 @@
-"""The samplers without a trainer: analytic targets, finite sums, exact references, many chains at once."""
+"""Samplers without a trainer: analytic targets, finite sums, exact references, many chains at once."""
 
 from lightning_sgmcmc.simulation.contour_run import ContourRun
 from lightning_sgmcmc.simulation.exchange_run import ExchangeRun

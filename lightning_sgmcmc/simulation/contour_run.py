@@ -10,16 +10,16 @@ from lightning_sgmcmc.contour import Contour, ContourState, DecayingStepSize
 
 @dataclass(frozen=True)
 class ContourRun:
-    """How a contour takes part in a simulation.
+    """Configuration of a contour in a simulation.
 
     Attributes:
-        contour: partition, ζ, scheme and so on.
+        contour: partition, ζ, scheme and other rules.
         step_size: ω of the stochastic approximation.
         shared: one π for all chains, learned from the mean of their steps; otherwise one for each chain.
         state: initial π, uniform if None; it is not changed.
         learn: False keeps π fixed (KSGLD).
-        groups: number of shared π, with `shared`. Chains are split evenly, in their order, into so many groups, each of
-            which shares one π: independent repeats of a run of interacting chains, at the price of one.
+        groups: number of shared π, with `shared`. Chains are split evenly, in their order, into this many groups, each
+            sharing one π: independent repeats of a run of interacting chains, at the cost of one.
 
     Raises:
         ValueError: if `groups` is below 1, or above 1 without `shared`.
@@ -35,10 +35,10 @@ class ContourRun:
     def __post_init__(self) -> None:
         check_count("groups", self.groups)
         if self.groups > 1 and not self.shared:
-            raise ValueError(f"groups={self.groups} counts shared π, and shared is False: pass shared=True")
+            raise ValueError(f"groups={self.groups} counts shared π, but shared is False: pass shared=True")
 
     def initial_state(self, num_chains: int, device: torch.device) -> ContourState:
-        """Return a new π for so many chains, with a row for each chain or group unless all share one.
+        """Return a new π for `num_chains` chains, with one row per chain or group unless all share one.
 
         Raises:
             ValueError: if the chains cannot be split evenly into the groups.

@@ -21,10 +21,10 @@ class ExchangeRun:
     the start chain r of a ladder is in slot r.
 
     Args:
-        temperatures: of the slots, rising, in units of the run's temperature, R ≥ 2 of them.
-        lrs: step sizes of the slots in units of the run's lr; None is the run's own for all.
-        every: steps from one attempt to the next.
-        variance: of the noise of one energy, in nats², a number or a function of the step.
+        temperatures: R ≥ 2 increasing temperatures of the slots, in units of the run's temperature.
+        lrs: step sizes of the slots in units of the run's lr; None uses the run's own for all.
+        every: steps between attempts.
+        variance: variance of the noise in one energy, in nats², a number or a function of the step.
         correction: F ≥ 1, see `log_swap_rate`.
 
     Raises:
@@ -40,14 +40,14 @@ class ExchangeRun:
     def __post_init__(self) -> None:
         slots = list(self.temperatures)
         if len(slots) < 2 or not all(0 < t < math.inf for t in slots) or slots != sorted(set(slots)):
-            raise ValueError(f"temperatures must be two or more positive numbers that rise, got {self.temperatures}")
+            raise ValueError(f"temperatures must be two or more increasing positive numbers, got {self.temperatures}")
         if self.lrs is not None and (len(self.lrs) != len(slots) or not all(0 <= lr < math.inf for lr in self.lrs)):
             raise ValueError(f"lrs must be {len(slots)} numbers, one for each temperature, and ≥ 0, got {self.lrs}")
         check_count("every", self.every)
         if not callable(self.variance):
             check_number("variance", self.variance)
         if not 1 <= self.correction < math.inf:
-            raise ValueError(f"correction must be at least 1, and finite, got {self.correction}")
+            raise ValueError(f"correction must be finite and at least 1, got {self.correction}")
 
     @property
     def num_slots(self) -> int:
@@ -55,19 +55,18 @@ class ExchangeRun:
         return len(self.temperatures)
 
     def variance_at(self, step: int) -> float:
-        """Return the variance that the swap rate of step k = 1, 2, … uses."""
+        """Return the variance for the swap rate at step k = 1, 2, …."""
         return float(self.variance(step)) if callable(self.variance) else float(self.variance)
 
     def log_limits(self, first: int, count: int, generators: list[torch.Generator]) -> Tensor:
         """Return log u, u uniform in (0, 1), for each step, ladder and pair, shape (count, L, R-1).
 
-        A swap is made where log u is below the log rate. It is +inf where no swap is attempted, so a loop needs no
-        branch.
+        Chains swap if log u is below the log rate. log u is +inf if no swap is attempted, so loops need no branch.
 
         Args:
             first: the first step.
             count: number of steps.
-            generators: one for each ladder, which draws for its attempts only.
+            generators: one per ladder, used only for its attempts.
         """
         pairs = self.num_slots - 1
         limits = torch.full((count, len(generators), pairs), math.inf, device=generators[0].device)
@@ -83,7 +82,7 @@ class ExchangeRun:
 
 
 class Ladders:
-    """Which chain is in which slot, changed in place, and the random numbers that decide on swaps.
+    """The chain in each slot, changed in place, and the random numbers for swaps.
 
     Raises:
         ValueError: if the chains cannot be split evenly into ladders.
@@ -111,13 +110,13 @@ class Ladders:
         return [limits, torch.tensor(variances, dtype=self.lrs.dtype, device=self.lrs.device)]
 
     def swap_(self, energies: Tensor, temperature: Tensor, limits: Tensor, variance: Tensor) -> Tensor:
-        """Make the swaps of one step, and return each chain's slot, shape (C,).
+        """Swap chains in one step, and return each chain's slot, shape (C,).
 
         Args:
-            energies: with their noise, shape (C,).
-            temperature: the run's, shape ().
+            energies: energies with their noise, shape (C,).
+            temperature: the run's temperature, shape ().
             limits: log of uniform numbers, shape (L, R-1).
-            variance: of one energy's noise, shape ().
+            variance: variance of one energy's noise, shape ().
         """
         by_slot = energies.view(self.order.shape).gather(1, self.order)
         levels = temperature * self.temperatures

@@ -1,9 +1,9 @@
-"""Posteriors whose potential is a sum over N data, with batches' gradients of thousands of chains at once.
+"""Posteriors whose potential is a sum over N data, with batch gradients for thousands of chains at once.
 
     U(x) = Σ_i U_i(x) - log p(x)
 
 A batch's gradient is (N/b)·Σ_{i in batch} ∇U_i(x) - ∇log p(x): the prior enters at full strength. All formulas are
-closed; x is of shape (C, d), a row for each chain.
+closed; x has shape (C, d), one row per chain.
 """
 
 import copy
@@ -31,11 +31,11 @@ class FiniteSum(ABC):
 
     @abstractmethod
     def batch_gradients(self, x: Tensor, indices: Tensor) -> Tensor:
-        """Return the gradients of the full potential that batches estimate, shape (C, J, d).
+        """Return the batch estimates of the full potential's gradient, shape (C, J, d).
 
         Args:
-            x: places, shape (C, d).
-            indices: data of each chain's J batches, int64, shape (C, J, b); a datum that comes twice counts twice.
+            x: positions, shape (C, d).
+            indices: data of each chain's J batches, int64, shape (C, J, b); a repeated datum counts twice.
         """
 
     @abstractmethod
@@ -47,7 +47,7 @@ class FiniteSum(ABC):
         """Return U(x) in nats, up to a constant, shape (C,), for x of shape (C, d)."""
 
     def to(self: Sum, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Sum:
-        """Return the same sum with its data on a device and in a dtype; None keeps the present one."""
+        """Return this sum with its data on a device and in a dtype; None keeps the current one."""
         moved = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -96,7 +96,7 @@ class LogisticRegressionSum(FiniteSum):
 
     Args:
         inputs: a, shape (N, d); for an intercept, add a column of ones.
-        labels: y of 0 and 1, shape (N,).
+        labels: y, 0 or 1, shape (N,).
         prior_variance: v > 0.
 
     Raises:
@@ -108,7 +108,7 @@ class LogisticRegressionSum(FiniteSum):
     def __init__(self, inputs: Tensor, labels: Tensor, prior_variance: float) -> None:
         _check_data("inputs", inputs, 2)
         if labels.shape != inputs.shape[:1] or not bool(((labels == 0) | (labels == 1)).all()):
-            raise ValueError(f"labels should be of 0 and 1 and of shape ({len(inputs)},), got {tuple(labels.shape)}")
+            raise ValueError(f"labels should be 0 or 1, with shape ({len(inputs)},), got {tuple(labels.shape)}")
         if not prior_variance > 0:
             raise ValueError(f"prior_variance must be positive, got {prior_variance}")
         self.inputs = inputs
@@ -153,7 +153,7 @@ class NormalModelSum(FiniteSum):
     """U(μ, λ) = N·λ + Σ_i (v_i - μ)²·exp(-2λ)/2: the model N(μ, σ²) of data v, x = (μ, λ = log σ), p(μ, log σ) ∝ 1.
 
     Args:
-        values: v, shape (N,), of float64 where N is large: squares are summed.
+        values: v, shape (N,), in float64 if N is large, since squares are summed.
 
     Raises:
         ValueError: for another shape, or fewer than four values or equal ones.
@@ -186,7 +186,7 @@ class NormalModelSum(FiniteSum):
         return torch.diag(torch.stack([of_mean, torch.polygamma(1, half) / 4]))
 
     def _gradient_of(self, x: Tensor, first: Tensor | float, second: Tensor, weight: float) -> Tensor:
-        """Return the gradient by Σ(v - v̄) and Σ(v - v̄)² of a batch, of shape (…), counted `weight` times."""
+        """Return the gradient from Σ(v - v̄) and Σ(v - v̄)² of a batch, shape (…), counted `weight` times."""
         offset, precision = x[..., 0] - self.centre, (-2 * x[..., 1]).exp()
         of_mean = (self.num_data * offset - weight * first) * precision
         squares = weight * second - 2 * offset * weight * first + self.num_data * offset.square()
@@ -207,17 +207,17 @@ class NormalModelSum(FiniteSum):
 
 
 def batch_moments(target: FiniteSum, x: Tensor, batch_size: int, matrix: bool = True) -> GradientMoments:
-    """Return both moments of uniform batches' gradients ñ at places, from all data.
+    """Return both moments of uniform batches' gradients ñ at positions x, from all data.
 
         E[ñ] = ∇U(x),   E[ññᵀ] = cov/b + ∇U(x)∇U(x)ᵀ
 
-    with cov the covariance of a single datum's, b draws being independent.
+    with cov the covariance of a single datum's gradient, since the b draws are independent.
 
     Args:
         target: the posterior.
-        x: places, shape (C, d).
+        x: positions, shape (C, d).
         batch_size: b.
-        matrix: the matrix of second moments, or its diagonal.
+        matrix: whether to return the matrix of second moments, or its diagonal.
 
     Source: Li et al. 2021 (EWSG), Algorithm 2, line 6.
     """

@@ -1,10 +1,10 @@
-"""Firefly Monte Carlo (FlyMC): the exact posterior from few data at a step, where likelihoods have a close lower bound.
+"""Firefly Monte Carlo (FlyMC): the exact posterior from few data per step, if likelihoods have a tight lower bound.
 
-Every datum has a light z_i, which is on with chance 1 - B_i(θ)/L_i(θ), so that the joint density
+Every datum has an indicator z_i ("bright"), which is 1 with probability 1 - B_i(θ)/L_i(θ), so that the joint density
 
     p(θ)·Π_i [L_i(θ) - B_i(θ)]^{z_i}·B_i(θ)^{1-z_i} = p(θ)·Π_i B_i(θ)·Π_{i: z_i=1} [L_i(θ)/B_i(θ) - 1]
 
-has the posterior as its marginal of θ, and needs the likelihoods of bright data only. A step redraws some of the z
+has the posterior as its marginal over θ, and needs the likelihoods of bright data only. A step redraws some of the z
 and then moves θ by Metropolis on the joint density.
 
 Source: Maclaurin & Adams 2015 (Firefly Monte Carlo: Exact MCMC with subsets of data), Algorithm 1.
@@ -22,7 +22,7 @@ from lightning_sgmcmc.simulation.likelihood_bounds import BoundedLikelihood
 from lightning_sgmcmc.simulation.random_walk import DECAY
 
 TOLERANCE = 1e-9
-"""How far, relative to 1 + |log L_i|, rounding may lift a bound above its likelihood."""
+"""Tolerance, relative to 1 + |log L_i|, for a bound above its likelihood through rounding."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,12 @@ class FireflyRun:
     """Results of a chain.
 
     Attributes:
-        draws: places after the burn-in, shape (S, d).
-        bright: number of data that were bright when θ was moved, for each step, shape (K,), int64.
-        evaluations: of the likelihood with its bound, for each step, shape (K,), int64. The start takes N more.
+        draws: positions after the burn-in, shape (S, d).
+        bright: number of bright data at the move of θ, for each step, shape (K,), int64.
+        evaluations: evaluations of the likelihood with its bound, for each step, shape (K,), int64. The start needs N
+            more.
         acceptance: share of accepted moves of θ after the burn-in.
-        step_size: after the burn-in.
+        step_size: step size after the burn-in.
     """
 
     draws: Tensor
@@ -57,19 +58,19 @@ def firefly(
     keep_every: int = 1,
     seed: int = 0,
 ) -> FireflyRun:
-    """Run one chain; all z are drawn at its start.
+    """Run one chain; it begins by drawing all z.
 
     Args:
-        likelihood: of the data, with its bound.
-        initial: θ at the start, shape (d,), in the dtype of the data (float64 where bounds are very close).
+        likelihood: likelihood of the data, with its bound.
+        initial: θ at the start, shape (d,), in the dtype of the data (float64 if bounds are very tight).
         num_steps: steps, including the burn-in.
-        resampled: number of data, chosen with repetition, whose z a step redraws: N/10 is a tenth of the data.
+        resampled: number of data, chosen with replacement, whose z a step redraws, such as N/10.
         step_size: s; a step proposes θ + s·ξ.
         langevin: propose θ + ½s²∇ + sξ with the gradient of the joint log density, for twice the bright evaluations.
         burn_in: steps without draws, in which s is tuned if there is a target.
-        target_acceptance: the acceptance that s is tuned for; None keeps s.
-        keep_every: keep a draw every so many steps.
-        seed: of all random numbers.
+        target_acceptance: acceptance rate for the tuning of s; None keeps s.
+        keep_every: steps between draws that are kept.
+        seed: seed of all random numbers.
 
     Raises:
         ValueError: for an argument out of range or of the wrong shape, a start where the bound does not hold, or, at
@@ -99,7 +100,7 @@ def firefly(
 
 
 class _FireflyChain:
-    """θ, which data are bright, and their log L_i - log B_i at θ (those of dark data may be out of date)."""
+    """θ, the bright data, and their log L_i - log B_i at θ (stale for dark data)."""
 
     def __init__(self, likelihood: BoundedLikelihood, place: Tensor, resampled: int, langevin: bool, seed: int) -> None:
         self.likelihood = likelihood
@@ -113,7 +114,7 @@ class _FireflyChain:
         self._bright = uniforms < -torch.expm1(-self._excess)
 
     def step(self, step_size: float) -> tuple[float, bool]:
-        """Redraw some z and move θ; return the chance of the proposal and whether it was accepted."""
+        """Redraw some z and move θ; return the proposal's acceptance probability and whether it was accepted."""
         self._resample()
         index = self._bright.nonzero()[:, 0]
         self.num_bright, self.evaluations = len(index), self.resampled
@@ -190,7 +191,7 @@ def _check_arguments(
             f"initial should be finite numbers of shape ({likelihood.dimension},), got {tuple(initial.shape)}"
         )
     if not likelihood.contains(initial):
-        raise ValueError(f"the bound does not hold at initial={initial.tolist()}: start nearer, or take a wider region")
+        raise ValueError(f"the bound does not hold at initial={initial.tolist()}: start nearer, or use a wider region")
     if num_steps < burn_in + keep_every:
         raise ValueError(f"num_steps={num_steps} leaves no draw after burn_in={burn_in} with keep_every={keep_every}")
     if not 0 < step_size < math.inf:

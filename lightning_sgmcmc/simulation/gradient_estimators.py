@@ -1,12 +1,12 @@
 """Gradient estimators: of all data, of a uniform batch, of a chosen batch, with control variates.
 
 For posteriors that are sums (`lightning_sgmcmc.simulation.finite_sums`) and the light loop on them
-(`lightning_sgmcmc.simulation.subsampled_chains`). An estimator is a description; `begin` makes the state of one run.
+(`lightning_sgmcmc.simulation.subsampled_chains`). An estimator is a description; `begin` creates the state of one run.
 The cost counts evaluations of one datum's gradient for one chain, including those of every candidate batch and the
 passes of snapshots and calibrations.
 
 Batches are drawn uniformly and independently at every step, and within a batch with replacement too, so that
-one of size b has 1/b of the covariance of a single datum's gradient. One generator for each purpose serves all chains.
+one of size b has 1/b of the covariance of a single datum's gradient. One generator per purpose serves all chains.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ from lightning_sgmcmc.subsampling.ewsg import Guess
 
 
 class GradientEstimator(ABC):
-    """Describes how a gradient is estimated; it has no state."""
+    """Describes how to estimate a gradient; it has no state."""
 
     @abstractmethod
     def begin(self, run: SumRun) -> Gradients:
@@ -33,7 +33,7 @@ class GradientEstimator(ABC):
 
 @dataclass(frozen=True)
 class FullGradient(GradientEstimator):
-    """∇U of all data; N evaluations a step."""
+    """∇U from all data; N evaluations per step."""
 
     def begin(self, run: SumRun) -> Gradients:
         return OfAllData(run)
@@ -58,16 +58,16 @@ class UniformGradient(GradientEstimator):
 
 @dataclass(frozen=True)
 class ControlVariateGradient(GradientEstimator):
-    """The gradient of a uniform batch with a control variate (SVRG-LD, where the sampler is SGLD).
+    """The gradient of a uniform batch with a control variate (SVRG-LD, if the sampler is SGLD).
 
         g(θ) = g_B(θ) - g_B(θ_q) + ∇U(θ_q)
 
-    θ_q is each chain's own snapshot, taken every so many passes. A snapshot costs N evaluations, on top of the steps'.
+    θ_q is each chain's own snapshot, taken at regular passes. A snapshot costs N evaluations, in addition to the steps.
 
     Args:
         batch_size: b.
-        refresh_every_passes: steps between snapshots, in passes: of N/b steps each.
-        stored: whether each datum's gradient at the snapshot counts as stored, N·d numbers for a chain. Then a step
+        refresh_every_passes: passes between snapshots, of N/b steps each.
+        stored: whether each datum's gradient at the snapshot counts as stored, N·d numbers per chain. Then a step
             costs b evaluations; otherwise it is recomputed, and a step costs 2b.
 
     Source: Dubey et al. 2016, Algorithm 2 (SVRG-LD); Li et al. 2021 (EWSG), section 5.1.
@@ -87,7 +87,7 @@ class ControlVariateGradient(GradientEstimator):
 
 @dataclass(frozen=True)
 class ExponentialGradient(GradientEstimator):
-    """The gradient of a batch that a Metropolis chain of the index chooses (EWSG); (M+1)·b evaluations a step.
+    """The gradient of a batch chosen by a Metropolis chain on its index (EWSG); (M+1)·b evaluations per step.
 
     The index chain restarts at each step, from a uniform batch. With no proposals it is `UniformGradient`, bit for bit.
 
@@ -95,7 +95,7 @@ class ExponentialGradient(GradientEstimator):
         batch_size: b.
         num_proposals: M.
         guess: approximation of the momentum after the step, see `lightning_sgmcmc.subsampling.Guess`.
-        control_variate: corrects the gradients of all candidates, of the same batch size; None leaves them plain.
+        control_variate: corrects the gradients of all candidates, with the same batch size; None corrects none.
 
     Source: Li et al. 2021 (EWSG), Algorithm 1 and appendices D and E.
     """
@@ -118,11 +118,11 @@ class ExponentialGradient(GradientEstimator):
     def begin(self, run: SumRun) -> "OfBatches":
         if run.rule.law(run.group) is None:
             raise ValueError(
-                f"{type(run.rule).__name__} has no step law of the form that EWSG's weights need: take SGLD, "
+                f"{type(run.rule).__name__} has no step law of the form that EWSG's weights need: use SGLD, "
                 "SGHMC, SGNHT or UnderdampedLangevin"
             )
         if not run.group["temperature"] > 0:
-            raise ValueError("EWSG matches laws, and at a temperature of 0 there is none: keep it positive")
+            raise ValueError("EWSG matches the law of a step, and temperature=0 has none: keep it positive")
         variate = self.control_variate
         return OfBatches(
             run,
@@ -139,18 +139,18 @@ class CalibratedFriction(GradientEstimator):
     """A batch's gradient, and a friction that cancels the heating by batch noise (EWSG-VR, with `ExponentialGradient`).
 
     The friction Γ = γ·I + h·cov/(2τ) follows from the moments of uniform batches' gradients. These are computed from
-    all data at calibrations, which cost N evaluations, and updated by each step's batch in between. It reaches the
-    sampler as `UnderdampedLangevin.extra_drag`; EWSG's weights keep using γ. An Euler step needs h·Γ below 2.
+    all data at calibrations, which cost N evaluations, and updated by each step's batch in between. The sampler
+    receives it as `UnderdampedLangevin.extra_drag`; EWSG's weights still use γ. An Euler step needs h·Γ below 2.
 
-    As printed, Algorithm 2 spends every L-th pass on its calibration alone, so that with the paper's L = 1 it
-    never samples. Here L passes of steps follow each calibration, and the calibration's pass is on top.
+    As printed, Algorithm 2 spends every L-th pass only on calibration, so that with the paper's L = 1 it never
+    samples. Here L passes of steps follow each calibration, whose own pass is additional.
 
     Args:
-        gradient: of the steps, without control variates, whose moments would differ.
+        gradient: gradient estimator of the steps, without control variates, whose moments would differ.
         calibrate_every_passes: L.
-        matrix: the full covariance for each chain, or its diagonal.
-        stored: whether each datum's gradient at the calibration counts as stored, N·d numbers for a chain;
-            otherwise that of the chosen batch is recomputed, for b more evaluations a step.
+        matrix: whether to use the full covariance for each chain, or its diagonal.
+        stored: whether each datum's gradient at the calibration counts as stored, N·d numbers per chain;
+            otherwise that of the chosen batch is recomputed, for b more evaluations per step.
 
     Raises:
         ValueError: for gradients with control variates.
@@ -170,13 +170,13 @@ class CalibratedFriction(GradientEstimator):
                 f"friction is calibrated for UniformGradient or ExponentialGradient, not {type(self.gradient).__name__}"
             )
         if isinstance(self.gradient, ExponentialGradient) and self.gradient.control_variate is not None:
-            raise ValueError("friction is calibrated for plain batches: leave the control variate out")
+            raise ValueError("friction is calibrated for plain batches: omit the control variate")
 
     def begin(self, run: SumRun) -> Gradients:
         if not isinstance(run.rule, UnderdampedLangevin):
             raise ValueError(f"calibrated friction needs UnderdampedLangevin, got {type(run.rule).__name__}")
         if not run.group["temperature"] > 0:
-            raise ValueError("the friction is over 2τ: keep the temperature positive")
+            raise ValueError("calibrated friction divides by 2τ: keep the temperature positive")
         inner = self.gradient.begin(run)
         return WithFriction(run, inner, self.calibrate_every_passes, self.matrix, self.stored)
 

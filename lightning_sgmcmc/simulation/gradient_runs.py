@@ -23,7 +23,7 @@ class SumRun:
         target: the posterior.
         rule: the sampler, with N = 1.
         group: its parameter group, with the controls of the run.
-        place: the chains' places, shape (C, d).
+        place: the chains' positions, shape (C, d).
         seed: the run's seed.
     """
 
@@ -34,7 +34,7 @@ class SumRun:
     seed: int
 
     def generator(self, purpose: str) -> torch.Generator:
-        """Return the generator of a purpose, for all chains."""
+        """Return the generator for a purpose, for all chains."""
         return torch.Generator(self.place.device).manual_seed(derive_seed(self.seed, purpose))
 
 
@@ -44,7 +44,7 @@ class Gradients(ABC):
     @property
     @abstractmethod
     def cost(self) -> int:
-        """Evaluations that the next step takes, for each chain."""
+        """Evaluations of the next step, for each chain."""
 
     @abstractmethod
     def take(self) -> Tensor:
@@ -57,7 +57,7 @@ class Gradients(ABC):
 
 
 class OfAllData(Gradients):
-    """∇U at each step."""
+    """∇U of all data at each step."""
 
     def __init__(self, run: SumRun) -> None:
         self._run = run
@@ -71,7 +71,7 @@ class OfAllData(Gradients):
 
 
 class OfBatches(Gradients):
-    """A batch's gradient, of J = M+1 candidates, with or without control variates.
+    """The gradient of one of J = M+1 candidate batches, with or without control variates.
 
     Attributes:
         shape: chains, candidates of each, and data of a candidate: (C, J, b).
@@ -140,7 +140,7 @@ class OfBatches(Gradients):
 
 
 class WithFriction(Gradients):
-    """A batch's gradient, and the moments that give the sampler its friction."""
+    """A batch's gradient, and the moments that determine the sampler's friction."""
 
     def __init__(self, run: SumRun, inner: OfBatches, calibrate: float, matrix: bool, stored: bool) -> None:
         self._run = run
@@ -186,5 +186,5 @@ class WithFriction(Gradients):
 
 
 def _steps(passes: float, target: FiniteSum, shape: tuple[int, int, int]) -> int:
-    """Return how many steps of J batches of b data make so many passes, as in Algorithm 2 rounded up."""
+    """Return the number of steps of J batches of b data in `passes` passes, rounded up as in Algorithm 2."""
     return max(1, math.ceil(passes * target.num_data / (shape[1] * shape[2]) - 1e-9))

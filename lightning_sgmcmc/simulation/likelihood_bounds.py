@@ -1,4 +1,4 @@
-"""Lower bounds of each datum's likelihood whose product over all data costs no more than one datum's.
+"""Lower bounds on each datum's likelihood, whose product over all data costs no more than one datum's.
 
 Firefly Monte Carlo (`lightning_sgmcmc.simulation.firefly`) needs few data for an exact posterior if such a bound
 B_i ≤ L_i is tight. If log B_i is a sum of functions of θ times numbers of the datum, as a quadratic is, so is
@@ -16,7 +16,7 @@ LOG_CONSTANT = -math.log(2 * math.pi) / 2
 
 
 class BoundedLikelihood(ABC):
-    """Data with a likelihood L_i(θ), a lower bound B_i(θ) of it, and a prior.
+    """Data with a likelihood L_i(θ), its lower bound B_i(θ), and a prior.
 
     Attributes:
         num_data: N.
@@ -28,11 +28,11 @@ class BoundedLikelihood(ABC):
 
     @abstractmethod
     def log_likelihood(self, place: Tensor, index: Tensor | None = None) -> Tensor:
-        """Return log L_i(θ), shape (n,), of the data with these indices (n,), or of all; θ has the shape (d,)."""
+        """Return log L_i(θ), shape (n,), for the data with these indices (n,), or for all; θ has shape (d,)."""
 
     @abstractmethod
     def log_bound(self, place: Tensor, index: Tensor | None = None) -> Tensor:
-        """Return log B_i(θ), shape (n,), as `log_likelihood` is called."""
+        """Return log B_i(θ), shape (n,), with the arguments of `log_likelihood`."""
 
     @abstractmethod
     def log_bounds_sum(self, place: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class BoundedLikelihood(ABC):
         return place.new_zeros(())
 
     def contains(self, place: Tensor) -> bool:
-        """Return whether the bound holds at θ; the posterior is cut down to where it does."""
+        """Return whether the bound holds at θ; the posterior is truncated to the region where it does."""
         return True
 
 
@@ -58,8 +58,8 @@ class LogisticBound(BoundedLikelihood):
     Args:
         inputs: x, shape (N, d); a column of ones is the intercept.
         labels: y, shape (N,), 0 and 1.
-        prior_std: standard deviation of the prior; infinite is a flat one.
-        tuning: ξ, a number for all data or of shape (N,); 1.5 is the paper's untuned one.
+        prior_std: standard deviation of the prior; infinite means a flat prior.
+        tuning: ξ, a number for all data or a tensor (N,); 1.5 is the paper's untuned value.
 
     Raises:
         ValueError: for wrong shapes, labels that are not 0 and 1, or a prior_std that is not positive.
@@ -71,7 +71,7 @@ class LogisticBound(BoundedLikelihood):
     def __init__(self, inputs: Tensor, labels: Tensor, prior_std: float, tuning: Tensor | float = 1.5) -> None:
         if inputs.dim() != 2 or labels.shape != inputs.shape[:1]:
             raise ValueError(
-                f"inputs should be of shape (N, d) and labels (N,), got {tuple(inputs.shape)} and {tuple(labels.shape)}"
+                f"inputs should have shape (N, d) and labels (N,), got {tuple(inputs.shape)} and {tuple(labels.shape)}"
             )
         if not bool(((labels == 0) | (labels == 1)).all()):
             raise ValueError("labels should be 0 and 1")
@@ -89,7 +89,7 @@ class LogisticBound(BoundedLikelihood):
 
     @classmethod
     def tuned(cls, inputs: Tensor, labels: Tensor, prior_std: float, place: Tensor) -> "LogisticBound":
-        """Return the bound that touches every datum's likelihood at a place (d,), say the posterior's mode."""
+        """Return the bound that touches every datum's likelihood at a position (d,), such as the posterior's mode."""
         return cls(inputs, labels, prior_std, (inputs @ place.to(inputs)).abs())
 
     def log_likelihood(self, place: Tensor, index: Tensor | None = None) -> Tensor:
@@ -109,30 +109,30 @@ class LogisticBound(BoundedLikelihood):
 
 
 class TaylorBound(BoundedLikelihood):
-    """N(x_i; μ, σ²) at θ = (μ, log σ), flat prior, and the second-order expansion at the mode less its error's bound.
+    """N(x_i; μ, σ²) at θ = (μ, log σ), flat prior, and the second-order expansion at the mode minus its error bound.
 
         log B_i = log L_i(θ*) + ∇log L_i(θ*)ᵀδ + ½·δᵀ∇²log L_i(θ*)δ - M_i/6·(|δ_μ| + |δ_s|)³,   δ = θ - θ*
         M_i = w·max(2, 4u_i, 4u_i²),   u_i = |x_i - μ*| + r_μ,   w = exp(2r_s)/σ*²
 
     M_i is at least the third derivatives 2e^{-2s}, 4(x_i - μ)e^{-2s}, 4(x_i - μ)²e^{-2s} of log L_i in the region
-    |δ_μ| ≤ r_μ, |δ_s| ≤ r_s (that by μ thrice is 0). The posterior is cut down to this region: choose one that
-    holds practically all of its mass. The sums of x_i, x_i² and M_i are computed once.
+    |δ_μ| ≤ r_μ, |δ_s| ≤ r_s (the third derivative in μ is 0). The posterior is truncated to this region: choose one
+    with practically all of its mass. The sums of x_i, x_i² and M_i are computed once.
 
     Args:
         values: x, shape (N,).
         radius: r_μ in units of the data and r_s.
-        shared: whether all data share one M, that of the farthest, instead of each having its own.
+        shared: whether all data share the M of the farthest datum, instead of each having its own.
 
     Raises:
         ValueError: for fewer than two values, values that are all equal, or a radius that is not positive.
 
-    Source: Bardenet, Doucet & Holmes 2017 (On Markov chain Monte Carlo methods for tall data), whose program has one M
+    Source: Bardenet, Doucet & Holmes 2017 (On Markov chain Monte Carlo methods for tall data), whose code uses one M
     for all data.
     """
 
     def __init__(self, values: Tensor, radius: tuple[float, float] = (0.1, 0.1), shared: bool = False) -> None:
         if values.dim() != 1 or len(values) < 2 or not float(values.std()) > 0:
-            raise ValueError(f"values should be two or more numbers that differ, got shape {tuple(values.shape)}")
+            raise ValueError(f"values should be two or more different numbers, got shape {tuple(values.shape)}")
         if not all(0 < r < math.inf for r in radius):
             raise ValueError(f"radius must be two positive numbers, got {radius}")
         self.num_data, self.dimension = len(values), 2
@@ -146,7 +146,7 @@ class TaylorBound(BoundedLikelihood):
         third = 4 * self._precision * math.exp(2 * radius[1]) * torch.maximum(far, far.square()).clamp(min=0.5)
         if shared:
             third = third.max().expand(self.num_data)
-        # Of each datum; log B_i is a sum of these times functions of θ.
+        # Per datum; log B_i is a sum of these times functions of θ.
         self._terms = torch.stack([torch.ones_like(values), deviations, deviations.square(), third], 1)
         self._sums = self._terms.sum(0)
 

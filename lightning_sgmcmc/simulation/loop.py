@@ -2,8 +2,8 @@
 
 The loop calls the update rules of `lightning_sgmcmc.samplers` and `lightning_sgmcmc.contour` on an analytic target;
 chains may share a contour, or exchange temperatures (`lightning_sgmcmc.replica_exchange`). Blocks of steps are unrolled
-and compiled if a C++ compiler is found and the run is long enough to pay for it: an eager step of a few chains is all
-overhead.
+and compiled if a C++ compiler is found and the run is long enough to benefit: an eager step of a few chains is
+mostly overhead.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ from lightning_sgmcmc.simulation.steps import CHUNK, ChainNoise, NoiseLevels, Ta
 from lightning_sgmcmc.simulation.targets import Density
 
 WORTH_COMPILING = 200_000
-"""Steps below which compiling (some 20 to 40 s, less when cached) costs more than it saves."""
+"""Steps below which compiling (about 20 to 40 s, less when cached) costs more than it saves."""
 
 Schedule: TypeAlias = "float | Callable[[int], float]"
 """A number, or a function of the step k = 1, 2, …"""
@@ -52,11 +52,11 @@ def simulate(
 ) -> Simulation:
     """Run chains on a target.
 
-    The step k of a chain: the energy U(x) and the gradient, with their noise; with a contour, bin, multiplier and
-    log Ψ of that energy, or with an exchange its swaps; the sampler's update; and the contour's learning.
+    Step k of a chain computes the energy U(x) and the gradient, with their noise; with a contour the energy's bin,
+    multiplier and log Ψ, or with an exchange its swaps; then the sampler's update, and the contour's learning step.
 
     Args:
-        target: with `dimension`, `energy` and `gradient`.
+        target: the density, with `dimension`, `energy` and `gradient`.
         sampler: a sampler class, or a partial of one; N is 1, so that `lr` is the papers' ε.
         lr: step size.
         num_steps: steps of each chain.
@@ -65,21 +65,21 @@ def simulate(
         contour: contour sampling.
         energy_noise: standard deviation of the Gaussian noise on the energy that the contour, or the exchange, uses, in
             nats.
-        gradient_noise: that of the noise on each coordinate of the gradient.
-        initial: where the chains start, shape (C, d) or (d,); None draws standard normal places.
-        keep_every: keep a draw after the burn-in every so many steps; None keeps none.
+        gradient_noise: standard deviation of the noise on each coordinate of the gradient.
+        initial: initial positions, shape (C, d) or (d,); None draws them from a standard normal.
+        keep_every: steps between draws that are kept after the burn-in; None keeps none.
         burn_in: steps before the first draw's interval and before averages count.
         observe: function from (…, d) to (…, F) whose weighted averages are recorded, each chain's over all its slots.
-        checkpoints: steps at which the averages are recorded, rising.
-        seed: chain c draws from streams of (seed, c) only, however many chains there are.
-        dtype: of the places; the contour is in float64.
-        device: of all tensors.
+        checkpoints: increasing steps at which the averages are recorded.
+        seed: chain c draws only from streams of (seed, c), whatever the number of chains.
+        dtype: dtype of the positions; the contour uses float64.
+        device: device of all tensors.
         compile: whether to compile blocks of steps; None compiles long runs if there is a C++ compiler.
         exchange: swaps of temperatures and step sizes between chains; ladder l draws from the stream of (seed, l).
 
     Raises:
         ValueError: for an argument out of range or of the wrong shape, an exchange with a contour, with a sampler that
-            has momentum or at a temperature of 0, or a place that is not finite in the end.
+            has momentum or at a temperature of 0, or a final position that is not finite.
     """
     recording = Recording(keep_every, burn_in, observe, checkpoints)
     levels = NoiseLevels(energy_noise, gradient_noise)
@@ -105,14 +105,14 @@ def simulate(
             inputs = [*_controls(lr, temperature, contour, first, count, place), *noise.draw()]
             if ladders is not None:
                 if not bool((inputs[1] > 0).all()):
-                    raise ValueError("at a temperature of 0 the rate of a swap has no limit: keep it positive")
+                    raise ValueError("the swap rate is undefined at temperature=0: keep the temperature positive")
                 inputs += ladders.draw(first, count)
             pieces = zip(*(part[:count].split(length) for part in inputs), strict=True)
             # A shorter last block has another shape than the compiled ones.
             done = [(block if len(piece[0]) == length else steps.run)(*piece) for piece in pieces]
             recorder.record(first, *(torch.cat(part) for part in zip(*done, strict=True)))
     if not bool(place.isfinite().all()):
-        raise ValueError(f"a chain diverged to infinity within {num_steps} steps: take a smaller lr")
+        raise ValueError(f"a chain diverged to infinity within {num_steps} steps: use a smaller lr")
     return recorder.result(place.detach().clone(), steps.state)
 
 

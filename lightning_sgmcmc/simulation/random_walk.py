@@ -1,7 +1,7 @@
-"""Random-walk Metropolis: many chains at once on an exact density, the reference for approximate samplers.
+"""Random-walk Metropolis: many chains at once on an exact density, as a reference for approximate samplers.
 
 A step proposes x' = x + s·Lξ with LLᵀ the covariance of proposals, and accepts it with probability min{1, p(x')/p(x)}.
-The scale s is tuned to the acceptance during the burn-in only, so the draws after it come from a chain that leaves p
+The scale s is tuned to an acceptance rate during the burn-in only, so later draws come from a chain that leaves p
 invariant.
 
 Source: Metropolis et al. 1953; Roberts, Gelman & Gilks 1997 (the acceptance of 0.234); Andrieu & Thoms 2008, Algorithm
@@ -19,7 +19,7 @@ from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.seeding import derive_seed
 
 CHUNK = 1024
-"""Steps whose numbers are drawn at once; part of what a seed means."""
+"""Steps whose numbers are drawn at once; changing it changes the results of a seed."""
 DECAY = 0.6
 """The scale is tuned in steps of k^-0.6."""
 
@@ -29,8 +29,8 @@ class RandomWalk:
     """Results of a random walk.
 
     Attributes:
-        draws: places after the burn-in, shape (S, C, d).
-        log_densities: log p there, shape (S, C).
+        draws: positions after the burn-in, shape (S, C, d).
+        log_densities: log p at the draws, shape (S, C).
         acceptance: share of accepted proposals after the burn-in, shape (C,).
         scale: s after the burn-in, shape (C,).
     """
@@ -56,15 +56,15 @@ def random_walk_metropolis(
     """Run chains of random-walk Metropolis.
 
     Args:
-        log_density: log p up to a constant, from (C, d) to (C,); -inf (or NaN) where the chain may not go.
-        initial: where the chains start, shape (C, d), of positive density.
+        log_density: log p up to a constant, from (C, d) to (C,); -inf (or NaN) outside the support.
+        initial: initial positions, shape (C, d), with positive density.
         num_steps: steps of each chain, including the burn-in.
-        scale: s at the start; None is 2.38/√d.
-        covariance: of the proposals at s = 1, shape (d, d); None is the unit matrix.
+        scale: s at the start; None uses 2.38/√d.
+        covariance: covariance of the proposals at s = 1, shape (d, d); None uses the identity.
         burn_in: steps without draws, in which each chain's s is tuned.
-        target_acceptance: the acceptance that s is tuned for.
-        keep_every: keep a draw every so many steps.
-        seed: chain c draws from the stream of (seed, c) only, however many chains there are.
+        target_acceptance: acceptance rate for the tuning of s.
+        keep_every: steps between draws that are kept.
+        seed: chain c draws only from the stream of (seed, c), whatever the number of chains.
 
     Raises:
         ValueError: for an argument out of range or of the wrong shape, or a start without density.

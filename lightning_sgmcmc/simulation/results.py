@@ -1,4 +1,4 @@
-"""What a simulation returns: draws and running averages, recorded from whole chunks of steps."""
+"""Results of a simulation: draws and running averages, recorded from whole chunks of steps."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from lightning_sgmcmc.contour.contour import Contour, ContourState
 
 @dataclass(frozen=True)
 class Simulation:
-    """Results of a simulation; a draw is a chain's place, with the energy there and the π of that step.
+    """Results of a simulation; a draw is a chain's position, with its energy and the π of that step.
 
     Attributes:
         steps: the draws' steps k = 1, 2, …, shape (S,).
-        positions: shape (S, C, d).
-        energies: without the energy noise, shape (S, C).
-        log_weights: log importance weights by the π of the draw's step, shape (S, C), zeros without a contour.
+        positions: positions of the draws, shape (S, C, d).
+        energies: energies without the added noise, shape (S, C).
+        log_weights: log importance weights from the π of the draw's step, shape (S, C), zeros without a contour.
         multipliers: κ of the step from there, shape (S, C).
         averages: weighted averages of the observed function from the burn-in up to each checkpoint, shape (T, C, F).
-        checkpoints: their steps, shape (T,).
-        last: the chains' last places, shape (C, d).
-        contour: the learned state, None without a contour; with groups, a row of π for each.
+        checkpoints: steps of the averages, shape (T,).
+        last: the chains' final positions, shape (C, d).
+        contour: the learned state, None without a contour; with groups, one row of π per group.
         slots: the exchange's slot of the step from there, 0 the coldest, shape (S, C); None without an exchange.
     """
 
@@ -44,10 +44,10 @@ class Recording:
     """Which draws and averages a simulation records.
 
     Attributes:
-        keep_every: keep a draw after the burn-in every so many steps; None keeps none.
+        keep_every: steps between draws that are kept after the burn-in; None keeps none.
         burn_in: steps before the first draw's interval and before averages count.
         observe: function from (…, d) to (…, F) whose weighted averages are recorded.
-        checkpoints: steps at which the averages are recorded, rising.
+        checkpoints: increasing steps at which the averages are recorded.
     """
 
     keep_every: int | None
@@ -56,15 +56,15 @@ class Recording:
     checkpoints: Sequence[int]
 
     def check(self, num_steps: int) -> None:
-        """Raise ValueError unless the arguments suit a run of so many steps."""
+        """Raise ValueError unless the arguments suit a run of `num_steps` steps."""
         check_count("keep_every", self.keep_every)
         check_count("burn_in", self.burn_in, 0)
         marks = list(self.checkpoints)
         if marks and self.observe is None:
-            raise ValueError("checkpoints record averages of an observed function, and observe is None: pass observe")
+            raise ValueError("checkpoints record averages of an observed function, but observe is None: pass observe")
         if marks != sorted(set(marks)) or any(not self.burn_in < c <= num_steps for c in marks):
             raise ValueError(
-                f"checkpoints must rise and lie between the burn-in of {self.burn_in} and num_steps={num_steps}, got "
+                f"checkpoints must increase and lie between burn_in={self.burn_in} and num_steps={num_steps}, got "
                 f"{marks}"
             )
 
@@ -73,8 +73,8 @@ class DrawRecorder:
     """Collects draws and running averages from whole chunks of steps.
 
     Args:
-        recording: what is recorded.
-        contour: partition, ζ and so on, None without one.
+        recording: the draws and averages to record.
+        contour: partition, ζ and other rules, None without a contour.
     """
 
     def __init__(self, recording: Recording, contour: Contour | None) -> None:
@@ -85,7 +85,7 @@ class DrawRecorder:
         self._sum = self._weight = torch.zeros((), dtype=torch.float64)
 
     def record(self, first: int, places: Tensor, energies: Tensor, *others: Tensor) -> None:
-        """Record the steps first, first + 1, …; the tensors are those that `TargetSteps.run` returns."""
+        """Record the steps first, first + 1, …; the tensors are those returned by `TargetSteps.run`."""
         if self._contour is not None:
             densities, multipliers, *slots = others
             log_weights = self._contour.log_weight(densities)
@@ -117,7 +117,7 @@ class DrawRecorder:
                 self._noted.append(self._sum / self._weight[..., None])
 
     def result(self, last: Tensor, state: ContourState | None) -> Simulation:
-        """Return the simulation's results, given the chains' last places and the contour's state."""
+        """Return the simulation's results, given the chains' final positions and the contour's state."""
         chains, dimension = last.shape
         slots: list[Tensor] = []
         if self._kept:

@@ -1,4 +1,4 @@
-"""Where the chains of a light loop start."""
+"""Initial positions of the chains in a light loop."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from lightning_sgmcmc.seeding import derive_seed
 
 
 def draw_starting_places(num_chains: int, dimension: int, seed: int) -> Tensor:
-    """Return standard normal places, shape (C, d); that of chain c depends on (seed, c) only."""
+    """Return standard normal positions, shape (C, d); chain c's depends only on (seed, c)."""
     rows = [
         torch.randn(dimension, generator=torch.Generator().manual_seed(derive_seed(seed, "start", chain)))
         for chain in range(num_chains)
@@ -18,14 +18,14 @@ def draw_starting_places(num_chains: int, dimension: int, seed: int) -> Tensor:
 def starting_places(
     initial: Tensor, num_chains: int, dimension: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return a copy of the places where chains start, shape (C, d).
+    """Return a copy of the chains' initial positions, shape (C, d).
 
     Args:
-        initial: places of that shape, or one place for all chains, shape (d,).
+        initial: positions of that shape, or one position for all chains, shape (d,).
         num_chains: C.
         dimension: d.
-        dtype: of the copy.
-        device: of the copy.
+        dtype: dtype of the copy.
+        device: device of the copy.
 
     Raises:
         ValueError: for another shape, or numbers that are not finite.

@@ -17,10 +17,10 @@ from lightning_sgmcmc.simulation.exchange_run import Ladders
 from lightning_sgmcmc.simulation.targets import Density
 
 CHUNK = 1024
-"""Steps whose noise is drawn at once; part of what a seed means, since normal_ of another length draws otherwise."""
+"""Steps whose noise is drawn at once; it affects a seed's results, since normal_ depends on the tensor's length."""
 BLOCK = 32
 CONTOUR_BLOCK = 16
-"""Steps that are unrolled into one compiled function: more save calls, and take longer to compile."""
+"""Steps unrolled into one compiled function: more steps save calls, but compile longer."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class NoiseLevels:
     """Standard deviations of the Gaussian noise that a run adds.
 
     Attributes:
-        energy: of the energy, in nats.
-        gradient: of each coordinate of the gradient.
+        energy: standard deviation on the energy, in nats.
+        gradient: standard deviation on each coordinate of the gradient.
     """
 
     energy: float = 0.0
@@ -37,18 +37,18 @@ class NoiseLevels:
 
 
 class TargetSteps:
-    """Makes the steps of all chains; its tensors are changed in place.
+    """Steps all chains; its tensors are changed in place.
 
     Args:
         target: the density.
         rule: the sampler, with `place` as its only parameter.
-        place: the chains' places, shape (C, d).
-        levels: the noise that is added.
+        place: the chains' positions, shape (C, d).
+        levels: levels of the added noise.
         contour: contour sampling.
         ladders: replica exchange.
 
     Raises:
-        ValueError: if the chains cannot be split into the contour's groups, or a sampler with momentum is to exchange
+        ValueError: if the chains cannot be split into the contour's groups, or a sampler with momentum exchanges
             temperatures.
     """
 
@@ -73,16 +73,18 @@ class TargetSteps:
             self.edges = contour.contour.partition.edges(place.device)
         self.group = dict(rule.param_groups[0])
         self.group["lr"] = self.group["temperature"] = torch.zeros((), dtype=place.dtype, device=place.device)
-        # One update without force and of no length makes the rule's buffers; it moves nothing.
+        # One update with zero force and step size creates the rule's buffers; it moves nothing.
         zero = torch.zeros_like(place)
         with torch.no_grad():
             rule.update(self.group, [place], [zero], [zero.clone()])
         if ladders is not None and rule.momenta(self.group) is not None:
-            raise ValueError(f"{type(rule).__name__} has momentum, which has a temperature too: exchange takes SGLD")
+            raise ValueError(
+                f"{type(rule).__name__} has momentum, which also has a temperature: use SGLD for an exchange"
+            )
 
     @property
     def block_length(self) -> int:
-        """Steps of a block that is compiled."""
+        """Number of steps in a compiled block."""
         return BLOCK if self.contour_run is None and self.ladders is None else CONTOUR_BLOCK
 
     def run(
@@ -95,18 +97,18 @@ class TargetSteps:
         gradient: Tensor,
         *swaps: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Make as many steps as there are step sizes.
+        """Make one step per step size.
 
         Args:
             lr, temperature, step_size: ε, τ and ω of each step, shape (K,).
             noise: the injected noise, standard normal, shape (K, C, d).
-            energy: that on the energy, shape (K, C) or (K, 0).
-            gradient: that on the gradient, shape (K, C, d) or (K, 0).
-            swaps: with an exchange, what `Ladders.draw` returned.
+            energy: noise on the energy, shape (K, C) or (K, 0).
+            gradient: noise on the gradient, shape (K, C, d) or (K, 0).
+            swaps: with an exchange, the result of `Ladders.draw`.
 
         Returns:
-            places (K, C, d), energies (K, C), and with a contour log Ψ and multipliers (K, C), before each step; with
-            an exchange, slots (K, C) of the step.
+            positions (K, C, d), energies (K, C), and with a contour log Ψ and multipliers (K, C), before each step;
+            with an exchange, slots (K, C) of the step.
         """
         places, energies, densities, multipliers, slots = [], [], [], [], []
         group = dict(self.group)
@@ -142,7 +144,7 @@ class TargetSteps:
     def compiled(self) -> Callable[..., tuple[Tensor, ...]]:
         """Return `run`, compiled."""
         options: dict[str, Any] = {"cpp_wrapper": True} if self.place.device.type == "cpu" else {}
-        # A code object of its own, since torch limits how often one may be compiled.
+        # A separate code object, since torch limits the number of compilations of each.
         own = FunctionType(TargetSteps.run.__code__.replace(), TargetSteps.run.__globals__, "run")
         return torch.compile(MethodType(own, self), dynamic=False, fullgraph=True, options=options)
 
@@ -150,7 +152,7 @@ class TargetSteps:
 class ChainNoise:
     """Standard normal numbers for chunks of steps, from generators of (seed, purpose, chain).
 
-    A chain's numbers therefore do not depend on what else is drawn.
+    A chain's numbers therefore do not depend on other draws.
     """
 
     def __init__(self, seed: int, place: Tensor, levels: NoiseLevels) -> None:
@@ -176,7 +178,7 @@ class ChainNoise:
             self._parts.append((generators, rows, turned))
 
     def draw(self) -> list[Tensor]:
-        """Return the numbers of the next chunk, one tensor for each purpose; the next call overwrites them."""
+        """Return the numbers of the next chunk, one tensor per purpose; the next call overwrites them."""
         for generators, rows, turned in self._parts:
             for row, generator in zip(rows, generators, strict=True):
                 row.normal_(generator=generator)

@@ -2,7 +2,7 @@
 
 As `lightning_sgmcmc.simulation.loop` does for analytic targets, it calls the update rules of
 `lightning_sgmcmc.samplers` on thousands of chains at once. Methods are compared at equal numbers of gradient
-evaluations, not of steps: places are recorded after given numbers of data passes. One pass is N evaluations of one
+evaluations, not of steps: positions are recorded after given numbers of data passes. One pass is N evaluations of one
 datum's gradient for each chain.
 """
 
@@ -26,12 +26,12 @@ class SumSamples:
     """Results of a run.
 
     Attributes:
-        passes: data passes spent at each mark: those of `at_passes`, or what the steps took; shape (S,), float64.
-        steps: steps made until each mark, shape (S,).
-        positions: the chains' places there, shape (S, C, d).
-        averages: of the observed function over the places after each step until there, float64, shape (S, C, F), F = 0
-            without one.
-        last: the chains' last places, shape (C, d).
+        passes: data passes at each mark: those of `at_passes`, or the cost of the steps; shape (S,), float64.
+        steps: steps made before each mark, shape (S,).
+        positions: the chains' positions at the marks, shape (S, C, d).
+        averages: averages of the observed function over the positions after each step up to the mark, float64, shape
+            (S, C, F), F = 0 without one.
+        last: the chains' final positions, shape (C, d).
         num_steps: steps made.
         evaluations: total evaluations of one datum's gradient for each chain.
         acceptance: share of candidates that the index chain accepted; None without an index chain.
@@ -67,31 +67,31 @@ def sample_sum(
 ) -> SumSamples:
     """Run chains on a posterior.
 
-    A mark of p passes has the places after the last step for which p·N evaluations suffice, snapshots and calibrations
-    included. Momenta begin at zero. A preconditioner sees the gradient of U: for pSGLD with a paper's ε and λ, whose
-    preconditioner sees that of U/N, take lr = ε·N and eps = λ·N.
+    A mark of p passes records the positions after the last step within p·N evaluations, including snapshots and
+    calibrations. Momenta start at zero. A preconditioner uses the gradient of U. For pSGLD with a paper's ε and
+    λ, whose preconditioner uses that of U/N, set lr = ε·N and eps = λ·N.
 
     Args:
         target: the posterior; its data are moved to `dtype` and `device`.
         sampler: a sampler class, or a partial of one; N is 1, so that `lr` is the papers' ε or h.
         gradient: the gradient estimator.
         lr: step size.
-        num_passes: budget in passes; either this or `num_steps`.
+        num_passes: budget in passes; pass either this or `num_steps`.
         num_steps: steps of each chain.
         num_chains: C.
         temperature: τ.
-        initial: where the chains start, shape (C, d) or (d,); None draws standard normal places.
-        at_passes: marks in passes, rising, ≥ 0; with `num_passes`.
-        at_steps: marks in steps, rising, ≥ 0; either these or `at_passes`.
+        initial: initial positions, shape (C, d) or (d,); None draws them from a standard normal.
+        at_passes: increasing marks in passes, ≥ 0; with `num_passes`.
+        at_steps: increasing marks in steps, ≥ 0; pass either these or `at_passes`.
         observe: function from (C, d) to (C, F) whose averages along each chain are recorded at the marks.
-        seed: of all draws. One generator for each purpose (start, noise, batches, acceptance) serves all chains, so the
-            law of a chain does not depend on the number of chains, but its numbers do.
-        dtype: of the places.
-        device: of all tensors.
+        seed: seed of all draws. One generator per purpose (start, noise, batches, acceptance) serves all chains, so a
+            chain's law does not depend on the number of chains, but its numbers do.
+        dtype: dtype of the positions.
+        device: device of all tensors.
 
     Raises:
         ValueError: for an argument out of range or of the wrong shape, a sampler that the estimator does not support,
-            or a place that is not finite in the end.
+            or a final position that is not finite.
     """
     _check_budget(num_passes, num_steps, num_chains, lr, temperature, at_passes, at_steps)
     device = torch.device(device)
@@ -119,7 +119,7 @@ def sample_sum(
             steps.step()
             recorder.observe()
     if not bool(place.isfinite().all()):
-        raise ValueError(f"a chain diverged to infinity within {steps.count} steps: take a smaller lr")
+        raise ValueError(f"a chain diverged to infinity within {steps.count} steps: use a smaller lr")
     return recorder.result(steps)
 
 
@@ -148,7 +148,7 @@ class _SumSteps:
 
 
 class _MarkRecorder:
-    """Records places and running averages at the marks."""
+    """Records positions and running averages at the marks."""
 
     def __init__(self, observe: Callable[[Tensor], Tensor] | None, place: nn.Parameter) -> None:
         self._observe = observe
@@ -204,15 +204,15 @@ def _check_budget(
     at_steps: Sequence[int],
 ) -> None:
     if (num_passes is None) == (num_steps is None):
-        raise ValueError(f"give either num_passes or num_steps, got {num_passes} and {num_steps}")
+        raise ValueError(f"pass either num_passes or num_steps, got {num_passes} and {num_steps}")
     check_count("num_steps", num_steps)
     check_count("num_chains", num_chains)
     for name, value in (("num_passes", num_passes), ("lr", lr), ("temperature", temperature)):
         check_number(name, value)
     if at_passes and at_steps:
-        raise ValueError("give either at_passes or at_steps")
+        raise ValueError("pass either at_passes or at_steps, not both")
     marks, end, word = (at_steps, num_steps, "num_steps") if at_steps else (at_passes, num_passes, "num_passes")
     if marks and end is None:
-        raise ValueError(f"marks in {word[4:]} need {word}, and it is None")
+        raise ValueError(f"marks in {word[4:]} need {word}, which is None")
     if list(marks) != sorted(set(marks)) or any(not 0 <= mark <= (end or 0) for mark in marks):
-        raise ValueError(f"marks must rise and lie between 0 and {word}={end}, got {list(marks)}")
+        raise ValueError(f"marks must increase and lie between 0 and {word}={end}, got {list(marks)}")

@@ -1,11 +1,11 @@
-"""Stein variational gradient descent: particles that move together towards a density, without noise.
+"""Stein variational gradient descent: interacting particles that move towards a density, without noise.
 
 A particle follows the others' gradients, averaged by a kernel, and is pushed away from them:
 
     x_i += lr·φ(x_i),   φ(x) = n⁻¹·Σ_j [k(x_j, x)·∇log p(x_j) + ∇_{x_j} k(x_j, x)],   k(x, y) = exp(-‖x-y‖²/h)
 
-with h = median of the squared distances over log n, so that Σ_j k(x_j, x) is about 1 for one x. A step costs n²
-kernels. Leading axes hold independent sets of particles.
+with h = median of the squared distances over log n, so that Σ_j k(x_j, x) is about 1 for each x. A step costs n²
+kernel evaluations. Leading axes hold independent sets of particles.
 
 Source: Liu & Wang 2016 (Stein variational gradient descent), eq. (8), Algorithm 1 and section 5.
 """
@@ -22,7 +22,7 @@ def median_bandwidth(particles: Tensor) -> Tensor:
     """Return h of the median heuristic, shape (…): the median squared distance of two particles over log n.
 
     Args:
-        particles: shape (…, n, d), n ≥ 2, not all in one place.
+        particles: shape (…, n, d), n ≥ 2, not all equal.
     """
     count = particles.shape[-2]
     first, second = torch.triu_indices(count, count, 1, device=particles.device)
@@ -34,15 +34,15 @@ def stein_direction(particles: Tensor, gradients: Tensor, bandwidth: Tensor | No
 
     Args:
         particles: shape (…, n, d).
-        gradients: of the energy U = -log p there, shape (…, n, d).
-        bandwidth: h, shape (…); None takes the median heuristic.
+        gradients: gradients of the energy U = -log p there, shape (…, n, d).
+        bandwidth: h, shape (…); None uses the median heuristic.
 
     Raises:
         ValueError: for fewer than two particles.
     """
     count = particles.shape[-2]
     if count < 2:
-        raise ValueError(f"particles repel each other, so there must be at least two, got {count}")
+        raise ValueError(f"particles must be at least two, since they repel each other, got {count}")
     bandwidth = median_bandwidth(particles) if bandwidth is None else bandwidth
     scale = bandwidth[..., None, None]
     kernel = torch.exp(-_squares(particles) / scale)
@@ -58,26 +58,26 @@ def descend(
     num_steps: int,
     note: Callable[[int, Tensor], None] | None = None,
 ) -> Tensor:
-    """Return the particles after so many steps.
+    """Return the particles after `num_steps` steps.
 
     Args:
-        gradient: ∇U of places (…, n, d).
-        particles: where they start, shape (…, n, d); not changed.
+        gradient: ∇U at positions (…, n, d).
+        particles: initial positions, shape (…, n, d); not changed.
         lr: step size.
         num_steps: number of steps.
         note: called with the step k = 1, 2, … and the particles after it.
 
     Raises:
-        ValueError: for a negative lr, or a particle that is not finite in the end.
+        ValueError: for a negative lr, or a final particle that is not finite.
     """
     if not 0 <= lr < math.inf:
-        raise ValueError(f"lr must be a finite number and not negative, got {lr}")
+        raise ValueError(f"lr must be finite and not negative, got {lr}")
     for step in range(1, num_steps + 1):
         particles = particles + lr * stein_direction(particles, gradient(particles))
         if note is not None:
             note(step, particles)
     if not bool(particles.isfinite().all()):
-        raise ValueError(f"a particle diverged to infinity within {num_steps} steps: take a smaller lr")
+        raise ValueError(f"a particle diverged to infinity within {num_steps} steps: use a smaller lr")
     return particles
 
 

@@ -1,7 +1,7 @@
-"""The switching diffusion (SGLDiff) on quadratic potentials of one variable, exact: no time step, exact jump times.
+"""The switching diffusion (SGLDiff) on one-dimensional quadratic potentials, simulated exactly, without a time step.
 
-With Φ_i(θ) = a_i/2·(θ - b_i)² each piece between two jumps of the data index is linear. Given the jumps, the place at
-any time is therefore Gaussian with a mean and a covariance in closed form; noise is drawn at the requested times only.
+With Φ_i(θ) = a_i/2·(θ - b_i)² each piece between two jumps of the data index is linear. Given the jumps, the position
+at any time is therefore Gaussian, with mean and covariance in closed form; noise is drawn only at the requested times.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Potentials:
         inverse_temperature: β > 0.
 
     Raises:
-        ValueError: for numbers out of range or shapes that do not fit.
+        ValueError: for numbers out of range or incompatible shapes.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Potentials:
     ) -> None:
         a, b = (torch.as_tensor(values, dtype=torch.float64) for values in (slopes, centres))
         if a.dim() != 1 or a.shape != b.shape or len(a) == 0:
-            raise ValueError(f"slopes and centres must have one shape (S,), got {tuple(a.shape)} and {tuple(b.shape)}")
+            raise ValueError(f"slopes and centres must share a shape (S,), got {tuple(a.shape)} and {tuple(b.shape)}")
         if not bool(((a > 0) & a.isfinite() & b.isfinite()).all()):
             raise ValueError("slopes must be positive, and slopes and centres finite")
         check_positive("inverse_temperature", inverse_temperature)
@@ -41,9 +41,9 @@ class Potentials:
 
 
 class SwitchingPaths(NamedTuple):
-    """Places and indices of chains at the requested times.
+    """Positions and indices of chains at the requested times.
 
-    `places` is of shape (T, C), or (T, C, 2) for two variables, in float64; `states`, the indices i, of shape (T, C).
+    `places` has shape (T, C), or (T, C, 2) for two variables, in float64; `states`, the indices i, has shape (T, C).
     """
 
     places: Tensor
@@ -62,7 +62,7 @@ class LinearDiffusions(NamedTuple):
     covariances: Tensor
 
     def advance(self, states: Tensor, mean: Tensor, covariance: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean (C, d) and covariance (C, d, d) a time (C,) later."""
+        """Return mean (C, d) and covariance (C, d, d) after a time (C,)."""
         centre, limit = self.means[states], self.covariances[states]
         factor = self._exponential(states, time)
         moved = (factor @ (mean - centre)[..., None])[..., 0]
@@ -168,7 +168,7 @@ def switching_paths(
     check_positive("switching_time", switching_time)
     when = torch.as_tensor(times, dtype=torch.float64)
     if when.dim() != 1 or bool((when.diff(prepend=when.new_zeros(1)) < 0).any()) or not bool(when.isfinite().all()):
-        raise ValueError("times must be finite, rising, not negative, and of shape (T,)")
+        raise ValueError("times must be finite, increasing, not negative, and have shape (T,)")
     noise = torch.Generator().manual_seed(derive_seed(seed, "noise"))
     jumps = _Jumps(count, num_chains, switching_time, seed)
     places, states = [], []

@@ -21,13 +21,13 @@ class TargetModule(BayesianModule):
 
     Args:
         target: the target.
-        initial: where the chain starts, shape (d,); None is the origin.
+        initial: initial position, shape (d,); None uses the origin.
         energy_noise: standard deviation of Gaussian noise on the energy of a training step, in nats.
-        gradient_noise: that of the noise on each coordinate of its gradient.
+        gradient_noise: standard deviation of the noise on each coordinate of its gradient.
         options: `sampler`, `lr`, `temperature`, `seed`, … of `BayesianModule`.
 
     Raises:
-        ValueError: for a place of another dimension or negative noise.
+        ValueError: for a position of another dimension or negative noise.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class TargetModule(BayesianModule):
         check_number("gradient_noise", gradient_noise)
         start = torch.zeros(target.dimension) if initial is None else initial
         if start.shape != (target.dimension,):
-            raise ValueError(f"initial should be of shape ({target.dimension},), got {tuple(start.shape)}")
+            raise ValueError(f"initial should have shape ({target.dimension},), got {tuple(start.shape)}")
         self.target = target
         self.energy_noise = energy_noise
         self.gradient_noise = gradient_noise

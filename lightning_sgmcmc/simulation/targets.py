@@ -1,4 +1,4 @@
-"""Analytic target densities: energies, gradients, modes and moments, to compare samplers with the truth.
+"""Analytic target densities: energies, gradients, modes and moments, as ground truth for samplers.
 
 A target is `p(x) ∝ exp(-U(x)/τ)` of x in d dimensions (one or two). Energies and gradients are closed formulas of the
 coordinates, along any leading axes, so that thousands of chains are computed at once.
@@ -21,7 +21,7 @@ GRID_2D = 2_000
 
 
 class Density(Protocol):
-    """The part of a `Target` that is needed to sample from it."""
+    """The part of a `Target` needed for sampling."""
 
     @property
     def dimension(self) -> int: ...
@@ -32,10 +32,10 @@ class Density(Protocol):
 
 
 class Target(ABC):
-    """A density on the line or in the plane; subclasses give `energy`, `gradient`, `bounds` and `modes`."""
+    """A density in one or two dimensions; subclasses define `energy`, `gradient`, `bounds` and `modes`."""
 
     bounds: tuple[float, float]
-    """The interval, for every axis, that holds all but a negligible part of the mass."""
+    """The interval, for every axis, with all but a negligible part of the mass."""
     dimension: int
 
     @abstractmethod
@@ -57,7 +57,7 @@ class Target(ABC):
         """Return the centres of a grid of equal cells over the bounds, shape (cells, d), float64.
 
         Args:
-            count: cells along each axis; None is as many as the quadrature takes.
+            count: cells along each axis; None uses the quadrature's number.
         """
         count = count or (GRID_1D if self.dimension == 1 else GRID_2D)
         low, high = self.bounds
@@ -108,7 +108,7 @@ class Target(ABC):
         """
         fine = GRID_1D if self.dimension == 1 else GRID_2D
         if fine % count:
-            raise ValueError(f"{count} cells do not divide the {fine} cells of the quadrature")
+            raise ValueError(f"count must divide the quadrature's {fine} cells, got {count}")
         part = fine // count
         masses = (-self._quadrature[1] / temperature).softmax(0)
         if self.dimension == 1:
@@ -131,7 +131,7 @@ class GaussianMixture(Target):
         weight = torch.tensor(weights, dtype=torch.float64)
         self.means = torch.tensor(means, dtype=torch.float64)
         if self.means.dim() != 2 or len(self.means) != len(weight) or self.means.shape[1] not in (1, 2):
-            raise ValueError(f"means should be of shape ({len(weight)}, 1) or (…, 2), got {tuple(self.means.shape)}")
+            raise ValueError(f"means should have shape ({len(weight)}, 1) or (…, 2), got {tuple(self.means.shape)}")
         if not bool((weight > 0).all()):
             raise ValueError(f"weights must be positive, got {list(weights)}")
         self.weights = weight / weight.sum()
@@ -155,8 +155,8 @@ class GaussianMixture(Target):
         return cls([1.0] * 25, [[a, b] for a in axis for b in axis], 0.03)
 
     def _relative_parts(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the largest log part max_j log(w_j·N(x; μ_j, σ²I)), and all parts over it; pointwise, so that compiled
-        steps become one loop."""
+        """Return the largest log component max_j log(w_j·N(x; μ_j, σ²I)), and all components relative to it; pointwise,
+        so that compiled steps become one loop."""
         logs = []
         for log_weight, mean in self._terms:
             square = (x[..., 0] - mean[0]) ** 2
@@ -192,7 +192,9 @@ class GaussianMixture(Target):
     @property
     def modes(self) -> Tensor:
         x = self.means.clone()
-        for _ in range(200):  # the fixed point of ∇U = 0, which is Newton's where the parts hardly overlap
+        for _ in range(
+            200
+        ):  # a fixed-point iteration for ∇U = 0, which equals Newton's if the components hardly overlap
             x = x - self.gradient(x) * self.variance
         return x
 
@@ -205,7 +207,7 @@ class CosineTarget(Target):
         amplitude: b.
         wave_number: c.
         square_radius: R, beyond which the density falls faster.
-        modes_per_axis: how many modes an axis has.
+        modes_per_axis: number of modes along each axis.
     """
 
     dimension = 2

@@ -68,7 +68,7 @@ class Snapshot:
         return states
 
     def take(self) -> None:
-        """Take over the chains' present states; what is known of the data there is then to be found anew."""
+        """Copy the chains' current states; results of a pass over the data become invalid."""
         layout = self._chains.layout
         with torch.no_grad():
             for name, parameter in self._module.named_parameters():
@@ -128,7 +128,7 @@ class Snapshot:
         self.clear()
 
     def clear(self) -> None:
-        """Begin the sums anew."""
+        """Reset the sums."""
         self._sum_memory.zero_()
         self.count = 0
 

@@ -315,5 +315,5 @@ def test_large_matrices_and_other_arguments() -> None:
             self.net = nn.Sequential(nn.Linear(5, 100), nn.Linear(100, 3))
 
     trainer = quiet_trainer(max_epochs=1, callbacks=[CovarianceFriction(form="matrix")])
-    with pytest.raises(ValueError, match=r"matrices of 903 by 903 numbers, .* take form='diagonal'"):
+    with pytest.raises(ValueError, match=r"matrices of 903 by 903 numbers, .* use form='diagonal'"):
         trainer.fit(Wide(), datamodule=Even(16))

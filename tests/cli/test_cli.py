@@ -104,7 +104,7 @@ def checkpoint_of(run: Path, step: int) -> Path:
 
 
 def test_resume_has_no_meaning_elsewhere() -> None:
-    with pytest.raises(ValueError, match="--resume continues a fit, so it has no meaning for test: leave it out"):
+    with pytest.raises(ValueError, match="--resume continues a fit, so it has no effect in test: omit it"):
         main(["test", "--config", RECIPE, "--resume"])
-    with pytest.raises(ValueError, match="finds the checkpoint itself: leave out --ckpt_path, or --resume"):
+    with pytest.raises(ValueError, match="finds the checkpoint itself: pass either --ckpt_path or --resume"):
         main(["fit", "--config", RECIPE, "--resume", "--ckpt_path=last"])

@@ -122,11 +122,11 @@ def test_mistakes() -> None:
     with pytest.raises(ValueError, match="the loader of the out-of-distribution data 'ood' shuffles"):
         BayesianModelAverage(ood=far_away(shuffle=True))
     for module, ood, message in (
-        (classifier(), far_away(0), "there are no out-of-distribution data in 'ood'"),
+        (classifier(), far_away(0), "out-of-distribution data 'ood' are empty"),
         (
             BayesianModule(net=torch.nn.Linear(2, 1), likelihood=Gaussian()),
             far_away(),
-            "judged by the entropy of class probabilities, which likelihood=Gaussian.* does not have: leave ood out",
+            "evaluated by the entropy of class probabilities, which likelihood=Gaussian.* does not have: omit ood",
         ),
     ):
         trainer = quiet_trainer(max_epochs=2, callbacks=[CyclicalSchedule(1, 0.5, 1), BayesianModelAverage(ood=ood)])
@@ -134,7 +134,7 @@ def test_mistakes() -> None:
             trainer.fit(module, *loaders())
     wide = DataLoader(TensorDataset(torch.zeros(4, 3), torch.zeros(4).long()), 4)
     trainer = quiet_trainer(max_epochs=2, callbacks=[CyclicalSchedule(1, 0.5, 1), BayesianModelAverage(ood=wide)])
-    with pytest.raises(RuntimeError, match=r"cannot take the out-of-distribution data 'ood': .*mat1 and mat2"):
+    with pytest.raises(RuntimeError, match=r"cannot process the out-of-distribution data 'ood': .*mat1 and mat2"):
         trainer.fit(classifier(), *loaders())
     assert trainer.global_step == 0, "it is said before the first step"
 

@@ -228,10 +228,10 @@ def closure() -> nn.Module:
         (lambda: Calls(functools.partial(torch.clamp, min=0)), "a partial cannot be described"),
         (lambda: Calls(torch.ones(3)), "a Tensor cannot be described"),
         (local_class, "defined inside a function"),
-        (lambda: Forgetful(3), "Forgetful does not keep its argument 'width'"),
-        (lambda: nn.LSTM(6, 3), "takes arguments without names"),
+        (lambda: Forgetful(3), "Forgetful does not store its argument 'width'"),
+        (lambda: nn.LSTM(6, 3), "takes variadic positional arguments"),
         (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)), "."),
-        (lambda: nn.ModuleList([nn.Linear(6, 3)]), "ModuleList does not keep its argument"),
+        (lambda: nn.ModuleList([nn.Linear(6, 3)]), "ModuleList does not store its argument"),
     ],
 )
 @pytest.mark.parametrize("place", ["alone", "in a Sequential", "in a module"])
@@ -257,11 +257,11 @@ def test_a_module_of_a_local_class_cannot_be_described() -> None:
 def test_a_network_that_was_changed_after_it_was_made() -> None:
     module = Classifier(4)
     module.head = nn.Linear(4, 9)
-    with pytest.raises(NotDescribableError, match="is another network"):
+    with pytest.raises(NotDescribableError, match="is a different network"):
         describe(module)
     scaled = Scaled(6)
     scaled.linear = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
-    with pytest.raises(NotDescribableError, match="is another network"):
+    with pytest.raises(NotDescribableError, match="is a different network"):
         describe(scaled)
 
 
@@ -296,7 +296,7 @@ def test_identity_comes_back() -> None:
 def test_tied_layers_are_refused() -> None:
     linear = nn.Linear(6, 6)
     module = BayesianModule(net=nn.Sequential(linear, nn.Tanh(), linear), likelihood=Gaussian())
-    with pytest.raises(NotDescribableError, match="is another network"):
+    with pytest.raises(NotDescribableError, match="is a different network"):
         describe(module)
 
 

@@ -106,9 +106,9 @@ def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("arviz")
     module = regression()
     posterior = Posterior(filled(MemoryStore(), module), module)
-    with pytest.raises(ValueError, match=r"no parameter is called 'net\.7\.\*'; there are net\.0\.weight, "):
+    with pytest.raises(ValueError, match=r"no parameter matches 'net\.7\.\*': choose from net\.0\.weight, "):
         posterior.to_arviz(parameters=["net.7.*"])
-    with pytest.raises(ValueError, match=r"predictions\['mean'\] has the shape \(5, 2\), .* the 18 samples"):
+    with pytest.raises(ValueError, match=r"predictions\['mean'\] has shape \(5, 2\), .* the 18 samples"):
         posterior.to_arviz(predictions={"mean": torch.zeros(5, 2)})
     with pytest.raises(ValueError, match="no posterior samples to export"):
         Posterior(MemoryStore(), module).to_arviz()

@@ -271,10 +271,10 @@ def test_effective_sample_size() -> None:
 @pytest.mark.parametrize(
     ("log_weights", "message"),
     [
-        ([], "no samples to weigh"),
+        ([], "no samples to weight"),
         ([0.0, math.nan], "NaN or infinite"),
         ([0.0, math.inf], "NaN or infinite"),
-        ([-math.inf, -math.inf], "all samples have the weight 0"),
+        ([-math.inf, -math.inf], "all samples have weight 0"),
     ],
 )
 def test_weights_without_meaning_are_refused(log_weights: list[float], message: str) -> None:

@@ -156,7 +156,7 @@ def test_the_manifest_names_every_sample(tmp_path: Path) -> None:
 
 def test_a_store_is_not_made_twice(tmp_path: Path) -> None:
     DiskStore.create(tmp_path).append(sample())
-    with pytest.raises(FileExistsError, match="holds a sample store already"):
+    with pytest.raises(FileExistsError, match="already contains a sample store"):
         DiskStore.create(tmp_path)
     assert len(DiskStore(tmp_path)) == 1
 

@@ -248,7 +248,7 @@ def test_what_the_tables_say(tmp_path: Path) -> None:
         ["accuracy", "0.9000 ± 0.0100", "0.9500", "+0.0500 better"],
         ["nll", "0.3100 ± 0.0100", "0.2000", "−0.1100 better"],
     ]
-    for text in ("2 min 5 s", "kinetic temperature is high: take a smaller lr", "All 36 samples weigh the same."):
+    for text in ("2 min 5 s", "kinetic temperature is high: take a smaller lr", "All 36 samples have equal weight."):
         assert text in page.text
     ((name, count, kinetic, configurational, share),) = page.table(
         "tensor", "elements", "kinetic temperature", "configurational temperature", "share of gradient noise"
@@ -278,7 +278,7 @@ def test_rhat_tells_chains_that_mix_from_those_that_do_not(tmp_path: Path) -> No
     assert [row[0] for row in page.table(*header)] == ["energy", "net.weight (the worst of 3 elements)"]
     one = Page(write_report(made_run(tmp_path / "one", chains=1)))
     assert one.table(*header)
-    assert "With one chain, R-hat takes its halves for two chains" in one.text
+    assert "With one chain, R-hat compares its halves" in one.text
 
 
 @pytest.mark.parametrize(("chains", "draws"), [(1, 24), (2, 6), (3, 12), (4, 100)])
@@ -402,9 +402,9 @@ def test_other_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     run = made_run(tmp_path / "run", chains=1, draws=2)
     for arguments, message in (
         ([str(tmp_path / "nowhere")], "there is no folder"),
-        ([str(tmp_path / "file")], "is a file, not the folder of a run"),
+        ([str(tmp_path / "file")], "is a file, not a run's folder"),
         ([str(tmp_path / "empty")], "holds no run"),
-        ([str(run), "--parameters", "bias"], "no parameter is called 'bias'; there are "),
+        ([str(run), "--parameters", "bias"], "no parameter matches 'bias': choose from "),
         ([str(run), "--output", str(tmp_path / "no" / "page.html")], "page.html"),
     ):
         with pytest.raises(SystemExit) as end:
@@ -414,7 +414,7 @@ def test_other_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for name in ("reliability.png", "samples/sample-00000010-chain-000.safetensors"):
         (run / name).write_bytes(b"\x89PNG cut short")
     page = Page(write_report(run))
-    assert "Damaged pictures are left out: reliability.png." in page.text
+    assert "Damaged pictures are omitted: reliability.png." in page.text
     assert "sample-00000010-chain-000.safetensors is missing or damaged" in page.text
     with pytest.raises(RunError, match="sample-00000010"):
         write_report(run, parameters=["net.*"])

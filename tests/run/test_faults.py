@@ -225,7 +225,7 @@ def test_a_full_disk_at_a_sample(tmp_path: Path) -> None:
     assert message.startswith("OSError: [Errno 27]")
     path = tmp_path / "samples" / "sample-00000008-chain-000.safetensors"
     assert f"the sample of step 8 could not be written to {path} (0.00" in message
-    assert "MB are free there); the 3 samples before it are complete: make room, and resume from the last" in message
+    assert "MB are free there); the 3 earlier samples are complete: free space, and resume from the last" in message
     assert steps_of(tmp_path) == [2, 4, 6]
     assert len(list(Posterior.load(tmp_path / "samples"))) == 3
     assert not list((tmp_path / "samples").glob("*.tmp"))
@@ -304,10 +304,10 @@ def _without_checksum(line: str) -> str:
 
 WEIGHT = "parameter.net.0.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "cut": (cut, "is missing or damaged: it has not the checksum of the manifest"),
-    "flipped": (flip, "is missing or damaged: it has not the checksum of the manifest"),
+    "cut": (cut, "is missing or damaged: its checksum differs from the manifest"),
+    "flipped": (flip, "is missing or damaged: its checksum differs from the manifest"),
     "missing": (lambda path: path.unlink(), "is missing or damaged: .*No such file"),
-    "renamed": (rename, "is missing or damaged: it has not the checksum of the manifest"),
+    "renamed": (rename, "is missing or damaged: its checksum differs from the manifest"),
     "shape": (
         rewrite(lambda t: t.update({WEIGHT: torch.zeros(3, 2)})),
         r"'net.0.weight' has shape \(3, 2\) in the samples and \(8, 2\) in the model",
@@ -341,7 +341,7 @@ def test_a_damaged_sample_is_named_and_the_rest_can_be_had(kind: str, store: Pat
         Posterior.load(store).predict(x)
     assert "\n" not in str(caught.value)
     assert "skip_damaged=True" in str(caught.value)
-    with pytest.warns(UserWarning, match=r"1 of 12 samples .* left out, the first since .*"):
+    with pytest.warns(UserWarning, match=r"1 of 12 samples .* skipped, the first since .*"):
         rest = Posterior.load(store, skip_damaged=True)
     assert [r.step for r in rest.records] == [2, *range(6, STEPS + 1, 2)]
     assert rest.predict(x).probabilities.isfinite().all()  # type: ignore[union-attr]
@@ -354,14 +354,14 @@ def test_a_damaged_line_in_the_middle(store: Path) -> None:
     (store / MANIFEST).write_text("\n".join(lines) + "\n")
     with pytest.raises(ValueError, match=r"line 4 of .*manifest.jsonl .*damaged.*skip_damaged=True"):
         Posterior.load(store)
-    with pytest.warns(UserWarning, match="1 of 12 samples .* left out"):
+    with pytest.warns(UserWarning, match="1 of 12 samples .* skipped"):
         rest = Posterior.load(store, skip_damaged=True)
     assert [r.step for r in rest.records] == [2, 4, *range(8, STEPS + 1, 2)]
 
 
 def test_a_sound_store_is_loaded_without_a_word(store: Path, recwarn: pytest.WarningsRecorder) -> None:
     assert len(Posterior.load(store, skip_damaged=True)) == 12
-    assert not [w for w in recwarn if "left out" in str(w.message)]
+    assert not [w for w in recwarn if "skipped" in str(w.message)]
 
 
 def test_a_store_from_before_there_were_checksums(store: Path) -> None:
@@ -369,12 +369,14 @@ def test_a_store_from_before_there_were_checksums(store: Path) -> None:
     (store / MANIFEST).write_text("\n".join([lines[0], *map(_without_checksum, lines[1:])]) + "\n")
     assert Posterior.load(store).predict(torch.zeros(1, 2)).probabilities is not None
     rename(store / file_of(4))
-    with pytest.raises(ValueError, match="is of step 6, chain 0, and the manifest says step 4, chain 0"):
+    with pytest.raises(ValueError, match="it holds step 6, chain 0, but the manifest has step 4, chain 0"):
         Posterior.load(store)[1]
 
 
 def test_a_store_of_another_network(store: Path) -> None:
-    message = r"samples are of another network than the model: 'net.0.bias' has shape \(8,\) in the samples and \(5,\)"
+    message = (
+        r"samples belong to another network than the model: 'net.0.bias' has shape \(8,\) in the samples and \(5,\)"
+    )
     with pytest.raises(ValueError, match=message):
         Posterior.load(store, model=module(width=5))
 
@@ -386,7 +388,7 @@ def test_a_folder_that_cannot_be_written_is_seen_before_the_first_step(make: Any
     make(path)
     count = Each("on_train_batch_start", lambda *args: 1)
     where = path if path.exists() else tmp_path / "x" / "samples"
-    with pytest.raises(OSError, match=rf"no sample store can be made at {where}: .*give another dirpath"):
+    with pytest.raises(OSError, match=rf"no sample store can be created at {where}: .*pass another dirpath"):
         quiet_trainer(max_steps=4, callbacks=[SamplingSchedule(every_n_steps=1), SampleCollector(where), count]).fit(
             module(), loader()
         )
@@ -398,7 +400,7 @@ def test_no_permission_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(PermissionError, match=r"no sample store can be made at .*: Permission denied"):
+    with pytest.raises(PermissionError, match=r"no sample store can be created at .*: Permission denied"):
         fit(tmp_path, keep=False)
 
 

@@ -158,7 +158,7 @@ def test_compiled_exchange_is_the_eager_one() -> None:
     ("options", "said"),
     [
         ({"num_chains": 3}, "ladders of 2"),
-        ({"temperature": lambda k: 1.0 - (k == 5)}, "temperature of 0"),
+        ({"temperature": lambda k: 1.0 - (k == 5)}, "temperature=0"),
         ({"sampler": functools.partial(SGHMC, friction=0.1)}, "momentum"),
         ({"contour": ContourRun(Contour(EnergyPartition(2.0, 1.0, 10)))}, "contour"),
     ],
@@ -173,7 +173,7 @@ def test_exchange_refuses(options: dict[str, Any], said: str) -> None:
     ("options", "said"),
     [
         ({"temperatures": (1.0,)}, "temperatures"),
-        ({"temperatures": (2.0, 1.0)}, "rise"),
+        ({"temperatures": (2.0, 1.0)}, "increasing"),
         ({"temperatures": (0.0, 1.0)}, "positive"),
         ({"lrs": (1.0,)}, "lrs"),
         ({"every": 0}, "every"),

@@ -391,13 +391,13 @@ def test_bad_combinations_are_refused() -> None:
 
     with pytest.raises(ValueError, match="pSGLD has no step law"):
         run(pSGLD, EWSG)
-    with pytest.raises(ValueError, match="temperature of 0"):
+    with pytest.raises(ValueError, match="temperature=0"):
         run(SGLD, EWSG, temperature=0)
     with pytest.raises(ValueError, match="needs UnderdampedLangevin"):
         run(SGLD, CalibratedFriction(EWSG))
     with pytest.raises(ValueError, match="not ControlVariateGradient"):
         CalibratedFriction(ControlVariateGradient())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="control variate out"):
+    with pytest.raises(ValueError, match="omit the control variate"):
         CalibratedFriction(ExponentialGradient(control_variate=ControlVariateGradient()))
     with pytest.raises(ValueError, match="batch_size=2"):
         ExponentialGradient(1, 1, control_variate=ControlVariateGradient(2))
@@ -407,7 +407,7 @@ def test_bad_combinations_are_refused() -> None:
         run(SGLD, FullGradient(), num_passes=1)
     with pytest.raises(ValueError, match="need num_passes"):
         run(SGLD, FullGradient(), at_passes=[1])
-    with pytest.raises(ValueError, match="rise"):
+    with pytest.raises(ValueError, match="increase"):
         run(SGLD, FullGradient(), at_steps=[2, 1])
     with pytest.raises(ValueError, match="initial"):
         run(SGLD, FullGradient(), initial=torch.zeros(3))

@@ -277,8 +277,8 @@ def test_paths_are_functions_of_the_seed() -> None:
     [
         ({"switching_time": 0.0}, "switching_time must be positive"),
         ({"switching_time": -1.0}, "switching_time must be a finite number"),
-        ({"times": [1.0, 0.5]}, "times must be finite, rising"),
-        ({"times": [-1.0]}, "times must be finite, rising"),
+        ({"times": [1.0, 0.5]}, "times must be finite, increasing"),
+        ({"times": [-1.0]}, "times must be finite, increasing"),
         ({"num_chains": 0}, "num_chains must be at least 1"),
         ({"initial": torch.zeros(4)}, "does not fit 3 chains"),
     ],
@@ -300,7 +300,7 @@ def test_mistakes(change: dict[str, Any], message: str) -> None:
     ("change", "message"),
     [
         ({"slopes": (1.0, 0.0)}, "slopes must be positive"),
-        ({"slopes": (1.0,)}, "must have one shape"),
+        ({"slopes": (1.0,)}, "must share a shape"),
         ({"centres": (1.0, math.nan)}, "finite"),
         ({"inverse_temperature": 0.0}, "inverse_temperature must be positive"),
     ],

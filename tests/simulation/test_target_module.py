@@ -118,7 +118,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_bad_targets_are_refused() -> None:
-    with pytest.raises(ValueError, match="initial should be of shape"):
+    with pytest.raises(ValueError, match="initial should have shape"):
         TargetModule(GaussianMixture.two_modes(), initial=torch.zeros(2))
     with pytest.raises(ValueError, match="energy_noise"):
         TargetModule(GaussianMixture.two_modes(), energy_noise=-1)

@@ -85,7 +85,7 @@ def test_cell_masses_are_a_distribution(target: Target) -> None:
 def test_bad_mixtures_are_refused() -> None:
     with pytest.raises(ValueError, match="variance"):
         GaussianMixture([1.0], [[0.0]], 0.0)
-    with pytest.raises(ValueError, match="means should be"):
+    with pytest.raises(ValueError, match="means should have"):
         GaussianMixture([1.0, 1.0], [[0.0]])
     with pytest.raises(ValueError, match="weights must be positive"):
         GaussianMixture([1.0, -1.0], [[0.0], [1.0]])
