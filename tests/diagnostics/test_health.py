@@ -269,16 +269,15 @@ CASES = [
 @pytest.mark.parametrize(("name", "sampler", "large", "right"), CASES)
 def test_a_large_step_is_flagged_and_a_right_one_passes(name: str, sampler: Any, large: float, right: float) -> None:
     """What is flagged is off, and what passes is not: the exact temperatures say which is which."""
-    for seed in range(2):
-        assert exact(name, large)["configurational"] > 1.4
-        report = fit(sampler, large, seed=seed)
-        assert report.verdict == "warning"
-        assert all("smaller lr" in warning for warning in report.warnings)
-        assert {finding.kind for finding in report.findings} >= {FindingKind.KINETIC, FindingKind.GRADIENT_NOISE}
+    assert exact(name, large)["configurational"] > 1.4
+    report = fit(sampler, large)
+    assert report.verdict == "warning"
+    assert all("smaller lr" in warning for warning in report.warnings)
+    assert {finding.kind for finding in report.findings} >= {FindingKind.KINETIC, FindingKind.GRADIENT_NOISE}
 
-        assert exact(name, right)["configurational"] < 1.12
-        report = fit(sampler, right, seed=seed)
-        assert (report.verdict, report.findings) == ("ok", ())
+    assert exact(name, right)["configurational"] < 1.12
+    report = fit(sampler, right)
+    assert (report.verdict, report.findings) == ("ok", ())
 
 
 @pytest.mark.parametrize(("name", "sampler", "large", "right"), CASES)

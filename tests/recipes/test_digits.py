@@ -28,7 +28,7 @@ def evaluation(seed: int, temperature: float) -> Evaluation:
     return result
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.1])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_average_beats_the_mean_single_sample(temperature: float) -> None:
     """Over three seeds, in accuracy and NLL on the test data: in the mean, and NLL in every one of them."""
     results = [evaluation(seed, temperature) for seed in range(3)]
