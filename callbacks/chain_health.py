@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.diagnostics.assessment import assess
@@ -26,7 +26,7 @@ QUARTER_MORE = 1.25
 """Growth factor of the number of observations after which a validation reports again."""
 
 
-class ChainHealth(SamplerCallback):
+class ChainHealth(StepClaimant):
     """Checks whether the step size is right, from temperatures, mini-batch noise and energies while the chain samples.
 
     For each parameter tensor it compares the kinetic and the configurational temperature with the target's τ, and

@@ -8,7 +8,7 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
 from lightning_sgmcmc.callbacks.schedule import run_length, schedule_of
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.layout import ChainLayout
@@ -46,7 +46,7 @@ class _Run:
     on_host: bool  # for one chain a number is cheaper than a tensor
 
 
-class ContourGradient(SamplerCallback):
+class ContourGradient(StepClaimant):
     """Flattens the target in its energy, so that the chain crosses barriers, and weights the samples accordingly.
 
         κ = 1 + ζ·τ·(log π(J) - log π((J-1)∨1))/Δu

@@ -7,7 +7,7 @@ import torch
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, refuse_loss_scaler
+from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian, refuse_loss_scaler
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.checks import check_choice, check_count
 from lightning_sgmcmc.run.loggers import is_logged, log_cost, log_scalars
@@ -21,7 +21,7 @@ STEPS_DRAWN = 256
 """Steps whose uniform numbers are drawn at once; changing it changes the results of a seed."""
 
 
-class EWSG(SamplerCallback):
+class EWSG(StepClaimant):
     """Chooses each step's mini-batch among M+1, so that the step's law is close to that with the full gradient.
 
     The step takes the next M+1 batches of the loader. A Metropolis chain starts at the first and replaces batch i

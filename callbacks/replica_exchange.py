@@ -7,7 +7,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
 from lightning_sgmcmc.callbacks.schedule import schedule_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.checks import check_count, check_number
@@ -18,7 +18,7 @@ from lightning_sgmcmc.samplers.base import Control
 from lightning_sgmcmc.seeding import derive_seed
 
 
-class ReplicaExchange(SamplerCallback):
+class ReplicaExchange(StepClaimant):
     """Runs the chains at a ladder of temperatures, which neighbouring chains swap.
 
     A run with P chains has P/R ladders of R = len(temperatures) slots. At the start chain r of a ladder is in slot r;

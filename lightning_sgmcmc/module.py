@@ -141,7 +141,7 @@ class BayesianModule(EnergyModel):
     def __setattr__(self, name: str, value: Any) -> None:
         # Lightning sets this attribute about ten times a step, and setting attributes on an nn.Module is slow.
         if name == "_current_fx_name":
-            object.__setattr__(self, name, value)
+            self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
 

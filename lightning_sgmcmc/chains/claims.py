@@ -60,10 +60,6 @@ class Claims:
         held = self._held.get(subject)
         return None if held is None else held[1]
 
-    def has_before_update(self, by: object) -> bool:
-        """Return whether a callback has a claim that is called before an update."""
-        return any(subject in self._held and self._held[subject][0] is by for subject in BEFORE_UPDATE)
-
     def before_update(self, *args: Any) -> None:
         """Call the claims of `BEFORE_UPDATE` in their order, once until `end_update`.
 
