@@ -73,7 +73,7 @@ def test_a_run_evaluates_its_average_there_too(tmp_path: Path, cycle_weights: An
     assert float(trainer.callback_metrics["val/bma_ood_far_auroc"]) == pytest.approx(evaluation.bma["ood_far_auroc"])
     if cycle_weights == "harmonic":
         with pytest.raises(
-            ValueError, match="cycle_weights='harmonic' needs the training data, and the trainer has none"
+            ValueError, match="cycle_weights='harmonic' needs the training data, but the trainer has none"
         ):
             trainer.test(module, loaders()[1], verbose=False)
         return

@@ -322,7 +322,7 @@ def test_no_samples(tmp_path: Path) -> None:
     module = classifier()
     DiskStore.create(tmp_path / "s", describe(module))
     for posterior in (Posterior.load(tmp_path / "s"), Posterior(MemoryStore(), module)):
-        with pytest.raises(RuntimeError, match="no posterior samples"):
+        with pytest.raises(RuntimeError, match="has no samples to predict with"):
             posterior.predict(inputs())
 
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ def in_a_process(target: Callable[[], Any], said: Path | None = None, timeout: f
 
     def child() -> None:
         torch.set_num_threads(1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
         if said is not None:
             descriptor = os.open(said, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
             os.dup2(descriptor, 1)
