@@ -154,25 +154,14 @@ class ExactResume(pl.Callback):
         chains.collect_gradients()
         kept = {name: p.grad.detach() for name, p in pl_module.named_parameters() if p.grad is not None}
         kept[MEAN_POTENTIAL] = chains.observed.mean_potential
-        layout = chains.layout
-        if layout.is_spread:  # stored for all chains; a group's ranks have not exchanged them yet
-            kept = {name: layout.gather_stored(layout.mean_over_data(t))[None] for name, t in kept.items()}
-        elif trainer.world_size > 1:
-            kept = {name: trainer.strategy.all_gather(tensor) for name, tensor in kept.items()}
-        else:
-            kept = {name: tensor[None] for name, tensor in kept.items()}
-        checkpoint[ACCUMULATED] = kept
+        checkpoint[ACCUMULATED] = {name: chains.layout.gather_unreduced(tensor) for name, tensor in kept.items()}
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         saved: Mapping[str, Tensor] = checkpoint.get(ACCUMULATED, {})
         layout = chains_of(pl_module).layout
-        if layout.is_spread:
-            self._accumulated = {name: layout.own_stored(tensor.mean(0)) for name, tensor in saved.items()}
-        else:
-            same = all(len(tensor) == trainer.world_size for tensor in saved.values())
-            self._accumulated = {name: t[trainer.global_rank] if same else t.mean(0) for name, t in saved.items()}
+        self._accumulated = {name: layout.own_unreduced(tensor) for name, tensor in saved.items()}
         own = checkpoint["callbacks"].get(self.state_key, {})
         if own.get("epoch_length") and own["batches"] > 0:
             repair_loop_counts(
