@@ -159,7 +159,7 @@ def stationary_trace(step: float, batch: int, gamma: float, form: str) -> float:
     return float(np.trace(PROBLEM._stationary(drift, push, noise, batch)))
 
 
-@pytest.mark.parametrize("form", ["diagonal", "matrix"])
+@pytest.mark.parametrize("form", [pytest.param("diagonal", marks=pytest.mark.slow), "matrix"])
 def test_the_chain_is_as_warm_as_it_should_be(form: Any) -> None:
     """Where batches' noise doubles the variance under plain underdamped Langevin dynamics (exactly known), the friction
     leaves a few percent of it, and that is what is found; standard errors are of 40 batch means, false alarms at 4 of

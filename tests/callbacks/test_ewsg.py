@@ -130,9 +130,9 @@ class Held(SamplerCallback):
 @pytest.mark.parametrize(
     ("sampler", "lr", "guess"),
     [
-        (SGLD, 0.5, "unchanged"),
+        pytest.param(SGLD, 0.5, "unchanged", marks=pytest.mark.slow),
         (SGHMC, 0.05, "unchanged"),
-        (Underdamped, 0.2, "unchanged"),
+        pytest.param(Underdamped, 0.2, "unchanged", marks=pytest.mark.slow),
         (Underdamped, 0.2, "one"),
     ],
 )

@@ -73,7 +73,7 @@ def test_replicas_stay_bit_identical(tmp_path: Path, sampler: Any) -> None:
     assert len(first["energies"]) == 10
 
 
-CHAINS = 8
+CHAINS = 40
 
 
 class DumpDraws(Draws):
@@ -90,7 +90,7 @@ def test_two_ranks_have_the_law_of_the_joint_batch(tmp_path: Path) -> None:
     """Two ranks with 25 data each are one chain with batches of 50; false alarms as in the test without ranks."""
     callbacks = [SamplingSchedule(burn_in_steps=100, every_n_steps=2), DumpDraws(tmp_path / "draws.npy")]
     options = {"num_chains": CHAINS, "chain_start": "same", "chain_execution": "vmap"}
-    fit_on_two_ranks(tmp_path, 700, callbacks, CHAINS, sampler=SGLD, lr=0.1, **options)
+    fit_on_two_ranks(tmp_path, 220, callbacks, CHAINS, sampler=SGLD, lr=0.1, **options)
     check_law(np.load(tmp_path / "draws.npy"), PROBLEM.sgld_covariance(0.1, 50))
 
 

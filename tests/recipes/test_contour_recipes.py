@@ -18,8 +18,8 @@ ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 
 
 def test_gaussian_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gaussian_mixture.STEPS, "quick", 3000)
-    monkeypatch.setattr(gaussian_mixture, "SHARED_STEPS", 1000)
+    monkeypatch.setitem(gaussian_mixture.STEPS, "quick", 1500)
+    monkeypatch.setattr(gaussian_mixture, "SHARED_STEPS", 500)
     monkeypatch.setattr(gaussian_mixture, "SHARING", 20)
     monkeypatch.setattr(gaussian_mixture, "REPEATS", 4)
     rows = gaussian_mixture.run(Options(tmp_path, ROOT))

@@ -4,12 +4,12 @@ For SGLD, SGHMC and underdamped Langevin the law that the draws must have at a f
 (`tests/support/problems.py`), so the draws are held against it within Monte-Carlo error, and the law against the
 posterior. For pSGLD and SGNHT, which are not linear, the distance to the posterior must fall with the step size.
 
-Eight chains run at once, each with batches of its own, so a few hundred steps of each have the Monte-Carlo error that
-thousands of one would have.
+Forty chains run at once, each with batches of its own, so a hundred steps of each have the Monte-Carlo error that
+thousands of one would have. A step costs the same for 40 chains as for one.
 
-Standard errors are of 40 batch means, five a chain. A mean's largest |z| of 60 is compared with 6, a covariance's
-largest of 6 with 5: under Student's t with 39 degrees of freedom a false alarm has probability 60·5e-7 = 3e-5 and
-6·1.3e-5 = 8e-5. Seeds are fixed.
+Standard errors are of 40 batch means, one a chain, so they are independent. A mean's largest |z| of 60 is compared with
+6, a covariance's largest of 6 with 5: under Student's t with 39 degrees of freedom a false alarm has probability
+60·5e-7 = 3e-5 and 6·1.3e-5 = 8e-5. Seeds are fixed.
 """
 
 import functools
@@ -25,7 +25,7 @@ from tests.support.trainers import sample
 
 FRICTION = 10.0
 BATCH = 50
-CHAINS = 8
+CHAINS = 40
 
 # name, sampler, larger and smaller step, and the exact stationary covariance at a step
 LINEAR = [
@@ -47,7 +47,7 @@ def trace_ratio(covariance: Array) -> float:
 
 @pytest.mark.parametrize(("sampler", "step", "small_step", "law"), LINEAR)
 def test_draws_have_the_exact_law_of_their_step_size(sampler: Any, step: float, small_step: float, law: Any) -> None:
-    draws = sample(PROBLEM, 850, 100, 2, BATCH, CHAINS, sampler=sampler, lr=step)
+    draws = sample(PROBLEM, 250, 100, 2, BATCH, CHAINS, sampler=sampler, lr=step)
     check_law(draws, law(step, BATCH))
     # That law is off the posterior by more than the draws' error, so the check above can tell them apart ...
     assert abs(trace_ratio(law(step, BATCH)) - 1) > 0.15
@@ -59,7 +59,7 @@ def test_draws_have_the_exact_law_of_their_step_size(sampler: Any, step: float, 
 
 @pytest.mark.parametrize(("sampler", "step", "small_step", "law"), LINEAR)
 def test_small_steps_sample_the_posterior(sampler: Any, step: float, small_step: float, law: Any) -> None:
-    draws = sample(PROBLEM, 1300, 300, 4, BATCH, CHAINS, sampler=sampler, lr=small_step)
+    draws = sample(PROBLEM, 500, 300, 4, BATCH, CHAINS, sampler=sampler, lr=small_step)
     bias = trace_ratio(law(small_step, BATCH)) - 1
     assert abs(bias) < 0.2
     check_law(draws, PROBLEM.covariance, slack=1.5 * bias)
@@ -68,8 +68,8 @@ def test_small_steps_sample_the_posterior(sampler: Any, step: float, small_step:
 @pytest.mark.parametrize(
     ("sampler", "burn_in", "steps"),
     [
-        pytest.param(functools.partial(pSGLD, alpha=0.999), 2500, {0.04: 460, 0.01: 1200}, id="pSGLD"),
-        pytest.param(SGNHT, 1500, {0.04: 460, 0.01: 700}, id="SGNHT"),
+        pytest.param(functools.partial(pSGLD, alpha=0.99), 600, {0.04: 92, 0.01: 240}, id="pSGLD"),
+        pytest.param(SGNHT, 1500, {0.04: 92, 0.01: 140}, id="SGNHT"),
     ],
 )
 def test_adaptive_samplers_come_closer_as_the_step_shrinks(sampler: Any, burn_in: int, steps: dict[float, int]) -> None:
@@ -83,11 +83,11 @@ def test_adaptive_samplers_come_closer_as_the_step_shrinks(sampler: Any, burn_in
         uncertainty = trace_ratio(error)
     assert errors[0] > 0.1
     assert errors[1] < errors[0] / 2 + 3 * uncertainty
-    assert errors[1] < 0.2
+    assert errors[1] < 0.25
 
 
 def test_temperature_scales_the_covariance() -> None:
-    draws = sample(PROBLEM, 1000, 200, 2, BATCH, CHAINS, sampler=SGLD, lr=0.05, temperature=0.25)
+    draws = sample(PROBLEM, 360, 200, 2, BATCH, CHAINS, sampler=SGLD, lr=0.05, temperature=0.25)
     check_law(draws, PROBLEM.sgld_covariance(0.05, BATCH, temperature=0.25))
 
 
@@ -95,7 +95,7 @@ def test_temperature_scales_the_covariance() -> None:
 def test_bfloat16_autocast_has_the_same_law(sampler: Any) -> None:
     lr = 0.1 if sampler is SGLD else 0.02
     law = PROBLEM.sgld_covariance(lr, BATCH) if sampler is SGLD else PROBLEM.sghmc_covariance(lr, BATCH, 0.1)
-    draws = sample(PROBLEM, 850, 100, 2, BATCH, CHAINS, sampler=sampler, lr=lr, trainer_precision="bf16-mixed")
+    draws = sample(PROBLEM, 250, 100, 2, BATCH, CHAINS, sampler=sampler, lr=lr, trainer_precision="bf16-mixed")
     assert draws.dtype == np.float64
     check_law(draws, law, slack=0.03)  # bfloat16 rounds the gradients by up to 0.4 %
 
@@ -105,5 +105,5 @@ def test_accumulation_has_the_law_of_the_whole_batch(sampler: Any) -> None:
     """Four micro-batches of 10 are a batch of 40: the prior counts once, the noise is drawn once."""
     lr = 0.1 if sampler is SGLD else 0.02
     law = PROBLEM.sgld_covariance(lr, 40) if sampler is SGLD else PROBLEM.sghmc_covariance(lr, 40, 0.1)
-    draws = sample(PROBLEM, 850, 100, 2, 10, CHAINS, sampler=sampler, lr=lr, trainer_accumulate_grad_batches=4)
+    draws = sample(PROBLEM, 250, 100, 2, 10, CHAINS, sampler=sampler, lr=lr, trainer_accumulate_grad_batches=4)
     check_law(draws, law)

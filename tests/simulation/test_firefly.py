@@ -156,7 +156,11 @@ def deviation(draws: Tensor, expected: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("tuned", "langevin", "resampled", "step_size", "steps"),
-    [(False, False, 8, 0.6, 10_000), (True, False, 8, 0.8, 6_000), (False, True, 8, 0.7, 4_000)],
+    [
+        pytest.param(False, False, 8, 0.6, 10_000, marks=pytest.mark.slow),
+        (True, False, 8, 0.8, 6_000),
+        (False, True, 8, 0.7, 4_000),
+    ],
 )
 def test_the_law_is_the_exact_posterior(
     tuned: bool, langevin: bool, resampled: int, step_size: float, steps: int
