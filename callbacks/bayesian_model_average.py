@@ -17,6 +17,10 @@ from lightning_sgmcmc.evaluation.out_of_distribution import OutOfDistributionDat
 from lightning_sgmcmc.evaluation.scoring import evaluate
 from lightning_sgmcmc.evaluation.share import share_of
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.early_stopping import PatientStopping
+
+MONITORS = ("val/bma_", "val/single_", "val/chain_disagreement")
+"""The beginnings of the names of the metrics that change with the samples only."""
 
 
 class BayesianModelAverage(SamplerCallback):
@@ -31,6 +35,9 @@ class BayesianModelAverage(SamplerCallback):
     classification; rmse, nll and the coverage of central 50 % and 90 % intervals for regression, in original units if
     the datamodule has a `target_std`. If the samples' importance weights differ, `val/bma_ess` is their effective
     number (Σw)²/Σw².
+
+    Before the first sample these metrics are NaN. `EarlyStopping` on one of them waits for the first sample, and its
+    patience counts the checks with new samples.
 
     For each out-of-distribution set (classification only) it adds `ood_<name>_auroc`, for separating its inputs from
     the evaluation data by predictive entropy; `ood_<name>_entropy`, the mean predictive entropy in nats; and
@@ -67,6 +74,7 @@ class BayesianModelAverage(SamplerCallback):
         self.importance_weights = importance_weights
         self.ood = OutOfDistributionData(ood)
         self._averages: list[LoaderAverage] = []
+        self._stopping = PatientStopping(MONITORS)
 
     # -- during the fit -----------------------------------------------------------------------------------------------
 
@@ -100,6 +108,16 @@ class BayesianModelAverage(SamplerCallback):
         if len(self._averages) != len(loaders):
             self._averages = [LoaderAverage(self.cycle_weights) for _ in loaders]
         self._publish(module, "val")
+        self._stopping.begin(trainer, self._count())
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stopping.end()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._stopping.end()
+
+    def _count(self) -> int:
+        return len(self._averages[0].evaluation.members) if self._averages else 0
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         if not self._averages:
@@ -114,6 +132,7 @@ class BayesianModelAverage(SamplerCallback):
         if trainer.state.fn == "fit" and not trainer.sanity_checking and self._averages:
             metrics = self._metrics("val") or self._no_metrics(bayesian(pl_module, self), "val")
             pl_module.log_dict(metrics, logger=False, sync_dist=True, add_dataloader_idx=False)
+            self._stopping.samples = self._count()
 
     # -- after the fit ------------------------------------------------------------------------------------------------
 
@@ -161,7 +180,7 @@ class BayesianModelAverage(SamplerCallback):
                 log_likelihood = full_log_likelihood(trainer, module.chains, state, "cycle_weights='harmonic'")
             ood_terms = self.ood.terms(trainer, module, state)
             for index, (average, loader, limit) in enumerate(zip(self._averages, loaders, limits, strict=True)):
-                share = share_of(trainer, loader, limit)
+                share = share_of(trainer, loader, limit, index)
                 scores = evaluate(module, state, share.batches(trainer, module))
                 average.add(module, sample, scores, share, scale, log_likelihood, ood_terms if index == 0 else {})
 
@@ -171,8 +190,7 @@ class BayesianModelAverage(SamplerCallback):
 
     def _metrics(self, stage: str) -> dict[str, float]:
         metrics = {}
-        for index, average in enumerate(self._averages):
-            suffix = f"/dataloader_idx_{index}" if len(self._averages) > 1 else ""
+        for average, suffix in zip(self._averages, self._suffixes, strict=True):
             for kind, values in (("bma", average.evaluation.bma), ("single", average.evaluation.single)):
                 metrics.update({f"{stage}/{kind}_{name}{suffix}": value for name, value in values.items()})
             worth = average.evaluation.effective_sample_size
@@ -183,10 +201,19 @@ class BayesianModelAverage(SamplerCallback):
                 metrics[f"{stage}/chain_disagreement{suffix}"] = disagreement
         return metrics
 
+    @property
+    def _suffixes(self) -> list[str]:
+        """The ends of the metrics' names, one for each loader, as Lightning adds them."""
+        count = len(self._averages)
+        return [f"/dataloader_idx_{index}" for index in range(count)] if count > 1 else [""]
+
     def _no_metrics(self, module: BayesianModule, stage: str) -> dict[str, float]:
         names = module.likelihood.metric_names if module.likelihood is not None else ("nll",)
-        names = (*names, *self.ood.metric_names)
-        return {f"{stage}/{kind}_{name}": math.nan for kind in ("bma", "single") for name in names}
+        metrics = {}
+        for index, suffix in enumerate(self._suffixes):
+            own = (*names, *self.ood.metric_names) if index == 0 else names
+            metrics |= {f"{stage}/{kind}_{name}{suffix}": math.nan for kind in ("bma", "single") for name in own}
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         return {"averages": [average.state_dict() for average in self._averages]}

@@ -98,6 +98,7 @@ class CyclicalSchedule(Schedule):
             self._plan = CyclicalPlan(total, self.num_cycles, self.exploration, self.samples_per_cycle)
         self._sample_steps = frozenset(self._plan.sample_steps())
         module.chains.progress.num_cycles = self._plan.num_cycles
+        module.chains.progress.first_sample = min(self._sample_steps)
         self._target_temperature = module.target_temperature if self.temperature is None else self.temperature
 
     def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:

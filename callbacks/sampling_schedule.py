@@ -100,6 +100,7 @@ class SamplingSchedule(Schedule):
                 f"no sample would be drawn: the run has {total} steps, the first sample comes after {self._burn_in} "
                 f"of burn-in and {self._every} more"
             )
+        module.chains.progress.first_sample = self._burn_in + self._every
         self._target_temperature = module.target_temperature if self.temperature is None else self.temperature
 
     def _epoch_length(self, trainer: pl.Trainer) -> int:

@@ -29,7 +29,8 @@ class Schedule(SamplerCallback):
             raise ValueError(f"a run has one schedule, got {names}: remove one of them")
 
     def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
-        """Compute the parts that depend on the run's length; called once, before the first step."""
+        """Compute the parts that depend on the run's length, and set `module.chains.progress.first_sample`; called
+        once, before the first step."""
         raise NotImplementedError
 
     def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:
@@ -56,10 +57,7 @@ class Schedule(SamplerCallback):
             raise ValueError(f"both {type(self).__name__} and the {scheduler} set the step size: remove one of them")
         for group in self._sampler.param_groups:
             group.setdefault("initial_lr", group["lr"])
-        module.chains.progress.cycle, module.chains.progress.num_cycles = (
-            0,
-            None,
-        )  # of an earlier fit with another schedule
+        module.chains.progress.schedule = type(self).__name__
         self.plan(trainer, module)
 
     def on_train_batch_start(

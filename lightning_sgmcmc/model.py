@@ -1,6 +1,7 @@
 """EnergyModel: the network, likelihood and prior that define a potential energy, for one chain."""
 
 import functools
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -60,11 +61,12 @@ class EnergyModel(pl.LightningModule):
         self.checks_targets = True
         """Whether to check the next training batch's targets: once per fit, since the check synchronizes the device."""
 
-    def forward(self, x: Any) -> Any:
-        """Return the network's output for the inputs `x`, for one chain."""
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the network's output for its inputs, for one chain; override it with arguments of your own."""
         if "net" not in self._modules:
             raise NotImplementedError(f"{type(self).__name__} needs a network: pass net=… or define forward")
-        return self._compiled_net[0](x) if self._compiled_net and self.training else self.net(x)
+        net = self._compiled_net[0] if self._compiled_net and self.training else self.net
+        return net(*args, **kwargs)
 
     def output_and_target(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the network's output for a batch and its target; override it if batches are not pairs (x, y)."""
@@ -151,6 +153,36 @@ def check_model(model: EnergyModel) -> None:
     overridden = any(overrides(model, method) for method in ("forward", "log_likelihood", "output_and_target"))
     if "net" not in model._modules and not overridden:
         raise ValueError(f"{name} needs a network: pass net=… or define forward")
+
+
+OWN_STEPS = {
+    "training_step": "the loss is Ũ/N, computed from forward and likelihood=…, or from log_likelihood(batch)",
+    "backward": "gradients are gathered for each chain",
+    "configure_optimizers": "the sampler updates the parameters: pass sampler=… and lr=…",
+    "optimizer_step": "the sampler updates the parameters: pass sampler=… and lr=…",
+    "optimizer_zero_grad": "gradients are cleared for each chain",
+    "configure_gradient_clipping": "gradients are clipped for each chain: pass gradient_clip_val to the trainer",
+    "configure_callbacks": "it adds the callbacks that every run needs: pass your own to the trainer",
+    "configure_model": "it stacks the chains: define layers in __init__",
+}
+"""The methods with which a module samples, and what to do instead of overriding them."""
+
+
+def check_methods(model: nn.Module, base: type) -> None:
+    """Raise if a subclass replaces one of `OWN_STEPS`; a method that calls the base class's own is accepted.
+
+    Raises:
+        TypeError: with the class, the method, and the remedy.
+    """
+    for name, remedy in OWN_STEPS.items():
+        owner = next(cls for cls in type(model).__mro__ if name in vars(cls))
+        code = getattr(inspect.unwrap(getattr(owner, name)), "__code__", None)
+        if issubclass(base, owner) or code is None or name in code.co_names:
+            continue
+        raise TypeError(
+            f"{owner.__name__} defines {name}, and {base.__name__} has its own, without which nothing is sampled "
+            f"({remedy}): remove {name} from {owner.__name__}, or call super().{name} in it"
+        )
 
 
 def check_layers(model: nn.Module) -> None:

@@ -18,10 +18,11 @@ from lightning_sgmcmc.checks import check_choice, check_control, check_count
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
-from lightning_sgmcmc.likelihoods import Likelihood, Prediction
-from lightning_sgmcmc.model import EnergyModel, check_model, check_sampler, name_of, named_trainable
+from lightning_sgmcmc.likelihoods import Likelihood
+from lightning_sgmcmc.model import EnergyModel, check_methods, check_model, check_sampler, name_of, named_trainable
 from lightning_sgmcmc.posterior.description import record_arguments
 from lightning_sgmcmc.posterior.posterior import Posterior
+from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import Prior
 from lightning_sgmcmc.run.offline import stay_offline_without_login
 from lightning_sgmcmc.run.progress_bar import SamplingProgress
@@ -72,7 +73,8 @@ class BayesianModule(EnergyModel):
 
     Raises:
         ValueError: for a negative or infinite temperature or lr, a num_data or num_chains below 1, or a weight decay.
-        TypeError: if a part is a class instead of an object or has the wrong type, or a numeric argument is no number.
+        TypeError: if a part is a class instead of an object or has the wrong type, a numeric argument is no number, or
+            a subclass replaces `training_step` or another method of the sampling run.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class BayesianModule(EnergyModel):
         max_skipped_in_a_row: int = 100,
     ) -> None:
         super().__init__(net, likelihood, prior)
+        check_methods(self, BayesianModule)
         check_sampler(sampler)
         for name, value in (("temperature", temperature), ("lr", lr)):
             check_control(name, value)

@@ -263,7 +263,6 @@ def test_test_metrics_are_those_of_the_stored_samples(tmp_path: Path) -> None:
     (metrics,) = trainer.test(module, val, verbose=False)
     x, y = blobs(64, seed=1).tensors
     prediction = Posterior.load(tmp_path / "s").predict(x, return_samples=True)
-    assert prediction.sample_probabilities is not None
     mean = prediction.sample_probabilities.mean(0).double()
     nll = -mean[torch.arange(64), y].log().mean().item()
     accuracy = (mean.argmax(1) == y).double().mean().item()
@@ -320,7 +319,6 @@ def test_regression_is_scored_in_original_units(tmp_path: Path) -> None:
     stds = torch.stack([sample.parameters["likelihood.log_std"].exp() for sample in posterior]).double()
     assert stds.std() > 0.01, "the noise scale is sampled too"
     prediction = posterior.predict(x, return_samples=True)
-    assert prediction.sample_means is not None
     means = prediction.sample_means.double().squeeze(-1)
     components = torch.distributions.Normal(means, stds[:, None].expand_as(means))
     target = y.squeeze(-1).double()
@@ -331,7 +329,6 @@ def test_regression_is_scored_in_original_units(tmp_path: Path) -> None:
     assert figures["nll"] == pytest.approx(-density.log().mean().item() + np.log(7), rel=1e-4)
     assert figures["coverage_90"] == pytest.approx(((cdf > 0.05) & (cdf < 0.95)).double().mean().item(), abs=1e-6)
     std = (means.var(0, correction=0) + stds.square().mean()).sqrt()
-    assert prediction.std is not None
     torch.testing.assert_close(prediction.std.squeeze(-1).double(), std, rtol=1e-3, atol=1e-5)
 
 

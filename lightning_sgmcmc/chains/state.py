@@ -132,12 +132,16 @@ class Progress:
         cycle: index of the cycle, from 0.
         num_cycles: number of cycles of the run; None without cycles.
         stage: exploration (temperature 0), burn-in or sampling.
+        schedule: class name of the run's schedule; None without one.
+        first_sample: the step after which the schedule draws its first sample, None if unknown.
         sample_due: whether the current states are samples; set by a schedule in `on_train_batch_end`.
     """
 
     cycle: int = 0
     num_cycles: int | None = None
     stage: Stage = Stage.SAMPLING
+    schedule: str | None = None
+    first_sample: int | None = None
     sample_due: bool = False
 
 

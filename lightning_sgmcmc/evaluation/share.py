@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytorch_lightning as pl
@@ -24,18 +24,23 @@ class EvaluationShare:
         limit: number of batches to use, may be infinite.
         replicas: W, where rank r of W has the data r, r + W, …; 0 if each process has its own data.
         num_data: number of data in all shares, without the repetitions that make them equally long.
+        dataloader_idx: index of the loader among the trainer's, which batch hooks receive.
     """
 
     loader: Any
     limit: float
     replicas: int = 0
     num_data: int = 0
+    dataloader_idx: int = 0
 
     def batches(self, trainer: pl.Trainer, module: EnergyModel) -> Iterator[Any]:
-        """Yield the share's batches, on the module's device."""
+        """Yield the share's batches in the run's precision, on the module's device, through the user's batch hooks."""
         stop = int(self.limit) if math.isfinite(self.limit) else None
+        index = self.dataloader_idx
         for batch in itertools.islice(self.loader, stop):
-            yield trainer.strategy.batch_to_device(batch, module.device)
+            converted = trainer.precision_plugin.convert_input(batch)
+            converted = trainer.lightning_module._on_before_batch_transfer(converted, dataloader_idx=index)
+            yield trainer.strategy.batch_to_device(converted, module.device, dataloader_idx=index)
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Return the values of all data, in their order.
@@ -53,22 +58,25 @@ class EvaluationShare:
         return torch.stack(parts, 1).flatten(0, 1)[: self.num_data]
 
 
-def share_of(trainer: pl.Trainer, loader: Any, limit: float) -> EvaluationShare:
+def share_of(trainer: pl.Trainer, loader: Any, limit: float, dataloader_idx: int = 0) -> EvaluationShare:
     """Return this process's share of the data of a loader that the trainer has prepared.
 
     Args:
         trainer: the run's.
         loader: a loader of evaluation data.
         limit: number of batches to use.
+        dataloader_idx: index of the loader among the trainer's.
     """
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler):
-        return EvaluationShare(loader, limit)
-    if sampler.num_replicas == trainer.world_size:
-        return EvaluationShare(loader, limit, sampler.num_replicas, len(loader.dataset))
-    # Training data are shared only by the ranks of a chain; here all processes share.
-    shorter = math.ceil(limit * sampler.num_replicas / trainer.world_size) if limit < len(loader) else math.inf
-    return _shared_by_all(trainer, loader, shorter)
+        share = EvaluationShare(loader, limit)
+    elif sampler.num_replicas == trainer.world_size:
+        share = EvaluationShare(loader, limit, sampler.num_replicas, len(loader.dataset))
+    else:
+        # Training data are shared only by the ranks of a chain; here all processes share.
+        shorter = math.ceil(limit * sampler.num_replicas / trainer.world_size) if limit < len(loader) else math.inf
+        share = _shared_by_all(trainer, loader, shorter)
+    return replace(share, dataloader_idx=dataloader_idx)
 
 
 def share_of_plain(trainer: pl.Trainer, loader: Any, limit: float) -> EvaluationShare:

@@ -12,7 +12,6 @@ from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord
 from lightning_sgmcmc.checks import check_choice, check_number
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.diagnostics.samples import effective_sample_size, normalised_weights, resample
-from lightning_sgmcmc.likelihoods import Prediction
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.checks import check_fits, check_sample
 from lightning_sgmcmc.posterior.description import NotDescribableError, build
@@ -20,6 +19,7 @@ from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.export import SMALL, to_inference_data
 from lightning_sgmcmc.posterior.predictive import append_with_new_statistics, average_predictions
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore, StoreView
+from lightning_sgmcmc.predictions import Prediction
 
 
 class Posterior:
@@ -213,8 +213,8 @@ class Posterior:
         """Average the predictive distribution over the samples with their weights.
 
         Args:
-            x: inputs, a tensor (n, …); or an iterable of batches (a DataLoader), each one inputs or a tuple that
-                starts with inputs.
+            x: inputs, a tensor or NumPy array (n, …); or an iterable of batches (a DataLoader), each one inputs or a
+                tuple that starts with inputs. Floating-point inputs are converted to the samples' dtype.
             return_samples: also return each sample's prediction, in the order of the samples, at the cost of memory.
 
         Returns:

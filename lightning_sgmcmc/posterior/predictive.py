@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import RandomSampler
@@ -12,10 +13,10 @@ from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.evaluation.scoring import concatenate
-from lightning_sgmcmc.likelihoods import Prediction
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.checks import check_sample
 from lightning_sgmcmc.posterior.store import SampleStore
+from lightning_sgmcmc.predictions import Prediction
 
 
 def average_predictions(
@@ -31,7 +32,7 @@ def average_predictions(
     likelihood = model.likelihood
     if likelihood is None:
         raise RuntimeError(f"{type(model).__name__} has no likelihood object to define a predictive: pass likelihood=…")
-    batches = [inputs] if isinstance(inputs, Tensor) else _repeatable(inputs)
+    batches = [inputs] if isinstance(inputs, Tensor | np.ndarray) else _repeatable(inputs)
     if isinstance(getattr(batches, "sampler", None), RandomSampler):
         raise ValueError("every sample must see the inputs in the same order: create the loader with shuffle=False")
     caller = StatelessCall(model, lambda m, x: m.likelihood.terms(m(x)))
@@ -42,7 +43,7 @@ def average_predictions(
             check_sample(sample, model)
             state = {name: tensor.to(device) for name, tensor in sample.state.items()}
             of_sample = []
-            for index, x in enumerate(_inputs_of(batches, device)):
+            for index, x in enumerate(_inputs_of(batches, device, _dtype_of(sample))):
                 terms = caller.call(state, x)
                 if index == len(averages):
                     averages.append(WeightedAverage())
@@ -81,7 +82,7 @@ def append_with_new_statistics(
                     state[f"{name}.running_mean"].zero_()
                     state[f"{name}.running_var"].fill_(1)
                     state[f"{name}.num_batches_tracked"].zero_()
-                for x in _inputs_of(batches, device) if layers else ():
+                for x in _inputs_of(batches, device, _dtype_of(sample)) if layers else ():
                     caller.call(state, x)
                 store.append(replace(sample, buffers={name: state[name] for name in sample.buffers}))
         finally:
@@ -94,7 +95,12 @@ def _repeatable(batches: Iterable[Any]) -> Iterable[Any]:
     return list(batches) if isinstance(batches, Iterator) else batches
 
 
-def _inputs_of(batches: Iterable[Any], device: torch.device) -> Iterator[Tensor]:
+def _inputs_of(batches: Iterable[Any], device: torch.device, dtype: torch.dtype) -> Iterator[Tensor]:
     for batch in batches:
-        inputs = batch[0] if isinstance(batch, list | tuple) else batch
-        yield inputs.to(device)
+        inputs = torch.as_tensor(batch[0] if isinstance(batch, list | tuple) else batch)
+        yield inputs.to(device, dtype if inputs.is_floating_point() else inputs.dtype)
+
+
+def _dtype_of(sample: PosteriorSample) -> torch.dtype:
+    """Return the dtype of a sample's weights, in which its network computes; NumPy's floats are float64."""
+    return next((p.dtype for p in sample.parameters.values() if p.is_floating_point()), torch.get_default_dtype())

@@ -23,6 +23,14 @@ MEDDLING: dict[str, str] = {
     "ModelPruning": "sets weights to zero during the run, so the chain samples nothing",
 }
 
+SEARCHING: dict[str, str] = {
+    "LearningRateFinder": "LearningRateFinder (Tuner.lr_find) ranks step sizes by how fast they optimize, not by "
+    "whether they sample the posterior: use lightning_sgmcmc.tune.propose_lr(module, datamodule=…)",
+    "BatchSizeFinder": "BatchSizeFinder (Tuner.scale_batch_size) trains without the run's callbacks, so no energy is "
+    "computed, and the batch size sets the noise of the gradients: pass batch_size to the datamodule",
+}
+"""Lightning's searches that a sampling run refuses, with the whole sentence."""
+
 
 def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Raise for settings with which the chain would not sample its posterior, and warn about biased ones.
@@ -90,6 +98,9 @@ def _check_callbacks(trainer: pl.Trainer) -> None:
             kind = getattr(lightning_callbacks, name, None)
             if kind is not None and isinstance(callback, kind):
                 raise ValueError(f"{type(callback).__name__} {reason}: remove it")
+        for name, sentence in SEARCHING.items():
+            if isinstance(callback, getattr(lightning_callbacks, name)):
+                raise ValueError(sentence)
 
 
 def check_data(trainer: pl.Trainer) -> None:

@@ -3,16 +3,23 @@
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.samples import draw_samples
 from lightning_sgmcmc.chains.state import Counters
 from lightning_sgmcmc.run.checkpoints import protect_checkpoints
 from lightning_sgmcmc.run.checks import check_data, check_run
+from lightning_sgmcmc.run.early_stopping import why_without_samples
 from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
 from lightning_sgmcmc.run.interruption import Interruption
-from lightning_sgmcmc.run.trainer import callbacks_of
+from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import Sampler
+
+
+def samples_drawn(trainer: pl.Trainer) -> int:
+    """Return the number of samples that the trainer's last fit has drawn, over all its chains and resumes."""
+    return sum(callback.samples for callback in callbacks_of(trainer) if isinstance(callback, Safeguards))
 
 
 class Safeguards(pl.Callback):
@@ -52,6 +59,8 @@ class Safeguards(pl.Callback):
         self._guard = EnergyGuard(chains, sampler, trainer, self._nonfinite_energy, self._max_skipped_in_a_row)
         self._sampler, sampler.guard = sampler, self._guard
         self._interruption.begin(trainer)
+        if chains.progress.schedule is None and _is_noisy(sampler) and not is_trial(trainer):
+            rank_zero_warn(f"This fit draws no posterior samples: {why_without_samples(trainer, chains.progress)}.")
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -92,6 +101,11 @@ class Safeguards(pl.Callback):
         self._interruption.end()
         if self._guard is not None:
             self._guard.finish()
+        progress = chains_of(pl_module).progress
+        if self.samples == 0 and progress.schedule is not None:
+            updates = sampler_of(pl_module).step_count
+            why = why_without_samples(trainer, progress, updates)
+            rank_zero_warn(f"The fit ended without a posterior sample: {why}.")
         self._release(pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -128,3 +142,7 @@ class Safeguards(pl.Callback):
         self.samples = state_dict["samples"]
         self._counters.skipped_steps = state_dict["skipped_steps"]
         self._counters.gradient_evaluations = state_dict.get("gradient_evaluations", 0)
+
+
+def _is_noisy(sampler: Sampler) -> bool:
+    return any(map(sampler.is_noisy, sampler.param_groups))

@@ -329,7 +329,7 @@ def frozen() -> nn.Module:
         (
             lambda: TorchOptimizer(net=nn.Linear(2, 2), likelihood=Categorical()),
             TypeError,
-            "TorchOptimizer should be trained by one sampler, got SGD: do not override configure_optimizers",
+            "TorchOptimizer defines configure_optimizers, and BayesianModule has its own",
         ),
         (
             lambda: MeanLikelihood(net=nn.Linear(2, 2), likelihood=Categorical()),

@@ -66,7 +66,6 @@ def test_a_run_evaluates_its_average_there_too(tmp_path: Path, cycle_weights: An
         for name, value in expected.items():
             assert evaluation.bma[f"ood_far_{name}"] == pytest.approx(float(value), abs=1e-5)
         torch.testing.assert_close(evaluation.ood["far"].terms["probabilities"], unknown.probabilities)
-    assert unknown.sample_probabilities is not None
     brier = unknown.sample_probabilities.square().mean((1, 2))
     assert [m["ood_far_brier"] for m in evaluation.members] == pytest.approx(brier.tolist(), rel=1e-5)
     assert evaluation.bma["ood_near_auroc"] == pytest.approx(0.5, abs=1e-6), "the evaluation data against themselves"
