@@ -1,7 +1,6 @@
 """Writes the predictions of `trainer.predict` to a file."""
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import pytorch_lightning as pl
@@ -9,9 +8,8 @@ import torch
 from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from safetensors.torch import save_file
-from torch import Tensor
 
-from lightning_sgmcmc.likelihoods import Prediction
+from lightning_sgmcmc.predictions import ON_REQUEST, Prediction
 from lightning_sgmcmc.run.folder import run_folder
 
 
@@ -38,11 +36,9 @@ class PredictionWriter(BasePredictionWriter):
         if not parts:
             return
         tensors = {}
-        for part in fields(Prediction):
-            values = [getattr(p, part.name) for p in parts]
-            if all(isinstance(value, Tensor) for value in values):
-                axis = 1 if part.name.startswith("sample_") else 0
-                tensors[part.name] = torch.cat(values, axis).cpu().contiguous()
+        for part in parts[0].parts:
+            axis = 1 if part.startswith(ON_REQUEST) else 0
+            tensors[part] = torch.cat([p.parts[part] for p in parts], axis).cpu().contiguous()
         name = "predictions.safetensors"
         if trainer.world_size > 1:
             tensors["index"] = torch.tensor(_flatten(batch_indices))

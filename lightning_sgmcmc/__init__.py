@@ -6,9 +6,10 @@ from lightning_sgmcmc.batches.switching import SwitchingBatchSampler, SwitchingO
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.strategy import ChainStrategy
 from lightning_sgmcmc.contour import Contour, ContourRules, DecayingStepSize, EnergyPartition, LearnedContour
-from lightning_sgmcmc.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Prediction
+from lightning_sgmcmc.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.posterior import Posterior
+from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
 from lightning_sgmcmc.priors import FlatPrior, GaussianPrior, LaplacePrior, Prior, StudentTPrior
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGLD
@@ -23,6 +24,7 @@ __all__ = [
     "Bernoulli",
     "Categorical",
     "ChainStrategy",
+    "ClassPrediction",
     "ClusteredOrder",
     "Contour",
     "ContourRules",
@@ -40,6 +42,7 @@ __all__ = [
     "PosteriorSample",
     "Prediction",
     "Prior",
+    "RegressionPrediction",
     "ResumableLoader",
     "Sampler",
     "StudentTPrior",

@@ -8,35 +8,13 @@ into metrics and predictions. Averages are over probabilities and moments, never
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_sgmcmc.diagnostics.metrics import classification_metrics, predictive_entropy
-
-
-@dataclass
-class Prediction:
-    """The posterior predictive of n inputs; fields that do not apply to the likelihood are None.
-
-    Classification: `probabilities` (n, K); `entropy` (n,), of the averaged probabilities, in nats; `mutual_information`
-    (n,), between label and parameters: the part of the entropy that comes from disagreement between samples;
-    `sample_probabilities` (S, n, K) on request.
-
-    Regression: `mean` (n, D); `std` (n, D), of the predictive; `epistemic_std` (n, D), its part from the parameters;
-    `sample_means` (S, n, D) on request.
-    """
-
-    probabilities: Tensor | None = None
-    entropy: Tensor | None = None
-    mutual_information: Tensor | None = None
-    sample_probabilities: Tensor | None = None
-    mean: Tensor | None = None
-    std: Tensor | None = None
-    epistemic_std: Tensor | None = None
-    sample_means: Tensor | None = None
+from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
 
 
 class Likelihood(nn.Module, ABC):
@@ -110,7 +88,7 @@ class _ClassLikelihood(Likelihood):
 
     def prediction(self, terms: Mapping[str, Tensor], per_sample: Tensor | None) -> Prediction:
         entropy = predictive_entropy(terms["probabilities"])
-        return Prediction(
+        return ClassPrediction(
             probabilities=terms["probabilities"],
             entropy=entropy,
             mutual_information=(entropy - terms["sample_entropy"]).clamp_min(0),
@@ -262,7 +240,7 @@ class Gaussian(Likelihood):
     def prediction(self, terms: Mapping[str, Tensor], per_sample: Tensor | None) -> Prediction:
         dtype = terms["variance"].dtype
         epistemic = (terms["square"] - terms["mean"].square()).clamp_min(0).to(dtype)
-        return Prediction(
+        return RegressionPrediction(
             mean=terms["mean"].to(dtype),
             std=(epistemic + terms["variance"]).sqrt(),
             epistemic_std=epistemic.sqrt(),

@@ -231,7 +231,7 @@ def test_mutual_information() -> None:
     entropy = -(mean * mean.log()).sum(-1)
     information = (each * (each.log() - mean.log())).sum(-1).mean(0)  # the mean divergence from the average
     assert information.min() > 1e-3
-    torch.testing.assert_close(prediction.entropy.double(), entropy, rtol=1e-5, atol=1e-5)  # type: ignore[union-attr]
+    torch.testing.assert_close(prediction.entropy.double(), entropy, rtol=1e-5, atol=1e-5)
     assert prediction.mutual_information is not None
     torch.testing.assert_close(prediction.mutual_information.double(), information, rtol=1e-4, atol=1e-5)
 
@@ -307,14 +307,12 @@ def test_regression_prediction_is_the_mixtures_moments(learned: bool) -> None:
     with torch.no_grad():
         prediction = likelihood.prediction(averaged(likelihood, outputs, target).terms, outputs)
     means = outputs.double()
-    assert prediction.mean is not None
-    assert prediction.std is not None
-    assert prediction.epistemic_std is not None
     torch.testing.assert_close(prediction.mean.double(), means.mean(0), rtol=1e-5, atol=1e-5)
     epistemic = means.var(0, correction=0)
     torch.testing.assert_close(prediction.epistemic_std.double(), epistemic.sqrt(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(prediction.std.double(), (epistemic + 0.36).sqrt(), rtol=1e-4, atol=1e-4)
-    assert prediction.probabilities is None
+    with pytest.raises(AttributeError, match="a RegressionPrediction has no 'probabilities': it has mean, std"):
+        _ = prediction.probabilities
     assert prediction.sample_means is outputs
 
 

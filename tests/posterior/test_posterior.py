@@ -131,8 +131,6 @@ def test_prediction_is_the_weighted_average_of_probabilities(name: str) -> None:
         outputs = torch.stack([twin(x) for twin in states(module)]).double()
     each = outputs.softmax(-1)
     mean = (weights[:, None, None] * each).sum(0)
-    assert prediction.probabilities is not None
-    assert prediction.sample_probabilities is not None
     torch.testing.assert_close(prediction.sample_probabilities.double(), each, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(prediction.probabilities.double(), mean, rtol=1e-5, atol=1e-6)
     of_logits = (weights[:, None, None] * outputs).sum(0).softmax(-1)
@@ -215,12 +213,13 @@ def test_batches_predict_what_one_tensor_does(batch_size: int) -> None:
         [(part, None, "more") for part in x.split(batch_size)],
     ):
         found = posterior.predict(batches, return_samples=True)
-        for part, value in vars(whole).items():
-            if value is not None:
-                torch.testing.assert_close(getattr(found, part), value, rtol=1e-5, atol=1e-6)
+        assert found.parts.keys() == whole.parts.keys()
+        for part, value in whole.parts.items():
+            torch.testing.assert_close(found.parts[part], value, rtol=1e-5, atol=1e-6)
     without = posterior.predict(x)
-    assert without.sample_probabilities is None
-    assert torch.equal(without.probabilities, whole.probabilities)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="sample_probabilities was not requested: pass return_samples=True"):
+        _ = without.sample_probabilities
+    assert torch.equal(without.probabilities, whole.probabilities)
 
 
 def test_batches_that_can_be_gone_through_once_are_taken_or_refused() -> None:
