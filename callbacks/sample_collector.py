@@ -19,6 +19,7 @@ from lightning_sgmcmc.posterior.lock import StoreLock
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.run.folder import newest_store, run_folder
+from lightning_sgmcmc.run.resume import check_resume
 from lightning_sgmcmc.run.sample_folder import begin_store, continue_store, find_store, on_rank_zero
 from lightning_sgmcmc.run.trainer import is_trial
 
@@ -91,6 +92,7 @@ class SampleCollector(SamplerCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)
         if self._restored is not None:
+            check_resume(trainer, module)  # before the store is touched
             self._resume(trainer)
         elif self.in_memory or is_trial(trainer):
             self._store = MemoryStore()  # a trial run must not move real samples aside
