@@ -15,6 +15,7 @@ from lightning_sgmcmc.callbacks.run_summary import RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
 from lightning_sgmcmc.callbacks.sampling_schedule import SamplingSchedule
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
+from lightning_sgmcmc.run.resume import ExactResume
 
 __all__ = [
     "EWSG",
@@ -25,6 +26,7 @@ __all__ = [
     "CovarianceFriction",
     "CyclicalSchedule",
     "Evaluation",
+    "ExactResume",
     "PosteriorDashboard",
     "PredictionWriter",
     "ReplicaExchange",

@@ -1,5 +1,7 @@
 """Base class and checks shared by the library's callbacks."""
 
+from typing import ClassVar
+
 import pytorch_lightning as pl
 import torch
 
@@ -17,6 +19,10 @@ class SamplerCallback(pl.Callback):
     (the energy of the batch is known; multipliers are set), the update, `on_train_batch_end` (schedules decide
     whether the states are samples), and then `on_posterior_sample`, once per chain.
     """
+
+    setting: ClassVar[str | None] = None
+    """Name of the callback among the run's settings, which a resumed run must share; None if it does not change the
+    chain."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raise for a module that does not sample; reset at the start of a fit.

@@ -44,6 +44,8 @@ class ControlVariates(SnapshotCallback):
     2019 (Control variates for stochastic gradient MCMC).
     """
 
+    setting = "control_variates"
+
     def __init__(self, start_epoch: int = 0, every_n_epochs: int = 1, energy: bool = False) -> None:
         super().__init__(start_epoch, every_n_epochs, energy=bool(energy), gradients=True)
 
@@ -100,6 +102,8 @@ class VarianceReducedEnergy(SnapshotCallback):
 
     Source: Deng et al. 2022 (ICSGLD), appendix B.1; Deng et al. 2021 (variance-reduced replica exchange).
     """
+
+    setting = "variance_reduced_energy"
 
     def __init__(self, start_epoch: int = 0, every_n_epochs: int = 2) -> None:
         super().__init__(start_epoch, every_n_epochs, energy=True, gradients=False)

@@ -97,6 +97,8 @@ class CovarianceFriction(SnapshotCallback):
 
     shuffles_pass = True
 
+    setting = "covariance_friction"
+
     def __init__(self, start_epoch: int = 0, every_n_epochs: int = 1, form: FrictionForm = "diagonal") -> None:
         check_choice("form", form, get_args(FrictionForm))
         self.form: FrictionForm = form

@@ -64,6 +64,8 @@ class EWSG(StepClaimant):
     Source: Li et al. 2021 (EWSG), Algorithm 1, eq. (6), Figure 1b, appendices D and E.
     """
 
+    setting = "ewsg"
+
     def __init__(self, num_proposals: int = 1, guess: Guess = "unchanged") -> None:
         check_count("num_proposals", num_proposals, least=0)
         check_choice("guess", guess, get_args(Guess))

@@ -55,6 +55,8 @@ class ReplicaExchange(StepClaimant):
     al. 2021 (variance reduction).
     """
 
+    setting = "replica_exchange"
+
     def __init__(
         self,
         temperatures: Sequence[float],

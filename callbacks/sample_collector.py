@@ -10,14 +10,17 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import require_schedule
-from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord
+from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.description import NotDescribableError, describe
 from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
+from lightning_sgmcmc.posterior.lock import StoreLock
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.run.folder import newest_store, run_folder
+from lightning_sgmcmc.run.resume import check_resume
+from lightning_sgmcmc.run.sample_folder import begin_store, continue_store, find_store, on_rank_zero
 from lightning_sgmcmc.run.trainer import is_trial
 
 
@@ -26,7 +29,8 @@ class SampleCollector(SamplerCallback):
 
     On disk, every sample is complete and safe before the next step (see `DiskStore`). A new fit moves samples that are
     already in its folder aside (`samples-1`, `samples-2`, …). A fit from a checkpoint continues with them, except those
-    drawn after the checkpoint, since they are drawn again.
+    drawn after the checkpoint, which it moves aside. It takes the samples beside the checkpoint, if there are any, so
+    a copied or moved run uses its own. During a fit no other process can write to the folder.
 
     Args:
         dirpath: folder of the store; None uses `samples` in the run's folder; in `trainer.test` and
@@ -36,7 +40,9 @@ class SampleCollector(SamplerCallback):
         max_samples: limit: keep only the newest samples, this many over all chains.
 
     Raises:
-        ValueError: for an argument out of range; at setup, if no schedule would draw a sample.
+        ValueError: for an argument out of range; at setup, if no schedule would draw a sample; at the start of a fit
+            from a checkpoint, if the folder holds other samples than the checkpoint's.
+        RuntimeError: at the start of a fit, if another process writes to the folder.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class SampleCollector(SamplerCallback):
         self.max_samples = max_samples
         self.posterior: Posterior | None = None
         self._store: SampleStore | None = None
+        self._lock: StoreLock | None = None
         self._seen: Counter[int] = Counter()
         self._restored: dict[str, Any] | None = None
         self._retired: set[str] = set()
@@ -85,15 +92,13 @@ class SampleCollector(SamplerCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)
         if self._restored is not None:
+            check_resume(trainer, module)  # before the store is touched
             self._resume(trainer)
         elif self.in_memory or is_trial(trainer):
             self._store = MemoryStore()  # a trial run must not move real samples aside
         else:
             path = self.dirpath or run_folder(trainer) / "samples"
-            if trainer.is_global_zero:
-                _move_aside(path)
-                DiskStore.create(path, _description(module))
-            trainer.strategy.barrier("sample store")
+            self._lock = on_rank_zero(trainer, lambda: begin_store(path, _description(module)))
             self._store = DiskStore(path)
         self._publish(module)
 
@@ -106,34 +111,10 @@ class SampleCollector(SamplerCallback):
             for sample in restored["samples"]:
                 self._store.append(PosteriorSample(**sample))
             return
-        path = self.dirpath or Path(restored["path"])
-        if restored["count"] and not (path / MANIFEST).exists():
-            raise ValueError(_gone(restored["count"], path, 0))
-        store = DiskStore(path)
-        if "records" in restored:
-            self._restore(trainer, store, [SampleRecord(**record) for record in restored["records"]])
-            return
-        known = [r for r in store.records if r.step <= restored["last_step"]]
-        if len(known) < restored["count"]:
-            raise ValueError(_gone(restored["count"], path, len(known)))
+        path = find_store(restored, self.dirpath, trainer.ckpt_path)
         trainer.strategy.barrier("read the store before it is cut")
-        if trainer.is_global_zero:
-            store.keep(known)
-        trainer.strategy.barrier("sample store")
-        store.reload()
-        self._store = store
-
-    def _restore(self, trainer: pl.Trainer, store: DiskStore, records: list[SampleRecord]) -> None:
-        """Restore the checkpoint's samples if a limit has dropped some of them since."""
-        there = sum((store.path / record.file).is_file() for record in records)
-        if there < len(records):
-            raise ValueError(_gone(len(records), store.path, there))
-        trainer.strategy.barrier("read the store before it is cut")
-        if trainer.is_global_zero:
-            store.restore(records)
-        trainer.strategy.barrier("sample store")
-        store.reload()
-        self._store = store
+        self._lock = on_rank_zero(trainer, lambda: continue_store(path, restored))
+        self._store = DiskStore(path)
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         index = self._seen[sample.chain]
@@ -175,6 +156,15 @@ class SampleCollector(SamplerCallback):
             self._store.reload()
             if trainer.is_global_zero:
                 self._store.discard(self._retired)
+        self._release()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def _publish(self, module: BayesianModule) -> None:
         assert self._store is not None
@@ -186,7 +176,8 @@ class SampleCollector(SamplerCallback):
             state["samples"] = [vars(sample) for sample in self._store]
         elif isinstance(self._store, DiskStore):
             records = self._store.records
-            state["path"] = str(self._store.path)
+            state["path"] = str(self._store.path.absolute())
+            state["run"] = self._store.run_id
             state["count"] = len(records)
             state["last_step"] = records[-1].step if records else 0
             if self.max_samples is not None:
@@ -196,24 +187,6 @@ class SampleCollector(SamplerCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict
-
-
-def _gone(count: int, path: Path, there: int) -> str:
-    return (
-        f"the checkpoint refers to {count} samples in {path}, which holds {there}: restore the folder, or start "
-        "a new run"
-    )
-
-
-def _move_aside(path: Path) -> None:
-    """Rename a folder that holds a store, to make room for a new one."""
-    if not (path / MANIFEST).exists():
-        return
-    number = 1
-    while (aside := path.with_name(f"{path.name}-{number}")).exists():
-        number += 1
-    path.rename(aside)
-    rank_zero_info(f"The samples of an earlier run in {path} were moved to {aside}")
 
 
 def _description(module: BayesianModule) -> Any:

@@ -18,6 +18,8 @@ class Schedule(SamplerCallback):
     step, from the sampler's own counter: it survives a resume, and excludes steps that a loss scaler skipped.
     """
 
+    setting = "schedule"
+
     _sampler: Sampler
     _step: int = 0
 

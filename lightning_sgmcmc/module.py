@@ -315,7 +315,9 @@ class BayesianModule(EnergyModel):
         if any(isinstance(callback, Safeguards) for callback in callbacks_of(self.trainer)):
             return []
         safeguards = Safeguards(self.nonfinite_energy, self.max_skipped_in_a_row)
-        needed: list[pl.Callback] = [ExactResume(), safeguards]  # a batch is counted before the run can be interrupted
+        needed: list[pl.Callback] = [safeguards]
+        if not any(isinstance(callback, ExactResume) for callback in callbacks_of(self.trainer)):
+            needed.insert(0, ExactResume())  # a batch is counted before the run can be interrupted
         if self.trainer.progress_bar_callback is not None:
             needed.append(SamplingProgress(safeguards))
         return needed

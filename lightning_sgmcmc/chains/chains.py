@@ -68,7 +68,8 @@ class Chains:
         self.shared_batch = shared_batch
         self._execution = execution
         self.compiled = compiled
-        self._given_seed = seed
+        self.given_seed = seed
+        """The constructor's seed."""
         self.seed = seed
         """The seed of starts and noise, once a fit has begun."""
         self.layout = ChainLayout()
@@ -131,8 +132,8 @@ class Chains:
 
     def resolve_seed(self, trainer: pl.Trainer | None) -> int:
         """Return the seed of the run: the given seed, the one of the starts, `seed_everything`'s or a random one."""
-        if self._given_seed is not None:
-            self.seed = self._given_seed
+        if self.given_seed is not None:
+            self.seed = self.given_seed
         elif self.seed is None or self.stacked is None:
             seed = int(os.environ.get("PL_GLOBAL_SEED") or int.from_bytes(os.urandom(4), "little"))
             self.seed = int(trainer.strategy.broadcast(seed)) if trainer is not None else seed

@@ -2,6 +2,7 @@
 
 import json
 import os
+import uuid
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from torch import Tensor
 from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, on_cpu, record_of
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.files import flush, free_space, megabytes, write_atomically
+from lightning_sgmcmc.posterior.aside import link_or_copy, next_aside, place_of
+from lightning_sgmcmc.posterior.lock import unusable
 from lightning_sgmcmc.posterior.store import SampleStore
 
 MANIFEST = "manifest.jsonl"
@@ -31,7 +34,7 @@ class DiskStore(SampleStore):
     A sample is written under a temporary name, flushed to disk and renamed, and only then recorded in the manifest.
     Every file in the manifest is therefore complete, whenever the process is killed. A truncated last line is ignored.
     Checksums in the manifest detect files that were damaged later. `contour.safetensors` stores the state learned by a
-    contour sampler.
+    contour sampler. An open store stays bound to its samples: those that a later fit moved aside are read from there.
 
     Args:
         path: an existing store's folder (see `create`).
@@ -51,6 +54,8 @@ class DiskStore(SampleStore):
         self._skip_damaged = skip_damaged
         self._verified: set[str] = set()
         self.model_description: Any = None
+        self.run_id: str | None = None
+        """Identifies the run that wrote the store; None in stores of version 0.1.0."""
         self.records = []
         self.reload()
 
@@ -69,13 +74,11 @@ class DiskStore(SampleStore):
         path = Path(path)
         if (path / MANIFEST).exists():
             raise FileExistsError(f"{path} already contains a sample store: choose another folder")
-        header = {"format": FORMAT, "version": VERSION, "model": model_description}
         try:
             path.mkdir(parents=True, exist_ok=True)
-            write_atomically(path / MANIFEST, (json.dumps(header) + "\n").encode())
+            _write_manifest(path, model_description, uuid.uuid4().hex, [])
         except OSError as error:
-            message = f"no sample store can be created at {path}: {error.strerror}; make it a writable folder, or"
-            raise OSError(error.errno, f"{message} pass another dirpath") from error
+            raise unusable(path, error) from error
         return cls(path)
 
     @property
@@ -85,25 +88,25 @@ class DiskStore(SampleStore):
         Raises:
             ValueError: if the file is damaged.
         """
-        path = self.path / CONTOUR
-        if not path.is_file():
+        if self._contour is None:
             return None
         try:
-            return LearnedContour.from_bytes(path.read_bytes())
+            return LearnedContour.from_bytes(self._contour)
         except ValueError as error:
             raise ValueError(
-                f"{path} cannot be read: {error}; the weights stored with the samples do not need it"
+                f"{self.path / CONTOUR} cannot be read: {error}; the weights stored with the samples do not need it"
             ) from error
 
     @contour.setter
     def contour(self, contour: LearnedContour | None) -> None:
-        if contour is None:
+        self._contour = None if contour is None else contour.to_bytes()
+        if self._contour is None:
             (self.path / CONTOUR).unlink(missing_ok=True)
         else:
-            write_atomically(self.path / CONTOUR, contour.to_bytes())
+            write_atomically(self.path / CONTOUR, self._contour)
 
     def reload(self) -> None:
-        """Read the manifest again."""
+        """Read the manifest and the contour again."""
         manifest = self.path / MANIFEST
         if not manifest.is_file():
             raise FileNotFoundError(f"no sample store at {self.path}: there is no {MANIFEST}")
@@ -114,7 +117,7 @@ class DiskStore(SampleStore):
             newer = header["format"] == FORMAT and header["version"] > VERSION
             if header["format"] != FORMAT:
                 raise ValueError
-            self.model_description = header["model"]
+            self.model_description, self.run_id = header["model"], header.get("run")
         except (ValueError, TypeError, LookupError):
             raise ValueError(f"{manifest} is not the manifest of a sample store") from None
         if newer:
@@ -132,8 +135,15 @@ class DiskStore(SampleStore):
                 f"line {self.damaged_lines[0]} of {manifest} is damaged, so it is not the manifest of a sample "
                 f"store; {LEAVE_OUT} its sample"
             )
+        contour = self.path / CONTOUR
+        self._contour = contour.read_bytes() if contour.is_file() else None
 
     def append(self, sample: PosteriorSample) -> None:
+        if any(r.step == sample.step and r.chain == sample.chain for r in self.records):
+            raise ValueError(
+                f"{self.path} already has a sample of step {sample.step}, chain {sample.chain}: start each run in a "
+                "folder of its own"
+            )
         name = f"sample-{sample.step:08d}-chain-{sample.chain:03d}.safetensors"
         sample = on_cpu(sample)
         tensors = {f"parameter.{k}": v.contiguous() for k, v in sample.parameters.items()}
@@ -169,7 +179,7 @@ class DiskStore(SampleStore):
 
     def __getitem__(self, index: int) -> PosteriorSample:
         record = self.records[index]
-        path = self.path / record.file
+        path = place_of(self.path, record)
         try:
             content = path.read_bytes()
             if self.verify and record.file not in self._verified:
@@ -194,7 +204,7 @@ class DiskStore(SampleStore):
 
     @contextmanager
     def _open(self, index: int) -> Iterator[Any]:
-        path = self.path / self.records[index].file
+        path = place_of(self.path, self.records[index])
         try:
             with safe_open(path, framework="pt") as file:
                 yield file
@@ -217,19 +227,31 @@ class DiskStore(SampleStore):
         if not retire:
             self.discard(dropped)
 
-    def restore(self, records: list[SampleRecord]) -> None:
-        """Set the store to exactly these samples, including retired ones; delete all other sample files.
+    def set_aside(self, records: list[SampleRecord]) -> Path | None:
+        """Set the store to these samples, and move its others into a new folder beside it, which is a store too.
 
-        Raises:
-            ValueError: if a file is missing.
+        At every moment each sample is complete in one of the two folders.
+
+        Args:
+            records: samples of this store, or retired ones.
+
+        Returns:
+            the new folder; None if the store has no others.
         """
-        missing = [r.file for r in records if not (self.path / r.file).is_file()]
-        if missing:
-            raise ValueError(
-                f"{len(missing)} of {len(records)} samples are missing from {self.path}, first {missing[0]}"
-            )
+        wanted = {repr(r) for r in records}
+        others = [r for r in self.records if repr(r) not in wanted]
+        aside = next_aside(self.path) if others else None
+        if aside is not None:
+            aside.mkdir()
+            for record in others:
+                if (self.path / record.file).is_file():
+                    link_or_copy(self.path / record.file, aside / record.file)
+            if self._contour is not None:
+                write_atomically(aside / CONTOUR, self._contour)
+            _write_manifest(aside, self.model_description, uuid.uuid4().hex, others)
         self._write_manifest(list(records))
         self.discard({path.name for path in self.path.glob("sample-*.safetensors")} - {r.file for r in records})
+        return aside
 
     def discard(self, files: set[str]) -> None:
         """Delete sample files that are not in the manifest."""
@@ -237,10 +259,14 @@ class DiskStore(SampleStore):
             (self.path / file).unlink(missing_ok=True)
 
     def _write_manifest(self, records: list[SampleRecord]) -> None:
-        header = {"format": FORMAT, "version": VERSION, "model": self.model_description}
-        lines = [json.dumps(header), *(json.dumps(asdict(r)) for r in records)]
-        write_atomically(self.path / MANIFEST, ("\n".join(lines) + "\n").encode())
+        _write_manifest(self.path, self.model_description, self.run_id, records)
         self.records = records
+
+
+def _write_manifest(path: Path, description: Any, run_id: str | None, records: list[SampleRecord]) -> None:
+    header = {"format": FORMAT, "version": VERSION, "model": description, "run": run_id}
+    lines = [json.dumps(header), *(json.dumps(asdict(r)) for r in records)]
+    write_atomically(path / MANIFEST, ("\n".join(lines) + "\n").encode())
 
 
 def _checksum(content: bytes) -> str:

@@ -7,12 +7,22 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.chains.chains import Chains, chains_of, sampler_of
+from lightning_sgmcmc.run.settings import (
+    Settings,
+    check_ranks,
+    check_settings,
+    differences,
+    is_allowed,
+    is_seeded,
+    settings_of,
+)
 from lightning_sgmcmc.run.trainer import callbacks_of
+from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed, reseed
 
 ACCUMULATED = "accumulated_gradients"
@@ -27,9 +37,27 @@ class ExactResume(pl.Callback):
     * A checkpoint between the micro-batches of an accumulated step keeps their gradients.
     * Lightning's own counts of batches and epochs, which drift in a run that resumes several times, are repaired. A
       run that is limited by epochs ends at their number of optimizer steps.
+    * A run resumes only with the checkpoint's settings: prior, likelihood, temperature, N, lr, seed, sampler and its
+      options, schedule and its arguments, and data. Ranks must agree on N and the data.
+
+    Args:
+        allow: names of settings that may differ from the checkpoint's ("lr", "prior", "sampler.friction", "schedule",
+            …); this run's values apply, except of the seed. Pass `ExactResume(allow=["lr"])` to the trainer.
+
+    Raises:
+        ValueError: at the start of a fit from a checkpoint, if settings differ, with a list of both values.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allow: Sequence[str] = ()) -> None:
+        if isinstance(allow, str):
+            raise TypeError(f"allow must be a list of names, got {allow!r}: pass [{allow!r}]")
+        self.allow = tuple(allow)
+        self._settings: Settings = {}
+        """This run's, at rank zero."""
+        self._saved_settings: Settings | None = None
+        """The checkpoint's; None unless a checkpoint is loaded, empty if an earlier version wrote it."""
+        self._new_options: list[dict[str, Any]] = []
+        """For each parameter group, the options that replace the checkpoint's."""
         self._batches = 0
         """Batches that the run has trained on, including micro-batches."""
         self._epoch_length: int | None = None
@@ -48,9 +76,44 @@ class ExactResume(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._batches, self._accumulated, self._loaders, self._positions = 0, {}, [], []
+            self._settings, self._saved_settings, self._new_options = {}, None, []
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.check(trainer, pl_module)
+
+    def check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Compare the settings with the checkpoint's and among ranks, once in a fit.
+
+        Raises:
+            ValueError: if they differ.
+        """
+        if self._settings:
+            return
+        sampler = sampler_of(pl_module)
+        own = check_ranks(trainer, settings_of(trainer, pl_module, sampler))
+        saved = self._saved_settings
+        if saved == {}:
+            rank_zero_info(
+                "An earlier version wrote the checkpoint, without the run's settings: they are not compared with this "
+                "run's."
+            )
+        elif saved is not None:
+            check_settings(saved, own, is_seeded(pl_module), self.allow)
+            changed = [name for name in differences(saved, own, False) if is_allowed(name, self.allow)]
+            options = [name.removeprefix("sampler.") for name in changed if name.startswith(("lr", "sampler."))]
+            self._new_options = [{name: group[name] for name in options} for group in sampler.param_groups]
+        self._settings = own
+
+    def _apply_new_options(self, sampler: Sampler) -> None:
+        for group, options in zip(sampler.param_groups, self._new_options, strict=False):
+            group.update(options)
+            if "lr" in options:
+                group["initial_lr"] = options["lr"]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         chains = chains_of(pl_module)
+        self._apply_new_options(sampler_of(pl_module))
+        self._settings["seed"] = sampler_of(pl_module).seed
         self._seed = sampler_of(pl_module).seed  # from the checkpoint, if any
         layout = chains.layout
         self._streams = [layout.stream(chain) for chain in layout.chains]
@@ -140,10 +203,12 @@ class ExactResume(pl.Callback):
             "batches": self._batches,
             "epoch_length": self._epoch_length,
             "loaders": [loader.state_dict() for loader in self._loaders],
+            "settings": self._settings,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._batches, self._positions = state_dict["batches"], state_dict["loaders"]
+        self._saved_settings = state_dict.get("settings", {})
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -167,6 +232,13 @@ class ExactResume(pl.Callback):
             repair_loop_counts(
                 checkpoint["loops"]["fit_loop"], own["batches"], own["epoch_length"], accumulating=bool(saved)
             )
+
+
+def check_resume(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Compare a run's settings with its checkpoint's now, before anything of the run is changed; see `ExactResume`."""
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, ExactResume):
+            callback.check(trainer, module)
 
 
 def repair_loop_counts(fit_loop: dict[str, Any], batches: int, epoch_length: int, accumulating: bool) -> None:

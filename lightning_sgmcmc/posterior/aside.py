@@ -1,0 +1,53 @@
+"""Samples that a later fit has moved aside: `samples-1`, `samples-2`, … beside `samples`."""
+
+import os
+import shutil
+import zlib
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from lightning_sgmcmc.chains.sample import SampleRecord
+
+IDENTITY = ("step", "chain", "energy", "log_weight")
+
+
+def aside_folders(path: Path) -> list[Path]:
+    """Return the folders that later fits have moved aside from a store's, in the order of their numbers."""
+    numbers = [folder.name.removeprefix(f"{path.name}-") for folder in path.parent.glob(f"{path.name}-*")]
+    return [path.with_name(f"{path.name}-{number}") for number in sorted(int(n) for n in numbers if n.isdecimal())]
+
+
+def next_aside(path: Path) -> Path:
+    """Return the next folder to move samples aside to; it does not exist yet."""
+    last = [int(folder.name.removeprefix(f"{path.name}-")) for folder in aside_folders(path)][-1:]
+    return path.with_name(f"{path.name}-{last[0] + 1 if last else 1}")
+
+
+def place_of(path: Path, record: SampleRecord) -> Path:
+    """Return a sample's file: the one in the folder `path`, or, if that is missing or another sample's, the one that a
+    later fit has moved aside."""
+    places = [folder / record.file for folder in (path, *aside_folders(path))]
+    found = [place for place in places if _is_file_of(place, record)]
+    if len(found) > 1:  # drawn again: equal tensors, with other bytes around them
+        found = [place for place in found if f"{zlib.crc32(place.read_bytes()):08x}" == record.checksum] or found
+    return found[0] if found else places[0]
+
+
+def _is_file_of(file: Path, record: SampleRecord) -> bool:
+    if not file.is_file():
+        return False
+    try:
+        with safe_open(file, "pt") as content:
+            metadata = content.metadata() or {}
+    except (OSError, SafetensorError):
+        return False
+    return all(metadata.get(name, str(getattr(record, name))) == str(getattr(record, name)) for name in IDENTITY)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it on a file system without hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

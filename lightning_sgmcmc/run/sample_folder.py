@@ -1,0 +1,141 @@
+"""The folder of a run's samples: claimed by one process, found again on resume, with later samples moved aside."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
+
+from lightning_sgmcmc.chains.sample import SampleRecord
+from lightning_sgmcmc.posterior.aside import aside_folders, next_aside
+from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
+from lightning_sgmcmc.posterior.lock import StoreLock
+
+LEVELS = 3
+"""Folders above a checkpoint, and parts of a store's path, that are searched for a moved run's samples."""
+
+
+def begin_store(path: Path, description: Any) -> StoreLock:
+    """Create an empty store for a new run, and move the samples of an earlier run aside.
+
+    Args:
+        path: the folder.
+        description: the network's, see `DiskStore.create`.
+
+    Returns:
+        the lock that keeps other processes out.
+
+    Raises:
+        RuntimeError: if another process writes there.
+    """
+    lock = StoreLock(path)
+    if (path / MANIFEST).exists():
+        aside = next_aside(path)
+        path.rename(aside)
+        rank_zero_info(f"The samples of an earlier run in {path} were moved to {aside}")
+        lock.release()
+        lock = StoreLock(path)
+    DiskStore.create(path, description)
+    return lock
+
+
+def find_store(saved: dict[str, Any], dirpath: Path | None, checkpoint: str | Path | None) -> Path:
+    """Return the folder of a checkpoint's samples: the given one, the one beside the checkpoint, or the recorded one.
+
+    A run that was copied or moved therefore continues with its own samples.
+
+    Args:
+        saved: the collector's state in the checkpoint.
+        dirpath: the folder that the user chose, or None.
+        checkpoint: the checkpoint's path, if known.
+
+    Raises:
+        ValueError: if the folder does not hold the checkpoint's samples, or holds those of another run.
+    """
+    recorded = Path(saved["path"])
+    if dirpath is not None:
+        candidates = [dirpath]
+    else:
+        tails = [Path(*recorded.parts[-length:]) for length in range(1, min(LEVELS, len(recorded.parts) - 1) + 1)]
+        folders = list(Path(checkpoint).absolute().parents)[:LEVELS] if checkpoint else []
+        candidates = [folder / tail for folder in folders for tail in tails] + [recorded]
+        candidates += [aside for candidate in candidates for aside in aside_folders(candidate)]
+    foreign = None
+    best = (-1, candidates[0] if dirpath is not None else recorded)
+    for path in candidates:
+        if not (path / MANIFEST).exists():
+            continue
+        store = DiskStore(path)
+        if None not in (saved.get("run"), store.run_id) and saved["run"] != store.run_id:
+            foreign = path
+            continue
+        count = _samples_there(saved, store)
+        if count >= saved["count"]:
+            return path
+        best = max(best, (count, path), key=lambda pair: pair[0])
+    if best[0] < 0 and foreign is not None:
+        theirs = next((aside for aside in aside_folders(foreign) if _run_id(aside) == saved["run"]), None)
+        remedy = f"pass dirpath='{theirs}', where its own are" if theirs else "pass the folder of its own as dirpath"
+        raise ValueError(f"{foreign} holds the samples of another run than the checkpoint's: {remedy}")
+    raise ValueError(
+        f"the checkpoint refers to {saved['count']} samples in {best[1]}, which holds {max(best[0], 0)}: restore the "
+        "folder, or start a new run"
+    )
+
+
+def continue_store(path: Path, saved: dict[str, Any]) -> StoreLock:
+    """Set a store to a checkpoint's samples, and move later ones aside.
+
+    Args:
+        path: the folder, from `find_store`.
+        saved: the collector's state in the checkpoint.
+
+    Returns:
+        the lock that keeps other processes out.
+
+    Raises:
+        RuntimeError: if another process writes there.
+    """
+    lock = StoreLock(path)
+    store = DiskStore(path)
+    aside = store.set_aside(_records_of(saved, store))
+    if aside is not None:
+        rank_zero_info(f"{len(DiskStore(aside))} samples in {path} were drawn after the checkpoint: moved to {aside}")
+    return lock
+
+
+def on_rank_zero(trainer: pl.Trainer, function: Callable[[], Any]) -> Any:
+    """Call a function on rank zero, and wait for it on all ranks; return its result there, None elsewhere.
+
+    Raises:
+        RuntimeError: on the other ranks, if it fails.
+    """
+    result, error = None, None
+    if trainer.is_global_zero:
+        try:
+            result = function()
+        except Exception as raised:
+            error = raised
+    message = trainer.strategy.broadcast(None if error is None else str(error))
+    if error is not None:
+        raise error
+    if message is not None:
+        raise RuntimeError(f"rank 0 failed: {message}")
+    return result
+
+
+def _records_of(saved: dict[str, Any], store: DiskStore) -> list[SampleRecord]:
+    if "records" in saved:
+        return [SampleRecord(**record) for record in saved["records"]]
+    return [record for record in store.records if record.step <= saved["last_step"]]
+
+
+def _samples_there(saved: dict[str, Any], store: DiskStore) -> int:
+    """Return how many of a checkpoint's samples a store holds."""
+    records = _records_of(saved, store)
+    return sum((store.path / r.file).is_file() for r in records) if "records" in saved else len(records)
+
+
+def _run_id(path: Path) -> str | None:
+    return DiskStore(path).run_id if (path / MANIFEST).exists() else None

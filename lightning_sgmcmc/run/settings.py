@@ -1,0 +1,176 @@
+"""The settings that decide what a run samples, as plain data, and their comparison with a checkpoint's."""
+
+import functools
+import inspect
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.model import name_of
+from lightning_sgmcmc.run.fingerprint import fingerprint, is_divided, is_same_data
+from lightning_sgmcmc.run.trainer import callbacks_of
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.samplers.base import CONTROLS
+
+Settings = dict[str, Any]
+
+
+def settings_of(trainer: pl.Trainer, module: Any, sampler: Sampler) -> Settings:
+    """Return a run's settings by name, as plain data.
+
+    Args:
+        trainer: the run's.
+        module: the `BayesianModule`.
+        sampler: its sampler, before a checkpoint's state is loaded.
+    """
+    settings: Settings = {
+        "prior": text_of(module.prior),
+        "likelihood": text_of(module.likelihood),
+        "temperature": _plain(module.temperature),
+        "num_data": module.num_data,
+        "lr": _lr(module.lr, sampler),
+        "seed": chains_of(module).seed,
+        "sampler": name_of(type(sampler)),
+    }
+    for name in inspect.signature(type(sampler)).parameters:
+        values = [group[name] for group in sampler.param_groups if name in group]
+        if values and name not in ("params", *CONTROLS) and not any(isinstance(v, Tensor) for v in values):
+            settings[f"sampler.{name}"] = _collapsed([_plain(value) for value in values])
+    for callback in callbacks_of(trainer):
+        part = getattr(callback, "setting", None)
+        if part is not None:
+            settings[part] = type(callback).__name__
+            settings |= {f"{part}.{name}": text_of(value) for name, value in _arguments_of(callback)}
+    if trainer.train_dataloader is None:
+        trainer.fit_loop.setup_data()
+    settings["data"] = fingerprint(trainer.train_dataloader)
+    return settings
+
+
+def differences(saved: Settings, own: Settings, seed_given: bool) -> list[str]:
+    """Return the names of the settings that differ; settings that only one of the two has are not compared.
+
+    Args:
+        saved: the checkpoint's.
+        own: this run's.
+        seed_given: whether this run was given a seed; otherwise it takes the checkpoint's.
+    """
+    names = [name for name in own if name in saved and (name != "seed" or seed_given)]
+    return [
+        name
+        for name in names
+        if not (is_same_data(saved[name], own[name]) if name == "data" else saved[name] == own[name])
+    ]
+
+
+def check_settings(saved: Settings, own: Settings, seed_given: bool, allow: Sequence[str]) -> None:
+    """Raise unless a run has the checkpoint's settings, except those that may differ.
+
+    Args:
+        saved: the checkpoint's.
+        own: this run's.
+        seed_given: see `differences`.
+        allow: names of settings that may differ; "schedule" includes "schedule.num_cycles".
+
+    Raises:
+        ValueError: listing each setting with both values.
+    """
+    unknown = [name for name in allow if not any(is_allowed(key, [name]) for key in own)]
+    if unknown:
+        raise ValueError(f"allow={list(allow)} names no setting '{unknown[0]}': the settings are {', '.join(own)}")
+    names = [name for name in differences(saved, own, seed_given) if not is_allowed(name, allow)]
+    if not names:
+        return
+    listed = "; ".join(f"{name} {_shown(name, saved)} there, {_shown(name, own)} here" for name in names)
+    raise ValueError(
+        f"the checkpoint is of a run with other settings ({listed}): resume with its settings, start a new run, or "
+        f"pass the callback ExactResume(allow={names})"
+    )
+
+
+def is_allowed(name: str, allow: Iterable[str]) -> bool:
+    """Return whether a setting, or the part that it belongs to, is among the allowed names."""
+    return any(name == one or name.startswith(f"{one}.") for one in allow)
+
+
+def check_ranks(trainer: pl.Trainer, settings: Settings) -> Settings:
+    """Raise unless all ranks have the same N and, where they divide one data set, the same data; return rank zero's.
+
+    Raises:
+        ValueError: naming the first rank that differs.
+    """
+    if trainer.world_size == 1 or not torch.distributed.is_initialized():
+        return settings
+    everyone: list[Any] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(everyone, (settings, is_divided(trainer.train_dataloader)))
+    first, divided = everyone[0]
+    for rank, (other, _) in enumerate(everyone):
+        if other["num_data"] != first["num_data"]:
+            raise ValueError(
+                f"rank {rank} has {other['num_data']} training data and rank 0 has {first['num_data']}, so they would "
+                "sample different posteriors: give every rank the whole data set, of which each takes its share"
+            )
+        if divided and not is_same_data(other["data"], first["data"]):
+            raise ValueError(
+                f"rank {rank} has other training data than rank 0: give every rank the same data set, of which each "
+                "takes its share"
+            )
+    return dict(first)
+
+
+def is_seeded(module: Any) -> bool:
+    """Return whether a run was given a seed, by the module's argument or by `seed_everything`."""
+    return chains_of(module).given_seed is not None or "PL_GLOBAL_SEED" in os.environ
+
+
+def text_of(value: Any) -> str:
+    """Return an object as text that is the same in every process: its own `repr`, or its class and plain attributes."""
+    if isinstance(value, Tensor):
+        return f"tensor(shape={tuple(value.shape)}, sum={value.double().sum().item():.9g})"
+    if isinstance(value, functools.partial):
+        return f"{name_of(value)}({', '.join(f'{k}={text_of(v)}' for k, v in sorted(value.keywords.items()))})"
+    if isinstance(value, type) or inspect.isroutine(value):
+        return value.__qualname__
+    cls = type(value)
+    own = cls.extra_repr is not nn.Module.extra_repr if isinstance(value, nn.Module) else True
+    if own and cls.__repr__ is not object.__repr__:
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+    public = {k: v for k, v in vars(value).items() if not k.startswith("_") and k != "training"}
+    return f"{cls.__name__}({', '.join(f'{k}={text_of(v)}' for k, v in public.items())})"
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers, texts and lists of them as they are, and anything else as text."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else text_of(value)
+
+
+def _lr(given: Any, sampler: Sampler) -> Any:
+    """Return the step size, or one for each chain of the run, or one for each parameter group."""
+    values = [group["lr"] for group in sampler.param_groups]
+    if isinstance(given, Sequence) or any(isinstance(value, Tensor) for value in values):
+        return _plain(given)
+    return _collapsed([float(value) for value in values])
+
+
+def _collapsed(values: list[Any]) -> Any:
+    return values[0] if all(value == values[0] for value in values) else values
+
+
+def _arguments_of(callback: Any) -> list[tuple[str, Any]]:
+    names = inspect.signature(type(callback)).parameters
+    return [(name, getattr(callback, name)) for name in names if hasattr(callback, name)]
+
+
+def _shown(name: str, settings: Mapping[str, Any]) -> str:
+    value = settings[name]
+    if name != "data":
+        return str(value)
+    return f"{value['length']} items beginning with {[float(f'{x:.4g}') for x in value['numbers'][:2]]}"
