@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from recipes.shared.results import Options, markdown, write_results
+from lightning_sgmcmc.recipes.shared.results import Options, markdown, write_results
 
 FOLDER = Path(__file__).parent
 
@@ -30,7 +30,7 @@ def run(name: str, options: Options) -> None:
     if (FOLDER / f"{name}.yaml").exists():
         _run_configuration(FOLDER / f"{name}.yaml", options)
         return
-    recipe = importlib.import_module(f"recipes.{name}")
+    recipe = importlib.import_module(f"lightning_sgmcmc.recipes.{name}")
     options.out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     rows = recipe.run(options)

@@ -57,13 +57,13 @@ from lightning_sgmcmc.callbacks import (
 from lightning_sgmcmc.datamodules import CIFAR100DataModule, SVHNDataModule
 from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
 from lightning_sgmcmc.figures.evaluation import entropy_figure, growth_figure
+from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
+from lightning_sgmcmc.recipes.shared.logit_average import logit_average
+from lightning_sgmcmc.recipes.shared.resnet import resnet
+from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.synthetic_images import SyntheticImages
 from lightning_sgmcmc.samplers import SGHMC
 from lightning_sgmcmc.schedules import cyclical_lr_factor
-from recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
-from recipes.shared.logit_average import logit_average
-from recipes.shared.resnet import resnet
-from recipes.shared.results import Options, Row, mean_row
-from recipes.shared.synthetic_images import SyntheticImages
 
 METHODS = ("cycSGHMC×T4", "M-SGD×P4", "reSGHMC×P4", "ICSGHMC×P4")
 PAPER = {

@@ -23,8 +23,8 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
-from recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
+from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -135,8 +135,8 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> tuple[flo
     import pytorch_lightning as pl
 
     from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior
+    from lightning_sgmcmc.recipes.shared.resnet import resnet, resnet20
     from lightning_sgmcmc.samplers import SGHMC
-    from recipes.shared.resnet import resnet, resnet20
 
     prepare_run(options)
     pl.seed_everything(options.seed + seed, verbose=False)

@@ -28,8 +28,8 @@ GPU was available.
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
-from recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
+from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -165,7 +165,7 @@ def module_of(method: Method, setting: Setting, options: Options) -> "BayesianMo
     import functools
 
     from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior, samplers
-    from recipes.shared.resnet import resnet, resnet18
+    from lightning_sgmcmc.recipes.shared.resnet import resnet, resnet18
 
     networks: dict[str, Any] = {
         "CIFAR-10": lambda: resnet18(10),
@@ -205,7 +205,7 @@ def callbacks_of(method: Method, setting: Setting) -> "list[pl.Callback]":
 def datamodule(setting: Setting, options: Options) -> Any:
     """Return CIFAR with crops and flips, all of it for training; or synthetic images."""
     from lightning_sgmcmc.datamodules import CIFAR10DataModule, CIFAR100DataModule
-    from recipes.shared.synthetic_images import SyntheticImages
+    from lightning_sgmcmc.recipes.shared.synthetic_images import SyntheticImages
 
     if setting.data == "synthetic":
         return SyntheticImages(setting.batch, options.seed)

@@ -32,6 +32,8 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.datamodules import CovertypeDataModule
+from lightning_sgmcmc.recipes.shared.logistic import laplace_approximation
+from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 from lightning_sgmcmc.samplers import SGLD, UnderdampedLangevin, pSGLD
 from lightning_sgmcmc.simulation.finite_sums import FiniteSum, LogisticRegressionSum
 from lightning_sgmcmc.simulation.firefly import firefly
@@ -43,8 +45,6 @@ from lightning_sgmcmc.simulation.gradient_estimators import (
 )
 from lightning_sgmcmc.simulation.likelihood_bounds import LogisticBound
 from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
-from recipes.shared.logistic import laplace_approximation
-from recipes.shared.results import Options, Row, mean_row
 
 BATCH_SIZE = 50
 PRIOR_VARIANCE = 10.0

@@ -37,6 +37,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
+from lightning_sgmcmc.recipes.shared.pictures import panels
+from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 from lightning_sgmcmc.samplers import SGLD, Sampler, UnderdampedLangevin, pSGLD
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.finite_sums import GaussianSum
@@ -49,9 +52,6 @@ from lightning_sgmcmc.simulation.gradient_estimators import (
     UniformGradient,
 )
 from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
-from recipes.shared.jobs import run_jobs
-from recipes.shared.pictures import panels
-from recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -34,6 +34,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
+from lightning_sgmcmc.recipes.shared.logistic import laplace_approximation
+from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 from lightning_sgmcmc.samplers import UnderdampedLangevin
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.finite_sums import LogisticRegressionSum, batch_moments
@@ -45,9 +48,6 @@ from lightning_sgmcmc.simulation.gradient_estimators import (
     UniformGradient,
 )
 from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
-from recipes.shared.jobs import run_jobs
-from recipes.shared.logistic import laplace_approximation
-from recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

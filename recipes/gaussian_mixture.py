@@ -23,9 +23,9 @@ from lightning_sgmcmc.contour import Contour, ContourRules, ContourState, Decayi
 from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.figures.contour import energy_histogram_figure, multiplier_figure
 from lightning_sgmcmc.figures.targets import densities_figure, errors_figure, path_figure
+from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 from lightning_sgmcmc.simulation import ContourRun, Simulation, simulate
 from lightning_sgmcmc.simulation.targets import GaussianMixture
-from recipes.shared.results import Options, Row, mean_row
 
 REPEATS = 10
 STEPS = {"quick": 1_000_000, "full": 10_000_000}
@@ -120,8 +120,8 @@ def run(options: Options) -> list[Row]:
                     mean_row(method + suffix, "TV error of one chain's π, ε=0.1", variation(done, contour, target))
                 )
                 for lr in (LR, SMALL_LR):
-                    error = shared_variation(target, contour, lr, options)
-                    rows.append(Row(method + suffix, f"TV error of π of {SHARING} chains, ε={lr}", error))
+                    shared = shared_variation(target, contour, lr, options)
+                    rows.append(Row(method + suffix, f"TV error of π of {SHARING} chains, ε={lr}", shared))
         marks = runs["CSGLD"].checkpoints.tolist()
         name = suffix.strip().replace("asymmetric", "_asymmetric")
         errors_figure(marks, errors, "mean absolute error of E[x]").savefig(options.out / f"error{name}.png", dpi=120)

@@ -35,10 +35,15 @@ from lightning_sgmcmc.callbacks import CyclicalSchedule, SamplerCallback, Sampli
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
 from lightning_sgmcmc.diagnostics.chains import import_arviz
 from lightning_sgmcmc.diagnostics.samples import autocorrelation
-from recipes.shared.jobs import quiet_trainer, silence_lightning
-from recipes.shared.logistic import LogisticPosterior, Reference, full_gradient_reference, importance_reference
-from recipes.shared.pictures import outside_legend, panels
-from recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, silence_lightning
+from lightning_sgmcmc.recipes.shared.logistic import (
+    LogisticPosterior,
+    Reference,
+    full_gradient_reference,
+    importance_reference,
+)
+from lightning_sgmcmc.recipes.shared.pictures import outside_legend, panels
+from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

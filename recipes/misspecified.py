@@ -38,6 +38,8 @@ from torch import Tensor
 
 from lightning_sgmcmc.diagnostics.samples import autocorrelation, autocorrelation_time
 from lightning_sgmcmc.figures.canvas import canvas, integer_ticks, legend_above
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
+from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 from lightning_sgmcmc.samplers import UnderdampedLangevin
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.finite_sums import NormalModelSum
@@ -51,8 +53,6 @@ from lightning_sgmcmc.simulation.gradient_estimators import (
 from lightning_sgmcmc.simulation.likelihood_bounds import TaylorBound
 from lightning_sgmcmc.simulation.random_walk import random_walk_metropolis
 from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
-from recipes.shared.jobs import run_jobs
-from recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -47,8 +47,8 @@ from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior, Posteri
 from lightning_sgmcmc.batches.clustered import ClusteredOrder, cluster_data
 from lightning_sgmcmc.callbacks import EWSG, SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import MNISTDataModule, Split
-from recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
-from recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
+from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 
 NUM_DATA = 60_000
 CLUSTERS = 10

@@ -56,8 +56,8 @@ from lightning_sgmcmc.datamodules import MNISTDataModule, Split
 from lightning_sgmcmc.diagnostics.geometry import classical_scaling, squared_distances, weight_sketch
 from lightning_sgmcmc.figures.contour import energy_walk_figure
 from lightning_sgmcmc.figures.samples import weight_paths_figure
-from recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
-from recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
+from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 
 WIDE = "ICSGLD, wide bins"
 METHODS = ("SGD", "SGLD", "ICSGLD", WIDE)

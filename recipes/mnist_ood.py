@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
-from recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
+from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 
 NUM_DATA = 60_000
 HIDDEN = 200
@@ -94,9 +94,9 @@ def one(method: Method, seed: int, options: Options) -> tuple[dict[str, float], 
     data = MNISTDataModule(options.data_root, batch_size=BATCH, val_size=0, flatten=True)
     unknown = NotMNISTDataModule(options.data_root, batch_size=1000, flatten=True)
     if seed < 0:
-        for module in (data, unknown):
-            module.prepare_data()
-            module.setup("test")
+        for source in (data, unknown):
+            source.prepare_data()
+            source.setup("test")
         return {}, np.empty(0)
     torch.set_num_threads(1)
     silence_lightning()

@@ -20,10 +20,10 @@ from lightning_sgmcmc.contour import Contour, ContourRules, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.diagnostics.samples import cell_masses, divergence, mode_coverage, resample
 from lightning_sgmcmc.figures.targets import plane_figure, trajectories_figure
+from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.simulation import ContourRun, Simulation, simulate
 from lightning_sgmcmc.simulation.targets import CosineTarget
-from recipes.shared.results import Options, Row, mean_row
 
 REPEATS = 10
 STEPS = 200_000

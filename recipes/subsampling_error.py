@@ -39,10 +39,9 @@ from torch import nn
 from lightning_sgmcmc import SGLD, BayesianModule, Bernoulli, GaussianPrior, PosteriorSample, SwitchingOrder
 from lightning_sgmcmc.callbacks import SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
-from lightning_sgmcmc.simulation.switching_diffusion import coupled_ornstein_uhlenbeck, switching_paths
-from recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
-from recipes.shared.results import Options, Row, mean_row
-from recipes.shared.switching import (
+from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
+from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.switching import (
     CHAINS,
     GROUPS,
     POTENTIALS,
@@ -51,6 +50,7 @@ from recipes.shared.switching import (
     jackknife_error,
     stationary_draws,
 )
+from lightning_sgmcmc.simulation.switching_diffusion import coupled_ornstein_uhlenbeck, switching_paths
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,15 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_sgmcmc.simulation.switching_diffusion import (
-    Potentials,
-    SwitchingPaths,
-    ornstein_uhlenbeck,
-    stationary_moments,
-    switching_paths,
-)
-from recipes.shared.results import Options, Row
-from recipes.shared.switching import (
+from lightning_sgmcmc.recipes.shared.results import Options, Row
+from lightning_sgmcmc.recipes.shared.switching import (
     CENTRES,
     CHAINS,
     MEAN_SLOPE,
@@ -35,6 +28,13 @@ from recipes.shared.switching import (
     distances,
     jackknife_error,
     stationary_draws,
+)
+from lightning_sgmcmc.simulation.switching_diffusion import (
+    Potentials,
+    SwitchingPaths,
+    ornstein_uhlenbeck,
+    stationary_moments,
+    switching_paths,
 )
 
 if TYPE_CHECKING:

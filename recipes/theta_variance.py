@@ -27,9 +27,9 @@ import torch
 from lightning_sgmcmc.contour import Contour, ContourRules, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.figures.targets import estimates_figure
+from lightning_sgmcmc.recipes.shared.results import Options, Row
 from lightning_sgmcmc.simulation import ContourRun, simulate
 from lightning_sgmcmc.simulation.targets import GaussianMixture
-from recipes.shared.results import Options, Row
 
 REPEATS = 100
 PARALLEL = 10

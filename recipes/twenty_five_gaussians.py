@@ -10,15 +10,16 @@ more than the table's 6.7.
 """
 
 import itertools
+from collections.abc import Callable
 
 import torch
 
 from lightning_sgmcmc.diagnostics.samples import cell_masses, mode_coverage
 from lightning_sgmcmc.figures.targets import plane_figure
+from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.simulation import simulate
 from lightning_sgmcmc.simulation.targets import GaussianMixture
-from recipes.shared.results import Options, Row, mean_row
 
 RUNS, PARALLEL = 10, 4
 STEPS = 50_000
@@ -31,7 +32,7 @@ CELLS, WINDOW = 100, (-6.0, 6.0)
 def draws(method: str, options: Options, runs: int = RUNS) -> torch.Tensor:
     """Return the draws of all chains, shape (S, C, 2)."""
     plan = CyclicalPlan(STEPS, CYCLES, EXPLORATION, 1)
-    schedules = {
+    schedules: dict[str, tuple[Callable[[int], float], float | Callable[[int], float]]] = {
         "SGLD": (lambda k: 0.05 * k**-0.55, 1.0),
         "cSGLD": (lambda k: CYCLICAL_LR * plan.lr_factor(k), lambda k: 0.0 if plan.is_exploration(k) else 1.0),
     }

@@ -56,14 +56,14 @@ from lightning_sgmcmc.contour import Contour, ContourRules, ContourState, Decayi
 from lightning_sgmcmc.contour.partition import EnergyPartition, bin_index
 from lightning_sgmcmc.diagnostics.samples import cell_masses, divergence
 from lightning_sgmcmc.figures.targets import plane_figure, progress_figure
+from lightning_sgmcmc.recipes.shared.plane import Clock, Draws, Squares
+from lightning_sgmcmc.recipes.shared.results import Options, Row
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation import ContourRun, simulate
 from lightning_sgmcmc.simulation.exchange_run import ExchangeRun
 from lightning_sgmcmc.simulation.svgd import descend
 from lightning_sgmcmc.simulation.targets import CosineTarget
-from recipes.shared.plane import Clock, Draws, Squares
-from recipes.shared.results import Options, Row
 
 REPEATS = 20
 STEPS, PARALLEL = 80_000, 5

@@ -30,8 +30,8 @@ import functools
 import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
-from recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
+from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -112,6 +112,7 @@ def one(table: str, method: str, split: int, options: Options, epochs: int | Non
     data.setup("fit")
     if split < 0:
         return 0.0, 0.0
+    assert data.target_std is not None
     torch.set_num_threads(1)
     silence_lightning()
     pl.seed_everything(options.seed + split, verbose=False)
@@ -151,8 +152,9 @@ def callbacks_of(method: str, place: Table, steps: int) -> "list[pl.Callback]":
         BayesianModelAverage(),
     ]
     if method.startswith("C"):
-        tempered = {"weighting": "bin", "weight_exponent": 1 / place.zeta} if place.zeta > 1 else {}
-        rules = ContourRules(place.zeta, **tempered)
+        rules = ContourRules(place.zeta)
+        if place.zeta > 1:
+            rules = ContourRules(place.zeta, weighting="bin", weight_exponent=1 / place.zeta)
         callbacks.append(ContourGradient(rules, BINS, width=WIDTH, warm_up_steps=steps // 4))
     return callbacks
 

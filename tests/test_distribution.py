@@ -1,6 +1,8 @@
 """What `setup.py` and `pyproject.toml` install: every package of the tree, with its data files."""
 
+import re
 import runpy
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 from lightning_sgmcmc.report import page
 
 REPOSITORY = Path(__file__).parents[1]
+BESIDE = ("callbacks", "datamodules", "recipes")
+"""Folders that are installed as packages of `lightning_sgmcmc`."""
 
 
 @pytest.fixture
@@ -30,7 +34,7 @@ def _packages(folder: str, name: str) -> dict[str, str]:
 
 def test_every_package_is_listed(settings: dict[str, Any]) -> None:
     expected = _packages("lightning_sgmcmc", "lightning_sgmcmc")
-    for beside in ("callbacks", "datamodules"):
+    for beside in BESIDE:
         expected |= _packages(beside, f"lightning_sgmcmc.{beside}")
     assert sorted(settings["packages"]) == sorted(expected)
     for package, folder in expected.items():
@@ -44,17 +48,32 @@ def test_every_package_is_listed(settings: dict[str, Any]) -> None:
 def test_every_data_file_is_listed() -> None:
     """Reads pyproject.toml by eye: `tomllib` is not in Python 3.10."""
     text = (REPOSITORY / "pyproject.toml").read_text().split("[tool.setuptools.package-data]")[1].split("\n[")[0]
-    packages = ("lightning_sgmcmc", "callbacks", "datamodules")
+    packages = ("lightning_sgmcmc", *BESIDE)
     data = [
         path
         for package in packages
         for path in (REPOSITORY / package).rglob("*")
         if path.is_file() and path.suffix not in (".py", ".pyc")
     ]
-    assert {path.name for path in data} >= {"py.typed", "report.css"}
+    assert {path.name for path in data} >= {"py.typed", "report.css", "digits_csghmc.yaml"}
     for path in data:
         package = ".".join(path.parent.relative_to(REPOSITORY).parts)
+        package = f"lightning_sgmcmc.{package}" if package.split(".")[0] in BESIDE else package
         lines = [line for line in text.splitlines() if line.split("=")[0].strip().strip('"') == package]
         assert lines, f"pyproject.toml installs no data of {package}, but there is {path.name}"
-        assert f'"{path.name}"' in lines[0]
+        patterns = re.findall(r'"([^"]+)"', lines[0].split("=", 1)[1])
+        assert any(fnmatchcase(path.name, pattern) for pattern in patterns)
     assert Path(page.__file__).with_name("report.css").is_file()
+
+
+@pytest.mark.parametrize("folder", BESIDE)
+def test_packages_import_one_another_by_their_installed_names(folder: str) -> None:
+    """A clone has `callbacks`, `datamodules` and `recipes` in its root; an installed package does not."""
+    lines = [
+        f"{path.relative_to(REPOSITORY)}, line {number}: {line.strip()}"
+        for package in ("lightning_sgmcmc", *BESIDE, "tests")
+        for path in (REPOSITORY / package).rglob("*.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.match(rf"\s*(from|import) {folder}\b", line)
+    ]
+    assert lines == []

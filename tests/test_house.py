@@ -9,9 +9,10 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = "lightning_sgmcmc"
-INSTALLED = {PACKAGE: PACKAGE, "callbacks": f"{PACKAGE}.callbacks", "datamodules": f"{PACKAGE}.datamodules"}
+INSTALLED = {PACKAGE: PACKAGE} | {name: f"{PACKAGE}.{name}" for name in ("callbacks", "datamodules", "recipes")}
 """The folders of the distribution, and the packages that they are installed as."""
-FOLDERS = (*INSTALLED, "recipes")
+LIBRARY = (PACKAGE, "callbacks", "datamodules")
+"""Those that users import from; a recipe is a program."""
 MOST_LINES_OF_A_FILE = 350
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_FILES_IN_THE_ROOT = 14
@@ -106,7 +107,7 @@ def test_the_root_holds_few_files() -> None:
 
 
 def test_files_are_short() -> None:
-    lengths = {shown(path): len(path.read_text().splitlines()) for path in python_files(*FOLDERS)}
+    lengths = {shown(path): len(path.read_text().splitlines()) for path in python_files(*INSTALLED)}
     assert {name: length for name, length in lengths.items() if length > MOST_LINES_OF_A_FILE} == {}
 
 
@@ -123,7 +124,7 @@ def length_without_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef) -
 def test_functions_are_short() -> None:
     lengths = {
         f"{shown(path)}: {node.name}": length_without_docstring(node)
-        for path in python_files(*FOLDERS)
+        for path in python_files(*INSTALLED)
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
@@ -136,7 +137,7 @@ def test_functions_are_short() -> None:
 @pytest.mark.parametrize("quote", ['"', "'"])
 def test_no_attribute_is_set_or_read_past_the_module(quote: str) -> None:
     poke = f"__dict__[{quote}"
-    assert [shown(path) for path in python_files(*FOLDERS, "tests") if poke in path.read_text()] == []
+    assert [shown(path) for path in python_files(*INSTALLED, "tests") if poke in path.read_text()] == []
 
 
 def test_few_types_are_ignored() -> None:
@@ -147,7 +148,7 @@ def test_few_types_are_ignored() -> None:
 
 def test_every_package_says_what_it_offers() -> None:
     lacking = []
-    for path in python_files(*INSTALLED):
+    for path in python_files(*LIBRARY):
         if path.name != "__init__.py":
             continue
         tree = parsed(path)

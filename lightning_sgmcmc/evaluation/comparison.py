@@ -126,9 +126,6 @@ def chain_rows(
         chains: each sample's chain.
         energies: each sample's energy, in nats.
         comparison: comparison of the chains' predictions, or None.
-
-    Raises:
-        ImportError: if ArviZ is not installed.
     """
     values, labels = np.asarray(energies, dtype=float), np.asarray(chains)
     rows = []
@@ -149,11 +146,7 @@ def chain_rows(
 
 
 def prediction_diagnostics(comparison: ChainComparison) -> ChainDiagnostics:
-    """Return the worst diagnostics of log p(y|x,θ) along the chains, over the tracked data.
-
-    Raises:
-        ImportError: if ArviZ is not installed.
-    """
+    """Return the worst diagnostics of log p(y|x,θ) along the chains, over the tracked data."""
     densities = comparison.densities
     if not len(densities):
         return ChainDiagnostics(math.nan, math.nan, math.nan)

@@ -45,7 +45,6 @@ def to_inference_data(
         max_elements: without `parameters`, the largest number of elements of an exported parameter.
 
     Raises:
-        ImportError: if ArviZ is not installed.
         ValueError: if there are no samples, a pattern matches no parameter, or the number of predictions is not the
             number of samples.
     """

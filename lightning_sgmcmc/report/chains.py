@@ -35,15 +35,11 @@ class Chains:
         self.records = run.records
         self.attention: list[str] = []
         self._rows: list[list[Any]] = []
-        self._missing = ""
         if not self.records:
             return
         self._grid = ChainGrid.of_chains([record.chain for record in self.records])
-        try:
-            for quantity in self._quantities(run, parameters):
-                self._diagnose(quantity)
-        except ImportError as error:
-            self._missing = f"R-hat and effective sample sizes are omitted: {error}."
+        for quantity in self._quantities(run, parameters):
+            self._diagnose(quantity)
 
     def _quantities(self, run: RunRecord, parameters: Sequence[str] | None) -> list[_Quantity]:
         grid, store = self._grid, run.store
@@ -97,8 +93,6 @@ class Chains:
             ]
             header = ["chain", "samples", "mean energy (nats)", "standard deviation"]
             parts.append(table(header, rows, "Energies of each chain's samples"))
-        if self._missing:
-            return "".join([*parts, paragraph(self._missing)])
         header = ["quantity", "split R-hat", "bulk ESS", "tail ESS"]
         label = (
             f"{len(per_chain)} chains of {self._grid.draws} draws"

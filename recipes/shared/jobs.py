@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from recipes.shared.results import Options
+from lightning_sgmcmc.recipes.shared.results import Options
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from recipes.shared.resnet import resnet20
+from lightning_sgmcmc.recipes.shared.resnet import resnet20
 
 __all__ = ["mlp", "resnet18", "resnet20"]
 

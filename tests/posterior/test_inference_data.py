@@ -1,7 +1,6 @@
 """The export to ArviZ against the samples, and its diagnostics against closed forms."""
 
 import math
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ def regression() -> BayesianModule:
 
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_the_arrays_are_the_samples(tmp_path: Path, on_disk: bool) -> None:
-    pytest.importorskip("arviz")
     module = regression()
     store = filled(DiskStore.create(tmp_path / "samples") if on_disk else MemoryStore(), module)
     posterior = Posterior(store, module)
@@ -69,7 +67,6 @@ def test_the_arrays_are_the_samples(tmp_path: Path, on_disk: bool) -> None:
 
 
 def test_chosen_parameters_and_predictions(tmp_path: Path) -> None:
-    pytest.importorskip("arviz")
     module = BayesianModule(net=nn.Sequential(nn.Linear(4, 20), nn.Linear(20, 3)), likelihood=Categorical())
     posterior = Posterior(filled(DiskStore.create(tmp_path), module), module)
     prediction = posterior.predict(torch.randn(7, 4), return_samples=True)
@@ -89,7 +86,6 @@ def test_chosen_parameters_and_predictions(tmp_path: Path) -> None:
 
 
 def test_longer_chains_lose_their_oldest_draws() -> None:
-    pytest.importorskip("arviz")
     module = regression()
     store = filled(MemoryStore(), module)
     for extra in (60, 70):
@@ -101,8 +97,7 @@ def test_longer_chains_lose_their_oldest_draws() -> None:
     assert steps.sel(chain=2).values.tolist() == [20, 30, 40, 50, 60, 70]
 
 
-def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("arviz")
+def test_mistakes() -> None:
     module = regression()
     posterior = Posterior(filled(MemoryStore(), module), module)
     with pytest.raises(ValueError, match=r"no parameter matches 'net\.7\.\*': choose from net\.0\.weight, "):
@@ -111,13 +106,9 @@ def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
         posterior.to_arviz(predictions={"mean": torch.zeros(5, 2)})
     with pytest.raises(ValueError, match="no posterior samples to export"):
         Posterior(MemoryStore(), module).to_arviz()
-    monkeypatch.setitem(sys.modules, "arviz", None)
-    with pytest.raises(ImportError, match=r"pip install 'lightning-sgmcmc\[arviz\]'"):
-        posterior.to_arviz()
 
 
 def test_nothing_is_printed(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("arviz")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         short = chain_diagnostics(np.random.default_rng(0).normal(size=(2, 3)))
@@ -135,7 +126,6 @@ def test_rhat_of_equal_chains_is_one_and_of_shifted_ones_is_not() -> None:
     was at most 1.019 (0.0037). So a false alarm is rarer than 1 in 400 each. With shifts by one standard deviation
     from chain to chain R-hat was at least 1.48.
     """
-    pytest.importorskip("arviz")
     draws = np.random.default_rng(1).normal(size=(4, 500))
     same = chain_diagnostics(draws)
     assert 0.99 < same.rhat < 1.01
@@ -153,7 +143,6 @@ def test_ess_of_an_autoregressive_chain(correlation: float) -> None:
     Over 30 other seeds the estimate from 4 chains of 5,000 draws had the mean 1.00 and a standard deviation of 9 % at
     ρ = 0.9, and of 3 % at the others; 36 % is four of the former (false-alarm rate about 1e-4).
     """
-    pytest.importorskip("arviz")
     generator = np.random.default_rng(3)
     noise = generator.normal(size=(4, 5000))
     chain = np.empty_like(noise)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from recipes import theta_variance, twenty_five_modes
-from recipes.shared.results import Options
+from lightning_sgmcmc.recipes import theta_variance, twenty_five_modes
+from lightning_sgmcmc.recipes.shared.results import Options
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 

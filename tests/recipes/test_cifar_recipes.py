@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from recipes import cifar100_uncertainty, cifar_csgmcmc
-from recipes.shared.results import Options
-from recipes.shared.synthetic_images import SyntheticImages
+from lightning_sgmcmc.recipes import cifar100_uncertainty, cifar_csgmcmc
+from lightning_sgmcmc.recipes.shared.results import Options
+from lightning_sgmcmc.recipes.shared.synthetic_images import SyntheticImages
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 
@@ -154,7 +154,7 @@ def test_synthetic_images() -> None:
 
 
 def test_resnet18() -> None:
-    from recipes.shared.resnet import resnet18
+    from lightning_sgmcmc.recipes.shared.resnet import resnet18
 
     assert sum(p.numel() for p in resnet18(10).parameters()) == 11_173_962
     assert resnet18(100, width=4)(torch.zeros(2, 3, 32, 32)).shape == (2, 100)

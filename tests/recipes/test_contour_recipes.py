@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lightning_sgmcmc.cli import fit as cli
-from recipes import __main__ as runner
-from recipes import cifar_csghmc, gaussian_mixture, nine_modes, twenty_five_gaussians, uci_regression
-from recipes.shared.results import Options
+from lightning_sgmcmc.recipes import __main__ as runner
+from lightning_sgmcmc.recipes import cifar_csghmc, gaussian_mixture, nine_modes, twenty_five_gaussians, uci_regression
+from lightning_sgmcmc.recipes.shared.results import Options
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 
@@ -118,7 +118,7 @@ def test_the_digits_configuration_runs(tmp_path: Path) -> None:
 
 
 def test_networks_of_the_recipes() -> None:
-    from recipes.shared.resnet import resnet, resnet20
+    from lightning_sgmcmc.recipes.shared.resnet import resnet, resnet20
 
     network = resnet20(100)
     assert sum(p.numel() for p in network.parameters()) == 275_572

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_sgmcmc.recipes import covertype_logistic as recipe
+from lightning_sgmcmc.recipes.shared.results import Options
 from lightning_sgmcmc.simulation.finite_sums import LogisticRegressionSum
-from recipes import covertype_logistic as recipe
-from recipes.shared.results import Options
 
 
 def target(rows: int = 400, seed: int = 0) -> LogisticRegressionSum:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_sgmcmc.recipes import ewsg_gaussian, ewsg_vr_logistic
+from lightning_sgmcmc.recipes.shared.results import Options
 from lightning_sgmcmc.simulation.finite_sums import GaussianSum
-from recipes import ewsg_gaussian, ewsg_vr_logistic
-from recipes.shared.results import Options
 
 
 @pytest.fixture

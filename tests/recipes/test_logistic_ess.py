@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc import SGLD, BayesianModule, Bernoulli, GaussianPrior
 from lightning_sgmcmc.diagnostics.samples import autocorrelation
-from recipes import logistic_ess
-from recipes.__main__ import main
-from recipes.logistic_ess import coefficient_ess
-from recipes.shared.logistic import LogisticPosterior, full_gradient_reference, importance_reference
+from lightning_sgmcmc.recipes import logistic_ess
+from lightning_sgmcmc.recipes.__main__ import main
+from lightning_sgmcmc.recipes.logistic_ess import coefficient_ess
+from lightning_sgmcmc.recipes.shared.logistic import LogisticPosterior, full_gradient_reference, importance_reference
 from tests.support.paths import DATA_ROOT as ROOT
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes import misspecified
-from recipes.shared.results import Options
+from lightning_sgmcmc.recipes import misspecified
+from lightning_sgmcmc.recipes.shared.results import Options
 
 
 def test_the_start_is_the_log_normal_s_own() -> None:

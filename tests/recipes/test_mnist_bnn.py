@@ -13,10 +13,10 @@ from torch import nn
 
 from lightning_sgmcmc.batches.order import BatchOrder
 from lightning_sgmcmc.datamodules import Split
+from lightning_sgmcmc.recipes import mnist_bnn
+from lightning_sgmcmc.recipes.mnist_bnn import Case, Curve
+from lightning_sgmcmc.recipes.shared.results import Options
 from lightning_sgmcmc.samplers import SGLD, UnderdampedLangevin, pSGLD
-from recipes import mnist_bnn
-from recipes.mnist_bnn import Case, Curve
-from recipes.shared.results import Options
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 needs_data = pytest.mark.skipif(not (ROOT / "mnist").is_dir(), reason="no data files: set SGMCMC_DATA_ROOT")

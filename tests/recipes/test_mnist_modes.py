@@ -9,8 +9,8 @@ import torch
 
 from lightning_sgmcmc.figures.contour import energy_walk_figure
 from lightning_sgmcmc.figures.samples import weight_paths_figure
-from recipes import mnist_modes
-from recipes.shared.results import Options
+from lightning_sgmcmc.recipes import mnist_modes
+from lightning_sgmcmc.recipes.shared.results import Options
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from recipes import __main__ as runner
-from recipes import mnist_ood
-from recipes.shared.results import Options, Row, markdown, mean_row
+from lightning_sgmcmc.recipes import __main__ as runner
+from lightning_sgmcmc.recipes import mnist_ood
+from lightning_sgmcmc.recipes.shared.results import Options, Row, markdown, mean_row
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 

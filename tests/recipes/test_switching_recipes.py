@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipes import subsampling_error, switching_diffusion
-from recipes.shared import switching
-from recipes.shared.results import Options, Row
+from lightning_sgmcmc.recipes import subsampling_error, switching_diffusion
+from lightning_sgmcmc.recipes.shared import switching
+from lightning_sgmcmc.recipes.shared.results import Options, Row
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -242,7 +241,6 @@ def test_needs_nothing_from_outside(tmp_path: Path) -> None:
 
 
 def test_what_the_tables_say(tmp_path: Path) -> None:
-    pytest.importorskip("arviz")
     page = Page(write_report(made_run(tmp_path / "run", chains=3)))
     assert page.table("metric", "mean single sample", "model average", "change") == [
         ["accuracy", "0.9000 ± 0.0100", "0.9500", "+0.0500 better"],
@@ -264,7 +262,6 @@ def test_what_the_tables_say(tmp_path: Path) -> None:
 
 def test_rhat_tells_chains_that_mix_from_those_that_do_not(tmp_path: Path) -> None:
     """Energies of three chains of 100 draws, standard normal and shifted by five from chain to chain."""
-    pytest.importorskip("arviz")
     header = ("quantity", "split R-hat", "bulk ESS", "tail ESS")
     rhat = {}
     for shift in (0.0, 5.0):
@@ -285,20 +282,11 @@ def test_rhat_tells_chains_that_mix_from_those_that_do_not(tmp_path: Path) -> No
 def test_false_alarms_of_rhat_are_as_rare_as_said(chains: int, draws: int) -> None:
     """Of 400 sets of independent draws at a rate of 5 % (so that some are expected), at most 36, which is 20 expected
     and 3.7 standard deviations (itself a false-alarm rate of 3e-4 where the rate is exact)."""
-    pytest.importorskip("arviz")
     generator = np.random.default_rng(0)
     limit = rhat_limit(chains, draws, 0.05)
     assert limit < (1.06 if draws == 100 else 2)
     alarms = sum(chain_diagnostics(generator.normal(size=(chains, draws))).rhat > limit for _ in range(400))
     assert alarms <= 36
-
-
-def test_without_arviz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "arviz", None)
-    page = Page(write_report(made_run(tmp_path / "run")))
-    assert "pip install 'lightning-sgmcmc[arviz]'" in page.text
-    assert "split R-hat" not in page.text
-    assert page.table("chain", "samples", "mean energy (nats)", "standard deviation")
 
 
 def test_weights(tmp_path: Path) -> None:
