@@ -1,7 +1,7 @@
 """Contour sampling under a trainer: CSGLD, CSGHMC and their variants, from any sampler."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -26,7 +26,7 @@ from lightning_sgmcmc.contour import (
     EnergyRecord,
     Location,
 )
-from lightning_sgmcmc.evaluation.full_energy import differs_in_training, full_energies
+from lightning_sgmcmc.evaluation.sample_energy import Kind, available_kind, sample_energies
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.loggers import is_logged, log_scalars
 from lightning_sgmcmc.run.trainer import is_trial
@@ -55,11 +55,12 @@ class ContourGradient(StepClaimant):
     for each energy bin, is learned; the importance weight of a sample is Ψ(Ũ)^ζ (see `Contour`). With `SGLD` this is
     CSGLD, with `SGHMC` CSGHMC, with `pSGLD` pCSGLD; with a schedule that anneals step size and temperature, saCSGHMC.
 
-    Each of several chains learns its own π. With `interacting=True` all chains of the run learn one π by the mean of
+    Each of several chains learns its own π, so its weights have their own unknown constant: averages normalise weights
+    within each chain, and chains count alike. With `interacting=True` all chains of the run learn one π by the mean of
     their steps (ICSGLD, ICSGHMC, pICSGLD); each sends one integer per step, its encoded energy. While the temperature
     is 0 (exploration of a cyclical schedule), the contour is idle.
 
-    The energy is that of the step's batch, over all micro-batches and ranks. `module.contour` holds the learned π and
+    A step's energy is that of its batch, over all micro-batches and ranks. `module.contour` holds the learned π and
     can reweight samples by the final one. Every `trainer.log_every_n_steps` the callback logs `contour/multiplier`,
     `contour/bin`, `contour/step_size` and, if κ has limits, `contour/clamped`: the share of steps at a limit.
 
@@ -74,8 +75,10 @@ class ContourGradient(StepClaimant):
         lowest: share of the warm-up's energies below a learned first edge.
         headroom: extent of the bins above the warm-up's largest energy, in units of its range.
         include_prior: whether the energy includes -log p(θ), as the potential does; the authors' code excludes it.
-        sample_energy: "step" assigns a sample the energy of the step before it, at no cost; "full" computes its own
-            over all training data, without augmentation and in evaluation mode, at one more pass per sample.
+        sample_energy: "own" computes a sample's energy and weight at the sample itself, on fresh training data, as many
+            as a step has: one more forward pass per sample, about a third of a step. "full" does so on all training
+            data, without augmentation and in evaluation mode. "step" takes both from the step before, at no cost;
+            weights then belong to the state before that step, so averages are biased by O(lr).
         interacting: one π for all chains of the run, learned by all.
         exchange_every: number of steps between exchanges of the interacting chains' energies.
 
@@ -106,7 +109,7 @@ class ContourGradient(StepClaimant):
         lowest: float = 0.05,
         headroom: float = 1.0,
         include_prior: bool = True,
-        sample_energy: Literal["step", "full"] = "step",
+        sample_energy: Kind = "own",
         interacting: bool = False,
         exchange_every: int = 1,
     ) -> None:
@@ -119,7 +122,7 @@ class ContourGradient(StepClaimant):
                 "exchange_every out"
             )
         check_count("warm_up_steps", warm_up_steps, least=0)
-        check_choice("sample_energy", sample_energy, ("step", "full"))
+        check_choice("sample_energy", sample_energy, ("own", "step", "full"))
         self.range = EnergyRange(num_bins, first_edge, width, lowest, headroom)
         if first_edge is None and warm_up_steps < 2:
             raise ValueError(
@@ -149,6 +152,7 @@ class ContourGradient(StepClaimant):
         self._location: Location | None = None
         """κ of the coming update; None while the contour is idle."""
         self._location_step = -1
+        self._energy_kind: Kind = self.sample_energy
         self._is_on = True
         """Whether the sampler's multiplier may differ from 1, as after loading a checkpoint."""
 
@@ -203,11 +207,7 @@ class ContourGradient(StepClaimant):
                 f"the run has {steps:.0f} steps, and the contour warms up for {warm_up} of them: shorten "
                 "warm_up_steps or lengthen the run"
             )
-        if self.sample_energy == "full" and differs_in_training(run.module):
-            rank_zero_warn(
-                "sample_energy='full' computes energies in evaluation mode, but π is learned from training mode, where "
-                "this network's energies differ (dropout or BatchNorm): use sample_energy='step'."
-            )
+        self._energy_kind = available_kind(self.sample_energy, run.trainer, run.module)
 
     def _begin(self, run: _Run, partition: EnergyPartition, saved: dict[str, Any] | None = None) -> None:
         """Start the contour with an energy partition, and with the π of a checkpoint."""
@@ -217,6 +217,7 @@ class ContourGradient(StepClaimant):
             learner.load_state_dict(saved)
         self._learner, self._record = learner, None
         run.module.contour = learner.of_all_chains()
+        run.chains.tags.comparable = learner.is_shared
         if self.rules.regularisation:
             settings = ", ".join(f"{name}={value}" for name, value in self.rules.regularisation.items())
             rank_zero_info(f"ContourGradient is regularised ({settings}), so its weights are only approximate")
@@ -297,16 +298,16 @@ class ContourGradient(StepClaimant):
                 f"begins: let the schedule draw its first sample after the {run.first_step} steps of the warm-up"
             )
         run.module.contour = learner.of_all_chains()
-        if self.sample_energy == "step":
+        energy = sample_energies(self._energy_kind, run.trainer, run.chains, run.sampler, self.include_prior)
+        if energy is None:
             tags.energy = self._energy(run)
             return
-        energy = full_energies(run.trainer, run.module.chains, self.include_prior, "sample_energy='full'")
         location = learner.locate(energy)
         tags.energy, tags.bin = energy, location.index
         tags.log_weight = learner.contour.log_weight(location.log_density)
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
-        self._watch.after_sample(sample.log_weight)
+        self._watch.after_sample(sample.log_weight, sample.chain if not sample.comparable else None)
 
     # -- the end, checkpoints -----------------------------------------------------------------------------------------
 

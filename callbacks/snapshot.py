@@ -57,6 +57,8 @@ class SnapshotCallback(SamplerCallback):
         if stage == "fit" and self.gradients:
             refuse_loss_scaler(trainer, f"{type(self).__name__} computes with gradients")
             chains_of(pl_module).claims.claim("snapshot gradients", self, self._batch_is_complete)
+        if stage == "fit" and self.energy:
+            chains_of(pl_module).claims.claim("energy correction", self, self._correction_of)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._module = bayesian(pl_module, self)
@@ -145,10 +147,21 @@ class SnapshotCallback(SamplerCallback):
     def _correct_energy(self, snapshot: Snapshot, each: Tensor, position: int) -> None:
         observed = self.chains.observed
         observed.reference_log_likelihood = each
-        correction = observed.num_data * each.double().mean(1) - snapshot.log_likelihood
+        correction = self._term(snapshot, each)
         if position > 0 and self._correction is not None:
             correction = self._correction + (correction - self._correction) / (position + 1)
         self._correction = observed.correction = correction
+
+    def _term(self, snapshot: Snapshot, each: Tensor) -> Tensor:
+        """Return what is added to the energies of a batch, shape (C,), from its log likelihoods at the snapshot."""
+        return self.chains.observed.num_data * each.double().mean(1) - snapshot.log_likelihood
+
+    def _correction_of(self, batch: Any) -> Tensor:
+        """Return what is added to the energies of any batch, shape (C,)."""
+        snapshot = self._snapshot
+        if snapshot is None:
+            return torch.zeros(self._module.num_chains, dtype=torch.float64, device=self._module.device)
+        return self._term(snapshot, self._at_snapshot(self._module.trainer, snapshot, batch).detach())
 
     def _batch_is_complete(self) -> None:
         if self._snapshot is not None and self._snapshot.count > 0:

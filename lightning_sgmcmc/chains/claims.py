@@ -14,6 +14,7 @@ SUBJECTS = {
     "choose gradient": "both choose the gradient of a step",
     "observe step": "both observe a step before its update",
     "prepare samples": "both set what samples carry",
+    "energy correction": "both correct the same energies",
 }
 """The subjects, in the order of a step, and why two callbacks cannot share one."""
 

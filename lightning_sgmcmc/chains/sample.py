@@ -1,8 +1,12 @@
 """One posterior sample, and its record in a store."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
+
+from lightning_sgmcmc.diagnostics.samples import within_groups
 
 
 @dataclass
@@ -19,6 +23,8 @@ class PosteriorSample:
         parameters: all parameters of this chain's module by name, without a chain axis.
         buffers: all buffers, likewise (BatchNorm's running statistics, …).
         bin: bin of the energy, from 0; None without an energy partition.
+        comparable: whether the constant in log_weight is the same for all chains. It is not if each chain learns its
+            own π; weights are then normalised within each chain, and chains count alike.
     """
 
     step: int
@@ -29,6 +35,7 @@ class PosteriorSample:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     bin: int | None = None
+    comparable: bool = True
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -49,12 +56,24 @@ class SampleRecord:
     file: str = ""
     checksum: str = field(default="", compare=False)  # equal samples may be in files with another order
     bin: int | None = None
+    comparable: bool = True
 
 
 def record_of(sample: PosteriorSample, file: str = "", checksum: str = "") -> SampleRecord:
     """Return a sample's record."""
     place = (sample.step, sample.cycle, sample.chain, sample.energy, sample.log_weight)
-    return SampleRecord(*place, file=file, checksum=checksum, bin=sample.bin)
+    return SampleRecord(*place, file=file, checksum=checksum, bin=sample.bin, comparable=sample.comparable)
+
+
+def comparable_log_weights(records: Sequence[SampleRecord]) -> Tensor:
+    """Return the samples' log-weights with one constant for all, shape (S,), float64.
+
+    They are those of the records, or normalised within each chain if the records' are not comparable.
+    """
+    log_weights = torch.tensor([record.log_weight for record in records], dtype=torch.float64)
+    if all(record.comparable for record in records):
+        return log_weights
+    return within_groups(log_weights, torch.tensor([record.chain for record in records]))
 
 
 def on_cpu(sample: PosteriorSample) -> PosteriorSample:

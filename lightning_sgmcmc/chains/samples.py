@@ -55,6 +55,7 @@ def _own_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], N
             energy=energies[index],
             log_weight=log_weights[index],
             bin=bins[index],
+            comparable=tags.comparable,
             parameters=parameters,
             buffers=buffers,
         )

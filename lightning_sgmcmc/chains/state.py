@@ -151,6 +151,7 @@ class SampleTags:
 
     Attributes:
         log_weight: log importance weight of each chain's state, shape (C,), on the device.
+        comparable: whether log-weights compare across chains; else each chain's have their own constant.
         bin: energy bin of each chain's state, shape (C,), from 0; None without an energy partition.
         energy: energy of each chain's state, shape (C,); None uses the last step's.
         labels: each chain's label in its samples, by its global index; None uses the index.
@@ -158,6 +159,7 @@ class SampleTags:
     """
 
     log_weight: Tensor = field(default_factory=lambda: torch.zeros(1))
+    comparable: bool = True
     bin: Tensor | None = None
     energy: Tensor | None = None
     labels: Sequence[int] | None = None

@@ -35,6 +35,11 @@ class LearnedContour:
         return self.contour.rules
 
     @property
+    def is_shared(self) -> bool:
+        """Whether there is one π, so that the weights of all chains have the same constant."""
+        return self.state.log_vector.dim() == 1
+
+    @property
     def masses(self) -> Tensor:
         """The target's estimated mass in each bin, shape (m,) or (C, m), float64."""
         return self.contour.log_masses(self.state).exp()

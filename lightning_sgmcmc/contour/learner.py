@@ -49,6 +49,11 @@ class ContourLearner:
         self._clamped: Tensor | None = None
         self._clamped_of = 0
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether all chains of the run have one π, so that their log-weights have the same constant."""
+        return self.interacting or self.chains.total_chains == 1
+
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def locate(self, energy: Tensor, temperature: float | Tensor = 1.0) -> Location:

@@ -34,7 +34,8 @@ class ContourWatch:
         self._seen: Tensor | None = None
         self._given: set[str] = set()
         self._samples = 0
-        self._largest = self._total = -math.inf
+        self._sums: dict[int | None, tuple[float, float]] = {}
+        """Largest log-weight and log of the sum of weights, by chain if chains have their own constants."""
 
     def after_update(self, learned: LearnedContour, updates: int) -> None:
         """Check the bins if a check is due."""
@@ -87,18 +88,26 @@ class ContourWatch:
                 "weight_exponent.",
             )
 
-    def after_sample(self, log_weight: float) -> None:
-        """Record a sample's log-weight, and check the share of the largest weight."""
+    def after_sample(self, log_weight: float, chain: int | None = None) -> None:
+        """Record a sample's log-weight, and check the share of the largest weight, averaged over chains.
+
+        Args:
+            log_weight: its log importance weight.
+            chain: its chain, if weights compare only within a chain.
+        """
         self._samples += 1
-        self._largest = max(self._largest, log_weight)
-        self._total = float(torch.logaddexp(torch.tensor(self._total).double(), torch.tensor(log_weight).double()))
-        share = math.exp(min(0.0, self._largest - self._total)) if self._total > -math.inf else 0.0
-        if self._samples >= FEW_SAMPLES and share > DOMINANT_WEIGHT:
+        largest, total = self._sums.get(chain, (-math.inf, -math.inf))
+        total = float(torch.logaddexp(torch.tensor(total).double(), torch.tensor(log_weight).double()))
+        self._sums[chain] = max(largest, log_weight), total
+        shares = [math.exp(min(0.0, big - all)) if all > -math.inf else 0.0 for big, all in self._sums.values()]
+        share = sum(shares) / len(shares)
+        if self._samples >= FEW_SAMPLES * len(shares) and share > DOMINANT_WEIGHT:
+            whose = "the weight" if chain is None else "its chain's weight"
             self._warn(
                 "weight",
-                f"one of {self._samples} samples has {100 * share:.0f} % of the weight, so the average is that "
-                "sample: temper the weights by weight_exponent < 1, take a smaller zeta or a lower temperature, or "
-                "draw more samples.",
+                f"one of {self._samples // len(shares)} samples has {100 * share:.0f} % of {whose}, so the average is "
+                "that sample: temper the weights by weight_exponent < 1, take a smaller zeta or a lower temperature, "
+                "or draw more samples.",
             )
 
     def _warn(self, key: str, sentence: str) -> None:
@@ -113,11 +122,11 @@ class ContourWatch:
             "seen": self._seen,
             "given": sorted(self._given),
             "samples": self._samples,
-            "largest": self._largest,
-            "total": self._total,
+            "sums": dict(self._sums),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`."""
         self._next, self._seen, self._given = state["next"], state["seen"], set(state["given"])
-        self._samples, self._largest, self._total = state["samples"], state["largest"], state["total"]
+        self._samples = state["samples"]
+        self._sums = dict(state["sums"]) if "sums" in state else {None: (state["largest"], state["total"])}

@@ -23,6 +23,7 @@ from lightning_sgmcmc.diagnostics.samples import (
     normalised_weights,
     resample,
     wasserstein_distance,
+    within_groups,
 )
 
 __all__ = [
@@ -51,4 +52,5 @@ __all__ = [
     "squared_distances",
     "wasserstein_distance",
     "weight_sketch",
+    "within_groups",
 ]

@@ -31,6 +31,29 @@ def normalised_weights(log_weights: Tensor) -> Tensor:
     return log_weights.softmax(0)
 
 
+def within_groups(log_weights: Tensor, groups: Tensor) -> Tensor:
+    """Return log-weights normalised within each group, l_j - log Σ_{i in group of j} exp(l_i), so groups count alike.
+
+    Chains that each learn their own π have weights with an unknown constant for each chain, which cancels here.
+
+    Args:
+        log_weights: shape (S,); -inf means weight 0, and a group with no other weight does not count.
+        groups: an integer for each sample, such as its chain, shape (S,).
+
+    Returns:
+        shape (S,), float64.
+
+    >>> within_groups(torch.tensor([0.0, 0.0, 700.0]), torch.tensor([0, 0, 1])).exp().tolist()
+    [0.5, 0.5, 1.0]
+    """
+    log_weights = log_weights.double()
+    labels, rows = groups.unique(return_inverse=True)
+    largest = torch.full((len(labels),), -torch.inf, dtype=torch.float64, device=log_weights.device)
+    largest = largest.scatter_reduce(0, rows, log_weights, "amax").nan_to_num(neginf=0.0)
+    sums = torch.zeros_like(largest).index_add_(0, rows, (log_weights - largest[rows]).exp())
+    return torch.where(log_weights == -torch.inf, log_weights, log_weights - (largest + sums.log())[rows])
+
+
 def effective_sample_size(log_weights: Tensor) -> float:
     """Return (Σw)²/Σw² of importance weights, between 1 and the number of samples.
 

@@ -72,6 +72,56 @@ class WeightedAverage:
         self.log_density = state["log_density"]
 
 
+class ChainsAverage:
+    """Average over samples, or the mean of the chains' own averages if their weights do not compare across chains.
+
+        f̂ = Σ_j w_j·f_j / Σ_j w_j,   or   f̂ = C⁻¹·Σ_c f̂_c   with f̂_c of chain c alone
+
+    Memory is one average, or one for each chain.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[int | None, WeightedAverage] = {}
+        """By chain; None has all chains whose weights compare."""
+
+    def add(
+        self,
+        terms: Mapping[str, Tensor],
+        log_density: Tensor,
+        log_weight: float,
+        *,
+        chain: int | None = None,
+    ) -> None:
+        """Add one more sample.
+
+        Args:
+            terms, log_density, log_weight: as in `WeightedAverage.add`.
+            chain: the sample's chain if its weight compares only within it, else None.
+        """
+        self._parts.setdefault(chain, WeightedAverage()).add(terms, log_density, log_weight)
+
+    def combined(self) -> WeightedAverage:
+        """Return the average of all samples so far."""
+        parts = [part for part in self._parts.values() if part.log_total > -math.inf]
+        if len(parts) == 1:
+            return parts[0]
+        total = WeightedAverage()
+        for part in parts:
+            total.add(part.terms, part.log_density, 0.0)
+        return total
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: numbers and tensors."""
+        return {"parts": {chain: part.state_dict() for chain, part in self._parts.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore from `state_dict()`, or from that of a `WeightedAverage`, as in early checkpoints."""
+        self._parts = {}
+        for chain, saved in state.get("parts", {None: state}).items():
+            self._parts[chain] = WeightedAverage()
+            self._parts[chain].load_state_dict(saved)
+
+
 @dataclass
 class _OpenCycle:
     """A cycle of one chain that may still get samples."""

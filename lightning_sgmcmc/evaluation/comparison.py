@@ -29,9 +29,18 @@ class ChainComparison:
         """By chain."""
         self.chains: list[int] = []
         """Each sample's chain."""
+        self.comparable = True
+        """Whether log-weights compare across chains; else chains count alike."""
         self._densities: list[Tensor] = []
 
-    def add(self, chain: int, log_weight: float, terms: Mapping[str, Tensor], log_density: Tensor) -> None:
+    def add(
+        self,
+        chain: int,
+        log_weight: float,
+        terms: Mapping[str, Tensor],
+        log_density: Tensor,
+        comparable: bool = True,
+    ) -> None:
         """Add a sample.
 
         Args:
@@ -39,7 +48,9 @@ class ChainComparison:
             log_weight: its log importance weight.
             terms: the likelihood's terms on the evaluation data, first axis n.
             log_density: log p(y|x,θ) for each datum, shape (n,).
+            comparable: whether the log-weight compares across chains.
         """
+        self.comparable &= comparable
         probes = _spread(len(log_density), PROBES).to(log_density.device)
         average = self.averages.setdefault(chain, WeightedAverage())
         average.add({name: terms[name][probes] for name in KEPT if name in terms}, log_density[probes], log_weight)
@@ -84,6 +95,7 @@ class ChainComparison:
         return {
             "averages": {chain: average.state_dict() for chain, average in self.averages.items()},
             "chains": list(self.chains),
+            "comparable": self.comparable,
             "densities": torch.stack(self._densities) if self._densities else None,
         }
 
@@ -94,6 +106,7 @@ class ChainComparison:
             self.averages[chain] = WeightedAverage()
             self.averages[chain].load_state_dict(saved)
         self.chains = list(state["chains"])
+        self.comparable = state.get("comparable", True)
         self._densities = list(state["densities"]) if state["densities"] is not None else []
 
 
@@ -137,7 +150,9 @@ def chain_rows(
     if comparison is not None and comparison.averages:
         together = WeightedAverage()
         for average in comparison.averages.values():
-            together.add({}, average.log_density.cpu(), average.log_total)
+            if average.log_total > -math.inf:
+                share = average.log_total if comparison.comparable else 0.0  # else chains count alike
+                together.add({}, average.log_density.cpu(), share)
         pooled = -float(together.log_density.mean()) if together.log_total > -math.inf else math.nan
     rows.append(
         ChainRow(None, *_summary(values), chain_diagnostics(ChainGrid.of_chains(chains).arrange(values)), pooled)

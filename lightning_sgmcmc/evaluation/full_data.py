@@ -62,9 +62,9 @@ def full_log_likelihood(
     plain = getattr(getattr(trainer, "datamodule", None), "training_data", None)
     for loader in _training_loaders(trainer, reason):
         dataset = plain() if plain is not None else loader.dataset
-        again = _again(loader, dataset, range(rank, len(dataset), ranks))
+        part = again(loader, dataset, range(rank, len(dataset), ranks))
         _, log_density, _ = evaluate(
-            chains.model, state, EvaluationShare(again, math.inf).batches(trainer, chains.model)
+            chains.model, state, EvaluationShare(part, math.inf).batches(trainer, chains.model)
         )
         total += log_density.double().sum().cpu()
     if ranks == 1:
@@ -102,8 +102,8 @@ def pass_over_data(
             if shuffled:
                 seed = derive_seed(sampler.seed, f"{purpose} order", chain, step, place)
                 indices = torch.randperm(len(indices), generator=torch.Generator().manual_seed(seed))
-            again = _again(loader, loader.dataset, indices[layout.rank_in_chain :: layout.ranks_per_chain].tolist())
-            iterators.append(EvaluationShare(again, math.inf).batches(trainer, model))
+            part = again(loader, loader.dataset, indices[layout.rank_in_chain :: layout.ranks_per_chain].tolist())
+            iterators.append(EvaluationShare(part, math.inf).batches(trainer, model))
         for number in itertools.count():
             batches: list[Any] = []
             for chain, iterator in zip(layout.chains, iterators, strict=True):
@@ -135,6 +135,7 @@ def _length(dataset: Any, reason: str) -> int:
     return len(dataset)
 
 
-def _again(loader: Any, dataset: Any, indices: Sequence[int]) -> DataLoader[Any]:
-    """Return a loader of part of a data set, with the batch settings of another loader."""
-    return DataLoader(Subset(dataset, indices), batch_size=loader.batch_size or 1, collate_fn=loader.collate_fn)
+def again(loader: Any, dataset: Any, indices: Sequence[int], batch_size: int | None = None) -> DataLoader[Any]:
+    """Return a loader of part of a data set, with the batch settings of another loader, or another batch size."""
+    size = batch_size or loader.batch_size or 1
+    return DataLoader(Subset(dataset, indices), batch_size=size, collate_fn=loader.collate_fn)

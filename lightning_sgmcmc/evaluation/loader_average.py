@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.diagnostics.metrics import out_of_distribution_metrics
-from lightning_sgmcmc.diagnostics.samples import effective_sample_size
-from lightning_sgmcmc.evaluation.averages import CycleAverage, WeightedAverage
+from lightning_sgmcmc.diagnostics.samples import effective_sample_size, within_groups
+from lightning_sgmcmc.evaluation.averages import ChainsAverage, CycleAverage, WeightedAverage
 from lightning_sgmcmc.evaluation.comparison import ChainComparison
 from lightning_sgmcmc.evaluation.share import EvaluationShare
 from lightning_sgmcmc.model import EnergyModel
@@ -30,6 +30,7 @@ class Evaluation:
         target: the targets, shape (n, …), None if the module has no likelihood.
         ood: for each set of out-of-distribution data, the average's tensors there.
         log_weights: for each sample its log importance weight.
+        comparable: whether these compare across chains; otherwise they are normalised within each chain.
         chains: comparison of the chains.
     """
 
@@ -39,12 +40,15 @@ class Evaluation:
     target: Tensor | None = None
     ood: dict[str, WeightedAverage] = field(default_factory=dict)
     log_weights: list[float] = field(default_factory=list)
+    comparable: bool = True
     chains: ChainComparison = field(default_factory=ChainComparison)
 
     @property
     def effective_sample_size(self) -> float | None:
         """(Σw)²/Σw² of the importance weights, None if all are equal or all are 0."""
         weights = torch.tensor(self.log_weights, dtype=torch.float64)
+        if not self.comparable:
+            weights = within_groups(weights, torch.tensor([member["chain"] for member in self.members]))
         if len(weights) < 2 or bool((weights == weights[0]).all()) or not bool((weights > -torch.inf).any()):
             return None
         return effective_sample_size(weights)
@@ -82,10 +86,10 @@ class LoaderAverage:
         self.evaluation = Evaluation()
         self._cycle_weights = cycle_weights
         self._total = self._new()
-        self._ood: dict[str, WeightedAverage | CycleAverage] = {}
+        self._ood: dict[str, ChainsAverage | CycleAverage] = {}
 
-    def _new(self) -> WeightedAverage | CycleAverage:
-        return WeightedAverage() if self._cycle_weights == "uniform" else CycleAverage()
+    def _new(self) -> ChainsAverage | CycleAverage:
+        return ChainsAverage() if self._cycle_weights == "uniform" else CycleAverage()
 
     def add(
         self,
@@ -114,10 +118,10 @@ class LoaderAverage:
         target = share.whole(target) if target is not None else None
         self._check_order(target)
 
-        def add(total: WeightedAverage | CycleAverage, terms: dict[str, Tensor], density: Tensor) -> WeightedAverage:
-            if isinstance(total, WeightedAverage):
-                total.add(terms, density, sample.log_weight)
-                return total
+        def add(total: ChainsAverage | CycleAverage, terms: dict[str, Tensor], density: Tensor) -> WeightedAverage:
+            if isinstance(total, ChainsAverage):
+                total.add(terms, density, sample.log_weight, chain=None if sample.comparable else sample.chain)
+                return total.combined()
             place: dict[str, Any] = {"chain": sample.chain, "cycle": sample.cycle, "log_likelihood": log_likelihood}
             total.add(terms, density, sample.log_weight, **place)
             return total.combined()
@@ -135,7 +139,8 @@ class LoaderAverage:
         self.evaluation.log_weights.append(sample.log_weight)
         self.evaluation.running.append(running)
         self.evaluation.average = average
-        self.evaluation.chains.add(sample.chain, sample.log_weight, terms, log_density)
+        self.evaluation.comparable &= sample.comparable
+        self.evaluation.chains.add(sample.chain, sample.log_weight, terms, log_density, sample.comparable)
 
     def _check_order(self, target: Tensor | None) -> None:
         known = self.evaluation.target
@@ -156,6 +161,7 @@ class LoaderAverage:
             "target": evaluation.target,
             "ood": {name: total.state_dict() for name, total in self._ood.items()},
             "log_weights": evaluation.log_weights,
+            "comparable": evaluation.comparable,
             "chains": evaluation.chains.state_dict(),
         }
 
@@ -166,12 +172,16 @@ class LoaderAverage:
         for name, saved in state["ood"].items():
             self._ood[name] = self._new()
             self._ood[name].load_state_dict(saved)
-        ood = {name: _combined(total) for name, total in self._ood.items()}
-        members, running = list(state["members"]), list(state["running"])
-        average, log_weights = _combined(self._total), list(state["log_weights"])
-        chains = ChainComparison()
-        chains.load_state_dict(state["chains"])
-        self.evaluation = Evaluation(members, running, average, state["target"], ood, log_weights, chains)
+        self.evaluation = Evaluation(
+            members=list(state["members"]),
+            running=list(state["running"]),
+            average=self._total.combined(),
+            target=state["target"],
+            ood={name: total.combined() for name, total in self._ood.items()},
+            log_weights=list(state["log_weights"]),
+            comparable=state.get("comparable", True),
+        )
+        self.evaluation.chains.load_state_dict(state["chains"])
 
 
 def metrics_of(
@@ -187,10 +197,6 @@ def metrics_of(
 def _ood_figures(name: str, known: Mapping[str, Tensor], unknown: Mapping[str, Tensor]) -> dict[str, float]:
     metrics = out_of_distribution_metrics(known["probabilities"], unknown["probabilities"])
     return {f"ood_{name}_{metric}": float(value) for metric, value in metrics.items()}
-
-
-def _combined(total: WeightedAverage | CycleAverage) -> WeightedAverage:
-    return total.combined() if isinstance(total, CycleAverage) else total
 
 
 def loaders_of(source: Any) -> list[Any]:

@@ -6,7 +6,7 @@ import uuid
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ MANIFEST = "manifest.jsonl"
 CONTOUR = "contour.safetensors"
 FORMAT = "lightning-sgmcmc samples"
 VERSION = 1
+ORIGIN = ("step", "cycle", "chain", "energy", "log_weight", "bin", "comparable")
+"""What a sample has of its record."""
 LEAVE_OUT = "Posterior.load(…, skip_damaged=True) skips"
 
 
@@ -137,6 +139,25 @@ class DiskStore(SampleStore):
             )
         contour = self.path / CONTOUR
         self._contour = contour.read_bytes() if contour.is_file() else None
+        if self._has_own_constants():
+            self.records = [replace(record, comparable=False) for record in self.records]
+
+    def _has_own_constants(self) -> bool:
+        """Return whether the records do not say that their weights compare only within a chain, but their contour does.
+
+        Early versions did not record it. Weights normalised within chains are right for every contour, so a damaged
+        file counts as that of chains with their own π.
+        """
+        records = self.records
+        if any(not record.comparable for record in records) or len({record.chain for record in records}) < 2:
+            return False
+        if len({record.log_weight for record in records}) < 2:
+            return False
+        try:
+            contour = self.contour
+        except ValueError:
+            return True
+        return contour is not None and not contour.is_shared
 
     def append(self, sample: PosteriorSample) -> None:
         if any(r.step == sample.step and r.chain == sample.chain for r in self.records):
@@ -148,13 +169,15 @@ class DiskStore(SampleStore):
         sample = on_cpu(sample)
         tensors = {f"parameter.{k}": v.contiguous() for k, v in sample.parameters.items()}
         tensors |= {f"buffer.{k}": v.contiguous() for k, v in sample.buffers.items()}
-        metadata = {k: str(v) for k, v in asdict(record_of(sample)).items() if k not in ("file", "checksum")}
+        metadata = {
+            k: str(v) for k, v in asdict(record_of(sample)).items() if k not in ("file", "checksum", "comparable")
+        }
         metadata["names"] = json.dumps(list(tensors))  # safetensors does not preserve their order
         content = save(tensors, metadata)
         record = record_of(sample, name, _checksum(content))
         try:
             write_atomically(self.path / name, content)
-            self._add_line(json.dumps(asdict(record)))
+            self._add_line(_line(record))
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -190,7 +213,7 @@ class DiskStore(SampleStore):
             raise ValueError(f"the sample file {path} is missing or damaged: {error}; {LEAVE_OUT} it") from error
         parameters = {k.removeprefix("parameter."): v for k, v in tensors.items() if k.startswith("parameter.")}
         buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
-        own = {name: getattr(record, name) for name in ("step", "cycle", "chain", "energy", "log_weight", "bin")}
+        own = {name: getattr(record, name) for name in ORIGIN}
         return PosteriorSample(**own, parameters=parameters, buffers=buffers)
 
     def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
@@ -265,8 +288,16 @@ class DiskStore(SampleStore):
 
 def _write_manifest(path: Path, description: Any, run_id: str | None, records: list[SampleRecord]) -> None:
     header = {"format": FORMAT, "version": VERSION, "model": description, "run": run_id}
-    lines = [json.dumps(header), *(json.dumps(asdict(r)) for r in records)]
+    lines = [json.dumps(header), *(_line(r) for r in records)]
     write_atomically(path / MANIFEST, ("\n".join(lines) + "\n").encode())
+
+
+def _line(record: SampleRecord) -> str:
+    """Return a record's line of the manifest; versions before `comparable` read the line of an ordinary run too."""
+    fields = asdict(record)
+    if record.comparable:
+        del fields["comparable"]
+    return json.dumps(fields)
 
 
 def _checksum(content: bytes) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.chains.sample import SampleRecord
+from lightning_sgmcmc.chains.sample import SampleRecord, comparable_log_weights
 from lightning_sgmcmc.diagnostics.chains import ChainGrid, import_arviz
 from lightning_sgmcmc.posterior.store import SampleStore
 
@@ -104,7 +104,7 @@ def _statistics(records: Sequence[SampleRecord]) -> dict[str, list[float] | list
         "lp": [-r.energy for r in records],
         "step": [r.step for r in records],
         "cycle": [r.cycle for r in records],
-        "log_weight": [r.log_weight for r in records],
+        "log_weight": comparable_log_weights(records).tolist(),
     }
 
 

@@ -8,7 +8,7 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord
+from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, comparable_log_weights
 from lightning_sgmcmc.checks import check_choice, check_number
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.diagnostics.samples import effective_sample_size, normalised_weights, resample
@@ -123,8 +123,13 @@ class Posterior:
 
     @property
     def log_weights(self) -> Tensor:
-        """The samples' log importance weights, shape (S,), float64, up to a constant."""
-        return torch.tensor([record.log_weight for record in self.records], dtype=torch.float64)
+        """The samples' log importance weights, shape (S,), float64, up to one constant.
+
+        If each chain learned its own π (a `ContourGradient` of several chains that do not interact), the records'
+        log-weights have a constant of their own for each chain. They are then normalised within each chain, so that
+        chains count alike.
+        """
+        return comparable_log_weights(self.records)
 
     @property
     def weights(self) -> Tensor:
@@ -151,14 +156,14 @@ class Posterior:
         Args:
             by: "sample" uses the weights from the time of each draw, "final" those from the final π and the samples'
                 energies.
-            exponent: α of tempered weights w^α; 1 keeps them, 0 makes all equal.
+            exponent: α of tempered weights w^α; 1 keeps them, 0 makes all of a chain equal.
 
         Raises:
             ValueError: for another `by`, a negative exponent, or "final" without a learned contour.
         """
         check_choice("by", by, ("sample", "final"))
         check_number("exponent", exponent)
-        log_weights = self.log_weights
+        log_weights, comparable = self.log_weights, None
         if by == "final":
             contour = self.contour
             if contour is None:
@@ -170,7 +175,8 @@ class Posterior:
             chains = torch.tensor([record.chain for record in self.records])
             device = contour.state.log_vector.device
             log_weights = contour.log_weights(energies.to(device), chains.to(device)).cpu()
-        return self._selected(range(len(self)), (exponent * log_weights).tolist())
+            comparable = contour.is_shared
+        return self._selected(range(len(self)), (exponent * log_weights).tolist(), comparable)
 
     def resample(
         self,
@@ -191,10 +197,12 @@ class Posterior:
         Source: Deng et al. 2020 (CSGLD), Algorithm 1.
         """
         indices = resample(self.log_weights, count, method, torch.Generator().manual_seed(seed)).tolist()
-        return self._selected(indices, [0.0] * len(indices))
+        return self._selected(indices, [0.0] * len(indices), True)
 
-    def _selected(self, indices: Sequence[int], log_weights: Sequence[float]) -> "Posterior":
-        view = StoreView(self.store, indices, log_weights)
+    def _selected(
+        self, indices: Sequence[int], log_weights: Sequence[float], comparable: bool | None = None
+    ) -> "Posterior":
+        view = StoreView(self.store, indices, log_weights, comparable)
         chosen = Posterior(view, self.model)
         chosen._why_no_model = self._why_no_model
         return chosen
@@ -226,7 +234,7 @@ class Posterior:
         """
         model = self._ready_model()
         _ = self.weights  # raises if they are NaN, or all zero
-        return average_predictions(model, self, x, return_samples)
+        return average_predictions(model, zip(self, self.log_weights.tolist(), strict=True), x, return_samples)
 
     def to_arviz(
         self,

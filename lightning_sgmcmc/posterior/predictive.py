@@ -20,9 +20,9 @@ from lightning_sgmcmc.predictions import Prediction
 
 
 def average_predictions(
-    model: EnergyModel, samples: Iterable[PosteriorSample], inputs: Any, return_samples: bool
+    model: EnergyModel, samples: Iterable[tuple[PosteriorSample, float]], inputs: Any, return_samples: bool
 ) -> Prediction:
-    """Return the predictive distribution averaged over samples with their weights; see `Posterior.predict`.
+    """Return the predictive distribution averaged over pairs of samples and log-weights; see `Posterior.predict`.
 
     Raises:
         RuntimeError: if the model has no likelihood.
@@ -39,7 +39,7 @@ def average_predictions(
     averages: list[WeightedAverage] = []
     kept: list[Tensor] = []
     with evaluation_mode(model), torch.no_grad():
-        for sample in samples:
+        for sample, log_weight in samples:
             check_sample(sample, model)
             state = {name: tensor.to(device) for name, tensor in sample.state.items()}
             of_sample = []
@@ -47,7 +47,7 @@ def average_predictions(
                 terms = caller.call(state, x)
                 if index == len(averages):
                     averages.append(WeightedAverage())
-                averages[index].add(terms, torch.empty(0, device=device), sample.log_weight)
+                averages[index].add(terms, torch.empty(0, device=device), log_weight)
                 if return_samples:
                     of_sample.append(terms[likelihood.per_sample_term])
             if return_samples:

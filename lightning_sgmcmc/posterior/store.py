@@ -72,15 +72,23 @@ class StoreView(SampleStore):
         store: the other store.
         indices: indices of its samples.
         log_weights: their log importance weights in this view.
+        comparable: whether these compare across chains; None keeps what the samples' records say.
     """
 
-    def __init__(self, store: SampleStore, indices: Sequence[int], log_weights: Sequence[float]) -> None:
+    def __init__(
+        self,
+        store: SampleStore,
+        indices: Sequence[int],
+        log_weights: Sequence[float],
+        comparable: bool | None = None,
+    ) -> None:
         self._store = store
         self._indices = list(indices)
-        self.records = [
-            replace(store.records[index], log_weight=log_weight)
-            for index, log_weight in zip(indices, log_weights, strict=True)
-        ]
+        self.records = []
+        for index, log_weight in zip(indices, log_weights, strict=True):
+            record = store.records[index]
+            known = record.comparable if comparable is None else comparable
+            self.records.append(replace(record, log_weight=log_weight, comparable=known))
 
     @property
     def contour(self) -> LearnedContour | None:  # type: ignore[override]
@@ -91,7 +99,9 @@ class StoreView(SampleStore):
         raise TypeError("samples cannot be appended to a selection from a store: use in_memory() first")
 
     def __getitem__(self, index: int) -> PosteriorSample:
-        return replace(self._store[self._indices[index]], log_weight=self.records[index].log_weight)
+        record = self.records[index]
+        sample = self._store[self._indices[index]]
+        return replace(sample, log_weight=record.log_weight, comparable=record.comparable)
 
     def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
         return self._store.shapes(self._indices[index])

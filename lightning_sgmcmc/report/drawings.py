@@ -212,7 +212,7 @@ def sample_table(history: RunHistory, evaluation: Evaluation | None) -> Table:
     known = {(m["step"], m["chain"]): m for m in evaluation.members} if evaluation is not None else {}
     metrics = list(evaluation.bma) if evaluation is not None else []
     rows: list[list[Any]] = []
-    for step, cycle, chain, own_energy, log_weight, _ in history.samples.rows:
+    for step, cycle, chain, own_energy, log_weight, *_ in history.samples.rows:
         own = known.get((step, chain), {})
         rows.append([int(step), int(chain), int(cycle), own_energy, log_weight, *(own.get(name) for name in metrics)])
     return ["step", "chain", "cycle", "energy", "log_weight", *metrics], rows

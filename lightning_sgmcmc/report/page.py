@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_sgmcmc.chains.sample import comparable_log_weights
 from lightning_sgmcmc.diagnostics.samples import effective_sample_size
 from lightning_sgmcmc.report import html_page
 from lightning_sgmcmc.report.chains import Chains
@@ -12,7 +13,7 @@ from lightning_sgmcmc.report.html_page import bullets, folded, is_finite, paragr
 from lightning_sgmcmc.report.pictures import pictures
 from lightning_sgmcmc.report.results import facts, results
 from lightning_sgmcmc.report.run_record import RunRecord, find_run, read_run
-from lightning_sgmcmc.report.samples import equal_weights, log_weights, samples, weights
+from lightning_sgmcmc.report.samples import equal_weights, samples, weights
 
 
 def write_report(run: str | Path, output: str | Path | None = None, parameters: Sequence[str] | None = None) -> Path:
@@ -85,7 +86,7 @@ def _attention(run: RunRecord) -> list[str]:
         found.append(f"Results without a finite value: {', '.join(bad)}.")
     if run.records and not equal_weights(run.records):
         try:
-            worth = effective_sample_size(log_weights(run.records))
+            worth = effective_sample_size(comparable_log_weights(run.records))
             if worth < len(run.records) / 2:
                 found.append(
                     f"The weights are concentrated: {len(run.records)} samples are worth {worth:.1f} of equal weight."

@@ -156,9 +156,12 @@ def _series(history: dict[str, Any], path: Path) -> tuple[list[int], dict[str, l
 def _sample_records(samples: Any, path: Path) -> list[SampleRecord]:
     names = ("step", "cycle", "chain", "energy", "log_weight")
     try:
-        rows = [[sample[name] for name in names] for sample in samples]
-        return [SampleRecord(int(s), int(c), int(k), float(e), float(w)) for s, c, k, e, w in rows]
-    except (TypeError, ValueError, LookupError):
+        rows = [([sample[name] for name in names], sample.get("comparable", True) is True) for sample in samples]
+        return [
+            SampleRecord(int(s), int(c), int(k), float(e), float(w), comparable=known)
+            for (s, c, k, e, w), known in rows
+        ]
+    except (AttributeError, TypeError, ValueError, LookupError):
         raise RunError(f"{path} is damaged: a sample should have {', '.join(names)}") from None
 
 

@@ -3,9 +3,7 @@
 import math
 from typing import Any
 
-import torch
-
-from lightning_sgmcmc.chains.sample import SampleRecord
+from lightning_sgmcmc.chains.sample import SampleRecord, comparable_log_weights
 from lightning_sgmcmc.diagnostics.samples import effective_sample_size, normalised_weights
 from lightning_sgmcmc.report import html_page
 from lightning_sgmcmc.report.html_page import folded, paragraph, table
@@ -21,7 +19,7 @@ def samples(run: RunRecord) -> str:
     if not records:
         return ""
     try:
-        shares: list[float | None] = list(normalised_weights(log_weights(records)).tolist())
+        shares: list[float | None] = list(normalised_weights(comparable_log_weights(records)).tolist())
     except ValueError:
         shares = [None] * len(records)
     rows: list[list[Any]] = [
@@ -43,7 +41,8 @@ def weights(records: list[SampleRecord]) -> str:
     if equal_weights(records):
         return paragraph(f"All {len(records)} samples have equal weight.")
     try:
-        weights, worth = normalised_weights(log_weights(records)), effective_sample_size(log_weights(records))
+        log_weights = comparable_log_weights(records)
+        weights, worth = normalised_weights(log_weights), effective_sample_size(log_weights)
     except ValueError as error:
         return paragraph(f"The weights cannot be used: {error}.")
     facts = [
@@ -52,14 +51,11 @@ def weights(records: list[SampleRecord]) -> str:
         ("Smallest weight", float(weights.min())),
     ]
     note = "The effective sample size here is (Σw)²/Σw²: it ignores autocorrelation."
+    if not all(record.comparable for record in records):
+        note += " Each chain learned its own π, so weights are normalised within each chain, and chains count alike."
     return html_page.facts(facts) + paragraph(note, "note")
-
-
-def log_weights(records: list[SampleRecord]) -> torch.Tensor:
-    """Return the samples' log-weights, shape (S,)."""
-    return torch.tensor([r.log_weight for r in records], dtype=torch.float64)
 
 
 def equal_weights(records: list[SampleRecord]) -> bool:
     """Return whether the samples, at least one, all have equal weight."""
-    return len({r.log_weight for r in records}) == 1 and math.isfinite(records[0].log_weight)
+    return len({r.log_weight for r in records}) == 1 and math.isfinite(records[0].log_weight) and records[0].comparable

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.diagnostics.geometry import weight_sketch
-from lightning_sgmcmc.diagnostics.samples import normalised_weights
+from lightning_sgmcmc.diagnostics.samples import normalised_weights, within_groups
 
 SCALARS = ("sampler/lr", "sampler/temperature", "sampler/energy")
 
@@ -31,8 +31,8 @@ class RunHistory:
         self.sketches = ThinnedSeries(max(2, max_sketches))
         self._sketching = max_sketches > 0
         self._sketch_dimension = sketch_dimension
-        self._log_weight_sum = -math.inf
-        self._log_square_sum = -math.inf
+        self._log_sums: dict[int | None, tuple[float, float]] = {}
+        """log Σw and log Σw², by chain if weights compare only within chains."""
 
     def add_scalars(self, step: int, values: Sequence[float], traces: Sequence[float] = ()) -> None:
         """Add the scalars of a step, in the order of `SCALARS`, and the traced quantities."""
@@ -42,13 +42,17 @@ class RunHistory:
         """Add a sample.
 
         Args:
-            sample: an object with step, cycle, chain, energy and log_weight.
+            sample: an object with step, cycle, chain, energy, log_weight and comparable.
             parameters: its weights, to be sketched; None keeps no sketch.
         """
-        self._log_weight_sum = float(np.logaddexp(self._log_weight_sum, sample.log_weight))
-        self._log_square_sum = float(np.logaddexp(self._log_square_sum, 2 * sample.log_weight))
-        place = (sample.step, sample.cycle, sample.chain)
-        self.samples.append((*place, sample.energy, sample.log_weight, self.effective_sample_size))
+        group = None if sample.comparable else sample.chain
+        total, square = self._log_sums.get(group, (-math.inf, -math.inf))
+        self._log_sums[group] = (
+            float(np.logaddexp(total, sample.log_weight)),
+            float(np.logaddexp(square, 2 * sample.log_weight)),
+        )
+        weight = (sample.log_weight, self.effective_sample_size, float(sample.comparable))
+        self.samples.append((sample.step, sample.cycle, sample.chain, sample.energy, *weight))
         if parameters is None or not self._sketching:
             return
         is_kept = self.sketches.takes_next
@@ -58,9 +62,8 @@ class RunHistory:
     @property
     def effective_sample_size(self) -> float:
         """(Σw)²/Σw² of all samples so far, 0 while all weights are 0."""
-        if self._log_weight_sum == -math.inf:
-            return 0.0
-        return math.exp(2 * self._log_weight_sum - self._log_square_sum)
+        sizes = [math.exp(2 * total - square) for total, square in self._log_sums.values() if total > -math.inf]
+        return len(sizes) ** 2 / sum(1 / size for size in sizes) if sizes else 0.0
 
     @property
     def weights(self) -> list[float]:
@@ -68,6 +71,8 @@ class RunHistory:
         log_weights = torch.tensor(self.samples.column(4), dtype=torch.float64)
         if not bool((log_weights > -torch.inf).any()):
             return []
+        if not all(self.samples.column(6)):
+            log_weights = within_groups(log_weights, torch.tensor(self.samples.column(2)))
         return normalised_weights(log_weights).tolist()
 
     def scalar(self, name: str) -> list[float]:
@@ -83,6 +88,7 @@ class RunHistory:
             "samples": [
                 dict(zip(("step", "cycle", "chain"), map(int, row[:3]), strict=True))
                 | dict(zip(("energy", "log_weight"), _finite(row[3:5]), strict=True))
+                | ({} if row[6] else {"comparable": False})
                 for row in self.samples.rows
             ],
         }
@@ -94,8 +100,7 @@ class RunHistory:
             "scalars": self.scalars.state_dict(),
             "samples": self.samples.state_dict(),
             "sketches": self.sketches.state_dict(),
-            "log_weight_sum": self._log_weight_sum,
-            "log_square_sum": self._log_square_sum,
+            "log_sums": dict(self._log_sums),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -104,7 +109,11 @@ class RunHistory:
         self.scalars.load_state_dict(state["scalars"])
         self.samples.load_state_dict(state["samples"])
         self.sketches.load_state_dict(state["sketches"])
-        self._log_weight_sum, self._log_square_sum = state["log_weight_sum"], state["log_square_sum"]
+        if "log_sums" in state:
+            self._log_sums = dict(state["log_sums"])
+            return
+        self._log_sums = {None: (state["log_weight_sum"], state["log_square_sum"])}  # an early checkpoint's
+        self.samples.rows = [(*row, 1.0) for row in self.samples.rows]
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:

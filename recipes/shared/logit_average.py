@@ -24,11 +24,11 @@ def logit_average(module: BayesianModule, loader: Any, device: Any) -> dict[str,
     target = None
     batches = [tuple(part.to(device) for part in batch) for batch in loader]
     with evaluation_mode(module.to(device)):
-        for sample in module.posterior:
+        for sample, log_weight in zip(module.posterior, module.posterior.log_weights.tolist(), strict=True):
             state = {name: tensor.to(device) for name, tensor in sample.state.items()}
             terms, density, target = evaluate(module, state, batches)
             # Log probabilities equal logits up to a constant for each image.
-            total.add({"logits": terms["probabilities"].double().clamp_min(1e-38).log()}, density, sample.log_weight)
+            total.add({"logits": terms["probabilities"].double().clamp_min(1e-38).log()}, density, log_weight)
     assert target is not None
     found = classification_metrics(torch.softmax(total.terms["logits"], -1), target)
     return {name: float(found[name]) for name in ("accuracy", "nll")}

@@ -121,7 +121,7 @@ def fit(
 def contour(zeta: float = 0.9, **options: Any) -> ContourGradient:
     """Return a contour with a given range; options are the rules' and the callback's."""
     rules = ContourRules(zeta, **{name: options.pop(name) for name in RULES & set(options)})
-    return ContourGradient(rules, **({"step_size": STEP_SIZE} | PARTITION | options))
+    return ContourGradient(rules, **({"step_size": STEP_SIZE, "sample_energy": "step"} | PARTITION | options))
 
 
 # -- the numbers ------------------------------------------------------------------------------------------------------

@@ -135,6 +135,7 @@ def test_contours_are_the_same_in_every_layout(tmp_path: Path, options: dict[str
         assert_same(whole, samples)
         assert [s.log_weight for s in samples] == [s.log_weight for s in whole]
         assert [s.bin for s in samples] == [s.bin for s in whole]
+        assert {s.comparable for s in (*samples, *whole)} == {bool(options)}
         for learned in everywhere:
             assert_equal_trees(learned, expected)
 

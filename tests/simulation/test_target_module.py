@@ -56,11 +56,13 @@ def test_a_gaussian_under_a_trainer_has_its_exact_law() -> None:
     assert places.square().mean().item() == pytest.approx(expected, rel=4.2 * math.sqrt(2 / 4800))
 
 
-def test_samples_have_the_targets_energy() -> None:
+@pytest.mark.parametrize("kind", ["own", "full"])
+def test_samples_have_the_targets_energy(kind: Any) -> None:
     target = GaussianMixture.two_modes()
-    module = TargetModule(target, initial=torch.tensor([4.0]), lr=0.1, energy_noise=2.0)
+    noise = 2.0 if kind == "full" else 0.0
+    module = TargetModule(target, initial=torch.tensor([4.0]), lr=0.1, energy_noise=noise)
     callbacks = [
-        ContourGradient(ContourRules(0.5), 50, first_edge=2.0, width=1.0, sample_energy="full"),
+        ContourGradient(ContourRules(0.5), 50, first_edge=2.0, width=1.0, sample_energy=kind),
         SamplingSchedule(every_n_steps=10),
         SampleCollector(in_memory=True),
     ]

@@ -1,0 +1,159 @@
+"""Energies of the chains' present states, which are about to become samples."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_sgmcmc.batches.loader import ResumableLoader
+from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.chains.energies import ChainEnergies
+from lightning_sgmcmc.chains.stateless import undisturbed_generators
+from lightning_sgmcmc.evaluation.full_data import again
+from lightning_sgmcmc.evaluation.full_energy import differs_in_training, full_energies
+from lightning_sgmcmc.evaluation.loader_average import loaders_of
+from lightning_sgmcmc.evaluation.share import EvaluationShare
+from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything
+
+Kind = Literal["own", "step", "full"]
+PURPOSE = "sample energy"
+
+
+def available_kind(kind: Kind, trainer: pl.Trainer, model: EnergyModel) -> Kind:
+    """Return the kind of energy that samples can have in a run, with a warning if it is not as good as it should be.
+
+    Args:
+        kind: the kind that is asked for.
+        trainer: the run's.
+        model: the run's.
+    """
+    if kind == "full" and differs_in_training(model):
+        rank_zero_warn(
+            "sample_energy='full' computes energies in evaluation mode, but π is learned from training mode, where "
+            "this network's energies differ (dropout or BatchNorm): use sample_energy='own'."
+        )
+    if kind != "own" or has_fresh_batches(trainer):
+        return kind
+    rank_zero_warn(
+        "No batches can be drawn for the samples' own energies from this training loader, so a sample's weight is that "
+        "of the state before its step: pass a loader with a batch_size and a data set with a length, or accept it by "
+        "sample_energy='step'."
+    )
+    return "step"
+
+
+def sample_energies(
+    kind: Kind, trainer: pl.Trainer, chains: Chains, sampler: Sampler, include_prior: bool
+) -> Tensor | None:
+    """Return the energies of the chains' present states, shape (C,), float64; None for those of the last step.
+
+    Args:
+        kind: "own" for random training data (`fresh_energies`), "full" for all of them, "step" for the last step's.
+        trainer: the run's.
+        chains: the chains of this process.
+        sampler: their sampler.
+        include_prior: whether energies include -log p(θ).
+    """
+    if kind == "step":
+        return None
+    if kind == "full":
+        return full_energies(trainer, chains, include_prior, "sample_energy='full'")
+    return fresh_energies(trainer, chains, sampler, include_prior)
+
+
+def has_fresh_batches(trainer: pl.Trainer) -> bool:
+    """Return whether random batches can be drawn from the training data: one loader of a data set with a length."""
+    loaders = loaders_of(trainer.train_dataloader)
+    if len(loaders) != 1 or not getattr(loaders[0], "batch_size", None):
+        return False
+    dataset = getattr(loaders[0], "dataset", None)
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and hasattr(loaders[0], "collate_fn")
+
+
+def fresh_energies(trainer: pl.Trainer, chains: Chains, sampler: Sampler, include_prior: bool) -> Tensor:
+    """Return Ũ of each chain's present state on random training data, as many as a step has, shape (C,), float64.
+
+    The batches are independent of the steps so far, so E[Ũ] = U at the state. A step's own batch would not do: the
+    step lowers the energy of its batch, by ε·tr Var(∇Ũ) more than U. Networks are in training mode, as in a step;
+    generators and running statistics are unchanged. The random numbers depend only on (seed, chain, step).
+
+    Args:
+        trainer: the run's; its training data satisfy `has_fresh_batches`.
+        chains: the chains of this process.
+        sampler: their sampler.
+        include_prior: whether the energy includes -log p(θ).
+    """
+    num_data, layout = chains.observed.num_data, chains.layout
+    energies = ChainEnergies(chains.model, chains.stacked, chains.execution, False, num_data, chains.trainable)
+    names = (PURPOSE, sampler.step_count)
+
+    def seed_chain(chain: int) -> None:
+        stream = layout.stream(layout.chains[chain])
+        reseed(derive_seed(sampler.seed, *names, stream, "network"), chains.model.device)
+
+    correction = chains.claims.get("energy correction")
+    total = torch.zeros(chains.num_chains, dtype=torch.float64, device=chains.model.device)
+    count = trainer.accumulate_grad_batches
+    with _undisturbed(chains.model), torch.no_grad():
+        for batch in _fresh_batches(trainer, chains, sampler, count):
+            seed_chain(0)
+            with trainer.precision_plugin.train_step_context():
+                step = energies(batch, through_stack=False, seed_chain=seed_chain)
+            energy = step.mean_potential.double().reshape(-1) * num_data
+            if not include_prior:
+                energy = energy + step.log_prior
+            if correction is not None:
+                energy = energy + correction(batch)
+            total += energy / count
+    return layout.mean_over_data(total)
+
+
+def _fresh_batches(trainer: pl.Trainer, chains: Chains, sampler: Sampler, count: int) -> Iterator[Any]:
+    """Yield `count` random batches of the training data, with augmentation, for each chain or shared as in a step."""
+    layout, model, step = chains.layout, chains.model, sampler.step_count
+    (loader,) = loaders_of(trainer.train_dataloader)
+    shared = chains.num_chains > 1 and (chains.shared_batch or not isinstance(loader, ResumableLoader))
+    streams = ["shared"] if shared else [layout.stream(chain) for chain in layout.chains]
+    owners = ["shared"] if shared else list(layout.chains)
+    ranks, number_of_data = layout.ranks_per_chain, len(loader.dataset)
+    size = min(loader.batch_size, -(-number_of_data // ranks))
+    iterators = []
+    for owner in owners:
+        generator = torch.Generator().manual_seed(derive_seed(sampler.seed, PURPOSE, step, owner, "order"))
+        order = torch.randperm(number_of_data, generator=generator)
+        order = order.repeat(-(-count * size * ranks // number_of_data))
+        chosen = order[layout.rank_in_chain :: ranks][: count * size].tolist()
+        iterators.append(EvaluationShare(again(loader, loader.dataset, chosen, size), count).batches(trainer, model))
+    for number in range(count):
+        batches = []
+        for stream, iterator in zip(streams, iterators, strict=True):
+            seed = derive_seed(sampler.seed, PURPOSE, step, stream, number)
+            reseed_everything(seed)
+            reseed(seed, model.device)
+            batches.append(next(iterator))
+        yield batches[0] if shared or chains.num_chains == 1 else ChainBatches(batches)
+
+
+@contextmanager
+def _undisturbed(model: EnergyModel) -> Iterator[None]:
+    """Restore all default generators and the running statistics at the end."""
+    statistics = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    of_numpy, of_python = np.random.get_state(), random.getstate()  # noqa: NPY002 (data sets may draw from it)
+    try:
+        with undisturbed_generators(model):
+            yield
+    finally:
+        np.random.set_state(of_numpy)  # noqa: NPY002
+        random.setstate(of_python)
+        with torch.no_grad():
+            for buffer, before in statistics:
+                buffer.copy_(before)
