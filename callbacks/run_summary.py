@@ -28,6 +28,8 @@ class RunSummary(SamplerCallback):
     """
 
     def __init__(self, name: str = "run") -> None:
+        if not isinstance(name, str) or not name.strip():
+            raise ValueError(f"name must be a text for results.json, got {name!r}")
         self.name = name
         self._seconds = 0.0
         self._start = time.monotonic()

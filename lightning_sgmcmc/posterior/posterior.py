@@ -42,6 +42,10 @@ class Posterior:
     """
 
     def __init__(self, store: SampleStore, model: EnergyModel | None = None) -> None:
+        if not isinstance(store, SampleStore):
+            raise TypeError(
+                f"store must be a sample store, got a {type(store).__name__}: open a folder by Posterior.load(path)"
+            )
         self.store = store
         self.model = model
         self._why_no_model = "no model was given"

@@ -88,6 +88,11 @@ class Safeguards(pl.Callback):
                 else:
                     hook(trainer, pl_module, sample)
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        energies = chains_of(pl_module).energies
+        if energies is not None and energies.first_batches is not None:
+            energies.first_batches.end_epoch(trainer.fit_loop.batch_idx + 1)
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._interruption.end()
         if self._guard is not None:
