@@ -25,6 +25,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ class Setting:
 
 
 def _cyclical(steps: int) -> pl.Callback:
-    return CyclicalSchedule(num_cycles=10, exploration=0.5, samples_per_cycle=max(1, steps // 1000))
+    return CyclicalSchedule(num_cycles=12, exploration=0.5, samples_per_cycle=max(1, steps // 1000))
 
 
 def _every(steps: int) -> pl.Callback:
@@ -180,11 +181,7 @@ def fit(setting: str, logger: str, steps: int, every: int, trace_from: int | Non
             accelerator="cpu",
             max_steps=steps,
             check_val_every_n_epoch=10,
-            callbacks=[
-                *callbacks,
-                ModelCheckpoint(folder + "/checkpoints", every_n_train_steps=1000, save_last=True),
-                readings,
-            ],
+            callbacks=[*callbacks, checkpoints, readings],
             logger=_logger(logger, folder),
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -280,6 +277,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=250)
     parser.add_argument("--loggers", nargs="+", choices=LOGGERS, default=list(LOGGERS))
     parser.add_argument("--settings", nargs="+", default=["plain", *SETTINGS])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--trace", type=int)
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -295,11 +293,16 @@ def main() -> None:
         found = summary(readings.rows, options.steps) | {"minutes": round((time.monotonic() - start) / 60, 2)}
         options.out.write_text(json.dumps(found | {"grown": readings.grown, "readings": readings.rows}))
         return
+    cases = [
+        (setting, logger)
+        for setting in options.settings
+        for logger in (options.loggers if setting in ("plain", "all") else options.loggers[:1])
+    ]
     runs, lines = [], [HEADER]
     print(HEADER, flush=True)
-    for setting in options.settings:
-        for logger in options.loggers if setting in ("plain", "all") else options.loggers[:1]:
-            found = _in_new_process(setting, logger, options)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        results = pool.map(lambda case: _in_new_process(*case, options), cases)
+        for (setting, logger), found in zip(cases, results, strict=True):
             runs.append({"setting": setting, "logger": logger, **found})
             lines.append(_row(setting, logger, found))
             print(lines[-1], *found["grown"], sep="\n", flush=True)
