@@ -1,7 +1,6 @@
 """Monitors temperatures, mini-batch noise and energies of a chain, and warns with advice if they deviate."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.checks import check_count, check_flag, check_positive, check_within
 from lightning_sgmcmc.diagnostics.assessment import assess
 from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.diagnostics.observer import Clipping, GroupStep, StepObserver, unreduced
@@ -67,14 +67,11 @@ class ChainHealth(StepClaimant):
         warm_up: float = 0.25,
         warn: bool = True,
     ) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}")
-        if not 0 < tolerance < math.inf:
-            raise ValueError(f"tolerance must be positive and finite, got {tolerance}")
-        if not 0 < false_alarm_rate < 1:
-            raise ValueError(f"false_alarm_rate must be in (0, 1), got {false_alarm_rate}")
-        if not 0 <= warm_up < 1:
-            raise ValueError(f"warm_up must be in [0, 1), got {warm_up}")
+        check_count("every_n_steps", every_n_steps, optional=False)
+        check_positive("tolerance", tolerance)
+        check_within("false_alarm_rate", false_alarm_rate, "(0, 1)")
+        check_within("warm_up", warm_up, "[0, 1)")
+        check_flag("warn", warn)
         self.every_n_steps = every_n_steps
         self.tolerance = tolerance
         self.false_alarm_rate = false_alarm_rate

@@ -13,7 +13,7 @@ from lightning_sgmcmc.callbacks.schedule import run_length, schedule_of
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.checks import check_choice, check_count
+from lightning_sgmcmc.checks import check_choice, check_count, check_flag, check_kind
 from lightning_sgmcmc.contour import (
     ChainGroup,
     Contour,
@@ -113,22 +113,21 @@ class ContourGradient(StepClaimant):
         interacting: bool = False,
         exchange_every: int = 1,
     ) -> None:
-        if not isinstance(rules, ContourRules):
-            raise TypeError(f"rules must be a ContourRules, got {rules!r}: pass rules=ContourRules(zeta=…)")
-        check_count("exchange_every", exchange_every)
+        check_kind("rules", rules, ContourRules, optional=False)
+        check_kind("step_size", step_size, DecayingStepSize)
+        check_count("exchange_every", exchange_every, optional=False)
         if exchange_every > 1 and not interacting:
-            raise ValueError(
-                f"exchange_every={exchange_every} applies to interacting chains: pass interacting=True too, or omit "
-                "exchange_every out"
-            )
+            raise ValueError(f"exchange_every={exchange_every} needs interacting chains: pass interacting=True")
         check_count("warm_up_steps", warm_up_steps, least=0)
         check_choice("sample_energy", sample_energy, ("own", "step", "full"))
+        check_flag("include_prior", include_prior)
+        check_flag("interacting", interacting)
+        if rules.zeta == 0:
+            rank_zero_warn("ContourGradient has no effect: ContourRules(zeta=0) leaves the posterior as it is.")
         self.range = EnergyRange(num_bins, first_edge, width, lowest, headroom)
         if first_edge is None and warm_up_steps < 2:
-            raise ValueError(
-                f"the energy range is unknown: pass first_edge and width, or a warm-up to learn it from "
-                f"(warm_up_steps of a few hundred, got {warm_up_steps})"
-            )
+            remedy = f"a warm-up to learn it from (warm_up_steps of a few hundred, got {warm_up_steps})"
+            raise ValueError(f"the energy range is unknown: pass first_edge and width, or {remedy}")
         self.rules = rules
         self.step_size = step_size if step_size is not None else DecayingStepSize()
         self.warm_up_steps = warm_up_steps

@@ -47,7 +47,7 @@ class ControlVariates(SnapshotCallback):
     setting = "control_variates"
 
     def __init__(self, start_epoch: int = 0, every_n_epochs: int = 1, energy: bool = False) -> None:
-        super().__init__(start_epoch, every_n_epochs, energy=bool(energy), gradients=True)
+        super().__init__(start_epoch, every_n_epochs, energy=energy, gradients=True)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)

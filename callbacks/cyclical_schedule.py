@@ -8,7 +8,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_sgmcmc.callbacks.schedule import Schedule, run_length
 from lightning_sgmcmc.chains.state import Stage
-from lightning_sgmcmc.checks import check_count
+from lightning_sgmcmc.checks import check_count, check_number, check_within
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import Sampler
@@ -49,12 +49,10 @@ class CyclicalSchedule(Schedule):
         samples_per_cycle: int = 3,
         temperature: float | None = None,
     ) -> None:
-        check_count("num_cycles", num_cycles)
-        if not 0 <= exploration < 1:
-            raise ValueError(f"exploration must be in [0, 1), got {exploration}")
-        check_count("samples_per_cycle", samples_per_cycle)
-        if temperature is not None and not 0 <= temperature < math.inf:
-            raise ValueError(f"temperature must be finite and not negative, got {temperature}")
+        check_count("num_cycles", num_cycles, optional=False)
+        check_within("exploration", exploration, "[0, 1)")
+        check_count("samples_per_cycle", samples_per_cycle, optional=False)
+        check_number("temperature", temperature)
         self.num_cycles = num_cycles
         self.exploration = exploration
         self.samples_per_cycle = samples_per_cycle

@@ -5,6 +5,7 @@ from typing import Any, get_args
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian, refuse_loss_scaler
@@ -52,7 +53,7 @@ class EWSG(StepClaimant):
     With `CovarianceFriction` it is EWSG-VR; with `ControlVariates` the candidates' gradients are the corrected ones.
 
     Args:
-        num_proposals: M ≥ 0, the length of the Metropolis chain; 0 is the plain sampler, bit for bit.
+        num_proposals: M ≥ 0, the length of the Metropolis chain; 0 is the plain sampler, bit for bit, with a warning.
         guess: x's assumption about the momentum after the step: "unchanged" (the paper's choice, above; x = 0 without
             momentum), "stopped", x = (-1+hγ)·r/(σ√h), or x itself, "zero" or "one".
 
@@ -67,7 +68,9 @@ class EWSG(StepClaimant):
     setting = "ewsg"
 
     def __init__(self, num_proposals: int = 1, guess: Guess = "unchanged") -> None:
-        check_count("num_proposals", num_proposals, least=0)
+        check_count("num_proposals", num_proposals, least=0, optional=False)
+        if num_proposals == 0:
+            rank_zero_warn("EWSG has no effect: num_proposals=0 leaves it one batch to choose from; pass 1 or more.")
         check_choice("guess", guess, get_args(Guess))
         self.num_proposals = num_proposals
         self.guess = guess

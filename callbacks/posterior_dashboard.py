@@ -117,11 +117,13 @@ class PosteriorDashboard(SamplerCallback):
     ) -> None:
         if every not in ("sample", "cycle", "end"):
             raise ValueError(f"every must be 'sample', 'cycle' or 'end', got {every!r}")
-        if isinstance(figures, str):
-            raise ValueError(f"figures should be a list of names, got {figures!r}: write [{figures!r}]")
+        if isinstance(figures, str) or not isinstance(figures, Sequence | None):
+            raise ValueError(f"figures should be a list of names, got {figures!r}: write {[str(figures)]}")
         for unknown in set(figures or ()) - set(PARTS):
             raise ValueError(f"figures has an unknown name, {unknown!r}: choose from {', '.join(PARTS)}")
-        check_count("every_n_samples", every_n_samples)
+        check_count("every_n_samples", every_n_samples, optional=False)
+        if every_n_samples > 1 and every != "sample":
+            raise ValueError(f"every_n_samples={every_n_samples} applies to every='sample', got every={every!r}")
         check_count("geometry_samples", geometry_samples, least=2)
         check_count("segment_pairs", segment_pairs)
         check_count("segment_points", segment_points, least=2)

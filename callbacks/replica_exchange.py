@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
 from lightning_sgmcmc.callbacks.schedule import schedule_of
 from lightning_sgmcmc.chains.layout import layout_of
-from lightning_sgmcmc.checks import check_count, check_number
+from lightning_sgmcmc.checks import check_count, check_flag, check_number, check_within
 from lightning_sgmcmc.replica_exchange import attempted_pairs, log_swap_rate, swapped
 from lightning_sgmcmc.run.loggers import is_logged, log_scalars
 from lightning_sgmcmc.samplers import Sampler
@@ -71,6 +71,8 @@ class ReplicaExchange(StepClaimant):
         check_count("every_n_steps", every_n_steps)
         check_count("sampled_slots", sampled_slots)
         for name, values in (("temperatures", temperatures), ("lrs", lrs or [1.0])):
+            if isinstance(values, str) or not isinstance(values, Sequence):
+                raise TypeError(f"{name} must be a list with one number for each slot, got {values!r}")
             for value in values:
                 check_number(name, value)
         if len(temperatures) < 2 or list(temperatures) != sorted(set(temperatures)) or temperatures[0] <= 0:
@@ -78,10 +80,9 @@ class ReplicaExchange(StepClaimant):
         if lrs is not None and (len(lrs) != len(temperatures) or min(lrs) <= 0):
             raise ValueError(f"lrs must be {len(temperatures)} positive numbers, one for each slot, got {lrs}")
         check_number("noise_variance", noise_variance)
-        if not 0 < smoothing <= 1:
-            raise ValueError(f"smoothing must be in (0, 1], got {smoothing}")
-        if not correction >= 1:
-            raise ValueError(f"correction must be at least 1, got {correction}")
+        check_within("smoothing", smoothing, "(0, 1]")
+        check_within("correction", correction, "[1, inf)")
+        check_flag("include_prior", include_prior)
         if sampled_slots > len(temperatures):
             raise ValueError(f"sampled_slots must be at most the {len(temperatures)} slots, got {sampled_slots}")
         self.temperatures = tuple(float(value) for value in temperatures)

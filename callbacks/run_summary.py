@@ -8,10 +8,11 @@ from typing import Any
 import pytorch_lightning as pl
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.schedule import is_optimization
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.folder import run_folder
-from lightning_sgmcmc.run.results import markdown_table, write_results
+from lightning_sgmcmc.run.results import OPTIMIZED, markdown_table, write_results
 from lightning_sgmcmc.run.trainer import is_trial
 
 STAGE_NAMES = {"val": "validation data", "test": "test data"}
@@ -20,14 +21,16 @@ STAGE_NAMES = {"val": "validation data", "test": "test data"}
 class RunSummary(SamplerCallback):
     """Prints a table at the end of a fit or test, and writes `results.json` and `table.md` to the run's folder.
 
-    The table compares the mean single sample with the model average; it needs a `BayesianModelAverage`. A
-    `fast_dev_run` writes no files.
+    The table compares the mean single sample with the model average; it needs a `BayesianModelAverage`. At temperature
+    0 it calls the samples states of an optimization. A `fast_dev_run` writes no files.
 
     Args:
         name: the run's name in `results.json`.
     """
 
     def __init__(self, name: str = "run") -> None:
+        if not isinstance(name, str) or not name.strip():
+            raise ValueError(f"name must be a text for results.json, got {name!r}")
         self.name = name
         self._seconds = 0.0
         self._start = time.monotonic()
@@ -48,20 +51,22 @@ class RunSummary(SamplerCallback):
         if not trainer.is_global_zero or evaluation is None or not evaluation.members:
             return
         rows = _rows(evaluation)
+        what = OPTIMIZED if is_optimization(trainer, module) else "posterior samples"
         if not is_trial(trainer):
-            self._write_files(folder, module, stage, rows)
+            self._write_files(folder, module, stage, rows, what)
         worth = evaluation.effective_sample_size
-        counted = f"{len(evaluation.members)} posterior samples" + (
-            f", worth {worth:.1f}," if worth is not None else ""
-        )
+        counted = f"{len(evaluation.members)} {what}" + (f", worth {worth:.1f}," if worth is not None else "")
         _print_table(evaluation, f"{counted} on the {STAGE_NAMES[stage]}", folder)
 
-    def _write_files(self, folder: Path, module: BayesianModule, stage: str, rows: list[dict[str, Any]]) -> None:
+    def _write_files(
+        self, folder: Path, module: BayesianModule, stage: str, rows: list[dict[str, Any]], what: str
+    ) -> None:
         results = {
             "recipe": self.name,
             "scale": "run",
             "seed": module.chains.seed,
             "stage": stage,
+            "samples": what,
             "rows": rows,
             "seconds": round(self._seconds, 3),
         }

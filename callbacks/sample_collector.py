@@ -11,7 +11,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import require_schedule
 from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.checks import check_count
+from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.description import NotDescribableError, describe
 from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
@@ -52,6 +52,12 @@ class SampleCollector(SamplerCallback):
         every_n_samples: int = 1,
         max_samples: int | None = None,
     ) -> None:
+        check_flag("in_memory", in_memory)
+        if dirpath is not None and (not str(dirpath).strip() or Path(dirpath) == Path()):
+            raise ValueError(
+                f"dirpath={str(dirpath)!r} is the working folder, and samples need a folder of their own: pass "
+                "dirpath='samples', or omit it to use the run's folder"
+            )
         if in_memory and dirpath is not None:
             raise ValueError(
                 f"in_memory=True writes no files, so dirpath={str(dirpath)!r} has no effect: pass only one of them"

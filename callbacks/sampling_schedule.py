@@ -6,7 +6,7 @@ import pytorch_lightning as pl
 
 from lightning_sgmcmc.callbacks.schedule import Schedule, run_length
 from lightning_sgmcmc.chains.state import Stage
-from lightning_sgmcmc.checks import check_count
+from lightning_sgmcmc.checks import check_count, check_kind, check_number
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.trainer import is_trial
 from lightning_sgmcmc.samplers import Sampler
@@ -61,15 +61,13 @@ class SamplingSchedule(Schedule):
             ("burn_in_epochs", burn_in_epochs, 0),
             ("every_n_steps", every_n_steps, 1),
             ("every_n_epochs", every_n_epochs, 1),
-            ("burn_in_temperature", burn_in_temperature, 0),
-            ("temperature", temperature, 0),
         ):
-            if name.endswith(("steps", "epochs")):
-                check_count(name, value, least)
-            if value is not None and not value >= least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
-            if value == math.inf:
-                raise ValueError(f"{name} must be finite, got {value}")
+            check_count(name, value, least)
+        check_number("burn_in_temperature", burn_in_temperature)
+        check_number("temperature", temperature)
+        check_kind("lr_decay", lr_decay, PolynomialDecay)
+        check_kind("lr_annealing", lr_annealing, Annealing)
+        check_kind("temperature_annealing", temperature_annealing, Annealing)
         self.burn_in_steps = burn_in_steps
         self.burn_in_epochs = burn_in_epochs
         self.every_n_steps = every_n_steps

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.chains.chains import chains_of
@@ -61,6 +62,11 @@ class Schedule(SamplerCallback):
             group.setdefault("initial_lr", group["lr"])
         module.chains.progress.schedule = type(self).__name__
         self.plan(trainer, module)
+        if is_optimization(trainer, module):
+            rank_zero_warn(
+                "temperature=0 is optimization: the states that this run collects are not samples of the posterior, "
+                "and their average is a snapshot ensemble."
+            )
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -74,6 +80,13 @@ class Schedule(SamplerCallback):
         # Micro-batches that only accumulate, and steps that a loss scaler skipped, do not advance the counter.
         if self._sampler.step_count == self._step and self.draws(self._step):
             chains_of(pl_module).progress.sample_due = True
+
+
+def is_optimization(trainer: pl.Trainer, module: BayesianModule) -> bool:
+    """Return whether a run collects its states at temperature 0, so that they are not samples of a posterior."""
+    own = getattr(schedule_of(trainer), "temperature", None)
+    temperature = module.temperature if own is None else own
+    return temperature == 0 or (isinstance(temperature, tuple) and not any(temperature))
 
 
 def run_length(trainer: pl.Trainer) -> float:

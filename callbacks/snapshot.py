@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, refuse_loss_scaler
 from lightning_sgmcmc.chains.chains import Chains, chains_of
 from lightning_sgmcmc.chains.stateless import undisturbed_generators
-from lightning_sgmcmc.checks import check_count
+from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.evaluation.full_data import pass_over_data
 from lightning_sgmcmc.subsampling.snapshot import Snapshot
 
@@ -37,6 +37,7 @@ class SnapshotCallback(SamplerCallback):
     def __init__(self, start_epoch: int, every_n_epochs: int, energy: bool, gradients: bool) -> None:
         check_count("start_epoch", start_epoch, least=0)
         check_count("every_n_epochs", every_n_epochs)
+        check_flag("energy", energy)
         self.start_epoch = start_epoch
         self.every_n_epochs = every_n_epochs
         self.energy = energy

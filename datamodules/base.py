@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
 from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader
 
 
@@ -50,8 +51,8 @@ class ArrayDataModule(pl.LightningDataModule):
 
     def __init__(self, batch_size: int, drop_last: bool = False, seed: int = 0) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        check_count("batch_size", batch_size, optional=False)
+        check_count("seed", seed, least=0, optional=False)
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.seed = seed

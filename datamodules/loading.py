@@ -18,10 +18,14 @@ class TensorBatches(Dataset[tuple[Tensor, ...]]):
         transform: applied to the inputs of each batch, for instance to turn uint8 images into normalised floats.
 
     Raises:
+        TypeError: if one is not a tensor.
         ValueError: if there are no tensors, or their lengths or devices differ.
     """
 
     def __init__(self, *tensors: Tensor, transform: Callable[[Tensor], Tensor] | None = None) -> None:
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"tensors must be torch tensors, got a {type(tensor).__name__}: use torch.as_tensor")
         if not tensors or len({len(tensor) for tensor in tensors}) != 1:
             raise ValueError(f"tensors must have the same length, got lengths {[len(tensor) for tensor in tensors]}")
         if len({tensor.device for tensor in tensors}) != 1:

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
+from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.datamodules.base import replica_of
 
 
@@ -43,8 +44,13 @@ class DatasetDataModule(pl.LightningDataModule):
         order: Callable[[OrderSpec], BatchOrder] = BatchOrder,
     ) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        check_count("batch_size", batch_size, optional=False)
+        check_count("num_workers", num_workers, least=0, optional=False)
+        check_count("num_data", num_data)
+        for name, part in (("train", train), ("val", val), ("test", test)):
+            _check_data_set(name, part)
+        if not callable(order):
+            raise TypeError(f"order must be a function that makes an order of the data, got {order!r}: pass BatchOrder")
         length = len(train) if hasattr(train, "__len__") else None
         if length is None and num_data is None:
             raise ValueError("the training data have no length: give num_data, the number of data N")
@@ -92,3 +98,19 @@ class DatasetDataModule(pl.LightningDataModule):
 
     def predict_dataloader(self) -> Any:
         return self._loader(self.test)
+
+
+def _check_data_set(name: str, data: Any) -> None:
+    """Raise unless `data` can be a data set.
+
+    Raises:
+        TypeError: for a loader, a class, or None as training data.
+    """
+    if isinstance(data, DataLoader | ResumableLoader):
+        raise TypeError(
+            f"{name} is a {type(data).__name__}, which counts batches, not data: pass its dataset (loader.dataset)"
+        )
+    if isinstance(data, type):
+        raise TypeError(f"{name}={data.__name__} is a class: pass an instance, {name}={data.__name__}(…)")
+    if data is None and name == "train":
+        raise TypeError("train is None: pass a data set with the training data")

@@ -6,21 +6,39 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def check_number(name: str, value: Any) -> None:
-    """Raise unless `value` is None or a finite number ≥ 0."""
-    if value is None:
+def check_number(name: str, value: Any, optional: bool = True) -> None:
+    """Raise unless `value` is a finite number ≥ 0, or None if it is optional."""
+    if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    _check_real(name, value)
     if not (float(value) >= 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be a finite number and not negative, got {value}")
 
 
+def _check_real(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+
+
+def check_within(name: str, value: Any, interval: str) -> None:
+    """Raise unless `value` is a number in an interval, written as in "(0, 1]" or "[0, inf)"."""
+    _check_real(name, value)
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    above = value >= low if interval[0] == "[" else value > low
+    below = value <= high if interval[-1] == "]" else value < high
+    if not (above and below):
+        raise ValueError(f"{name} must be in {interval}, got {value}")
+
+
+def check_flag(name: str, value: Any, optional: bool = False) -> None:
+    """Raise unless `value` is True or False, or None if it is optional; a text such as "no" would count as True."""
+    if not isinstance(value, bool) and not (value is None and optional):
+        raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+
+
 def check_positive(name: str, value: Any) -> None:
     """Raise unless `value` is a finite number > 0."""
-    if value is None:
-        raise TypeError(f"{name} must be a number, got None")
-    check_number(name, value)
+    check_number(name, value, optional=False)
     if value == 0:
         raise ValueError(f"{name} must be positive, got {value}")
 
@@ -36,14 +54,20 @@ def check_control(name: str, value: Any) -> None:
         check_number(name, one)
 
 
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raise unless `value` is None or a whole number ≥ `least`."""
-    if value is None:
+def check_count(name: str, value: Any, least: int = 1, optional: bool = True) -> None:
+    """Raise unless `value` is a whole number ≥ `least`, or None if it is optional."""
+    if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r} of type {type(value).__name__}")
     if int(value) < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_kind(name: str, value: Any, kind: type, optional: bool = True) -> None:
+    """Raise unless `value` is an object of a class, or None if it is optional."""
+    if not isinstance(value, kind) and not (value is None and optional):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}: pass {name}={kind.__name__}(…)")
 
 
 def is_of_other_namespace(value: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_sgmcmc.checks import check_flag, check_within
 from lightning_sgmcmc.diagnostics.metrics import classification_metrics, predictive_entropy
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
 
@@ -26,6 +27,9 @@ class Likelihood(nn.Module, ABC):
     metric_names: tuple[str, ...] = ("nll",)
     """The names that `metrics` returns."""
 
+    applies_itself: tuple[type[nn.Module], ...] = ()
+    """Layers that the likelihood applies to the output, so that a network must not end in one."""
+
     @abstractmethod
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         """Return log p(target | output) of each datum, shape (n,)."""
@@ -35,11 +39,15 @@ class Likelihood(nn.Module, ABC):
         """Return the tensors, first axis n, whose average over samples describes the predictive distribution."""
 
     def check_target(self, output: Tensor, target: Tensor) -> None:
-        """Check the values of targets; called with the first batch of a fit.
+        """Check the values of outputs and targets; called with some of a fit's first batches, and after a failure.
 
         Raises:
-            ValueError: if the likelihood has no density for a target.
+            ValueError: if the likelihood has no density for a target, or the outputs are of another kind.
         """
+
+    def doubt(self, low: float, high: float) -> str | None:
+        """Return what is probably wrong if all outputs of a fit's first batches are in [low, high], or None."""
+        return None
 
     def target_terms(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
         """Return the tensors to average that depend on the target, for `metrics`."""
@@ -118,7 +126,19 @@ class Categorical(_ClassLikelihood):
         # By default torch ignores the label -100, as if the datum were certain.
         return -F.cross_entropy(_at_least_float32(output), target, reduction="none", ignore_index=NO_LABEL)
 
+    applies_itself = (nn.Softmax, nn.Softmax2d)
+
     def check_target(self, output: Tensor, target: Tensor) -> None:
+        if output.dim() == 2 and output.shape[1] == 1:
+            raise ValueError(
+                "Categorical: one logit makes every datum certain, so nothing would be learned: use Bernoulli, or a "
+                "network with one output for each class"
+            )
+        if output.dim() == 2 and len(output) and _are_probabilities(output):
+            raise ValueError(
+                f"Categorical: the outputs lie in [{output.min().item():.3g}, {output.max().item():.3g}] and each row "
+                "sums to 1, but it needs logits: remove the softmax"
+            )
         if target.dim() == 1 and output.dim() == 2 and not target.is_floating_point() and len(target):
             low, high = target.min().item(), target.max().item()
             if low < 0 or high >= output.shape[1]:
@@ -143,7 +163,19 @@ class Bernoulli(_ClassLikelihood):
         label = self._column(target, "target")
         if logit.shape != label.shape:
             raise ValueError(f"Bernoulli: {len(logit)} outputs for {len(label)} targets")
-        return -F.binary_cross_entropy_with_logits(logit, label.to(logit.dtype), reduction="none")
+        log_prob = -F.binary_cross_entropy_with_logits(logit, label.to(logit.dtype), reduction="none")
+        # Other labels have probability 0; the formula would still return a number for them.
+        return log_prob.masked_fill((label != 0) & (label != 1), -math.inf)
+
+    applies_itself = (nn.Sigmoid, nn.LogSigmoid, nn.Softmax)
+
+    def doubt(self, low: float, high: float) -> str | None:
+        if not 0 <= low <= high <= 1:
+            return None
+        return (
+            f"all outputs lie in [{low:.3g}, {high:.3g}], but Bernoulli needs logits, which are usually negative for "
+            "some data: if the network applies a sigmoid, remove it"
+        )
 
     def check_target(self, output: Tensor, target: Tensor) -> None:
         odd = target[(target != 0) & (target != 1)]
@@ -190,8 +222,8 @@ class Gaussian(Likelihood):
 
     def __init__(self, std: float = 1.0, learned: bool = False) -> None:
         super().__init__()
-        if not (std > 0 and math.isfinite(std)):
-            raise ValueError(f"std must be a positive number, got {std}")
+        check_within("std", std, "(0, inf)")
+        check_flag("learned", learned)
         self.std = float(std)
         self.learned = learned
         log_std = torch.tensor(math.log(std))
@@ -202,7 +234,7 @@ class Gaussian(Likelihood):
 
     def check_target(self, output: Tensor, target: Tensor) -> None:
         if target.is_floating_point() and not target.isfinite().all():
-            raise ValueError("Gaussian: targets must be finite numbers, and the first batch has NaN or infinite ones")
+            raise ValueError("Gaussian: targets must be finite numbers, and a batch has NaN or infinite ones")
 
     def extra_repr(self) -> str:
         return f"std={self.std}, learned={self.learned}"
@@ -263,6 +295,13 @@ class Gaussian(Likelihood):
                 f"Gaussian: outputs of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)}"
             )
         return output, target
+
+
+def _are_probabilities(output: Tensor) -> bool:
+    """Return whether all rows are in [0, 1] and sum to 1, up to rounding."""
+    tolerance = 1e-4 if output.dtype in (torch.float32, torch.float64) else 0.02
+    rows = output.detach().float()
+    return bool(((rows >= 0).all() & ((rows.sum(1) - 1).abs() <= tolerance).all()).item())
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:

@@ -28,6 +28,10 @@ ONLY_FOR_TRAINING = {
 """Constructor arguments that a store does not need to rebuild the network."""
 
 
+SET_BY_MODULE = ("lr", "temperature", "num_data", "num_chains", "seed", "first_chain")
+"""Arguments that a `BayesianModule` passes to its sampler."""
+
+
 class EnergyModel(pl.LightningModule):
     """The part of a `BayesianModule` that a user defines: forward, likelihood, prior, score.
 
@@ -58,8 +62,6 @@ class EnergyModel(pl.LightningModule):
                 self._compiled_net = [net]
         self.likelihood = likelihood
         self.prior = prior if prior is not None else GaussianPrior()
-        self.checks_targets = True
-        """Whether to check the next training batch's targets: once per fit, since the check synchronizes the device."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the network's output for its inputs, for one chain; override it with arguments of your own."""
@@ -85,9 +87,6 @@ class EnergyModel(pl.LightningModule):
                 f"{type(self).__name__} needs a likelihood: pass likelihood=… or define log_likelihood(batch)"
             )
         output, target = self.output_and_target(batch)
-        if self.checks_targets and self.training:
-            self.likelihood.check_target(output.detach(), target)
-            self.checks_targets = False
         return self.likelihood.log_prob(output, target)
 
     def log_prior(self) -> Tensor:
@@ -141,7 +140,6 @@ def check_model(model: EnergyModel) -> None:
         ValueError: for manual optimization, or a missing likelihood or network.
     """
     name = type(model).__name__
-    model.checks_targets = True
     check_layers(model)
     if not model.automatic_optimization:
         raise ValueError(
@@ -153,6 +151,19 @@ def check_model(model: EnergyModel) -> None:
     overridden = any(overrides(model, method) for method in ("forward", "log_likelihood", "output_and_target"))
     if "net" not in model._modules and not overridden:
         raise ValueError(f"{name} needs a network: pass net=… or define forward")
+    last, likelihood = _last_layer(getattr(model, "net", None)), model.likelihood
+    if likelihood is not None and isinstance(last, likelihood.applies_itself):
+        raise ValueError(
+            f"net ends in {type(last).__name__}, which {type(likelihood).__name__} applies itself: it needs logits, so "
+            "remove that layer"
+        )
+
+
+def _last_layer(network: Any) -> Any:
+    """Return the last layer of a sequential network, else the network."""
+    while isinstance(network, nn.Sequential) and len(network) > 0:
+        network = network[-1]
+    return network
 
 
 OWN_STEPS = {
@@ -222,8 +233,17 @@ def check_part(name: str, value: Any, kind: type) -> None:
     raise TypeError(f"{name} should be a {kind.__name__}, got a {type(value).__name__}")
 
 
-def check_sampler(sampler: Any) -> None:
-    """Raise unless `sampler` is a sampler factory, and if it sets a weight decay, which would count the prior twice."""
+def check_sampler(sampler: Any, lr: Any = None) -> None:
+    """Raise unless `sampler` is a sampler factory that leaves the module's own arguments to the module.
+
+    Args:
+        sampler: the argument of `BayesianModule`.
+        lr: the module's lr; with None the factory may set its own.
+
+    Raises:
+        TypeError: if it is no factory of samplers.
+        ValueError: if it sets an argument that the module sets, or a weight decay, which would count the prior twice.
+    """
     made = sampler.func if isinstance(sampler, functools.partial) else sampler
     if not callable(made):
         raise TypeError(
@@ -240,6 +260,25 @@ def check_sampler(sampler: Any) -> None:
             "weight decay is a Gaussian prior, which the potential energy already contains: omit weight_decay, "
             "and pass prior=GaussianPrior(std=…) with std² = 1/(N·weight_decay)"
         )
+    for name, value in _set_twice(sampler, lr).items():
+        raise ValueError(
+            f"sampler=partial({name_of(sampler)}, {name}={value!r}) has no effect, since the module sets {name}: pass "
+            f"{'seed' if name == 'first_chain' else name}=… to the module instead"
+        )
+
+
+def _set_twice(sampler: Any, lr: Any) -> dict[str, Any]:
+    """Return the keyword arguments of a partial that the module overrides."""
+    if not isinstance(sampler, functools.partial):
+        return {}
+    overridden = {n: v for n, v in sampler.keywords.items() if n in SET_BY_MODULE and (n != "lr" or lr is not None)}
+    if isinstance(sampler.func, type):
+        return overridden
+    # The command line's partial holds all arguments, those that the user left out by their defaults.
+    cls = next((part for part in sampler.args if isinstance(part, type)), None)
+    signatures = [inspect.signature(kind).parameters for kind in (cls, Sampler) if kind is not None]
+    defaults = {n: p.default for parameters in reversed(signatures) for n, p in parameters.items()}
+    return {n: v for n, v in overridden.items() if v != defaults.get(n)}
 
 
 def name_of(factory: Any) -> str:

@@ -97,7 +97,7 @@ class BayesianModule(EnergyModel):
     ) -> None:
         super().__init__(net, likelihood, prior)
         check_methods(self, BayesianModule)
-        check_sampler(sampler)
+        check_sampler(sampler, lr)
         for name, value in (("temperature", temperature), ("lr", lr)):
             check_control(name, value)
         check_count("num_data", num_data)
@@ -115,7 +115,7 @@ class BayesianModule(EnergyModel):
         self._given_num_data = num_data
         self.nonfinite_energy = nonfinite_energy
         self.max_skipped_in_a_row = max_skipped_in_a_row
-        self.chains = Chains(self, num_chains, chain_start, shared_batch, chain_execution, bool(compile), seed)
+        self.chains = Chains(self, num_chains, chain_start, shared_batch, chain_execution, compile, seed)
         """The chains of this process, their energies and state."""
         self.posterior: Posterior | None = None
         """The collected samples, if a callback collects them."""
@@ -301,6 +301,7 @@ class BayesianModule(EnergyModel):
             raise ValueError(f"{type(self).__name__} has no trainable parameters to sample: set requires_grad")
         with self.at_chain(0):
             self.prior.log_prob(named_trainable(self))  # raises now if a parameter has no prior
+        self.prior.check_names(list(chains.trainable))
         self.num_data = resolve_num_data(self._given_num_data, self.trainer, type(self).__name__)
         chains.reset(self.num_data)
         self.contour = None

@@ -2,12 +2,14 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+from lightning_sgmcmc.checks import check_within
 
 Scale: TypeAlias = "float | Mapping[str, float]"
 
@@ -32,24 +34,36 @@ class Prior(ABC):
         result: Tensor = torch.vmap(self.log_prob)(dict(parameters))
         return result
 
+    def check_names(self, names: Collection[str]) -> None:  # noqa: B027
+        """Check the names of the parameters before a fit.
+
+        Raises:
+            ValueError: if the prior does not suit a network with these parameters.
+        """
+
 
 class ScalePrior(Prior):
     """Base of the independent priors with one scale for all parameters, or one for each name pattern.
 
     Args:
         scale: one positive number, or numbers by name pattern (`{"*.bias": 10.0, "net.0.*": 0.5, "*": 1.0}`,
-            shell-style). The first pattern that matches a parameter's name applies.
+            shell-style). The first pattern that matches a parameter's name applies. Every pattern except "*" has
+            to apply to a parameter.
         name: the constructor's name for `scale`, for messages.
 
     Raises:
-        ValueError: if a scale is not a positive number.
+        ValueError: if a scale is not a positive number; when a fit begins, if a pattern applies to no parameter.
+        TypeError: if a scale is not a number, or a pattern not a text.
     """
 
     def __init__(self, scale: Scale, name: str) -> None:
         scales = scale if isinstance(scale, Mapping) else {"*": scale}
+        if not scales:
+            raise ValueError(f"the prior's {name} has no patterns: pass one number, or numbers by pattern")
         for pattern, value in scales.items():
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"the prior's {name} must be a positive number, got {value} for '{pattern}'")
+            if not isinstance(pattern, str):
+                raise TypeError(f"the prior's {name} has the pattern {pattern!r}: patterns are texts such as '*.bias'")
+            _check_scale(f"the prior's {name}", value, pattern)
         self._scales = {pattern: float(value) for pattern, value in scales.items()}
         self._scale_name = name
 
@@ -66,6 +80,23 @@ class ScalePrior(Prior):
             f"the prior's {self._scale_name} has no pattern for the parameter '{parameter_name}': add one, or '*' for "
             "the rest"
         )
+
+    def check_names(self, names: Collection[str]) -> None:
+        applied = {next((p for p in self._scales if fnmatchcase(name, p)), None) for name in names}
+        for pattern in self._scales:
+            if pattern in applied or pattern == "*":
+                continue
+            shadowed = next((name for name in names if fnmatchcase(name, pattern)), None)
+            if shadowed is None:
+                raise ValueError(
+                    f"the prior's {self._scale_name} has the pattern '{pattern}', which no trainable parameter matches "
+                    f"({', '.join(list(names)[:4])}, …): correct or remove it"
+                )
+            first = next(p for p in self._scales if fnmatchcase(shadowed, p))
+            raise ValueError(
+                f"the prior's {self._scale_name} never uses the pattern '{pattern}', because '{first}' comes before it "
+                f"and also matches '{shadowed}': put '{pattern}' first"
+            )
 
     def __repr__(self) -> str:
         value: Any = self._scales["*"] if list(self._scales) == ["*"] else self._scales
@@ -158,8 +189,7 @@ class StudentTPrior(ScalePrior):
 
     def __init__(self, df: float = 3.0, scale: Scale = 1.0) -> None:
         super().__init__(scale, "scale")
-        if not (df > 0 and math.isfinite(df)):
-            raise ValueError(f"the prior's df must be a positive number, got {df}")
+        check_within("the prior's df", df, "(0, inf)")
         self.df = float(df)
 
     def log_prob(self, parameters: Mapping[str, Tensor]) -> Tensor:
@@ -196,6 +226,16 @@ class _GaussianLogDensity(torch.autograd.Function):
             gradients = torch._foreach_mul(tensors, [-1 / s**2 for s in stds])
             torch._foreach_mul_(gradients, grad)
         return (None, None, None, *gradients)
+
+
+def _check_scale(name: str, value: Any, pattern: str) -> None:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise TypeError(f"{name} must be one number for each pattern, got {value.numel()} numbers for '{pattern}'")
+    number = value.item() if isinstance(value, Tensor) else value
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__} for '{pattern}'")
+    if not (number > 0 and math.isfinite(number)):
+        raise ValueError(f"{name} must be a positive number, got {value} for '{pattern}'")
 
 
 class FlatPrior(Prior):

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from lightning_sgmcmc.checks import check_count, check_positive, check_within
+
 
 @dataclass(frozen=True)
 class CyclicalPlan:
@@ -115,8 +117,9 @@ class PolynomialDecay:
     gamma: float = 0.55
 
     def __post_init__(self) -> None:
-        if not (self.a > 0 and self.b >= 0 and self.gamma >= 0):
-            raise ValueError(f"a polynomial decay needs a > 0, b ≥ 0 and gamma ≥ 0, got {self}")
+        check_positive("a", self.a)
+        for name, value in (("b", self.b), ("gamma", self.gamma)):
+            check_within(name, value, "[0, inf)")
 
     def __call__(self, step: int) -> float:
         """Return lr_k."""
@@ -144,8 +147,8 @@ class Annealing:
     start_epoch: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.divisor >= 1 and self.start_epoch >= 0):
-            raise ValueError(f"an annealing needs divisor ≥ 1 and start_epoch ≥ 0, got {self}")
+        check_within("divisor", self.divisor, "[1, inf)")
+        check_count("start_epoch", self.start_epoch, least=0)
 
     def factor(self, epoch: int) -> float:
         """Return the factor of the value in an epoch, counted from 0."""

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec, batches_per_epoch
 from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything
 
 
@@ -62,10 +63,19 @@ class ResumableLoader:
             raise ValueError(
                 f"{type(dataset).__name__} has no length, so the order of its data cannot be fixed: use a DataLoader"
             )
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        if num_workers < 0:
-            raise ValueError(f"num_workers must not be negative, got {num_workers}")
+        if isinstance(dataset, DataLoader | ResumableLoader):
+            raise TypeError(
+                f"dataset is a {type(dataset).__name__}, which counts batches, not data: pass its dataset "
+                "(loader.dataset)"
+            )
+        check_count("batch_size", batch_size, optional=False)
+        check_count("num_workers", num_workers, least=0, optional=False)
+        check_count("seed", seed, least=0)
+        check_count("chain", chain, least=0, optional=False)
+        check_count("num_replicas", num_replicas)
+        check_count("rank", rank, least=0)
+        if not callable(order):
+            raise TypeError(f"order must be a function that makes an order of the data, got {order!r}: pass BatchOrder")
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.dataset = dataset
         self.num_data = len(dataset)
@@ -77,6 +87,8 @@ class ResumableLoader:
         """The chains that get a batch of their own each; one gets plain batches, several get `ChainBatches`."""
         self.num_replicas = num_replicas or (torch.distributed.get_world_size() if distributed else 1)
         self.rank = rank if rank is not None else (torch.distributed.get_rank() if distributed else 0)
+        if self.rank >= self.num_replicas:
+            raise ValueError(f"rank must be below num_replicas={self.num_replicas}, got {self.rank}")
         self.pin_memory = pin_memory
         self.order = order
         self._seed = seed

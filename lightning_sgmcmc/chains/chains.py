@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.claims import Claims
 from lightning_sgmcmc.chains.energies import ChainEnergies, Execution
+from lightning_sgmcmc.chains.first_batches import FirstBatches
 from lightning_sgmcmc.chains.layout import ChainLayout, layout_of
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.state import Accumulation, Counters, ObservedEnergy, Progress, SampleTags
 from lightning_sgmcmc.chains.stateless import state_of
-from lightning_sgmcmc.checks import check_choice, check_count
+from lightning_sgmcmc.checks import check_choice, check_count, check_flag
 from lightning_sgmcmc.model import EnergyModel, check_layers, name_of, named_trainable
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed, reseed
@@ -58,10 +59,12 @@ class Chains:
         compiled: bool = False,
         seed: int | None = None,
     ) -> None:
-        check_count("num_chains", num_chains)
+        check_count("num_chains", num_chains, optional=False)
         check_count("seed", seed, least=0)
         check_choice("chain_start", start, ("own", "same"))
         check_choice("chain_execution", execution, ("auto", "loop", "vmap"))
+        check_flag("shared_batch", shared_batch)
+        check_flag("compile", compiled)
         self.model = model
         self.num_chains = num_chains
         self.start = start
@@ -233,6 +236,7 @@ class Chains:
         self.energies = ChainEnergies(
             self.model, self.stacked, self.execution, self.compiled, self.observed.num_data, self.trainable
         )
+        self.energies.first_batches = FirstBatches(self.model, self.stacked, self.observed.num_data, trainer)
         # A data-parallel wrapper sees only the stacked parameters.
         wrapped = isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
         self.energies.through_stack = wrapped and self.stacked is not None

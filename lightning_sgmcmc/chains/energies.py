@@ -1,17 +1,17 @@
 """Energies of several chains: computed one after another or all at once, compiled or not."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.chains.first_batches import FirstBatches
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.starts import layer_at_fault
 from lightning_sgmcmc.chains.state import StepEnergy
-from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode, state_of, undisturbed_generators
+from lightning_sgmcmc.chains.stateless import StatelessCall, state_of
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
 
 Execution = Literal["auto", "loop", "vmap"]
@@ -55,7 +55,8 @@ class ChainEnergies:
         self._replays = compiled and model.device.type == "cuda"
         self._kept: dict[Tensor, Tensor] = {}
         self._network = self._compile() if compiled else None
-        self._looked = False
+        self.first_batches: FirstBatches | None = None
+        """Checks a fit's first batches; None outside a fit."""
         self.through_stack = False
         """Whether gradients reach the stacked parameters through the graph, as a data-parallel wrapper requires."""
 
@@ -80,14 +81,14 @@ class ChainEnergies:
             keeps_each: also return log p(y|x,θ) for each datum.
 
         Raises:
-            ValueError: if the batch has another number of chains, or `log_likelihood` returns another shape than (n,).
+            ValueError: if the batch has another number of chains, `log_likelihood` returns another shape than (n,), or
+                one of a fit's first batches does not suit the likelihood or N.
         """
         chains = self._chains
         if isinstance(batch, ChainBatches) and (chains is None or len(batch) != chains.num_chains):
             own = 1 if chains is None else chains.num_chains
             raise ValueError(f"the batch has {len(batch)} chains, the module {own}: make one batch for each chain")
-        if (self._vmapped or self._compiled) and not self._looked:
-            self._look_at_targets(batch)
+        looks = self.first_batches is not None and self.first_batches.takes(batch)
         if chains is None:
             each, log_prior = self._of_network(None, batch), self._log_prior(self._trainable)
             # A compiled network's mean over the last axis and a plain one's over all differ in rounding.
@@ -100,7 +101,9 @@ class ChainEnergies:
             through_stack = self.through_stack if through_stack is None else through_stack
             rows, log_prior = self._one_by_one(chains, batch, through_stack, seed_chain)
             mean, size = torch.stack([row.mean() for row in rows]), len(rows[0])
-            each = torch.stack(rows) if keeps_each else mean
+            each = torch.stack(rows) if keeps_each or looks else mean
+        if looks and self.first_batches is not None:
+            self.first_batches.after(each)
         potential = torch.add(mean, log_prior, alpha=1 / self.num_data).neg()
         return StepEnergy(potential, log_prior.detach(), each.detach() if keeps_each else None, size)
 
@@ -201,16 +204,3 @@ class ChainEnergies:
             if parameter.requires_grad:
                 kept = self._kept.get(parameter)
                 self._kept[parameter] = parameter.grad = torch.zeros_like(parameter) if kept is None else kept.zero_()
-
-    def _look_at_targets(self, batch: Any) -> None:
-        """Check the first targets outside vmap and compiled code, which cannot read values."""
-        self._looked = True
-        model, chains = self._model, self._chains
-        model.checks_targets = False
-        if model.likelihood is None or overrides(model, "log_likelihood"):
-            return
-        first = batch[0] if isinstance(batch, ChainBatches) else batch
-        with torch.no_grad(), undisturbed_generators(model), evaluation_mode(model):
-            with chains.at(0) if chains is not None else nullcontext():
-                output, target = model.output_and_target(first)
-            model.likelihood.check_target(output, target)

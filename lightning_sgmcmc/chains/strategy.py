@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from lightning_sgmcmc.chains.checkpoint import join_sampler, join_tensors, split_sampler, split_tensors
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 
@@ -50,8 +51,7 @@ class ChainStrategy(DDPStrategy):
     strategy_name = "chains"
 
     def __init__(self, ranks_per_chain: int = 1, **options: Any) -> None:
-        if ranks_per_chain < 1:
-            raise ValueError(f"ranks_per_chain must be at least 1, got {ranks_per_chain}")
+        check_count("ranks_per_chain", ranks_per_chain, optional=False)
         super().__init__(**options)
         self.ranks_per_chain = ranks_per_chain
         self._group: Any = None

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_sgmcmc.checks import check_number
+from lightning_sgmcmc.checks import check_number, check_within
 from lightning_sgmcmc.contour.partition import EnergyPartition
 
 
@@ -32,8 +32,7 @@ class EnergyRange:
 
     def __post_init__(self) -> None:
         check_number("headroom", self.headroom)
-        if not 0 < self.lowest < 1:
-            raise ValueError(f"lowest must be in (0, 1), got {self.lowest}")
+        check_within("lowest", self.lowest, "(0, 1)")
         if self.first_edge is not None and self.width is None:
             raise ValueError(
                 f"first_edge={self.first_edge} needs a width: pass both, or neither to learn both in a warm-up"

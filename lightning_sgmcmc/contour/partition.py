@@ -1,12 +1,11 @@
 """A partition of the energy axis into bins."""
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.checks import check_count
+from lightning_sgmcmc.checks import check_count, check_positive, check_within
 
 PLACES = 2**16
 """Positions in an energy bin that an encoded energy distinguishes."""
@@ -39,10 +38,8 @@ class EnergyPartition:
 
     def __post_init__(self) -> None:
         check_count("num_bins", self.num_bins, least=2)
-        if not math.isfinite(self.first_edge):
-            raise ValueError(f"first_edge must be finite, got {self.first_edge}")
-        if not 0 < self.width < math.inf:
-            raise ValueError(f"width must be positive and finite, got {self.width}")
+        check_within("first_edge", self.first_edge, "(-inf, inf)")
+        check_positive("width", self.width)
 
     @property
     def last_edge(self) -> float:

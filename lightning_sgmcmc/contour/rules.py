@@ -1,10 +1,9 @@
 """Settings of a contour sampler: how the target is flattened and how fast π is learned."""
 
-import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from lightning_sgmcmc.checks import check_choice, check_number
+from lightning_sgmcmc.checks import check_choice, check_flag, check_number, check_positive, check_within
 
 Scheme = Literal["scalable", "original", "high-order"]
 Difference = Literal["backward", "forward"]
@@ -31,14 +30,11 @@ class DecayingStepSize:
     maximum: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.numerator < math.inf:
-            raise ValueError(f"numerator must be positive and finite, got {self.numerator}")
-        if not 0 <= self.exponent <= 1:
-            raise ValueError(f"exponent must be in [0, 1], got {self.exponent}")
-        if not 0 <= self.offset < math.inf:
-            raise ValueError(f"offset must be finite and not negative, got {self.offset}")
-        if self.maximum is not None and not 0 < self.maximum <= 1:
-            raise ValueError(f"maximum must be in (0, 1], got {self.maximum}")
+        check_positive("numerator", self.numerator)
+        check_within("exponent", self.exponent, "[0, 1]")
+        check_within("offset", self.offset, "[0, inf)")
+        if self.maximum is not None:
+            check_within("maximum", self.maximum, "(0, 1]")
 
     def at(self, step: int) -> float:
         """Return ω of step k = 1, 2, …"""
@@ -86,12 +82,12 @@ class ContourRules:
         check_choice("scheme", self.scheme, get_args(Scheme))
         check_choice("difference", self.difference, get_args(Difference))
         check_choice("weighting", self.weighting, get_args(Weighting))
-        if self.min_multiplier is not None and not -math.inf < self.min_multiplier <= 1:
-            raise ValueError(f"min_multiplier must be at most 1, and finite, got {self.min_multiplier}")
-        if self.max_multiplier is not None and not 1 <= self.max_multiplier < math.inf:
-            raise ValueError(f"max_multiplier must be at least 1, and finite, got {self.max_multiplier}")
-        if not 0 <= self.weight_exponent <= 1:
-            raise ValueError(f"weight_exponent must be in [0, 1], got {self.weight_exponent}")
+        if self.min_multiplier is not None:
+            check_within("min_multiplier", self.min_multiplier, "(-inf, 1]")
+        if self.max_multiplier is not None:
+            check_within("max_multiplier", self.max_multiplier, "[1, inf)")
+        check_within("weight_exponent", self.weight_exponent, "[0, 1]")
+        check_flag("flat_last_bin", self.flat_last_bin)
 
     @property
     def regularisation(self) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Data of another distribution, on which predictions should be uncertain."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias, cast
 
@@ -15,6 +16,7 @@ from lightning_sgmcmc.evaluation.share import EvaluationShare, share_of_plain
 from lightning_sgmcmc.model import EnergyModel, overrides
 
 OutOfDistributionSource: TypeAlias = pl.LightningDataModule | DataLoader[Any]
+NAME = re.compile(r"[\w.-]+")
 METRICS = ("auroc", "entropy", "brier")
 
 
@@ -35,6 +37,11 @@ class OutOfDistributionData:
         elif not isinstance(sources, Mapping):
             sources = {_name_of(sources): sources}
         for name, source in sources.items():
+            if not isinstance(name, str) or not NAME.fullmatch(name):
+                raise ValueError(
+                    f"the out-of-distribution data have the name {name!r}, which becomes part of the metrics' names: "
+                    "use letters, digits, '-', '.' and '_'"
+                )
             if not isinstance(source, pl.LightningDataModule | DataLoader):
                 raise TypeError(
                     f"out-of-distribution data '{name}' should be a datamodule or a DataLoader, got a "

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_sgmcmc.chains.stateless import state_of
@@ -57,6 +58,44 @@ def build(description: Any) -> Any:
     if "children" in description:
         return cls(OrderedDict((name, build(child)) for name, child in description["children"]))
     return cls(**{name: build(argument) for name, argument in description["arguments"].items()})
+
+
+def warn_of_other_network(description: Any, model: nn.Module) -> None:
+    """Warn if a model's description differs from that of the samples' network, though all tensors have equal shapes.
+
+    Args:
+        description: a store's, or None.
+        model: the model that the user has passed.
+    """
+    try:
+        found = first_difference(description, describe(model)) if description is not None else None
+    except NotDescribableError:
+        return
+    if found is not None:
+        rank_zero_warn(
+            f"The model differs from the network of the samples: {found}. Its tensors have the same shapes, but its "
+            "predictions are not those of the samples' network: pass a model like the trained one."
+        )
+
+
+def first_difference(theirs: Any, ours: Any, where: str = "model") -> str | None:
+    """Return where two descriptions differ first, in words, or None.
+
+    Args:
+        theirs: the description of the samples' network.
+        ours: the description of the model.
+        where: the name of this part.
+    """
+    if isinstance(theirs, dict) and isinstance(ours, dict) and "class" in theirs and "class" in ours:
+        names = [str(part["class"]).rpartition(":")[2].rpartition(".")[2] for part in (theirs, ours)]
+        if names[0] != names[1]:
+            return f"{where} is {names[0]} in the samples and {names[1]} in the model"
+        parts = [dict(part.get("children", ())) | part.get("arguments", {}) for part in (theirs, ours)]
+        children = (first_difference(parts[0][n], parts[1][n], f"{where}.{n}") for n in parts[0] if n in parts[1])
+        return next((found for found in children if found is not None), None)
+    if theirs != ours:
+        return f"{where} is {theirs!r} in the samples and {ours!r} in the model"
+    return None
 
 
 def _describe_module(module: nn.Module) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.diagnostics.samples import effective_sample_size, normalised_weights, resample
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.checks import check_fits, check_sample
-from lightning_sgmcmc.posterior.description import NotDescribableError, build
+from lightning_sgmcmc.posterior.description import NotDescribableError, build, warn_of_other_network
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.export import SMALL, to_inference_data
 from lightning_sgmcmc.posterior.predictive import append_with_new_statistics, average_predictions
@@ -42,6 +42,10 @@ class Posterior:
     """
 
     def __init__(self, store: SampleStore, model: EnergyModel | None = None) -> None:
+        if not isinstance(store, SampleStore):
+            raise TypeError(
+                f"store must be a sample store, got a {type(store).__name__}: open a folder by Posterior.load(path)"
+            )
         self.store = store
         self.model = model
         self._why_no_model = "no model was given"
@@ -75,6 +79,7 @@ class Posterior:
             posterior._build_model(store.model_description)
         elif len(store) > 0 and not skip_damaged:
             check_fits(store[0], model)
+            warn_of_other_network(store.model_description, model)
         if skip_damaged:
             posterior._leave_out_damaged(store)
         if posterior.model is not None:
@@ -230,6 +235,7 @@ class Posterior:
 
         Raises:
             RuntimeError: if there are no samples, or no model (see `load`).
+            TypeError: if x is a tuple, which could be one batch or several.
             ValueError: if there are no inputs, a loader shuffles, or all weights are 0.
         """
         model = self._ready_model()

@@ -1,11 +1,12 @@
 """Passes of samples through their network: the averaged predictive, and BatchNorm's statistics."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import RandomSampler
 
@@ -32,6 +33,11 @@ def average_predictions(
     likelihood = model.likelihood
     if likelihood is None:
         raise RuntimeError(f"{type(model).__name__} has no likelihood object to define a predictive: pass likelihood=…")
+    if isinstance(inputs, tuple):
+        raise TypeError(
+            f"x is a tuple of {len(inputs)}, which could be a batch (x, y) or several batches: pass the inputs alone, "
+            "predict(x), or a list of batches"
+        )
     batches = [inputs] if isinstance(inputs, Tensor | np.ndarray) else _repeatable(inputs)
     if isinstance(getattr(batches, "sampler", None), RandomSampler):
         raise ValueError("every sample must see the inputs in the same order: create the loader with shuffle=False")
@@ -55,6 +61,7 @@ def average_predictions(
     if not averages:
         raise ValueError("x has no inputs to predict")
     terms = concatenate(average.terms for average in averages)
+    warn_of_overflow(terms)
     return likelihood.prediction(terms, torch.stack(kept) if kept else None)
 
 
@@ -88,6 +95,21 @@ def append_with_new_statistics(
         finally:
             for name, layer in layers.items():
                 layer.momentum = momenta[name]
+
+
+def warn_of_overflow(terms: Mapping[str, Tensor]) -> None:
+    """Warn about predictions that are NaN or infinite.
+
+    Args:
+        terms: the averaged terms of a predictive, first axis n.
+    """
+    bad = torch.stack([~term.reshape(len(term), -1).isfinite().all(1) for term in terms.values()])
+    count = int(bad.any(0).sum())
+    if count:
+        rank_zero_warn(
+            f"{count} of {bad.shape[1]} predictions are NaN or infinite, because the network's output overflows or its "
+            "inputs are not finite: scale the inputs as in training, or predict in float64."
+        )
 
 
 def _repeatable(batches: Iterable[Any]) -> Iterable[Any]:

@@ -14,6 +14,7 @@ from lightning_sgmcmc.report.pictures import pictures
 from lightning_sgmcmc.report.results import facts, results
 from lightning_sgmcmc.report.run_record import RunRecord, find_run, read_run
 from lightning_sgmcmc.report.samples import equal_weights, samples, weights
+from lightning_sgmcmc.run.results import OPTIMIZED
 
 
 def write_report(run: str | Path, output: str | Path | None = None, parameters: Sequence[str] | None = None) -> Path:
@@ -78,6 +79,8 @@ def _attention(run: RunRecord) -> list[str]:
     found = []
     if not run.records:
         found.append("No posterior samples were found in the run's folder.")
+    if run.results.get("samples") == OPTIMIZED:
+        found.append("The samples are states of an optimization (temperature 0), not samples of a posterior.")
     odd = sum(not math.isfinite(r.energy) for r in run.records)
     if odd:
         found.append(f"{odd} of the {len(run.records)} samples have an energy that is not finite: the chain diverged.")

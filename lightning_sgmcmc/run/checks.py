@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning import callbacks as lightning_callbacks
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import SequentialSampler
@@ -12,6 +13,7 @@ from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.checks import is_of_other_namespace
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial, repeated_batches
+from lightning_sgmcmc.samplers import Sampler
 
 SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
@@ -103,6 +105,14 @@ def _check_callbacks(trainer: pl.Trainer) -> None:
                 raise ValueError(sentence)
 
 
+def check_step_size(sampler: Sampler) -> None:
+    """Warn if no chain can move, or if some parameters cannot."""
+    still = [group for group in sampler.param_groups if float(torch.as_tensor(group["lr"]).max()) == 0]
+    if still:
+        which = "no parameter moves" if len(still) == len(sampler.param_groups) else "a parameter group never moves"
+        rank_zero_warn(f"lr=0: {which}, so its samples all equal its start: pass a positive lr.")
+
+
 def check_data(trainer: pl.Trainer) -> None:
     """Warn about training data that N counts but no batch contains; called when the loaders are known."""
     loader: Any = trainer.train_dataloader
@@ -111,4 +121,10 @@ def check_data(trainer: pl.Trainer) -> None:
         rank_zero_warn(
             f"Only the first {trainer.num_training_batches} of {len(loader)} batches are used, in the same order every "
             "epoch, whereas N counts all training data: shuffle the training loader, or give it fewer data."
+        )
+    size, length = getattr(loader, "batch_size", None), len(loader.dataset) if in_order else 0
+    if in_order and getattr(loader, "drop_last", False) and size and length % size:
+        rank_zero_warn(
+            f"drop_last=True leaves out the last {length % size} of {length} training data in every epoch, because the "
+            "loader does not shuffle, whereas N counts them: pass shuffle=True or drop_last=False."
         )

@@ -11,6 +11,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.chains.first_batches import check_batch
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.finite import all_finite, bad_tensor, first_not_finite
 from lightning_sgmcmc.run.checkpoints import describe_checkpoint, last_good_checkpoint
@@ -224,6 +225,8 @@ class EnergyGuard:
             return f"'{lost}' became NaN or infinite in earlier steps", SMALLER_STEP
         if _first(~self._finite_inputs()):
             return "the batch holds NaN or infinite numbers", "clean the data, or pass nonfinite_energy='skip'"
+        if not _is_finite(potential) and (fault := self._fault_of_targets()) is not None:
+            return fault, "correct the data, or pass nonfinite_energy='skip'"
         if not _is_finite(potential):
             value = _first_bad(potential)[1] * self._chains.observed.num_data
             return f"the energy is {value}", f"{SMALLER_STEP}, or pass nonfinite_energy='skip'"
@@ -231,6 +234,14 @@ class EnergyGuard:
         name = first_not_finite(named)
         where = f"the gradient of '{name}'" if name is not None else "another rank's energy"
         return f"{where} is not finite", f"{SMALLER_STEP}, or pass nonfinite_energy='skip'"
+
+    def _fault_of_targets(self) -> str | None:
+        """Return what is wrong with the batch's targets, by the likelihood, or None."""
+        try:
+            check_batch(self._model, self._chains.stacked, self._batch)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def _finite_inputs(self) -> Tensor:
         floating = [t for t in _tensors(self._batch) if t.is_floating_point()]

@@ -8,6 +8,8 @@ from typing import Any
 from lightning_sgmcmc.files import write_output
 
 RESULTS, TABLE = "results.json", "table.md"
+OPTIMIZED = "states of an optimization (temperature 0)"
+"""What `results.json` calls the samples of a run at temperature 0."""
 
 
 def write_results(folder: Path, results: Mapping[str, Any], table: str) -> None:

@@ -9,7 +9,7 @@ from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.samples import draw_samples
 from lightning_sgmcmc.chains.state import Counters
 from lightning_sgmcmc.run.checkpoints import protect_checkpoints
-from lightning_sgmcmc.run.checks import check_data, check_run
+from lightning_sgmcmc.run.checks import check_data, check_run, check_step_size
 from lightning_sgmcmc.run.early_stopping import why_without_samples
 from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
 from lightning_sgmcmc.run.interruption import Interruption
@@ -54,6 +54,7 @@ class Safeguards(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         chains, sampler = chains_of(pl_module), sampler_of(pl_module)
         check_data(trainer)
+        check_step_size(sampler)
         chains.begin_energies(trainer)
         chains.counters = self._counters
         self._guard = EnergyGuard(chains, sampler, trainer, self._nonfinite_energy, self._max_skipped_in_a_row)
@@ -96,6 +97,11 @@ class Safeguards(pl.Callback):
                     hook(sample)
                 else:
                     hook(trainer, pl_module, sample)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        energies = chains_of(pl_module).energies
+        if energies is not None and energies.first_batches is not None:
+            energies.first_batches.end_epoch(trainer.fit_loop.batch_idx + 1)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._interruption.end()

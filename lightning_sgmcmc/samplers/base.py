@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sgmcmc.checks import check_count, check_flag, check_number
 from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.samplers.noise import ChainNoise
 from lightning_sgmcmc.tensors import Control, for_each_tensor
@@ -75,15 +76,15 @@ class Sampler(Optimizer):
         first_chain: int = 0,
         noise_ahead: bool | None = None,
     ) -> None:
-        if num_chains < 1:
-            raise ValueError(f"num_chains must be at least 1, got {num_chains}")
+        for name, value, least in (("num_chains", num_chains, 1), ("seed", seed, 0), ("first_chain", first_chain, 0)):
+            check_count(name, value, least, optional=False)
+        check_flag("noise_ahead", noise_ahead, optional=True)
         if num_data is None and self._needs_num_data(temperature):
             raise ValueError(
                 f"{type(self).__name__} needs num_data, the number of training data, to scale its noise (only a "
                 "temperature of 0 needs none)"
             )
-        if num_data is not None and not 0 < num_data < math.inf:
-            raise ValueError(f"num_data must be positive, got {num_data}")
+        check_count("num_data", num_data)
         self.num_data = num_data
         self.num_chains = num_chains
         self.step_count = 0
@@ -330,8 +331,8 @@ class Sampler(Optimizer):
 
 
 def _check_control(name: str, value: Control) -> None:
-    if not isinstance(value, Tensor) and not (value >= 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must be a finite number and not negative, got {value}")
+    if not isinstance(value, Tensor):
+        check_number(name, value, optional=False)
 
 
 def _check_parameters(parameters: Sequence[Tensor], num_chains: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.checks import check_positive, check_within
 from lightning_sgmcmc.samplers.base import Sampler
 from lightning_sgmcmc.tensors import square_root
 
@@ -41,10 +42,8 @@ class pSGLD(Sampler):
         eps: float = 1e-5,
         **shared: Any,
     ) -> None:
-        if not 0 <= alpha < 1:
-            raise ValueError(f"alpha must be in [0, 1), got {alpha}")
-        if eps <= 0:
-            raise ValueError(f"eps must be positive, got {eps}")
+        check_within("alpha", alpha, "[0, 1)")
+        check_positive("eps", eps)
         super().__init__(params, lr, **shared)
         self._add_defaults(alpha=alpha, eps=eps)
 

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.checks import check_within
 from lightning_sgmcmc.samplers.base import Sampler
 from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.tensors import Control, square_root
@@ -45,8 +46,7 @@ class SGHMC(Sampler):
         noise_estimate: float = 0.0,
         **shared: Any,
     ) -> None:
-        if not 0 < friction <= 1:
-            raise ValueError(f"friction must be in (0, 1], got {friction}")
+        check_within("friction", friction, "(0, 1]")
         if not 0 <= noise_estimate <= friction:
             raise ValueError(f"noise_estimate must be between 0 and friction={friction}, got {noise_estimate}")
         super().__init__(params, lr, **shared)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.checks import check_positive, check_within
 from lightning_sgmcmc.samplers.base import Sampler
 from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.tensors import Control, square_root
@@ -47,10 +48,8 @@ class SGNHT(Sampler):
         thermal_inertia: float = 1.0,
         **shared: Any,
     ) -> None:
-        if not 0 < friction <= 1:
-            raise ValueError(f"friction must be in (0, 1], got {friction}")
-        if thermal_inertia <= 0:
-            raise ValueError(f"thermal_inertia must be positive, got {thermal_inertia}")
+        check_within("friction", friction, "(0, 1]")
+        check_positive("thermal_inertia", thermal_inertia)
         super().__init__(params, lr, **shared)
         self._add_defaults(friction=friction, thermal_inertia=thermal_inertia)
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.checks import check_positive
 from lightning_sgmcmc.samplers.base import Sampler
 from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.tensors import Control, square_root
@@ -49,8 +50,7 @@ class UnderdampedLangevin(Sampler):
         friction: float = 1.0,
         **shared: Any,
     ) -> None:
-        if friction <= 0:
-            raise ValueError(f"friction must be positive, got {friction}")
+        check_positive("friction", friction)
         largest = float(torch.as_tensor(lr).max())
         if largest * friction >= 2:
             raise ValueError(f"lr·friction must be below 2 for a stable step, got {largest}·{friction}")

@@ -115,9 +115,12 @@ SCHEDULE_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"every_n_epochs": 0}, "every_n_epochs must be at least 1, got 0"),
     ({"every_n_steps": 1, "burn_in_steps": -1}, "burn_in_steps must be at least 0, got -1"),
     ({"every_n_steps": 1, "burn_in_epochs": -2}, "burn_in_epochs must be at least 0, got -2"),
-    ({"every_n_steps": 1, "temperature": -0.5}, "temperature must be at least 0, got -0.5"),
-    ({"every_n_steps": 1, "temperature": math.nan}, "temperature must be at least 0, got nan"),
-    ({"every_n_steps": 1, "burn_in_temperature": -0.5}, "burn_in_temperature must be at least 0, got -0.5"),
+    ({"every_n_steps": 1, "temperature": -0.5}, "temperature must be a finite number and not negative, got -0.5"),
+    ({"every_n_steps": 1, "temperature": math.nan}, "temperature must be a finite number and not negative, got nan"),
+    (
+        {"every_n_steps": 1, "burn_in_temperature": -0.5},
+        "burn_in_temperature must be a finite number and not negative, got -0.5",
+    ),
 ]
 
 
@@ -135,8 +138,8 @@ def test_sampling_schedule_arguments(options: dict[str, Any], message: str) -> N
         (CyclicalSchedule, {"exploration": -0.1}, r"exploration must be in \[0, 1\), got -0.1"),
         (CyclicalSchedule, {"exploration": math.nan}, r"exploration must be in \[0, 1\), got nan"),
         (CyclicalSchedule, {"samples_per_cycle": 0}, "samples_per_cycle must be at least 1, got 0"),
-        (CyclicalSchedule, {"temperature": -1.0}, "temperature must be finite and not negative, got -1.0"),
-        (CyclicalSchedule, {"temperature": math.nan}, "temperature must be finite and not negative, got nan"),
+        (CyclicalSchedule, {"temperature": -1.0}, "temperature must be a finite number and not negative, got -1.0"),
+        (CyclicalSchedule, {"temperature": math.nan}, "temperature must be a finite number and not negative, got nan"),
         (SampleCollector, {"every_n_samples": 0}, "every_n_samples must be at least 1, got 0"),
         (SampleCollector, {"max_samples": 0}, "max_samples must be at least 1, got 0"),
         (

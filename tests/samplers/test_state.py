@@ -148,7 +148,7 @@ def test_underdamped_needs_num_data_at_any_temperature() -> None:
 
 @pytest.mark.parametrize("num_data", [0, -5])
 def test_num_data_must_be_positive(num_data: int) -> None:
-    with pytest.raises(ValueError, match=f"num_data must be positive, got {num_data}"):
+    with pytest.raises(ValueError, match=f"num_data must be (at least 1|a whole number), got {num_data}"):
         stacked(SGLD, 1, num_data=num_data)
 
 

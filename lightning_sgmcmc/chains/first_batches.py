@@ -1,0 +1,154 @@
+"""A look at a fit's first batches, for mistakes that the energy does not show."""
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_sgmcmc import likelihoods
+from lightning_sgmcmc.batches.count import count_training_data
+from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.chains.stacked import StackedChains
+from lightning_sgmcmc.chains.stateless import evaluation_mode, undisturbed_generators
+from lightning_sgmcmc.model import EnergyModel, overrides
+
+LAST = 64
+"""The last batch that is looked at; the others are the first, the second, the fourth, and so on."""
+SIGN_LOOKS = 3
+"""Looks at log_likelihood's sign."""
+
+
+class FirstBatches:
+    """Looks at the batches 1, 2, 4, …, 64 of a fit: seven synchronizations with the device, and none later.
+
+    It checks the targets and outputs by the likelihood, the sign of a log-likelihood of the user's own, and N against
+    the batches' size.
+
+    Args:
+        model: the model.
+        chains: its stacked tensors; None for a single unstacked chain.
+        num_data: N.
+        trainer: the run's; its training loader counts the data and the batches, if it can.
+    """
+
+    def __init__(self, model: EnergyModel, chains: StackedChains | None, num_data: int, trainer: pl.Trainer) -> None:
+        self._model = model
+        self._chains = chains
+        self._num_data = num_data
+        self._is_counted = count_training_data(trainer)[0] is not None
+        self._batches = trainer.num_training_batches
+        self._seen = 0
+        self._size = 0
+        self._outputs = (math.inf, -math.inf)
+        self._own_density: tuple[float, float, int] | None = (math.inf, -math.inf, 0) if _is_own(model) else None
+
+    def takes(self, batch: Any) -> bool:
+        """Return whether this batch is looked at; if so, check it before its energy is computed.
+
+        Raises:
+            ValueError: if its targets or outputs do not suit the likelihood.
+        """
+        if self._seen >= LAST:
+            return False
+        self._seen += 1
+        if self._seen & (self._seen - 1):
+            return False
+        low, high = check_batch(self._model, self._chains, batch)
+        self._outputs = (min(low, self._outputs[0]), max(high, self._outputs[1]))
+        if self._seen == LAST and self._model.likelihood is not None:
+            doubt = self._model.likelihood.doubt(*self._outputs)
+            if doubt is not None:
+                rank_zero_warn(f"In the first {LAST} batches {doubt}.")
+        return True
+
+    def after(self, log_likelihood: Tensor) -> None:
+        """Check a batch's size and the sign of its log-likelihood.
+
+        Args:
+            log_likelihood: log p(y|x,θ) of each datum, of one or more chains, shape (…, n).
+
+        Raises:
+            ValueError: if N is smaller than the batch, or the number of batches.
+        """
+        if self._seen == 1:
+            self._size = log_likelihood.shape[-1]
+            self._check_num_data()
+        if self._own_density is not None and log_likelihood.numel() > 0:
+            self._check_sign(self._own_density, log_likelihood.detach())
+
+    def _check_num_data(self) -> None:
+        if self._is_counted or self._size == 1:
+            return
+        if self._num_data == self._batches > 1:
+            raise ValueError(
+                f"num_data={self._num_data} is the number of batches, and each has {self._size} data: pass the number "
+                "of data"
+            )
+        if self._num_data < self._size:
+            raise ValueError(f"num_data={self._num_data}, but a batch has {self._size} data: pass the number of data")
+
+    def end_epoch(self, batches: int) -> None:
+        """Warn, after the first epoch, if it had more data than N.
+
+        Args:
+            batches: the epoch's batches so far.
+        """
+        least = (batches - 1) * self._size
+        if not self._is_counted and least >= self._num_data > 0 and self._size > 1:
+            rank_zero_warn(
+                f"An epoch had more than {least} data in {batches} batches, but num_data={self._num_data}: num_data is "
+                "the number of different training data, to which the prior and the noise are scaled."
+            )
+        self._is_counted = True
+
+    def _check_sign(self, before: tuple[float, float, int], log_likelihood: Tensor) -> None:
+        low, high = min(before[0], log_likelihood.min().item()), max(before[1], log_likelihood.max().item())
+        looks = before[2] + 1
+        if low <= 0 or looks == SIGN_LOOKS:
+            self._own_density = None
+        else:
+            self._own_density = (low, high, looks)
+        if low > 0 and looks == SIGN_LOOKS:
+            rank_zero_warn(
+                f"log_likelihood returned {low:.3g} to {high:.3g} for the first batches, all above 0, whereas the log "
+                "of a probability is at most 0: if it is a loss, return its negative (only the log of a density may "
+                "be above 0)."
+            )
+
+
+def check_batch(model: EnergyModel, chains: StackedChains | None, batch: Any) -> tuple[float, float]:
+    """Check a batch's targets and outputs by the model's likelihood, in evaluation mode and for the first chain.
+
+    Args:
+        model: the model.
+        chains: its stacked tensors; None for a single unstacked chain.
+        batch: one batch, or a `ChainBatches`.
+
+    Returns:
+        the smallest and the largest output, (inf, -inf) if the likelihood does not see the outputs.
+
+    Raises:
+        ValueError: by `Likelihood.check_target`.
+    """
+    if model.likelihood is None or overrides(model, "log_likelihood"):
+        return math.inf, -math.inf
+    first = batch[0] if isinstance(batch, ChainBatches) else batch
+    with torch.no_grad(), undisturbed_generators(model), evaluation_mode(model):
+        with chains.at(0) if chains is not None else nullcontext():
+            output, target = model.output_and_target(first)
+        model.likelihood.check_target(output, target)
+    if not isinstance(output, Tensor) or output.numel() == 0:
+        return math.inf, -math.inf
+    low, high = torch.stack(output.aminmax()).tolist()
+    return low, high
+
+
+def _is_own(model: EnergyModel) -> bool:
+    """Return whether the log-likelihood is the user's and not the library's."""
+    if model.likelihood is None or overrides(model, "log_likelihood"):
+        return True
+    return type(model.likelihood).log_prob.__module__ != likelihoods.__name__
