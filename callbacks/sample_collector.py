@@ -1,19 +1,20 @@
 """Stores posterior samples, on disk or in memory."""
 
+import json
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import require_schedule
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.posterior.description import NotDescribableError, describe
+from lightning_sgmcmc.posterior.description import describe_model
 from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
 from lightning_sgmcmc.posterior.lock import StoreLock
 from lightning_sgmcmc.posterior.posterior import Posterior
@@ -134,26 +135,21 @@ class SampleCollector(SamplerCallback):
         store.append(sample)
         if pl_module.contour is not None:
             store.contour = pl_module.contour
-        if self.max_samples is not None and len(store) > self.max_samples:
-            self._drop_oldest(store, self.max_samples)
+        if self.max_samples is not None:
+            dropped = store.keep_newest(self.max_samples)
+            if dropped and isinstance(store, DiskStore):
+                self._discard(store, dropped)
 
-    def _drop_oldest(self, store: SampleStore, limit: int) -> None:
-        """Keep the newest samples; files of others remain as long as one of the last two checkpoints refers to them."""
-        before = list(store.records)
-        kept = before[-limit:]
-        if not isinstance(store, DiskStore):
-            store.keep(kept)
-            return
-        store.keep(kept, retire=True)
-        self._retired |= {record.file for record in before[:-limit]}
-        self._discard_retired(store)
-
-    def _discard_retired(self, store: DiskStore) -> None:
+    def _discard(self, store: DiskStore, dropped: set[str]) -> None:
+        """Delete files of dropped samples, except those that one of the last two checkpoints refers to."""
+        self._retired |= dropped
         wanted = set().union(*self._known_to_checkpoints)
         store.discard(self._retired - wanted)
         self._retired &= wanted
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if isinstance(self._store, DiskStore) and trainer.is_global_zero:
+            self._retired |= self._store.trim()
         trainer.strategy.barrier("all samples are written")
         module = bayesian(pl_module, self)
         if self._store is not None and module.contour is not None and trainer.is_global_zero:
@@ -196,10 +192,20 @@ class SampleCollector(SamplerCallback):
 
 
 def _description(module: BayesianModule) -> Any:
-    try:
-        return describe(module)
-    except NotDescribableError as error:
-        rank_zero_info(
-            f"The sample store does not describe its network ({error}): load it with Posterior.load(path, model=…)"
-        )
-        return None
+    """Return the network's description; warn if a later process cannot rebuild the network from it."""
+    with module.at_chain(0):  # samples are of one chain's network
+        description, reason = describe_model(module)
+    if reason is None:
+        if '"__main__:' in json.dumps(description):
+            rank_zero_warn(
+                "The network's class is defined in the running script, so another program can only load the samples "
+                "with Posterior.load(path, net=…): move the class to a module that both programs import."
+            )
+        return description
+    argument = "model" if description is None else "net"
+    rank_zero_warn(
+        f"The sample store cannot describe its network: {reason}. Keep the code that makes it, and load the samples "
+        f"with Posterior.load(path, {argument}=…); or stop now, and write the network as a class in a module of its "
+        "own that stores each constructor argument under the argument's name."
+    )
+    return description

@@ -9,6 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.files import megabytes
+
+LARGEST_ARRAY = 2**32
+"""Largest size of an array, in bytes; a compressed file of a few megabytes can expand to any size."""
+
 
 def read_arrays(path: Path, names: Sequence[str]) -> list[np.ndarray]:
     """Return the named arrays of an `.npz` file, read without pickles.
@@ -32,8 +37,11 @@ def read_arrays(path: Path, names: Sequence[str]) -> list[np.ndarray]:
 
 def _read_member(path: Path, arrays: "np.lib.npyio.NpzFile", name: str) -> np.ndarray:
     try:
+        size = arrays.zip.getinfo(f"{name}.npy" if f"{name}.npy" in arrays.zip.namelist() else name).file_size
+        if size > LARGEST_ARRAY:
+            raise ValueError(f"it has {megabytes(size)}, more than {megabytes(LARGEST_ARRAY)}")
         return arrays[name]
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, OverflowError, MemoryError) as error:
         raise ValueError(f"{name} in {path} cannot be read ({one_line(error)}): replace the file") from error
 
 

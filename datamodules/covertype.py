@@ -1,5 +1,6 @@
 """UCI Covertype: the forest on a patch of land, from maps."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,15 @@ from lightning_sgmcmc.datamodules.base import (
     random_split,
     standardise,
 )
+from lightning_sgmcmc.datamodules.pickled import read_dumped_array
 
 NUMERIC = 10
 INDICATORS = 44
 COVER_TYPES = 7
 LODGEPOLE_PINE = 2
 """The cover type of the two-class problem, the most frequent one (48.8 %)."""
+FULL_BYTES = 581_012 * (NUMERIC + INDICATORS) * 8
+"""Size of the full set's inputs in memory."""
 
 
 class CovertypeDataModule(ArrayDataModule):
@@ -119,6 +123,26 @@ class CovertypeDataModule(ArrayDataModule):
 
     def _fetch(self, download: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return the same for the full set, from scikit-learn's files."""
+        files = [self.root / "covertype" / name for name in ("samples_py3", "targets_py3")]
+        if all(os.path.lexists(file) for file in files):
+            try:
+                # scikit-learn would unpickle them, which runs whatever a pickle asks for.
+                inputs, targets = (read_dumped_array(file, FULL_BYTES) for file in files)
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"scikit-learn's files in {self.root / 'covertype'} cannot be read ({one_line(error)}): remove them"
+                ) from error
+        else:
+            inputs, targets = self._download(download)
+        if inputs.ndim != 2 or inputs.shape[1] != NUMERIC + INDICATORS or inputs.dtype.kind not in "iuf":
+            raise ValueError(
+                f"the full set should be numbers of shape (n, {NUMERIC + INDICATORS}), got {inputs.dtype} of shape "
+                f"{inputs.shape}: remove {files[0]}"
+            )
+        data = torch.as_tensor(np.asarray(inputs, np.float64))
+        return data[:, :NUMERIC], data[:, NUMERIC:], to_labels(targets, len(data), 1, COVER_TYPES, "the cover types")
+
+    def _download(self, download: bool) -> tuple[np.ndarray, np.ndarray]:
         from sklearn.datasets import fetch_covtype
 
         try:
@@ -133,6 +157,4 @@ class CovertypeDataModule(ArrayDataModule):
             raise ValueError(
                 f"scikit-learn cannot read its files in {self.root / 'covertype'} ({one_line(error)}): remove them"
             ) from error
-        data = torch.as_tensor(table.data)
-        cover = to_labels(np.asarray(table.target), len(data), 1, COVER_TYPES, "the full set's cover types")
-        return data[:, :NUMERIC], data[:, NUMERIC:], cover
+        return np.asarray(table.data), np.asarray(table.target)

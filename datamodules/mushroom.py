@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.datamodules.arrays import one_line
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fraction, find_file, random_split
+from lightning_sgmcmc.files import megabytes
 
 ATTRIBUTES = (
     *("cap-shape", "cap-surface", "cap-color", "bruises", "odor", "gill-attachment", "gill-spacing", "gill-size"),
@@ -17,6 +18,8 @@ ATTRIBUTES = (
     *("stalk-color-above-ring", "stalk-color-below-ring", "veil-type", "veil-color", "ring-number", "ring-type"),
     *("spore-print-color", "population", "habitat"),
 )
+LARGEST_TABLE = 2**24
+"""Largest size of the table as text, in bytes; the real one has 0.4 MB."""
 
 
 class MushroomDataModule(ArrayDataModule):
@@ -95,7 +98,11 @@ class MushroomDataModule(ArrayDataModule):
 def _read(path: Path) -> list[list[str]]:
     """Return the rows, without the header line if there is one."""
     try:
-        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode("ascii")
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            content = file.read(LARGEST_TABLE + 1)
+        if len(content) > LARGEST_TABLE:
+            raise ValueError(f"{path} has more than {megabytes(LARGEST_TABLE)} of text: replace it")
+        text = content.decode("ascii")
     except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged ({one_line(error)}): replace it") from error
     rows = [row for row in csv.reader(text.splitlines()) if row]

@@ -1,7 +1,9 @@
-"""Atomic writing of files, and file sizes for messages."""
+"""Reading and atomic writing of files, and file sizes for messages."""
 
+import errno
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,41 @@ def free_space(folder: Path) -> str:
         return ""
 
 
+def is_regular(path: Path) -> bool:
+    """Return whether a path is a file itself: not a link, pipe or device, and not missing."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def check_regular(path: Path, limit: int | None = None) -> None:
+    """Raise unless a path is a file itself, of a limited size.
+
+    Folders that come from elsewhere can hold links to other files, and pipes or devices that never end.
+
+    Args:
+        path: the file.
+        limit: its largest size, in bytes.
+
+    Raises:
+        OSError: if not.
+    """
+    status = os.lstat(path)
+    if stat.S_ISLNK(status.st_mode):
+        raise OSError(errno.EINVAL, "it is a link, and links are not followed: replace it by the file")
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    if limit is not None and status.st_size > limit:
+        raise OSError(errno.EFBIG, f"it has {megabytes(status.st_size)}, more than {megabytes(limit)}")
+
+
+def read_regular(path: Path, limit: int | None = None) -> bytes:
+    """Return the content of a file; see `check_regular`."""
+    check_regular(path, limit)
+    return path.read_bytes()
+
+
 def write_atomically(path: Path, content: bytes | memoryview, durable: bool = True) -> None:
     """Write a file under a temporary name and rename it, so that a reader sees either the old or the new content.
 
@@ -32,7 +69,8 @@ def write_atomically(path: Path, content: bytes | memoryview, durable: bool = Tr
     """
     temporary = path.with_name(f".{path.name}.tmp")  # hidden, since callers look for files by the beginnings of names
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)  # of an earlier process, or a link that someone left there
+        with open(temporary, "xb") as file:
             file.write(content)
             if durable:
                 flush(file)

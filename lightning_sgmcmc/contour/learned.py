@@ -73,6 +73,15 @@ class LearnedContour:
         try:
             length = int.from_bytes(content[:8], "little")
             settings = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["rules"])
-            return cls(Contour.from_dict(settings), ContourState(**load(content)))
-        except (SafetensorError, ValueError, LookupError, TypeError) as error:
+            contour, state = Contour.from_dict(settings), ContourState(**load(content))
+            shape, kinds = state.log_vector.shape, (state.log_vector.dtype, state.visits.dtype)
+            if kinds != (torch.float64, torch.int64) or len(shape) not in (1, 2) or state.visits.shape != shape:
+                raise ValueError(f"log_vector and visits have the shapes {shape} and {state.visits.shape}")
+            if shape[-1] != contour.partition.num_bins or shape[0] == 0:
+                raise ValueError(f"{contour.partition.num_bins} bins do not fit the shape {tuple(shape)}")
+            return cls(contour, state)
+        except (
+            *(SafetensorError, ValueError, LookupError, TypeError),
+            *(AttributeError, RecursionError, OverflowError, MemoryError),
+        ) as error:
             raise ValueError(f"the content is damaged or not a learned contour: {error}") from error

@@ -8,13 +8,18 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from lightning_sgmcmc.chains.sample import SampleRecord
+from lightning_sgmcmc.files import is_regular
 
 IDENTITY = ("step", "chain", "energy", "log_weight")
 
 
 def aside_folders(path: Path) -> list[Path]:
     """Return the folders that later fits have moved aside from a store's, in the order of their numbers."""
-    numbers = [folder.name.removeprefix(f"{path.name}-") for folder in path.parent.glob(f"{path.name}-*")]
+    numbers = [
+        folder.name.removeprefix(f"{path.name}-")
+        for folder in path.parent.glob(f"{path.name}-*")
+        if not folder.is_symlink()
+    ]
     return [path.with_name(f"{path.name}-{number}") for number in sorted(int(n) for n in numbers if n.isdecimal())]
 
 
@@ -35,7 +40,7 @@ def place_of(path: Path, record: SampleRecord) -> Path:
 
 
 def _is_file_of(file: Path, record: SampleRecord) -> bool:
-    if not file.is_file():
+    if not is_regular(file):
         return False
     try:
         with safe_open(file, "pt") as content:

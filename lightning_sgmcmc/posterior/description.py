@@ -5,10 +5,10 @@ them. Nothing is pickled: a description contains importable class names and cons
 """
 
 import functools
-import importlib
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,17 +16,27 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_sgmcmc.chains.stateless import state_of
+from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.posterior.classes import NotDescribableError, find_module_class, path_of
+from lightning_sgmcmc.posterior.vision import (
+    build_by,
+    describe_by_builder,
+    find_builder,
+    is_vision_model,
+    replace_part,
+)
 
-
-class NotDescribableError(ValueError):
-    """Raised if a module cannot be converted to plain data."""
+MISSING = "missing"
+"""Key of a network that is not described; its value is the reason."""
+MOST_PARTS = 100_000
+"""Largest number of layers and parameters that a description may create."""
 
 
 def describe(value: Any) -> Any:
     """Return plain data (numbers, strings, lists, dictionaries) from which `build` makes an equal value.
 
     A module is described by its class and its constructor arguments: the recorded ones (`recorded_arguments`), else the
-    attributes with the same names, as in torch's own layers.
+    attributes with the same names, as in torch's own layers. A model of torchvision is described by its builder.
 
     Raises:
         NotDescribableError: if the value, or a part of it, cannot be described.
@@ -38,29 +48,102 @@ def describe(value: Any) -> Any:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {"dict": {key: describe(item) for key, item in value.items()}}
     if isinstance(value, nn.Module):
-        return _describe_module(value)
+        # A network that torch.compile wrapped is described by itself.
+        return _describe_module(getattr(value, "_orig_mod", value))
     raise NotDescribableError(f"a {type(value).__name__} cannot be described as plain data")
 
 
-def build(description: Any) -> Any:
+def describe_model(model: nn.Module) -> tuple[Any, str | None]:
+    """Return a model's description, and why it needs a network from the user (None if it does not).
+
+    If only the argument `net` cannot be described, the rest is. If more cannot, the description is None.
+    """
+    try:
+        return describe(model), None
+    except NotDescribableError as error:
+        reason = str(error)
+    recorded = getattr(model, "recorded_arguments", dict)()
+    if not isinstance(recorded.get("net"), nn.Module):
+        return None, reason
+    try:
+        arguments = {name: describe(value) for name, value in recorded.items() if name != "net"}
+        return {"class": path_of(type(model)), "arguments": arguments | {"net": {MISSING: reason}}}, reason
+    except NotDescribableError as error:
+        return None, str(error)
+
+
+def build(description: Any, net: nn.Module | None = None, trust: bool = False) -> Any:
     """Rebuild the value from its description.
 
+    Args:
+        description: what `describe` returned.
+        net: the network to use as the model's argument `net`; None builds the described one.
+        trust: import any module that a description names; importing runs its code.
+
     Raises:
-        NotDescribableError: if a named class cannot be imported, or is not a torch module.
+        NotDescribableError: if a named class cannot be found or is not a torch module, its constructor refuses the
+            arguments, or a network is missing.
     """
+    try:
+        with _few_parts():
+            if net is None:
+                return _build(description, trust)
+            arguments = description["arguments"] if isinstance(description, dict) else {}
+            if "net" not in arguments:
+                raise NotDescribableError("the model that sampled has no argument net: pass model=…")
+            rest = {name: _build(value, trust) for name, value in arguments.items() if name != "net"}
+            return find_module_class(description["class"], trust)(**rest, net=net)
+    except NotDescribableError:
+        raise
+    except Exception as error:  # whatever a constructor raises for arguments that it does not know
+        kind = type(error).__name__
+        raise NotDescribableError(f"the network cannot be rebuilt from its description ({kind}: {error})") from error
+
+
+def _build(description: Any, trust: bool) -> Any:
     if isinstance(description, list):
-        return [build(item) for item in description]
+        return [_build(item, trust) for item in description]
     if not isinstance(description, dict):
         return description
     if "dict" in description:
-        return {key: build(item) for key, item in description["dict"].items()}
-    cls = _import(description["class"])
+        return {key: _build(item, trust) for key, item in description["dict"].items()}
+    if MISSING in description:
+        raise NotDescribableError(str(description[MISSING]))
+    if "replaced" in description:
+        network = build_by(find_builder(description["class"]), description["arguments"])
+        for name, part in description["replaced"].items():
+            replace_part(network, name, _build(part, trust))
+        return network
+    cls = find_module_class(description["class"], trust)
     if "children" in description:
-        return cls(OrderedDict((name, build(child)) for name, child in description["children"]))
-    return cls(**{name: build(argument) for name, argument in description["arguments"].items()})
+        return cls(OrderedDict((name, _build(child, trust)) for name, child in description["children"]))
+    return cls(**{name: _build(argument, trust) for name, argument in description["arguments"].items()})
 
 
-def warn_of_other_network(description: Any, model: nn.Module) -> None:
+@contextmanager
+def _few_parts() -> Iterator[None]:
+    """Raise once more than `MOST_PARTS` layers and parameters are created, instead of building without end."""
+    count = 0
+
+    def one_more(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > MOST_PARTS:
+            raise NotDescribableError(f"the described network has more than {MOST_PARTS:,} parts")
+
+    hooks = nn.modules.module
+    handles = [
+        hooks.register_module_module_registration_hook(one_more),
+        hooks.register_module_parameter_registration_hook(one_more),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def warn_of_other_network(description: Any, model: EnergyModel) -> None:
     """Warn if a model's description differs from that of the samples' network, though all tensors have equal shapes.
 
     Args:
@@ -68,9 +151,10 @@ def warn_of_other_network(description: Any, model: nn.Module) -> None:
         model: the model that the user has passed.
     """
     try:
-        found = first_difference(description, describe(model)) if description is not None else None
-    except NotDescribableError:
-        return
+        with model.at_chain(0):
+            found = first_difference(description, describe(model)) if description is not None else None
+    except (NotDescribableError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        return  # one of them is not described, or damaged
     if found is not None:
         rank_zero_warn(
             f"The model differs from the network of the samples: {found}. Its tensors have the same shapes, but its "
@@ -100,13 +184,17 @@ def first_difference(theirs: Any, ours: Any, where: str = "model") -> str | None
 
 def _describe_module(module: nn.Module) -> dict[str, Any]:
     if _plain_type(module) is nn.Sequential:
-        description: dict[str, Any] = {
+        return {
             "class": "torch.nn.modules.container:Sequential",
             "children": [[name, describe(child)] for name, child in module._modules.items()],
         }
+    if is_vision_model(module):
+        path, options, changed = describe_by_builder(module)
+        replaced = {name: describe(part) for name, part in changed.items()}
+        description: dict[str, Any] = {"class": path, "arguments": options, "replaced": replaced}
     else:
-        description = {"class": _path_of(type(module)), "arguments": _arguments_of(module)}
-        _check_rebuilds(module, description)
+        description = {"class": path_of(type(module)), "arguments": _arguments_of(module)}
+    _check_rebuilds(module, description)
     return description
 
 
@@ -152,25 +240,6 @@ def _plain_type(module: nn.Module) -> type[nn.Module]:
     return nn.Sequential if type(module).forward is nn.Sequential.forward else type(module)
 
 
-def _path_of(cls: type) -> str:
-    if "<locals>" in cls.__qualname__:
-        raise NotDescribableError(f"{cls.__qualname__} is defined inside a function")
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _import(path: str) -> type[nn.Module]:
-    module_name, _, qualified_name = path.partition(":")
-    try:
-        found: Any = importlib.import_module(module_name)
-        for part in qualified_name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise NotDescribableError(f"cannot import {path}: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise NotDescribableError(f"{path} is not a torch module")
-    return found
-
-
 def record_arguments(cls: type[nn.Module]) -> None:
     """Make `cls.__init__` store the arguments of the outermost constructor call in `_arguments`."""
     init = cls.__init__
@@ -182,6 +251,8 @@ def record_arguments(cls: type[nn.Module]) -> None:
             object.__setattr__(self, "_arguments", _named_arguments(init, self, *args, **kwargs))
         init(self, *args, **kwargs)
 
+    # Lightning's `load_from_checkpoint` reads the signature without following wrappers.
+    recording_init.__signature__ = inspect.signature(init)  # type: ignore[attr-defined]
     cls.__init__ = recording_init  # type: ignore[method-assign]
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import uuid
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -16,17 +15,45 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, on_cpu, record_of
 from lightning_sgmcmc.contour.learned import LearnedContour
-from lightning_sgmcmc.files import flush, free_space, megabytes, write_atomically
+from lightning_sgmcmc.files import (
+    check_regular,
+    flush,
+    free_space,
+    is_regular,
+    megabytes,
+    read_regular,
+    write_atomically,
+)
 from lightning_sgmcmc.posterior.aside import link_or_copy, next_aside, place_of
 from lightning_sgmcmc.posterior.lock import unusable
+from lightning_sgmcmc.posterior.manifest import (
+    SAMPLE_NAME,
+    Manifest,
+    is_newer,
+    line_of,
+    parse_manifest,
+    sample_name,
+    write_manifest,
+)
+from lightning_sgmcmc.posterior.sample_file import (
+    checksum,
+    end_of_last_line,
+    in_order,
+    read_sample_file,
+    verify_content,
+)
 from lightning_sgmcmc.posterior.store import SampleStore
 
 MANIFEST = "manifest.jsonl"
 CONTOUR = "contour.safetensors"
-FORMAT = "lightning-sgmcmc samples"
-VERSION = 1
 ORIGIN = ("step", "cycle", "chain", "energy", "log_weight", "bin", "comparable")
 """What a sample has of its record."""
+LARGEST_MANIFEST = 2**30
+"""In bytes; ten thousand samples have about 2 MB."""
+LARGEST_CONTOUR = 2**30
+"""In bytes; a million bins of one chain have 16 MB."""
+SURPLUS = 20
+"""`keep_newest` leaves up to 1/20 more samples in the manifest than it keeps."""
 LEAVE_OUT = "Posterior.load(…, skip_damaged=True) skips"
 
 
@@ -51,15 +78,39 @@ class DiskStore(SampleStore):
     def __init__(self, path: str | Path, verify: bool = True, skip_damaged: bool = False) -> None:
         self.path = Path(path)
         self.verify = verify
-        self.damaged_lines: list[int] = []
-        """Numbers of the manifest's skipped lines, from 1."""
-        self._skip_damaged = skip_damaged
+        self.skips_damaged = skip_damaged
         self._verified: set[str] = set()
-        self.model_description: Any = None
-        self.run_id: str | None = None
-        """Identifies the run that wrote the store; None in stores of version 0.1.0."""
+        self._dropped: list[SampleRecord] = []
+        """Records that `keep_newest` has dropped and the manifest still contains."""
+        self._manifest = Manifest()
+        self._places: set[tuple[int, int]] = set()
+        """Step and chain of each record."""
+        self._contour: bytes | None = None
         self.records = []
         self.reload()
+
+    @property
+    def model_description(self) -> Any:
+        """Plain data that describe the network, or None."""
+        return self._manifest.model
+
+    @property
+    def run_id(self) -> str | None:
+        """Identifies the run that wrote the store; None in stores of version 0.1.0."""
+        return self._manifest.run
+
+    @property
+    def damaged_lines(self) -> list[int]:
+        """Numbers of the manifest's skipped lines, from 1."""
+        return self._manifest.damaged_lines
+
+    @property
+    def written_by_newer(self) -> str:
+        """A clause for messages if a newer version of this library wrote the store, else ""."""
+        library = self._manifest.library
+        if not is_newer(library):
+            return ""
+        return f"; lightning-sgmcmc {library} wrote the store, and this version is older: update it"
 
     @classmethod
     def create(cls, path: str | Path, model_description: Any = None) -> "DiskStore":
@@ -78,7 +129,7 @@ class DiskStore(SampleStore):
             raise FileExistsError(f"{path} already contains a sample store: choose another folder")
         try:
             path.mkdir(parents=True, exist_ok=True)
-            _write_manifest(path, model_description, uuid.uuid4().hex, [])
+            write_atomically(path / MANIFEST, write_manifest(model_description, uuid.uuid4().hex, ()))
         except OSError as error:
             raise unusable(path, error) from error
         return cls(path)
@@ -109,38 +160,29 @@ class DiskStore(SampleStore):
 
     def reload(self) -> None:
         """Read the manifest and the contour again."""
-        manifest = self.path / MANIFEST
-        if not manifest.is_file():
+        path = self.path / MANIFEST
+        if not os.path.lexists(path):
             raise FileNotFoundError(f"no sample store at {self.path}: there is no {MANIFEST}")
-        lines = manifest.read_bytes().split(b"\n")
-        complete = lines[:-1]  # the rest, after the last newline, is truncated
         try:
-            header = json.loads(complete[0])
-            newer = header["format"] == FORMAT and header["version"] > VERSION
-            if header["format"] != FORMAT:
-                raise ValueError
-            self.model_description, self.run_id = header["model"], header.get("run")
-        except (ValueError, TypeError, LookupError):
-            raise ValueError(f"{manifest} is not the manifest of a sample store") from None
-        if newer:
+            content = read_regular(path, LARGEST_MANIFEST)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        self._manifest = parse_manifest(content, str(path))
+        self.records, self._dropped = self._manifest.records, []
+        if self.damaged_lines and not self.skips_damaged:
             raise ValueError(
-                f"{manifest} has version {header['version']}, this library reads up to {VERSION}: update it"
+                f"line {self.damaged_lines[0]} of {path} is damaged, so it is not the manifest of a sample "
+                f"store{self.written_by_newer}; {LEAVE_OUT} its sample"
             )
-        self.records, self.damaged_lines = [], []
-        for number, line in enumerate(complete[1:], start=2):
-            try:
-                self.records.append(SampleRecord(**json.loads(line)))
-            except (ValueError, TypeError):
-                self.damaged_lines.append(number)
-        if self.damaged_lines and not self._skip_damaged:
-            raise ValueError(
-                f"line {self.damaged_lines[0]} of {manifest} is damaged, so it is not the manifest of a sample "
-                f"store; {LEAVE_OUT} its sample"
-            )
-        contour = self.path / CONTOUR
-        self._contour = contour.read_bytes() if contour.is_file() else None
+        try:
+            self._contour = read_regular(self.path / CONTOUR, LARGEST_CONTOUR)
+        except FileNotFoundError:
+            self._contour = None
+        except OSError:
+            self._contour = b""  # a link or a device, which is no contour
         if self._has_own_constants():
             self.records = [replace(record, comparable=False) for record in self.records]
+        self._places = _places_of(self.records)
 
     def _has_own_constants(self) -> bool:
         """Return whether the records do not say that their weights compare only within a chain, but their contour does.
@@ -160,12 +202,12 @@ class DiskStore(SampleStore):
         return contour is not None and not contour.is_shared
 
     def append(self, sample: PosteriorSample) -> None:
-        if any(r.step == sample.step and r.chain == sample.chain for r in self.records):
+        if (sample.step, sample.chain) in self._places:
             raise ValueError(
                 f"{self.path} already has a sample of step {sample.step}, chain {sample.chain}: start each run in a "
                 "folder of its own"
             )
-        name = f"sample-{sample.step:08d}-chain-{sample.chain:03d}.safetensors"
+        name = sample_name(sample.step, sample.chain)
         sample = on_cpu(sample)
         tensors = {f"parameter.{k}": v.contiguous() for k, v in sample.parameters.items()}
         tensors |= {f"buffer.{k}": v.contiguous() for k, v in sample.buffers.items()}
@@ -174,10 +216,10 @@ class DiskStore(SampleStore):
         }
         metadata["names"] = json.dumps(list(tensors))  # safetensors does not preserve their order
         content = save(tensors, metadata)
-        record = record_of(sample, name, _checksum(content))
+        record = record_of(sample, name, checksum(content))
         try:
             write_atomically(self.path / name, content)
-            self._add_line(_line(record))
+            self._add_line(line_of(record))
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -186,11 +228,13 @@ class DiskStore(SampleStore):
                 "samples are complete: free space, and resume from the last checkpoint",
             ) from error
         self.records.append(record)
+        self._places.add((record.step, record.chain))
         self._verified.add(name)
 
     def _add_line(self, line: str) -> None:
+        check_regular(self.path / MANIFEST)
         with open(self.path / MANIFEST, "r+b") as manifest:
-            content_end = _end_of_last_line(manifest)
+            content_end = end_of_last_line(manifest)
             manifest.seek(content_end)
             manifest.truncate()
             manifest.write((line + "\n").encode())
@@ -204,12 +248,12 @@ class DiskStore(SampleStore):
         record = self.records[index]
         path = place_of(self.path, record)
         try:
-            content = path.read_bytes()
+            content = read_sample_file(path)
             if self.verify and record.file not in self._verified:
-                _verify(path, content, record)
+                verify_content(path, content, record)
                 self._verified.add(record.file)
-            tensors = _in_order(load(content), content)
-        except (OSError, SafetensorError) as error:
+            tensors = in_order(load(content), content)
+        except Exception as error:  # a damaged file can raise anything: an odd header, a type that torch does not know
             raise ValueError(f"the sample file {path} is missing or damaged: {error}; {LEAVE_OUT} it") from error
         parameters = {k.removeprefix("parameter."): v for k, v in tensors.items() if k.startswith("parameter.")}
         buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
@@ -229,26 +273,46 @@ class DiskStore(SampleStore):
     def _open(self, index: int) -> Iterator[Any]:
         path = place_of(self.path, self.records[index])
         try:
+            check_regular(path)
             with safe_open(path, framework="pt") as file:
                 yield file
-        except (FileNotFoundError, SafetensorError) as error:
+        except (OSError, SafetensorError, KeyError, TypeError) as error:
             raise ValueError(f"the sample file {path} is missing or damaged: {error}") from error
 
-    def keep(self, records: list[SampleRecord], retire: bool = False) -> None:
-        """Drop all samples except those with the given records.
-
-        Args:
-            records: the records to keep.
-            retire: keep the files of the dropped samples, so that `restore` can recover them.
-        """
+    def keep(self, records: list[SampleRecord]) -> None:
         chosen = {repr(r) for r in records}  # as text, since NaN is not equal to itself
         kept = [r for r in self.records if repr(r) in chosen]
         if len(kept) == len(self.records):
             return
         dropped = {r.file for r in self.records} - {r.file for r in kept}
         self._write_manifest(kept)
-        if not retire:
-            self.discard(dropped)
+        self.discard(dropped)
+
+    def keep_newest(self, count: int) -> set[str]:
+        """Drop the oldest samples; their files stay until `discard`.
+
+        The manifest is rewritten only after every `count / 20` dropped samples, so that a sample's cost does not grow
+        with `count`; `trim` rewrites it at once.
+
+        Args:
+            count: the number of samples to keep.
+
+        Returns:
+            the files that have been removed from the manifest, and can be deleted.
+        """
+        surplus = max(len(self.records) - count, 0)
+        self._dropped += self.records[:surplus]
+        self._places -= _places_of(self.records[:surplus])
+        del self.records[:surplus]
+        return self.trim() if len(self._dropped) > count // SURPLUS else set()
+
+    def trim(self) -> set[str]:
+        """Remove all dropped samples from the manifest; see `keep_newest`."""
+        if not self._dropped:
+            return set()
+        dropped = {r.file for r in self._dropped} - {r.file for r in self.records}
+        self._write_manifest(self.records)
+        return dropped
 
     def set_aside(self, records: list[SampleRecord]) -> Path | None:
         """Set the store to these samples, and move its others into a new folder beside it, which is a store too.
@@ -267,75 +331,25 @@ class DiskStore(SampleStore):
         if aside is not None:
             aside.mkdir()
             for record in others:
-                if (self.path / record.file).is_file():
+                if is_regular(self.path / record.file):
                     link_or_copy(self.path / record.file, aside / record.file)
             if self._contour is not None:
                 write_atomically(aside / CONTOUR, self._contour)
-            _write_manifest(aside, self.model_description, uuid.uuid4().hex, others)
+            write_atomically(aside / MANIFEST, write_manifest(self.model_description, uuid.uuid4().hex, others))
         self._write_manifest(list(records))
         self.discard({path.name for path in self.path.glob("sample-*.safetensors")} - {r.file for r in records})
         return aside
 
     def discard(self, files: set[str]) -> None:
-        """Delete sample files that are not in the manifest."""
+        """Delete sample files that are not in the manifest; nothing else is deleted."""
         for file in files:
-            (self.path / file).unlink(missing_ok=True)
+            if SAMPLE_NAME.fullmatch(file) and is_regular(self.path / file):
+                (self.path / file).unlink(missing_ok=True)
 
     def _write_manifest(self, records: list[SampleRecord]) -> None:
-        _write_manifest(self.path, self.model_description, self.run_id, records)
-        self.records = records
+        write_atomically(self.path / MANIFEST, write_manifest(self.model_description, self.run_id, records))
+        self.records, self._dropped, self._places = records, [], _places_of(records)
 
 
-def _write_manifest(path: Path, description: Any, run_id: str | None, records: list[SampleRecord]) -> None:
-    header = {"format": FORMAT, "version": VERSION, "model": description, "run": run_id}
-    lines = [json.dumps(header), *(_line(r) for r in records)]
-    write_atomically(path / MANIFEST, ("\n".join(lines) + "\n").encode())
-
-
-def _line(record: SampleRecord) -> str:
-    """Return a record's line of the manifest; versions before `comparable` read the line of an ordinary run too."""
-    fields = asdict(record)
-    if record.comparable:
-        del fields["comparable"]
-    return json.dumps(fields)
-
-
-def _checksum(content: bytes) -> str:
-    return f"{zlib.crc32(content):08x}"
-
-
-def _verify(path: Path, content: bytes, record: SampleRecord) -> None:
-    """Raise OSError if a file is not the one that was written, according to the record."""
-    if record.checksum:
-        if _checksum(content) != record.checksum:
-            raise OSError("its checksum differs from the manifest's")
-        return
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata() or {}
-    if (metadata.get("step"), metadata.get("chain")) != (str(record.step), str(record.chain)):
-        raise OSError(
-            f"it holds step {metadata.get('step')}, chain {metadata.get('chain')}, but the manifest has step "
-            f"{record.step}, chain {record.chain}"
-        )
-
-
-def _in_order(tensors: dict[str, Tensor], content: bytes) -> dict[str, Tensor]:
-    """Return a file's tensors in the module's order."""
-    length = int.from_bytes(content[:8], "little")
-    metadata = json.loads(content[8 : 8 + length]).get("__metadata__", {})
-    return {
-        name: tensors[name] for name in json.loads(metadata.get("names", "[]")) or sorted(tensors) if name in tensors
-    }
-
-
-def _end_of_last_line(file: Any, block: int = 4096) -> int:
-    """Return the position after the last newline, reading from the end."""
-    position = file.seek(0, os.SEEK_END)
-    while position > 0:
-        start = max(0, position - block)
-        file.seek(start)
-        found = file.read(position - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        position = start
-    return 0
+def _places_of(records: Iterable[SampleRecord]) -> set[tuple[int, int]]:
+    return {(record.step, record.chain) for record in records}

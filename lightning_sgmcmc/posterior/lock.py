@@ -7,6 +7,8 @@ from typing import Any
 
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
+from lightning_sgmcmc.files import check_regular
+
 try:
     import fcntl
 except ImportError:  # not a POSIX system
@@ -35,6 +37,8 @@ class StoreLock:
         while True:
             try:
                 path.mkdir(parents=True, exist_ok=True)
+                if os.path.lexists(path / LOCK):
+                    check_regular(path / LOCK)  # not a link to another file, which would be emptied
                 self._file = open(path / LOCK, "a+")  # noqa: SIM115, it stays open as long as the lock is held
             except OSError as error:
                 raise unusable(path, error) from error

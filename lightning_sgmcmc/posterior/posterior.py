@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, comparable_log_weights
 from lightning_sgmcmc.checks import check_choice, check_number
@@ -14,9 +14,10 @@ from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.diagnostics.samples import effective_sample_size, normalised_weights, resample
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.checks import check_fits, check_sample
-from lightning_sgmcmc.posterior.description import NotDescribableError, build, warn_of_other_network
+from lightning_sgmcmc.posterior.description import warn_of_other_network
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.export import SMALL, to_inference_data
+from lightning_sgmcmc.posterior.network import model_of
 from lightning_sgmcmc.posterior.predictive import append_with_new_statistics, average_predictions
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore, StoreView
 from lightning_sgmcmc.predictions import Prediction
@@ -54,47 +55,48 @@ class Posterior:
     def load(
         cls,
         path: str | Path,
-        model: EnergyModel | None = None,
+        model: nn.Module | None = None,
         device: str | torch.device = "cpu",
         skip_damaged: bool = False,
+        net: nn.Module | None = None,
+        trust: bool = False,
     ) -> "Posterior":
         """Open a store on disk.
 
         Args:
             path: the folder that a `SampleCollector` wrote.
             model: a module like the trained one; None builds it from the store's description, if any (networks of
-                torch's layers, and importable classes whose arguments are plain data).
+                torch's layers, torchvision's models, and classes whose arguments are plain data and whose module is
+                imported). A plain network is taken as `net`.
             device: device for predictions.
             skip_damaged: read all samples once and skip those that are damaged, missing, of another network or not
                 finite, with a warning; files and manifest are not changed.
+            net: a network like the trained one, to build the module with; its likelihood comes from the description.
+            trust: import whatever modules the description names, which runs their code; only for folders whose writer
+                you trust.
 
         Raises:
             FileNotFoundError: if there is no store.
-            ValueError: if the manifest is damaged or has another format, or the samples belong to another network
-                than `model`.
+            ValueError: if the manifest is damaged or has another format, both `model` and `net` are given, the
+                description has no place for `net`, or the samples belong to another network than the given one.
         """
+        if model is not None and net is not None:
+            raise ValueError("model already contains a network: pass either model=… or net=…")
+        if model is not None and not isinstance(model, EnergyModel):
+            model, net = None, model
         store = DiskStore(path, skip_damaged=skip_damaged)
-        posterior = cls(store, model)
+        posterior = cls(store)
         if model is None:
-            posterior._build_model(store.model_description)
+            model, posterior._why_no_model = model_of(store, net, trust)
         elif len(store) > 0 and not skip_damaged:
             check_fits(store[0], model)
             warn_of_other_network(store.model_description, model)
+        posterior.model = model
         if skip_damaged:
             posterior._leave_out_damaged(store)
-        if posterior.model is not None:
-            posterior.model.to(device)
+        if model is not None:
+            model.to(device)
         return posterior
-
-    def _build_model(self, description: Any) -> None:
-        if description is None:
-            self._why_no_model = "the store has no description of its network"
-            return
-        try:
-            with torch.random.fork_rng(devices=[]):  # its initial weights are not used
-                self.model = build(description)
-        except NotDescribableError as error:
-            self._why_no_model = str(error)
 
     def _leave_out_damaged(self, store: DiskStore) -> None:
         """Read all samples; drop unusable ones from `records`, in memory only."""
@@ -280,6 +282,6 @@ class Posterior:
             raise RuntimeError("the posterior has no samples to predict with")
         if self.model is None:
             raise RuntimeError(
-                f"predictions need the network, but {self._why_no_model}: use Posterior.load(path, model=…)"
+                f"predictions need the network, but {self._why_no_model}; use Posterior.load(path, net=…) or model=…"
             )
         return self.model

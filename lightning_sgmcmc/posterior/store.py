@@ -38,6 +38,10 @@ class SampleStore(ABC):
     def keep(self, records: list[SampleRecord]) -> None:
         """Drop all samples except those with the given records."""
 
+    @abstractmethod
+    def keep_newest(self, count: int) -> set[str]:
+        """Drop all samples except the newest; return the names of files that can be deleted."""
+
     def __len__(self) -> int:
         return len(self.records)
 
@@ -63,6 +67,12 @@ class MemoryStore(SampleStore):
         chosen = {repr(r) for r in records}
         self._samples = [s for s, r in zip(self._samples, self.records, strict=True) if repr(r) in chosen]
         self.records = [r for r in self.records if repr(r) in chosen]
+
+    def keep_newest(self, count: int) -> set[str]:
+        surplus = max(len(self.records) - count, 0)
+        del self._samples[:surplus]
+        del self.records[:surplus]
+        return set()
 
 
 class StoreView(SampleStore):
@@ -113,3 +123,8 @@ class StoreView(SampleStore):
         chosen = {repr(r) for r in records}
         kept = [(i, r) for i, r in zip(self._indices, self.records, strict=True) if repr(r) in chosen]
         self._indices, self.records = [i for i, _ in kept], [r for _, r in kept]
+
+    def keep_newest(self, count: int) -> set[str]:
+        surplus = max(len(self.records) - count, 0)
+        self._indices, self.records = self._indices[surplus:], self.records[surplus:]
+        return set()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lightning_sgmcmc.chains.sample import comparable_log_weights
 from lightning_sgmcmc.diagnostics.samples import effective_sample_size
+from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.report import html_page
 from lightning_sgmcmc.report.chains import Chains
 from lightning_sgmcmc.report.health import tensors
@@ -34,8 +35,12 @@ def write_report(run: str | Path, output: str | Path | None = None, parameters: 
     """
     folder, _ = find_run(run)
     record = read_run(folder)
-    path = Path(output) if output is not None else folder / "report.html"
-    path.write_text(render(record, parameters), encoding="utf-8")
+    content = render(record, parameters).encode(errors="replace")
+    if output is not None:
+        Path(output).write_bytes(content)
+        return Path(output)
+    path = folder / "report.html"
+    write_atomically(path, content, durable=False)  # replaces a link there, not the file that it points to
     return path
 
 
@@ -96,6 +101,8 @@ def _attention(run: RunRecord) -> list[str]:
                 )
         except ValueError as error:
             found.append(f"The weights cannot be used: {error}.")
+    if run.unread:
+        found.append(f"Files are not read: {', '.join(run.unread)}.")
     if run.damaged:
         found.append(f"Damaged pictures are omitted: {', '.join(run.damaged)}.")
     return found

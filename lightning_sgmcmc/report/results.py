@@ -11,6 +11,8 @@ from lightning_sgmcmc.report.run_record import MARKS, RunRecord
 METHODS = {"single": "mean single sample", "bma": "model average"}
 HIGHER_IS_BETTER = ("accuracy", "auroc", "log_likelihood")
 LOWER_IS_BETTER = ("nll", "brier", "ece", "rmse", "mae", "error")
+LONGEST_SETTINGS = 2**16
+"""Characters of `hparams.yaml` that are read."""
 PLAIN_NAMES = {"lr": "Step size lr", "temperature": "Temperature τ", "num_chains": None}
 """Labels of hyperparameters; None omits one."""
 
@@ -41,12 +43,21 @@ def _hyperparameters(run: RunRecord) -> list[tuple[str, str]]:
     import yaml
 
     try:
-        content = yaml.safe_load(run.texts.get("hparams.yaml", ""))
-    except yaml.YAMLError:
+        content = yaml.safe_load(run.texts.get("hparams.yaml", "")[:LONGEST_SETTINGS])
+    except (yaml.YAMLError, ValueError, RecursionError, LookupError, TypeError):
         return []
     plain = content if isinstance(content, dict) else {}
-    named = [(PLAIN_NAMES.get(k, str(k).replace("_", " ").capitalize()), str(v)) for k, v in plain.items()]
+    named = [
+        (PLAIN_NAMES.get(k, str(k).replace("_", " ").capitalize()), str(v))
+        for k, v in plain.items()
+        if _is_flat(k) and (_is_flat(v) or (isinstance(v, list) and all(map(_is_flat, v))))
+    ]
     return [(name, value) for name, value in named if name is not None and len(value) < 80]
+
+
+def _is_flat(value: Any) -> bool:
+    """Return whether a value is no container: YAML's references can make those of any size."""
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _finished(run: RunRecord) -> float:

@@ -2,12 +2,14 @@
 
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_sgmcmc.chains.sample import SampleRecord
 from lightning_sgmcmc.diagnostics.health import HealthReport
+from lightning_sgmcmc.files import is_regular, read_regular
 from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
 from lightning_sgmcmc.run.results import RESULTS
 
@@ -15,6 +17,8 @@ HISTORY, HEALTH = "history.json", "health.json"
 MARKS = (RESULTS, HISTORY, HEALTH, f"samples/{MANIFEST}")
 """Files that identify a run's folder."""
 TEXTS = ("config.yaml", "hparams.yaml", "table.md")
+LARGEST_JSON, LARGEST_PICTURE, LARGEST_TEXT = 2**28, 2**26, 2**22
+"""Largest sizes of files, in bytes."""
 
 
 class RunError(ValueError):
@@ -37,6 +41,7 @@ class RunRecord:
         pictures: the readable PNG files, by name without the suffix.
         damaged: names of the unreadable ones.
         texts: configuration files and the like, by name.
+        unread: names of links, pipes and other files that are not read.
     """
 
     folder: Path
@@ -50,6 +55,7 @@ class RunRecord:
     pictures: dict[str, bytes] = field(default_factory=dict)
     damaged: list[str] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -68,11 +74,11 @@ def find_run(path: str | Path) -> tuple[Path, int]:
         raise RunError(f"there is no folder {path}: pass a run's folder")
     if not path.is_dir():
         raise RunError(f"{path} is a file, not a run's folder")
-    if path.name == "samples" and any((path.parent / name).is_file() for name in (RESULTS, HISTORY, HEALTH)):
+    if path.name == "samples" and any(is_regular(path.parent / name) for name in (RESULTS, HISTORY, HEALTH)):
         return path.parent, 1
     if _written(path) is not None:
         return path, 1
-    below = [f for f in (*path.glob("*/"), *path.glob("*/*/")) if not f.name.startswith("samples")]
+    below = [f for f in _folders(path) if not f.name.startswith("samples")]
     found = [(time, folder) for folder in below if (time := _written(folder))]
     if not found:
         raise RunError(
@@ -81,10 +87,16 @@ def find_run(path: str | Path) -> tuple[Path, int]:
     return max(found)[1], len(found)
 
 
+def _folders(path: Path) -> list[Path]:
+    """Return the folders below a folder, of one and two levels; links are not followed."""
+    inside = [f for f in path.glob("*/") if not f.is_symlink()]
+    return [*inside, *(f for one in inside for f in one.glob("*/") if not f.is_symlink())]
+
+
 def _written(folder: Path) -> float | None:
     """Return the time of the last write to a run's folder, or None if it is not one."""
     marks = (folder / name for name in (*MARKS, MANIFEST))
-    return max((mark.stat().st_mtime for mark in marks if mark.is_file()), default=None)
+    return max((mark.stat().st_mtime for mark in marks if is_regular(mark)), default=None)
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -99,7 +111,10 @@ def read_run(folder: Path) -> RunRecord:
     history = _read_json(folder / HISTORY) or {}
     run.steps, run.scalars = _series(history, folder / HISTORY)
     run.health = _health(_read_json(folder / HEALTH), folder / HEALTH)
-    store = next((p for p in (folder / "samples", folder) if (p / MANIFEST).exists()), None)
+    store = next((p for p in (folder / "samples", folder) if os.path.lexists(p / MANIFEST)), None)
+    if store is not None and store != folder and store.is_symlink():
+        run.unread.append(store.name)
+        store = None
     try:
         run.store = DiskStore(store) if store is not None else None
     except (OSError, ValueError) as error:
@@ -107,23 +122,37 @@ def read_run(folder: Path) -> RunRecord:
     rows = history.get("samples", []) if run.store is None else [vars(r) for r in run.store.records]
     run.records = _sample_records(rows, folder / HISTORY if run.store is None else run.store.path / MANIFEST)
     for path in sorted(folder.glob("*.png")):
-        content = path.read_bytes()
-        if content.startswith(b"\x89PNG\r\n\x1a\n") and b"IEND" in content[-12:]:
-            run.pictures[path.stem] = content
+        if (picture := _read(path, LARGEST_PICTURE, run)) is None:
+            continue
+        if picture.startswith(b"\x89PNG\r\n\x1a\n") and b"IEND" in picture[-12:]:
+            run.pictures[path.stem] = picture
         else:
             run.damaged.append(path.name)
     for name in TEXTS:
-        if (folder / name).is_file():
-            run.texts[name] = (folder / name).read_text(errors="replace")
+        if (content := _read(folder / name, LARGEST_TEXT, run)) is not None:
+            run.texts[name] = content.decode(errors="replace")
     return run
 
 
+def _read(path: Path, limit: int, run: RunRecord) -> bytes | None:
+    """Return a file's content; None if it is missing, or not read and then noted."""
+    try:
+        return read_regular(path, limit)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        run.unread.append(f"{path.name} ({error.strerror})")
+        return None
+
+
 def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        content = json.loads(read_regular(path, LARGEST_JSON).decode())
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise RunError(f"{path} is damaged: {error}") from None
     if not isinstance(content, dict):
         raise RunError(f"{path} is damaged: it should hold a dictionary, not a {type(content).__name__}")
@@ -145,7 +174,7 @@ def _rows(results: dict[str, Any], path: Path) -> list[dict[str, Any]]:
 
 def _series(history: dict[str, Any], path: Path) -> tuple[list[int], dict[str, list[float]]]:
     steps, scalars = history.get("steps", []), history.get("scalars", {})
-    if not isinstance(steps, list) or not isinstance(scalars, dict) or not all(isinstance(s, int) for s in steps):
+    if not isinstance(steps, list) or not isinstance(scalars, dict) or not all(map(_is_step, steps)):
         raise RunError(f"{path} is damaged: it should have a list of steps, and scalars at these steps")
     for name, values in scalars.items():
         if not isinstance(values, list) or len(values) != len(steps) or not all(map(_is_number, values)):
@@ -161,7 +190,7 @@ def _sample_records(samples: Any, path: Path) -> list[SampleRecord]:
             SampleRecord(int(s), int(c), int(k), float(e), float(w), comparable=known)
             for (s, c, k, e, w), known in rows
         ]
-    except (AttributeError, TypeError, ValueError, LookupError):
+    except (AttributeError, TypeError, ValueError, LookupError, OverflowError):
         raise RunError(f"{path} is damaged: a sample should have {', '.join(names)}") from None
 
 
@@ -174,5 +203,12 @@ def _health(content: dict[str, Any] | None, path: Path) -> HealthReport | None:
         raise RunError(f"{path} is damaged: {error}") from None
 
 
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+
+
 def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    """Return whether a value is missing, or a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value is None
+    return isinstance(value, float) or abs(value) < 2**63

@@ -1,6 +1,7 @@
 """Atomic checkpoints: a file is complete or absent."""
 
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,13 @@ import pytorch_lightning as pl
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning_fabric.utilities.cloud_io import _load as pl_load
 from lightning_fabric.utilities.cloud_io import get_filesystem
 
-from lightning_sgmcmc.files import free_space, megabytes, write_atomically
+from lightning_sgmcmc.files import check_regular, free_space, megabytes, write_atomically
+
+HYPERPARAMETERS = ("likelihood", "prior", "sampler", "lr", "temperature", "num_chains")
+"""What every `BayesianModule` reports to its loggers."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -42,6 +47,80 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 f"{error.strerror}{free_space(place.parent)}; earlier checkpoints and samples are complete: free "
                 "or repair the disk, and resume from the last one",
             ) from error
+
+    def load_checkpoint(
+        self,
+        path: Any,
+        map_location: Any = lambda storage, location: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Return a checkpoint's content.
+
+        Args:
+            path: the file.
+            map_location: see `torch.load`.
+            weights_only: False unpickles any object, which runs its code; None, Lightning's default, and True read
+                tensors and plain data only.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            ValueError: if it is damaged, or contains other objects and `weights_only` is not False.
+        """
+        file_system = get_filesystem(path)
+        if not file_system.exists(path):
+            raise FileNotFoundError(f"there is no checkpoint {path}: pass the path of an existing one as ckpt_path")
+        try:
+            if isinstance(file_system, LocalFileSystem):
+                check_regular(Path(str(path).removeprefix("file://")).resolve())
+            content = pl_load(path, map_location=map_location, weights_only=weights_only is not False)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"the checkpoint {path} contains more than tensors and plain data ({_first_line(error)}): if you trust "
+                "its writer, pass weights_only=False to the trainer's method; otherwise do not use it"
+            ) from error
+        except Exception as error:  # a damaged archive can raise anything
+            raise ValueError(f"the checkpoint {path} is damaged ({_first_line(error)}): resume from another") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} is not a checkpoint: it contains a {type(content).__name__}")
+        return content
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a checkpoint file; a folder, and a path with '..', which only a foreign checkpoint names, is kept."""
+        if not isinstance(get_filesystem(path), LocalFileSystem):
+            super().remove_checkpoint(path)
+            return
+        place = Path(str(path).removeprefix("file://"))
+        if ".." not in place.parts and (place.is_symlink() or place.is_file()):
+            place.unlink()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")[:200] or type(error).__name__
+
+
+def keep_constructor_arguments(hyperparameters: dict[str, Any], module: pl.LightningModule) -> None:
+    """Make a checkpoint's hyperparameters the arguments that `load_from_checkpoint` passes to the constructor.
+
+    Those for loggers, which are not the constructor's own or are names of objects, are removed. Arguments that are
+    plain data are added.
+
+    Args:
+        hyperparameters: changed in place.
+        module: a `BayesianModule`.
+    """
+    arguments: dict[str, Any] = getattr(module, "_arguments", {})
+    for name in HYPERPARAMETERS:
+        if name not in arguments or isinstance(hyperparameters.get(name), str):
+            hyperparameters.pop(name, None)
+    hyperparameters.update({name: value for name, value in arguments.items() if _is_plain(value)})
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def protect_checkpoints(trainer: pl.Trainer) -> None:

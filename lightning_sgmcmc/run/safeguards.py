@@ -8,7 +8,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.samples import draw_samples
 from lightning_sgmcmc.chains.state import Counters
-from lightning_sgmcmc.run.checkpoints import protect_checkpoints
+from lightning_sgmcmc.run.checkpoints import keep_constructor_arguments, protect_checkpoints
 from lightning_sgmcmc.run.checks import check_data, check_run, check_step_size
 from lightning_sgmcmc.run.early_stopping import why_without_samples
 from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
@@ -131,11 +131,7 @@ class Safeguards(pl.Callback):
     ) -> None:
         if self._guard is not None and trainer.state.fn == "fit":
             self._guard.check_state("it is not saved")
-        # Names of components are for loggers; `load_from_checkpoint` would pass them to the constructor.
-        hyperparameters = checkpoint.get(pl_module.CHECKPOINT_HYPER_PARAMS_KEY, {})
-        for name in ("likelihood", "prior", "sampler"):
-            if isinstance(hyperparameters.get(name), str):
-                del hyperparameters[name]
+        keep_constructor_arguments(checkpoint.get(pl_module.CHECKPOINT_HYPER_PARAMS_KEY, {}), pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         return {

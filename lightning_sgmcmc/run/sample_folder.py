@@ -8,9 +8,11 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from lightning_sgmcmc.chains.sample import SampleRecord
+from lightning_sgmcmc.files import is_regular
 from lightning_sgmcmc.posterior.aside import aside_folders, next_aside
 from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
 from lightning_sgmcmc.posterior.lock import StoreLock
+from lightning_sgmcmc.posterior.manifest import record_from
 
 LEVELS = 3
 """Folders above a checkpoint, and parts of a store's path, that are searched for a moved run's samples."""
@@ -53,6 +55,7 @@ def find_store(saved: dict[str, Any], dirpath: Path | None, checkpoint: str | Pa
     Raises:
         ValueError: if the folder does not hold the checkpoint's samples, or holds those of another run.
     """
+    _check_saved(saved)
     recorded = Path(saved["path"])
     if dirpath is not None:
         candidates = [dirpath]
@@ -127,14 +130,25 @@ def on_rank_zero(trainer: pl.Trainer, function: Callable[[], Any]) -> Any:
 
 def _records_of(saved: dict[str, Any], store: DiskStore) -> list[SampleRecord]:
     if "records" in saved:
-        return [SampleRecord(**record) for record in saved["records"]]
+        return [record_from(record) for record in saved["records"]]
     return [record for record in store.records if record.step <= saved["last_step"]]
+
+
+def _check_saved(saved: Any) -> None:
+    """Raise ValueError unless a collector's state in a checkpoint has the right form."""
+    kinds = {"path": str, "count": int, "last_step": int, "records": list, "run": str | None}
+    given = saved if isinstance(saved, dict) else {}
+    needed = ("path", "count", "last_step")
+    wrong = [name for name in needed if name not in given]
+    wrong += [name for name, kind in kinds.items() if name in given and not isinstance(given[name], kind)]
+    if wrong:
+        raise ValueError(f"the checkpoint's entry on its samples is damaged: {wrong[0]} is missing or has a wrong type")
 
 
 def _samples_there(saved: dict[str, Any], store: DiskStore) -> int:
     """Return how many of a checkpoint's samples a store holds."""
     records = _records_of(saved, store)
-    return sum((store.path / r.file).is_file() for r in records) if "records" in saved else len(records)
+    return sum(is_regular(store.path / r.file) for r in records) if "records" in saved else len(records)
 
 
 def _run_id(path: Path) -> str | None:

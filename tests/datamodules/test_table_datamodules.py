@@ -1,12 +1,15 @@
 """Mushroom and Covertype: columns, targets, splits and messages."""
 
 import gzip
+import io
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.error import URLError
 
+import joblib
 import numpy as np
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.datamodules import ArrayDataModule, CovertypeDataModule, MushroomDataModule
 from lightning_sgmcmc.datamodules.mushroom import ATTRIBUTES
+from lightning_sgmcmc.datamodules.pickled import read_dumped_array
 from tests.support.configuration import configured_datamodule
 from tests.support.paths import DATA_ROOT as ROOT
 
@@ -198,6 +202,73 @@ def test_the_full_set_comes_from_scikit_learn(tmp_path: Path, monkeypatch: pytes
     for a, b in zip(full.splits, subset.splits, strict=True):
         assert torch.equal(a.inputs, b.inputs)
         assert torch.equal(a.targets, b.targets)
+
+
+def test_scikit_learns_files_are_read_and_not_unpickled(tmp_path: Path) -> None:
+    """As `joblib.dump(…, compress=9)` writes them; a pickle of anything else is one sentence, and nothing runs."""
+    arrays = covertype_arrays()
+    indicators = np.unpackbits(arrays["binary"], axis=1)[:, :44]
+    inputs = np.concatenate([arrays["numeric"], indicators], 1).astype(np.float64)
+    folder = tmp_path / "covertype"
+    folder.mkdir()
+
+    def dump(samples: Any, targets: Any, compress: int = 9) -> CovertypeDataModule:
+        joblib.dump(samples, folder / "samples_py3", compress=compress)
+        joblib.dump(targets, folder / "targets_py3", compress=compress)
+        return CovertypeDataModule(tmp_path, full=True)
+
+    labels = arrays["y"].astype(np.int32)
+    write_covertype(tmp_path / "subset", arrays)
+    subset = prepared(CovertypeDataModule(tmp_path / "subset"))
+    for order, compress in (("C", 9), ("F", 0)):
+        full = prepared(dump(np.asarray(inputs, order=order), labels, compress))
+        for a, b in zip(full.splits, subset.splits, strict=True):
+            assert torch.equal(a.inputs, b.inputs)
+            assert torch.equal(a.targets, b.targets)
+    ran = tmp_path / "ran"
+    for hostile, message in (
+        (Touch(ran), r"it refers to pathlib\.Path\.touch|it refers to builtins\.getattr|it refers to pathlib"),
+        (np.array([Touch(ran), 1], dtype=object), "its elements are not numbers"),
+        ([1, 2], "should contain an array"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepared(dump(hostile, labels))
+        assert not ran.exists()
+    dump(inputs, labels)
+    with pytest.raises(ValueError, match="expands to more than 1,000 bytes"):
+        read_dumped_array(folder / "samples_py3", 1000)
+    (folder / "samples_py3").rename(tmp_path / "moved")
+    (folder / "samples_py3").symlink_to(tmp_path / "moved")
+    with pytest.raises(ValueError, match="links are not followed"):
+        prepared(CovertypeDataModule(tmp_path, full=True))
+
+
+class Touch:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_small_files_that_expand_are_refused(tmp_path: Path) -> None:
+    """20 MB of text in 90 kB, and an array of 90 PB in a small archive that only claims them."""
+    (tmp_path / "mushroom").mkdir()
+    (tmp_path / "mushroom" / "mushroom.csv.gz").write_bytes(gzip.compress(b"e,x\n" * 5_000_000, 1))
+    with pytest.raises(ValueError, match=r"mushroom\.csv\.gz has more than 16.8 MB of text"):
+        MushroomDataModule(tmp_path).setup("fit")
+    write_covertype(tmp_path, covertype_arrays())
+    path = tmp_path / "covertype" / "covertype_subset.npz"
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": (2**50, 10)})
+    with zipfile.ZipFile(path, "a") as archive:
+        names = archive.namelist()
+    content = {name: zipfile.ZipFile(path).read(name) for name in names}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(name, header.getvalue() if name == "numeric.npy" else content[name])
+    with pytest.raises(ValueError, match=r"numeric in .* cannot be read"):
+        CovertypeDataModule(tmp_path).setup("fit")
 
 
 def test_without_the_covertype_files_one_sentence_says_what_to_do(

@@ -303,11 +303,16 @@ def test_tied_layers_are_refused() -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("no_such_module_anywhere:Net", "cannot import no_such_module_anywhere:Net"),
+        ("no_such_module_anywhere:Net", "no_such_module_anywhere is not imported, and a store does not choose what is"),
+        ("torch.nn.no_such_module:Net", "cannot import torch.nn.no_such_module"),
         ("torch.nn:NoSuchLayer", "cannot import torch.nn:NoSuchLayer"),
         ("os:system", "os:system is not a torch module"),
         ("builtins:dict", "builtins:dict is not a torch module"),
-        ("torch.nn:functional.relu", "not a torch module"),
+        ("torch.nn:functional.relu", "torch.nn has no functional.relu"),
+        ("unittest.__main__:Net", "unittest.__main__ is not imported"),
+        ("torch.jit:ScriptModule", "torch.jit has no networks that a store may name"),
+        ("torch.nn", "is not the name of a class"),
+        (["torch.nn:Linear"], "is not the name of a class"),
     ],
 )
 def test_only_torch_modules_are_built(path: str, message: str) -> None:

@@ -305,7 +305,7 @@ def test_no_description_and_no_model(tmp_path: Path) -> None:
     filled(DiskStore.create(tmp_path / "s"), classifier())
     posterior = Posterior.load(tmp_path / "s")
     assert len(list(posterior)) == 4
-    with pytest.raises(RuntimeError, match=r"no description of its network: use Posterior\.load\(path, model=…\)"):
+    with pytest.raises(RuntimeError, match=r"no description of its network; use Posterior\.load\(path, net=…\)"):
         posterior.predict(inputs())
 
 
@@ -313,7 +313,7 @@ def test_a_description_that_cannot_be_built_leaves_the_samples(tmp_path: Path) -
     filled(DiskStore.create(tmp_path / "s", {"class": "gone_away:Net", "arguments": {}}), classifier())
     posterior = Posterior.load(tmp_path / "s")
     assert len(list(posterior)) == 4
-    with pytest.raises(RuntimeError, match="cannot import gone_away:Net"):
+    with pytest.raises(RuntimeError, match=r"gone_away is not imported.*import gone_away first"):
         posterior.predict(inputs())
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 import random
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,7 @@ def test_the_manifest_names_every_sample(tmp_path: Path) -> None:
     assert {k: v for k, v in json.loads(header).items() if k != "run"} == {
         "format": "lightning-sgmcmc samples",
         "version": 1,
+        "library": version("lightning-sgmcmc"),
         "model": {"class": "a:B", "arguments": {"n": [1, None]}},
     }
     assert [json.loads(line)["file"] for line in lines] == [file_of(5), file_of(5, 1), file_of(10)]

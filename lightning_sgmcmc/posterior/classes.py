@@ -1,0 +1,96 @@
+"""Which classes a store may name, and how they are found.
+
+A store can come from anywhere, so its text must not choose what Python imports or calls. A name is looked up among the
+modules that the program has imported, and only torch's and this library's networks are imported by name.
+"""
+
+import importlib
+import sys
+from typing import Any
+
+from torch import nn
+
+IMPORTED = ("lightning_sgmcmc", "torch.nn", "torchvision.models", "torchvision.ops")
+"""Packages whose modules are imported if a store names them."""
+REFUSED = ("lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics", "torchvision")
+"""Packages whose other modules are refused even if imported: some of their classes read files or download."""
+
+
+class NotDescribableError(ValueError):
+    """Raised if a module cannot be converted to plain data, or be rebuilt from them."""
+
+
+def path_of(value: Any) -> str:
+    """Return the name of a class or function for `find`.
+
+    Raises:
+        NotDescribableError: if it is defined inside a function.
+    """
+    if "<locals>" in value.__qualname__:
+        raise NotDescribableError(f"{value.__qualname__} is defined inside a function")
+    module = "__main__" if value.__module__ == "__mp_main__" else value.__module__  # the same, in a spawned process
+    return f"{module}:{value.__qualname__}"
+
+
+def find_module_class(path: Any, trust: bool = False) -> type[nn.Module]:
+    """Return the torch module class of this name.
+
+    Args:
+        path: "package.module:Class", as `path_of` returns it.
+        trust: import any module; importing runs its code.
+
+    Raises:
+        NotDescribableError: if there is no such class, it is not a torch module, or its module is neither imported nor
+            one of torch's or this library's networks.
+    """
+    found = find(path, trust)
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise NotDescribableError(f"{path} is not a torch module")
+    return found
+
+
+def find(path: Any, trust: bool = False) -> Any:
+    """Return the class or function of this name; see `find_module_class`."""
+    parts = path.split(":") if isinstance(path, str) else []
+    names = [name for part in parts for name in part.split(".")]
+    if len(parts) != 2 or not all(name.isidentifier() for name in names):
+        raise NotDescribableError(f"{str(path)[:80]!r} is not the name of a class")
+    module_name, qualified_name = parts
+    found: Any = _module(module_name, trust)
+    outer: list[Any] = [found]
+    for name in qualified_name.split("."):
+        # Not getattr: a module's `__getattr__` may import. Only classes hold classes: a module holds other modules.
+        if name not in vars(outer[-1]) or (len(outer) > 1 and not isinstance(outer[-1], type)):
+            raise NotDescribableError(_no_such(module_name, qualified_name))
+        outer.append(vars(outer[-1])[name])
+    return outer[-1]
+
+
+def _module(name: str, trust: bool) -> Any:
+    known = _is_below(name, IMPORTED)
+    if not trust and not known and _is_below(name, REFUSED):
+        raise NotDescribableError(f"{name} has no networks that a store may name: pass net=… or model=…")
+    if name in sys.modules:
+        return sys.modules[name]
+    if not (trust or known):
+        raise NotDescribableError(
+            f"{name} is not imported, and a store does not choose what is: import {name} first, pass net=… or "
+            "model=…, or pass trust=True if you trust whoever wrote the folder"
+        )
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise NotDescribableError(f"cannot import {name}: {error}") from error
+
+
+def _is_below(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def _no_such(module_name: str, qualified_name: str) -> str:
+    if module_name == "__main__":
+        return (
+            f"{qualified_name} was defined in the script that sampled, and this program does not define it: import it "
+            "by `from SCRIPT import …` into this program's main module, or pass net=… or model=…"
+        )
+    return f"cannot import {module_name}:{qualified_name}: {module_name} has no {qualified_name}"

@@ -1,0 +1,70 @@
+"""Bytes of a store's files: checksums, the order of tensors, the last line."""
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from lightning_sgmcmc.chains.sample import SampleRecord
+from lightning_sgmcmc.files import check_regular
+
+LARGE_SAMPLE = 2**28
+"""Files above this size, in bytes, are checked before they are read."""
+
+
+def checksum(content: bytes) -> str:
+    """Return the CRC-32 of a file's bytes in hexadecimal."""
+    return f"{zlib.crc32(content):08x}"
+
+
+def read_sample_file(path: Path) -> bytes:
+    """Return a sample file's content.
+
+    Raises:
+        OSError: if it is missing, a link or a device.
+        SafetensorError: if it is large, and not as large as its header says.
+    """
+    check_regular(path)
+    if path.stat().st_size > LARGE_SAMPLE:
+        with safe_open(path, "pt"):  # reads only the header
+            pass
+    return path.read_bytes()
+
+
+def verify_content(path: Path, content: bytes, record: SampleRecord) -> None:
+    """Raise OSError if a file is not the one that was written, according to the record."""
+    if record.checksum:
+        if checksum(content) != record.checksum:
+            raise OSError("its checksum differs from the manifest's")
+        return
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+    if (metadata.get("step"), metadata.get("chain")) != (str(record.step), str(record.chain)):
+        raise OSError(
+            f"it holds step {metadata.get('step')}, chain {metadata.get('chain')}, but the manifest has step "
+            f"{record.step}, chain {record.chain}"
+        )
+
+
+def in_order(tensors: dict[str, Tensor], content: bytes) -> dict[str, Tensor]:
+    """Return a file's tensors in the module's order."""
+    length = int.from_bytes(content[:8], "little")
+    names = json.loads(json.loads(content[8 : 8 + length]).get("__metadata__", {}).get("names", "[]"))
+    return {name: tensors[name] for name in names or sorted(tensors) if name in tensors}
+
+
+def end_of_last_line(file: Any, block: int = 4096) -> int:
+    """Return the position after the last newline, reading from the end."""
+    position = file.seek(0, os.SEEK_END)
+    while position > 0:
+        start = max(0, position - block)
+        file.seek(start)
+        found = file.read(position - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        position = start
+    return 0

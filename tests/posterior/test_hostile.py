@@ -1,0 +1,158 @@
+"""Run folders from anywhere: no import, no deletion, no link followed, no endless read, and one sentence as answer."""
+
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sgmcmc import Posterior
+from lightning_sgmcmc.cli.report import main as report
+from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.run.checkpoints import AtomicCheckpointIO
+from tests.support.corpus import CHECKPOINT, make_case, sound_run, untouched
+from tests.support.paths import REPOSITORY
+
+LIMIT = 20
+"""Seconds for one case."""
+OWN = tuple(str(REPOSITORY / folder) for folder in ("lightning_sgmcmc", "callbacks", "datamodules"))
+
+
+@contextmanager
+def limited_time() -> Iterator[None]:
+    def late(*_: Any) -> None:
+        raise AssertionError(f"it takes more than {LIMIT} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def answer(call: Callable[[], Any]) -> Any:
+    """Return a call's result, or None if it raised a sentence of this library."""
+    raised: Exception | None = None
+    try:
+        return call()
+    except (ValueError, RuntimeError, OSError) as error:
+        raised = error
+    place = traceback.extract_tb(raised.__traceback__)[-1].filename
+    assert place.startswith(OWN), f"raised outside this library, in {place}: {raised!r}"
+    assert "\n" not in str(raised).strip(), raised
+    assert len(str(raised).split()) > 4, raised
+    return None
+
+
+def use_posterior(run: Path) -> None:
+    x = torch.zeros(3, 2)
+    for options in ({}, {"skip_damaged": True}):
+        posterior = answer(lambda options=options: Posterior.load(run / "samples", **options))  # type: ignore[misc]
+        if posterior is None:
+            continue
+        for use in (
+            lambda p: p.weights,
+            lambda p: p.effective_sample_size,
+            list,
+            lambda p: p.store.shapes(0) if len(p) else None,
+            lambda p: p.predict(x),
+            lambda p: p.contour,
+            lambda p: p.reweighted("final"),
+            lambda p: p.resample(3),
+        ):
+            answer(lambda use=use, posterior=posterior: use(posterior))  # type: ignore[misc]
+
+
+def use_store(run: Path) -> None:
+    """What a resumed run does to it."""
+    store = answer(lambda: DiskStore(run / "samples", skip_damaged=True))
+    if store is None:
+        return
+    records = list(store.records)
+    sample = next((s for s in (answer(lambda i=i: store[i]) for i in range(len(store))) if s is not None), None)
+    if sample is not None:
+        answer(lambda: store.append(sample))
+    answer(lambda: store.set_aside(records[1:]))
+    answer(lambda: store.discard(store.keep_newest(1)))
+    answer(lambda: store.keep([]))
+
+
+def use_report(run: Path) -> None:
+    code = 0
+    try:
+        report([str(run)])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert code in (0, 2)
+    page = run / "report.html"
+    assert not page.is_file() or "secret of the victim" not in page.read_text()
+
+
+def use_checkpoint(run: Path) -> None:
+    answer(lambda: AtomicCheckpointIO().load_checkpoint(run / CHECKPOINT))
+
+
+USES: dict[str, list[Callable[[Path], None]]] = {
+    "manifest": [use_posterior, use_store],
+    "store": [use_posterior, use_store],
+    "report": [use_report],
+    "checkpoint": [use_checkpoint],
+}
+CASES = {"manifest": 24, "store": 20, "report": 6, "checkpoint": 12}
+MANY = {"manifest": 900, "store": 700, "report": 400, "checkpoint": 500}
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sound_run(tmp_path_factory.mktemp("corpus") / "run")
+
+
+def try_case(sound: Path, folder: Path, kind: str, seed: int) -> None:
+    run = make_case(sound, folder, kind, seed)
+    with untouched(folder), limited_time():
+        for use in USES[kind]:
+            use(run)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", CASES)
+def test_damaged_folders(
+    kind: str, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sample of the corpus; each case differs by its seed only, which the failure names."""
+    _try_all(kind, range(CASES[kind]), sound, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", MANY)
+def test_many_damaged_folders(
+    kind: str, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """2,500 cases."""
+    _try_all(kind, range(1000, 1000 + MANY[kind]), sound, tmp_path, monkeypatch)
+
+
+def _try_all(kind: str, seeds: range, sound: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    run = folder / "case" / "run"
+    monkeypatch.syspath_prepend(run)  # the store's folder could be imported, as from a working directory
+    monkeypatch.syspath_prepend(run / "samples")
+    failures = []
+    for seed in seeds:
+        try:
+            try_case(sound, folder / "case", kind, seed)
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            failures.append(
+                f"{kind} {seed}: {type(error).__name__} in {frame.filename}:{frame.lineno}: {str(error)[:300]}"
+            )
+    assert not failures, f"{len(failures)} of {len(seeds)}:\n" + "\n".join(failures[:40])
+    assert "samples.payload" not in sys.modules
