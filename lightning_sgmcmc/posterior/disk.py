@@ -19,7 +19,7 @@ from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.files import flush, free_space, megabytes, write_atomically
 from lightning_sgmcmc.posterior.aside import link_or_copy, next_aside, place_of
 from lightning_sgmcmc.posterior.lock import unusable
-from lightning_sgmcmc.posterior.store import SampleStore
+from lightning_sgmcmc.posterior.store import SampleStore, TargetScaling
 
 MANIFEST = "manifest.jsonl"
 CONTOUR = "contour.safetensors"
@@ -62,13 +62,16 @@ class DiskStore(SampleStore):
         self.reload()
 
     @classmethod
-    def create(cls, path: str | Path, model_description: Any = None) -> "DiskStore":
+    def create(
+        cls, path: str | Path, model_description: Any = None, scaling: TargetScaling | None = None
+    ) -> "DiskStore":
         """Create an empty store.
 
         Args:
             path: folder, created if needed; it must not contain a store.
             model_description: plain data that describe the network (see `lightning_sgmcmc.posterior.description`),
                 or None.
+            scaling: the scaling of the targets, or None.
 
         Raises:
             FileExistsError: if the folder contains a store.
@@ -78,7 +81,7 @@ class DiskStore(SampleStore):
             raise FileExistsError(f"{path} already contains a sample store: choose another folder")
         try:
             path.mkdir(parents=True, exist_ok=True)
-            _write_manifest(path, model_description, uuid.uuid4().hex, [])
+            _write_manifest(path, model_description, scaling, uuid.uuid4().hex, [])
         except OSError as error:
             raise unusable(path, error) from error
         return cls(path)
@@ -120,6 +123,7 @@ class DiskStore(SampleStore):
             if header["format"] != FORMAT:
                 raise ValueError
             self.model_description, self.run_id = header["model"], header.get("run")
+            self.scaling = TargetScaling.from_plain(header.get("targets"))
         except (ValueError, TypeError, LookupError):
             raise ValueError(f"{manifest} is not the manifest of a sample store") from None
         if newer:
@@ -271,7 +275,7 @@ class DiskStore(SampleStore):
                     link_or_copy(self.path / record.file, aside / record.file)
             if self._contour is not None:
                 write_atomically(aside / CONTOUR, self._contour)
-            _write_manifest(aside, self.model_description, uuid.uuid4().hex, others)
+            _write_manifest(aside, self.model_description, self.scaling, uuid.uuid4().hex, others)
         self._write_manifest(list(records))
         self.discard({path.name for path in self.path.glob("sample-*.safetensors")} - {r.file for r in records})
         return aside
@@ -282,12 +286,16 @@ class DiskStore(SampleStore):
             (self.path / file).unlink(missing_ok=True)
 
     def _write_manifest(self, records: list[SampleRecord]) -> None:
-        _write_manifest(self.path, self.model_description, self.run_id, records)
+        _write_manifest(self.path, self.model_description, self.scaling, self.run_id, records)
         self.records = records
 
 
-def _write_manifest(path: Path, description: Any, run_id: str | None, records: list[SampleRecord]) -> None:
+def _write_manifest(
+    path: Path, description: Any, scaling: TargetScaling | None, run_id: str | None, records: list[SampleRecord]
+) -> None:
     header = {"format": FORMAT, "version": VERSION, "model": description, "run": run_id}
+    if scaling is not None:
+        header["targets"] = asdict(scaling)
     lines = [json.dumps(header), *(_line(r) for r in records)]
     write_atomically(path / MANIFEST, ("\n".join(lines) + "\n").encode())
 
