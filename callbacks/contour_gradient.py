@@ -74,7 +74,8 @@ class ContourGradient(StepClaimant):
             from the energies of their second half.
         lowest: share of the warm-up's energies below a learned first edge.
         headroom: extent of the bins above the warm-up's largest energy, in units of its range.
-        include_prior: whether the energy includes -log p(θ), as the potential does; the authors' code excludes it.
+        include_prior: whether the energy includes -log p(θ), as the potential does; the authors' code excludes it. κ
+            multiplies the whole gradient, so without the prior the weights are only approximate.
         sample_energy: "own" computes a sample's energy and weight at the sample itself, on fresh training data, as many
             as a step has: one more forward pass per sample, about a third of a step. "full" does so on all training
             data, without augmentation and in evaluation mode. "step" takes both from the step before, at no cost;
@@ -217,8 +218,9 @@ class ContourGradient(StepClaimant):
         self._learner, self._record = learner, None
         run.module.contour = learner.of_all_chains()
         run.chains.tags.comparable = learner.is_shared
-        if self.rules.regularisation:
-            settings = ", ".join(f"{name}={value}" for name, value in self.rules.regularisation.items())
+        inexact = self.rules.regularisation | ({} if self.include_prior else {"include_prior": False})
+        if inexact:
+            settings = ", ".join(f"{name}={value}" for name, value in inexact.items())
             rank_zero_info(f"ContourGradient is regularised ({settings}), so its weights are only approximate")
 
     def _learn_range(self, run: _Run) -> ContourLearner | None:
