@@ -4,14 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
 from lightning_sgmcmc.callbacks.schedule import run_length, schedule_of
 from lightning_sgmcmc.chains.chains import Chains
-from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag, check_kind
 from lightning_sgmcmc.contour import (
@@ -182,7 +180,7 @@ class ContourGradient(StepClaimant):
             module=module,
             sampler=module.sampler,
             chains=module.chains,
-            group=_chain_group(module.chains.layout, module.device),
+            group=ChainGroup.of_layout(module.chains.layout, module.device),
             first_step=self._begun + warm_up,
             on_host=module.device.type == "cpu" and module.num_chains == 1,
         )
@@ -345,10 +343,3 @@ class ContourGradient(StepClaimant):
 
 def _warn(sentence: str) -> None:
     rank_zero_warn(f"ContourGradient: {sentence}")
-
-
-def _chain_group(layout: ChainLayout, device: torch.device) -> ChainGroup:
-    """Return the group of a layout's chains; a single process needs no functions of the strategy."""
-    if layout.is_spread:
-        return ChainGroup(layout.num_chains, layout.total_chains, device, layout.gather, layout.own)
-    return ChainGroup(layout.num_chains, layout.total_chains, device)

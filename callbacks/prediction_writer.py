@@ -9,7 +9,7 @@ from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from safetensors.torch import save_file
 
-from lightning_sgmcmc.posterior.posterior import Posterior
+from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.predictions import ON_REQUEST, Prediction
 from lightning_sgmcmc.run.folder import run_folder
 
@@ -31,9 +31,8 @@ class PredictionWriter(BasePredictionWriter):
         self.original_units = original_units
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        posterior = getattr(pl_module, "posterior", None)
-        if not self.original_units and isinstance(posterior, Posterior):
-            pl_module.posterior = posterior.standardised()
+        if not self.original_units and isinstance(pl_module, BayesianModule) and pl_module.posterior is not None:
+            pl_module.posterior = pl_module.posterior.standardised()
 
     def write_on_epoch_end(
         self,

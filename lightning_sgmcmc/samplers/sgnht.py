@@ -71,7 +71,7 @@ class SGNHT(Sampler):
         Args:
             group: a parameter group; of several values for chains the largest counts.
         """
-        rate = torch.as_tensor(group["lr"] * group["temperature"]).max().item() / self.num_data
+        rate = torch.as_tensor(group["lr"] * group["temperature"]).max().item() / (self.num_data or math.inf)
         return float(group["friction"] * group["thermal_inertia"] / rate) if rate > 0 else math.nan
 
     def update(
