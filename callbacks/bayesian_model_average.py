@@ -8,7 +8,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import RandomSampler
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
-from lightning_sgmcmc.callbacks.schedule import require_schedule
+from lightning_sgmcmc.callbacks.schedule import require_schedule, schedule_of
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.evaluation.full_data import full_log_likelihood, undisturbed
@@ -46,13 +46,16 @@ class BayesianModelAverage(SamplerCallback):
 
     Args:
         cycle_weights: "uniform" averages all samples with their own (importance) weights; "harmonic" weighs each cycle
-            by the harmonic mean of its samples' likelihoods p(D|θ) over all training data, at the cost of
-            one more pass over them per sample.
+            by the harmonic mean of its samples' likelihoods p(D|θ)^(1/τ) over all training data, at the cost of one
+            more pass over them per sample. τ is the schedule's temperature, else the module's (1 if it is 0), so that
+            the weight estimates the evidence of the sampled density in that cycle; the paper has τ = 1.
         importance_weights: "sample" uses each sample's weight from the time of its draw; "final" lets `trainer.test`
             and `trainer.validate` use weights from the final π of a `ContourGradient`. During the fit only the former
             are known.
         ood: out-of-distribution data: a datamodule, whose test data are used, or a loader in a fixed order; or several
-            by name. An unnamed one is called after its class (`NotMNISTDataModule`: "notmnist").
+            by name. An unnamed one is called after its class (`NotMNISTDataModule`: "notmnist"). The library's
+            datamodules are normalised by the training data's statistics, those of the trainer's datamodule; a loader's
+            data are used as they are.
 
     Raises:
         ValueError: for another cycle_weights or importance_weights; at setup, if no schedule would draw a sample, or
@@ -178,6 +181,7 @@ class BayesianModelAverage(SamplerCallback):
             log_likelihood = 0.0
             if self.cycle_weights == "harmonic":
                 log_likelihood = full_log_likelihood(trainer, module.chains, state, "cycle_weights='harmonic'")
+                log_likelihood /= _temperature(trainer, module, sample.chain)
             ood_terms = self.ood.terms(trainer, module, state)
             for index, (average, loader, limit) in enumerate(zip(self._averages, loaders, limits, strict=True)):
                 share = share_of(trainer, loader, limit, index)
@@ -224,6 +228,13 @@ class BayesianModelAverage(SamplerCallback):
             average = LoaderAverage(self.cycle_weights)
             average.load_state_dict(saved)
             self._averages.append(average)
+
+
+def _temperature(trainer: pl.Trainer, module: BayesianModule, chain: int) -> float:
+    """Return the temperature of a chain's samples, 1 instead of 0, at which no density is sampled."""
+    own = getattr(schedule_of(trainer), "temperature", None)
+    temperature = module.temperature if own is None else own
+    return float(temperature[chain] if isinstance(temperature, tuple) else temperature) or 1.0
 
 
 def _validation_loaders(trainer: pl.Trainer) -> list[Any]:

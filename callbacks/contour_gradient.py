@@ -4,14 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
 from lightning_sgmcmc.callbacks.schedule import run_length, schedule_of
 from lightning_sgmcmc.chains.chains import Chains
-from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag, check_kind
 from lightning_sgmcmc.contour import (
@@ -74,7 +72,8 @@ class ContourGradient(StepClaimant):
             from the energies of their second half.
         lowest: share of the warm-up's energies below a learned first edge.
         headroom: extent of the bins above the warm-up's largest energy, in units of its range.
-        include_prior: whether the energy includes -log p(θ), as the potential does; the authors' code excludes it.
+        include_prior: whether the energy includes -log p(θ), as the potential does; the authors' code excludes it. κ
+            multiplies the whole gradient, so without the prior the weights are only approximate.
         sample_energy: "own" computes a sample's energy and weight at the sample itself, on fresh training data, as many
             as a step has: one more forward pass per sample, about a third of a step. "full" does so on all training
             data, without augmentation and in evaluation mode. "step" takes both from the step before, at no cost;
@@ -181,7 +180,7 @@ class ContourGradient(StepClaimant):
             module=module,
             sampler=module.sampler,
             chains=module.chains,
-            group=_chain_group(module.chains.layout, module.device),
+            group=ChainGroup.of_layout(module.chains.layout, module.device),
             first_step=self._begun + warm_up,
             on_host=module.device.type == "cpu" and module.num_chains == 1,
         )
@@ -217,8 +216,9 @@ class ContourGradient(StepClaimant):
         self._learner, self._record = learner, None
         run.module.contour = learner.of_all_chains()
         run.chains.tags.comparable = learner.is_shared
-        if self.rules.regularisation:
-            settings = ", ".join(f"{name}={value}" for name, value in self.rules.regularisation.items())
+        inexact = self.rules.regularisation | ({} if self.include_prior else {"include_prior": False})
+        if inexact:
+            settings = ", ".join(f"{name}={value}" for name, value in inexact.items())
             rank_zero_info(f"ContourGradient is regularised ({settings}), so its weights are only approximate")
 
     def _learn_range(self, run: _Run) -> ContourLearner | None:
@@ -343,10 +343,3 @@ class ContourGradient(StepClaimant):
 
 def _warn(sentence: str) -> None:
     rank_zero_warn(f"ContourGradient: {sentence}")
-
-
-def _chain_group(layout: ChainLayout, device: torch.device) -> ChainGroup:
-    """Return the group of a layout's chains; a single process needs no functions of the strategy."""
-    if layout.is_spread:
-        return ChainGroup(layout.num_chains, layout.total_chains, device, layout.gather, layout.own)
-    return ChainGroup(layout.num_chains, layout.total_chains, device)

@@ -37,10 +37,11 @@ class EWSG(StepClaimant):
 
     A step costs M+1 gradients: it uses Lightning's accumulation over M+1 times `accumulate_grad_batches`, so epochs
     are still one pass over the data, with fewer steps. Each candidate has `accumulate_grad_batches` micro-batches;
-    data-parallel ranks share each candidate. The last step of an epoch may have fewer candidates. The energy of a step
-    is their mean. Gradients are clipped after the choice. While the temperature is the number 0 there is no law to
-    match: the step then uses the mean gradient of all its batches, as with accumulation. M+1 gradients per chain are
-    kept in memory.
+    data-parallel ranks share each candidate. The last step of an epoch may have fewer candidates; a last batch with
+    fewer data than the others has a noisier gradient, so it is a candidate only if it is alone. The energy of a step is
+    the mean over all its batches. Gradients are clipped after the choice. While the temperature is the number 0 there
+    is no law to match: the step then uses the mean gradient of all its batches, as with accumulation. M+1 gradients per
+    chain are kept in memory.
 
     Every `trainer.log_every_n_steps` it logs `ewsg/acceptance`, the share of proposals accepted since the last log,
     `sampler/gradient_evaluations` (per-datum gradients, for each chain) and `sampler/data_passes`, that number over N.
@@ -81,6 +82,9 @@ class EWSG(StepClaimant):
         self._gradients: Tensor | None = None
         """The candidates' gradients of this step, shape (C, M+1, d)."""
         self._filled = 0
+        self._data: list[int] = []
+        """Data of each candidate of this step, and of the present one so far, in this process."""
+        self._data_so_far = 0
         self._has_gradient: list[bool] = []
         """Whether any candidate of this step has a gradient, for each parameter."""
         self._momentum: Tensor | None = None
@@ -144,11 +148,15 @@ class EWSG(StepClaimant):
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         chains, sampler = chains_of(pl_module), self._sampler
         state = chains.accumulation
-        if self.num_proposals == 0 or not state.batch_complete:
+        if self.num_proposals == 0:
             return
+        self._data_so_far += chains.observed.batch_size
+        if not state.batch_complete:
+            return
+        data, self._data_so_far = self._data_so_far, 0
         if not any(sampler.is_noisy(group) for group in sampler.param_groups):
             return  # the gradients add up to their mean
-        row, gradients = self._next_row(), []
+        row, gradients = self._next_row(data), []
         for place, parameter in enumerate(self._parameters):
             gradient = parameter.grad
             self._has_gradient[place] |= gradient is not None
@@ -160,13 +168,14 @@ class EWSG(StepClaimant):
             pl_module.optimizer_zero_grad(trainer.current_epoch, trainer.fit_loop.batch_idx, sampler)
         row.mul_(1 / state.batch_share)
 
-    def _next_row(self) -> Tensor:
-        """Return the buffer for the next candidate's gradient, shape (C, d)."""
+    def _next_row(self, data: int) -> Tensor:
+        """Return the buffer for the gradient of the next candidate, which has this many data, shape (C, d)."""
         if self._gradients is None:
             first = self._parameters[0]
             shape = (self.num_proposals + 1, self._layout.num_chains, sum(self._sizes))
             self._gradients = torch.empty(shape, dtype=first.dtype, device=first.device)
         self._filled += 1
+        self._data.append(data)
         return self._gradients[self._filled - 1]
 
     def _choose(self, trainer: pl.Trainer) -> None:
@@ -175,9 +184,10 @@ class EWSG(StepClaimant):
             return
         assert self._gradients is not None
         assert self._accepted is not None
-        candidates = self._gradients[: self._filled].transpose(0, 1)
+        count = next((place for place, data in enumerate(self._data) if data < self._data[0]), self._filled)
+        candidates = self._gradients[:count].transpose(0, 1)
         weights = self._log_weights(candidates)
-        chances = self._log_uniforms(self._sampler.step_count)[:, : self._filled - 1]
+        chances = self._log_uniforms(self._sampler.step_count)[:, : count - 1]
         index, accepted = metropolis_index(weights, chances)
         self._accepted += accepted
         self._proposed += chances.numel()
@@ -185,7 +195,7 @@ class EWSG(StepClaimant):
         # Bit for bit the candidate's; NaN if any candidate is not finite, so that every rank refuses the step.
         chosen.mul_((weights.sum(1) * 0 + 1).to(chosen.dtype)[:, None])
         self._write_gradients(chosen)
-        self._filled = 0
+        self._filled, self._data = 0, []
 
     def _log_weights(self, candidates: Tensor) -> Tensor:
         """Return log p of each candidate up to a constant, shape (C, J), for gradients of shape (C, J, d)."""
@@ -258,7 +268,7 @@ class EWSG(StepClaimant):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._restore_accumulation(trainer)
         self._gradients = self._momentum = self._chances = None
-        self._filled = 0
+        self._filled, self._data = 0, []
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._restore_accumulation(trainer)  # the candidates may still be saved
@@ -275,6 +285,8 @@ class EWSG(StepClaimant):
             candidates = self._layout.gather(self._gradients[: self._filled], dim=1).cpu()
         return {
             "candidates": candidates,
+            "data": list(self._data),
+            "data_so_far": self._data_so_far,
             "has_gradient": list(self._has_gradient),
             "accepted": int(self._accepted.sum()),
             "proposed": self._proposed,
@@ -300,7 +312,9 @@ class EWSG(StepClaimant):
         assert self._accepted is not None
         self._accepted[0] += state["accepted"]
         self._proposed = state["proposed"]
+        self._data_so_far = state.get("data_so_far", 0)
         if state["candidates"] is not None:
             self._has_gradient = state["has_gradient"]
-            for row in self._layout.own(state["candidates"], dim=1):
-                self._next_row().copy_(row)
+            rows = self._layout.own(state["candidates"], dim=1)
+            for row, data in zip(rows, state.get("data", [0] * len(rows)), strict=True):
+                self._next_row(data).copy_(row)

@@ -9,6 +9,7 @@ from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from safetensors.torch import save_file
 
+from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.predictions import ON_REQUEST, Prediction
 from lightning_sgmcmc.run.folder import run_folder
 
@@ -19,10 +20,19 @@ class PredictionWriter(BasePredictionWriter):
     It holds one tensor per part of the `Prediction` (`probabilities`, `entropy`, …), with the data along the first axis
     in the order of the loader. With several ranks each writes its own file, `predictions-rank-….safetensors`, with the
     data's positions in `index`.
+
+    Args:
+        original_units: whether predictions of standardised targets are in the data's units, as `Posterior.predict`
+            returns them; otherwise in those of the standardised targets.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, original_units: bool = True) -> None:
         super().__init__("epoch")
+        self.original_units = original_units
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self.original_units and isinstance(pl_module, BayesianModule) and pl_module.posterior is not None:
+            pl_module.posterior = pl_module.posterior.standardised()
 
     def write_on_epoch_end(
         self,

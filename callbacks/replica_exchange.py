@@ -5,6 +5,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
@@ -44,8 +45,10 @@ class ReplicaExchange(StepClaimant):
             mini-batches, N²/n times its variance, by stochastic approximation.
         smoothing: γ in (0, 1] of σ̂² ← (1-γ)·σ̂² + γ·estimate, at each attempt.
         correction: F ≥ 1; more than 1 allows more swaps, at the cost of some bias.
-        sampled_slots: number of coldest slots whose draws are samples.
-        include_prior: whether the energy includes -log p(θ), as the potential does; the authors' code excludes it.
+        sampled_slots: number of coldest slots whose draws are samples. Above 1 the samples are of several
+            temperatures, and averages mix them without weights.
+        include_prior: whether the energy includes -log p(θ), as the potential does; the authors' code excludes it. The
+            swaps are then not those of the target, and the law of the samples is only approximate.
 
     Raises:
         ValueError: for an argument out of range; at setup, if the number of chains is not a multiple of the ladder's,
@@ -117,6 +120,7 @@ class ReplicaExchange(StepClaimant):
                 f"ReplicaExchange has a ladder of {slots} temperatures, but the run has {chains} chains: pass "
                 f"num_chains={slots}, or a multiple of it"
             )
+        self._warn_of_other_laws()
         claims = module.chains.claims
         claims.claim("set controls", self, self._set_controls)
         claims.claim("chain temperatures", self)
@@ -130,6 +134,18 @@ class ReplicaExchange(StepClaimant):
         own = getattr(schedule_of(trainer), "temperature", None)
         if (own if own is not None else module.temperature) == 0:
             raise ValueError("ReplicaExchange needs a temperature above 0: at 0 all slots are the same")
+
+    def _warn_of_other_laws(self) -> None:
+        """Warn if the samples are not all of the run's temperature."""
+        sampled = self.temperatures[: self.sampled_slots]
+        if sampled != (1.0,):
+            rank_zero_warn(
+                f"ReplicaExchange draws samples at {', '.join(f'{value:g}' for value in sampled)} times the run's "
+                "temperature, and averages mix them without weights: pass temperatures that begin with 1.0 and "
+                "sampled_slots=1 to sample the run's own density."
+            )
+        if not self.include_prior:
+            rank_zero_info("ReplicaExchange swaps by energies without the prior, so its samples are only approximate")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = self._module = bayesian(pl_module, self)

@@ -18,7 +18,7 @@ from lightning_sgmcmc.posterior.description import describe_model
 from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
 from lightning_sgmcmc.posterior.lock import StoreLock
 from lightning_sgmcmc.posterior.posterior import Posterior
-from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
+from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore, TargetScaling
 from lightning_sgmcmc.run.folder import newest_store, run_folder
 from lightning_sgmcmc.run.resume import check_resume
 from lightning_sgmcmc.run.sample_folder import begin_store, continue_store, find_store, on_rank_zero
@@ -105,8 +105,10 @@ class SampleCollector(SamplerCallback):
             self._store = MemoryStore()  # a trial run must not move real samples aside
         else:
             path = self.dirpath or run_folder(trainer) / "samples"
-            self._lock = on_rank_zero(trainer, lambda: begin_store(path, _description(module)))
+            self._lock = on_rank_zero(trainer, lambda: begin_store(path, _description(module), _scaling(trainer)))
             self._store = DiskStore(path)
+        if isinstance(self._store, MemoryStore):
+            self._store.scaling = _scaling(trainer)
         self._publish(module)
 
     def _resume(self, trainer: pl.Trainer) -> None:
@@ -189,6 +191,10 @@ class SampleCollector(SamplerCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict
+
+
+def _scaling(trainer: pl.Trainer) -> TargetScaling | None:
+    return TargetScaling.of_datamodule(getattr(trainer, "datamodule", None))
 
 
 def _description(module: BayesianModule) -> Any:

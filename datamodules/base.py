@@ -46,6 +46,10 @@ class ArrayDataModule(pl.LightningDataModule):
     target_std: float | None = None
     """In regression, the mean and standard deviation that the targets were standardised by."""
 
+    input_scaling: tuple[Tensor, Tensor] | None = None
+    """Mean and standard deviation by which `load` standardised the inputs, of the shape of one input or broadcast to
+    it; None if `load` does not tell, or if each batch is normalised by `transform`."""
+
     order: Callable[[OrderSpec], BatchOrder]
     """Makes the order of the training data; assign another one to change it (see `ResumableLoader`)."""
 
@@ -80,6 +84,29 @@ class ArrayDataModule(pl.LightningDataModule):
                 f"{type(self).__name__} has no data before setup(): call setup(), or let the trainer call it"
             )
         return self._splits
+
+    def normalise_as(self, training: pl.LightningDataModule | None) -> bool:
+        """Normalise the inputs by the statistics of another datamodule's training data, after `setup` of both.
+
+        A network sees data of another distribution as it would see them in use: normalised like its training data.
+
+        Returns:
+            whether it could: both must have an `input_scaling` that fits these inputs.
+        """
+        ours, theirs = self.input_scaling, getattr(training, "input_scaling", None)
+        if ours is None or theirs is None or not _fits(theirs, self.input_shape):
+            return False
+        splits = []
+        for part in self.splits:
+            raw = part.inputs.double() * ours[1] + ours[0]
+            splits.append(Split(((raw - theirs[0]) / theirs[1]).float(), part.targets))
+        self._splits, self.input_scaling = (splits[0], splits[1], splits[2]), theirs
+        return True
+
+    @property
+    def normalises(self) -> bool:
+        """Whether the inputs are normalised by statistics of this datamodule's own."""
+        return self.input_scaling is not None
 
     @property
     def num_data(self) -> int:
@@ -129,6 +156,14 @@ class ArrayDataModule(pl.LightningDataModule):
 
     def predict_dataloader(self) -> Any:
         return self._loader(2)
+
+
+def _fits(scaling: tuple[Tensor, Tensor], shape: tuple[int, ...]) -> bool:
+    """Return whether a scaling broadcasts to inputs of a shape."""
+    try:
+        return all(torch.broadcast_shapes(part.shape, shape) == shape for part in scaling)
+    except RuntimeError:
+        return False
 
 
 def is_on(batch: Any, device: torch.device) -> bool:
@@ -187,6 +222,12 @@ def standardise(train: Tensor, *others: Tensor) -> tuple[list[Tensor], Tensor, T
     std = train.std(0, correction=0)
     std = torch.where(std > 1e-12 * mean.abs().clamp_min(1), std, torch.ones_like(std))
     return [((part - mean) / std).float() for part in (train, *others)], mean, std
+
+
+def with_intercept(inputs: list[Tensor], scaling: tuple[Tensor, Tensor]) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+    """Return inputs with a first column of ones, and their scaling, which leaves that column as it is."""
+    mean, std = torch.cat([scaling[0].new_zeros(1), scaling[0]]), torch.cat([scaling[1].new_ones(1), scaling[1]])
+    return [torch.cat([torch.ones(len(part), 1), part], 1) for part in inputs], (mean, std)
 
 
 def find_file(root: str | Path, *candidates: str, what: str) -> Path:

@@ -15,6 +15,7 @@ from lightning_sgmcmc.datamodules.base import (
     find_file,
     random_split,
     standardise,
+    with_intercept,
 )
 from lightning_sgmcmc.datamodules.pickled import read_dumped_array
 
@@ -89,13 +90,16 @@ class CovertypeDataModule(ArrayDataModule):
         numeric, indicators, cover = self._fetch() if self.full else self._read()
         labels = (cover == LODGEPOLE_PINE).long() if self.binary else cover - 1
         parts = random_split(len(labels), (self.val_fraction, self.test_fraction), self.seed, labels)
-        numbers, _, _ = standardise(*(numeric[part].double() for part in parts))
+        numbers, *scaling = standardise(*(numeric[part].double() for part in parts))
         flags = [indicators[part].float() for part in parts]
+        of_flags = [torch.zeros(INDICATORS), torch.ones(INDICATORS)]
         if self.standardise_indicators:
-            flags, _, _ = standardise(*(flag.double() for flag in flags))
+            flags, *of_flags = standardise(*(flag.double() for flag in flags))
         inputs = [torch.cat(pair, 1) for pair in zip(numbers, flags, strict=True)]
+        mean, std = (torch.cat(pair) for pair in zip(scaling, of_flags, strict=True))
+        self.input_scaling = (mean, std)
         if self.intercept:
-            inputs = [torch.cat([torch.ones(len(i), 1), i], 1) for i in inputs]
+            inputs, self.input_scaling = with_intercept(inputs, self.input_scaling)
         first, second, third = (Split(i, labels[part]) for i, part in zip(inputs, parts, strict=True))
         return first, second, third
 

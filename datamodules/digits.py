@@ -46,7 +46,9 @@ class DigitsDataModule(ArrayDataModule):
         images = torch.tensor(bunch.images, dtype=torch.float32)
         labels = torch.tensor(bunch.target, dtype=torch.int64)
         train, val, test = random_split(len(labels), (self.val_fraction, self.test_fraction), self.seed, labels)
-        images = (images - images[train].mean()) / images[train].std()  # pixels share a scale
+        mean, std = images[train].mean(), images[train].std()  # pixels share a scale
+        images = (images - mean) / std
+        self.input_scaling = (mean, std)
         images = images.flatten(1) if self.flatten else images[:, None]
         first, second, third = (Split(images[part], labels[part]) for part in (train, val, test))
         return first, second, third

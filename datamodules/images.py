@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
@@ -49,6 +50,16 @@ class ImageDataModule(ArrayDataModule):
 
     def transform(self) -> Callable[[Tensor], Tensor]:
         return self._normalise
+
+    def normalise_as(self, training: pl.LightningDataModule | None) -> bool:
+        if not isinstance(training, ImageDataModule) or training.image_shape[0] != self.image_shape[0]:
+            return False
+        self._normalise = training._normalise
+        return True
+
+    @property
+    def normalises(self) -> bool:
+        return True
 
     def _normalise_by(self, images: Tensor) -> None:
         """Normalise by the statistics of these images, the training part."""

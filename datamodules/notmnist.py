@@ -80,6 +80,10 @@ class NotMNISTDataModule(ImageDataModule):
             raise ValueError("all images of notMNIST are test data: give a test_size to train on the rest")
         return super().num_data
 
+    @property
+    def normalises(self) -> bool:
+        return self.mean is None
+
     def load(self) -> tuple[Split, Split, Split]:
         path = find_file(self.root, "notmnist/notmnist_test.npz", "notmnist_test.npz", what="notMNIST")
         x, y = read_arrays(path, ("x", "y"))

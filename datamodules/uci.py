@@ -14,6 +14,7 @@ from lightning_sgmcmc.datamodules.base import (
     find_file,
     random_split,
     standardise,
+    with_intercept,
 )
 
 REGRESSION = ("boston-housing", "concrete", "energy", "kin8nm", "power-plant", "wine-quality-red", "yacht")
@@ -71,7 +72,8 @@ class UCIRegressionDataModule(ArrayDataModule):
         rows = torch.arange(len(y))
         rest = rows[~held_out]
         train, val = (rest[part] for part in random_split(len(rest), (self.val_fraction,), self.seed))
-        inputs, _, _ = standardise(x[train], x[val], x[held_out])
+        inputs, *scaling = standardise(x[train], x[val], x[held_out])
+        self.input_scaling = (scaling[0], scaling[1])
         targets, mean, std = standardise(y[train, None], y[val, None], y[held_out, None])
         self.target_mean, self.target_std = float(mean), float(std)
         first, second, third = (Split(i, t) for i, t in zip(inputs, targets, strict=True))
@@ -125,9 +127,10 @@ class UCIClassificationDataModule(ArrayDataModule):
         x, y, _ = _read(self.root, "uci_classification", self.table)
         labels = y.long()
         parts = random_split(len(labels), (self.val_fraction, self.test_fraction), self.seed, labels)
-        inputs, _, _ = standardise(*(x[part] for part in parts))
+        inputs, *scaling = standardise(*(x[part] for part in parts))
+        self.input_scaling = (scaling[0], scaling[1])
         if self.intercept:
-            inputs = [torch.cat([torch.ones(len(i), 1), i], 1) for i in inputs]
+            inputs, self.input_scaling = with_intercept(inputs, self.input_scaling)
         first, second, third = (Split(i, labels[part]) for i, part in zip(inputs, parts, strict=True))
         return first, second, third
 

@@ -1,5 +1,6 @@
 """Predictive distributions averaged over posterior samples."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -45,6 +46,14 @@ class Prediction:
     def to(self: Kind, device: torch.device | str) -> Kind:
         """Return a copy on a device."""
         return self.replaced(**{name: part.to(device) for name, part in vars(self).items()})
+
+    def rescaled(self: Kind, mean: Sequence[float], std: Sequence[float]) -> Kind:
+        """Return the predictive of y = mean + std·z, where this one is of z; class probabilities have no units.
+
+        Args:
+            mean, std: one number, or one for each of the D targets.
+        """
+        return self
 
     def __len__(self) -> int:
         first: Tensor = next(part for name, part in vars(self).items() if not name.startswith(ON_REQUEST))
@@ -98,7 +107,7 @@ class ClassPrediction(Prediction):
 
 
 class RegressionPrediction(Prediction):
-    """The predictive of n inputs of D numbers.
+    """The predictive of n inputs of D numbers, in the data's units if the posterior knows their scaling.
 
     Args:
         mean: its mean, shape (n, D).
@@ -109,3 +118,9 @@ class RegressionPrediction(Prediction):
 
     def __init__(self, mean: Tensor, std: Tensor, epistemic_std: Tensor, sample_means: Tensor | None = None) -> None:
         super().__init__(mean=mean, std=std, epistemic_std=epistemic_std, sample_means=sample_means)
+
+    def rescaled(self, mean: Sequence[float], std: Sequence[float]) -> "RegressionPrediction":
+        shift, factor = (self.mean.new_tensor(values) for values in (mean, std))
+        places = {name: part * factor + shift for name, part in self.parts.items() if name in ("mean", "sample_means")}
+        widths = {name: part * factor for name, part in self.parts.items() if name in ("std", "epistemic_std")}
+        return self.replaced(**places, **widths)

@@ -274,8 +274,10 @@ def test_test_metrics_are_those_of_the_stored_samples(tmp_path: Path) -> None:
     assert module.evaluations["test"].single_std["accuracy"] == pytest.approx(singles.std().item(), abs=1e-6)
 
 
-def test_harmonic_cycle_weights_are_equation_4(tmp_path: Path) -> None:
-    module = classifier(sampler=SGLD, lr=0.5)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_harmonic_cycle_weights_are_equation_4(tmp_path: Path, temperature: float) -> None:
+    """With the likelihood to the power 1/τ, as in the sampled density."""
+    module = classifier(sampler=SGLD, lr=0.5, temperature=temperature)
     average = BayesianModelAverage(cycle_weights="harmonic")
     trainer = quiet_trainer(
         max_epochs=12, callbacks=[CyclicalSchedule(3, 0.5, 2), SampleCollector(tmp_path / "s"), average]
@@ -287,7 +289,7 @@ def test_harmonic_cycle_weights_are_equation_4(tmp_path: Path) -> None:
     on_val = posterior.predict(x_val, return_samples=True).sample_probabilities
     assert on_train is not None
     assert on_val is not None
-    log_likelihood = on_train.double()[:, torch.arange(96), y].log().sum(1).view(3, 2)
+    log_likelihood = on_train.double()[:, torch.arange(96), y].log().sum(1).view(3, 2) / temperature
     log_weights = np.log(2) - torch.logsumexp(-log_likelihood, 1)
     assert log_weights.softmax(0).max() < 0.999, "the weights must be visible"
     combined = (log_weights.softmax(0)[:, None, None] * on_val.double().view(3, 2, 64, 2).mean(1)).sum(0)

@@ -40,6 +40,7 @@ class ObservedEnergy:
         reference_log_likelihood: the same at a snapshot of the chains, shape (C, n); None without one.
         correction: a control variate's term in the energies that callbacks read, shape (C,); None means 0.
         keeps_each: whether log_likelihood is stored.
+        batch_size: data of each chain in the last micro-batch, in this process.
     """
 
     num_data: int = 1
@@ -49,6 +50,7 @@ class ObservedEnergy:
     reference_log_likelihood: Tensor | None = None
     correction: Tensor | None = None
     keeps_each: bool = False
+    batch_size: int = 0
 
     @property
     def energy(self) -> Tensor:
@@ -74,6 +76,7 @@ class ObservedEnergy:
             position: its index in the step, from 0.
         """
         self.log_prior, self.log_likelihood = step.log_prior, step.log_likelihood
+        self.batch_size = step.batch_size
         potential = step.mean_potential.detach()
         if position == 0:
             self.mean_potential = potential

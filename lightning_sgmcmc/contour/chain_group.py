@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.chains.layout import ChainLayout
+
 
 def _as_is(tensor: Tensor, dim: int) -> Tensor:
     return tensor
@@ -28,6 +30,13 @@ class ChainGroup:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     gather: Callable[[Tensor, int], Tensor] = _as_is
     own: Callable[[Tensor, int], Tensor] = _as_is
+
+    @classmethod
+    def of_layout(cls, layout: ChainLayout, device: torch.device) -> "ChainGroup":
+        """Return the group of a layout's chains; a single process needs no functions of the strategy."""
+        if layout.is_spread:
+            return cls(layout.num_chains, layout.total_chains, device, layout.gather, layout.own)
+        return cls(layout.num_chains, layout.total_chains, device)
 
     @property
     def is_spread(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, cast
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
@@ -57,7 +58,7 @@ class OutOfDistributionData:
         return [f"ood_{name}_{metric}" for name in self.sources for metric in METRICS]
 
     def setup(self, trainer: pl.Trainer, module: EnergyModel) -> None:
-        """Read the data, once.
+        """Read the data, normalised by the statistics of the trainer's datamodule.
 
         Raises:
             ValueError: if the likelihood has no class probabilities, a set is empty, or its loader shuffles.
@@ -70,8 +71,7 @@ class OutOfDistributionData:
                 f"likelihood={module.likelihood!r} does not have: omit ood"
             )
         for name, source in self.sources.items():
-            if name not in self._loaders:
-                self._loaders[name] = _test_loader(trainer, source)
+            self._loaders[name] = _test_loader(trainer, name, source)
             _check_order(name, self._loaders[name])
             if len(self._loaders[name]) == 0:
                 raise ValueError(f"ood: the out-of-distribution data '{name}' are empty")
@@ -124,7 +124,7 @@ def _terms_of_batch(module: EnergyModel, batch: Any) -> dict[str, Tensor]:
     return module.likelihood.terms(module(batch[0] if isinstance(batch, list | tuple) else batch))
 
 
-def _test_loader(trainer: pl.Trainer, source: Any) -> Any:
+def _test_loader(trainer: pl.Trainer, name: str, source: Any) -> Any:
     if isinstance(source, DataLoader):
         return source
     source.trainer = trainer
@@ -133,7 +133,21 @@ def _test_loader(trainer: pl.Trainer, source: Any) -> Any:
         source.prepare_data()
     trainer.strategy.barrier("out-of-distribution data")
     source.setup("test")
+    training = getattr(trainer, "datamodule", None)
+    adopted = hasattr(source, "normalise_as") and source.normalise_as(training)
+    if not adopted and getattr(source, "normalises", False):
+        rank_zero_warn(
+            f"The out-of-distribution data '{name}' are normalised by their own statistics, since the training data's "
+            f"are unknown ({_what(training)}), so their scale may give them away or hide them: use one of the "
+            "library's datamodules for training too, or pass a loader of inputs as the network should see them."
+        )
     return source.test_dataloader()
+
+
+def _what(training: Any) -> str:
+    if training is None:
+        return "the trainer has loaders, no datamodule"
+    return f"{type(training).__name__} has no input_scaling that fits"
 
 
 def _check_order(name: str, loader: Any) -> None:

@@ -5,7 +5,6 @@ import os
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from lightning_sgmcmc.posterior.manifest import (
     line_of,
     parse_manifest,
     sample_name,
+    with_own_constants,
     write_manifest,
 )
 from lightning_sgmcmc.posterior.sample_file import (
@@ -42,7 +42,7 @@ from lightning_sgmcmc.posterior.sample_file import (
     read_sample_file,
     verify_content,
 )
-from lightning_sgmcmc.posterior.store import SampleStore
+from lightning_sgmcmc.posterior.store import SampleStore, TargetScaling
 
 MANIFEST = "manifest.jsonl"
 CONTOUR = "contour.safetensors"
@@ -113,13 +113,16 @@ class DiskStore(SampleStore):
         return f"; lightning-sgmcmc {library} wrote the store, and this version is older: update it"
 
     @classmethod
-    def create(cls, path: str | Path, model_description: Any = None) -> "DiskStore":
+    def create(
+        cls, path: str | Path, model_description: Any = None, scaling: TargetScaling | None = None
+    ) -> "DiskStore":
         """Create an empty store.
 
         Args:
             path: folder, created if needed; it must not contain a store.
             model_description: plain data that describe the network (see `lightning_sgmcmc.posterior.description`),
                 or None.
+            scaling: the scaling of the targets, or None.
 
         Raises:
             FileExistsError: if the folder contains a store.
@@ -129,7 +132,7 @@ class DiskStore(SampleStore):
             raise FileExistsError(f"{path} already contains a sample store: choose another folder")
         try:
             path.mkdir(parents=True, exist_ok=True)
-            write_atomically(path / MANIFEST, write_manifest(model_description, uuid.uuid4().hex, ()))
+            write_atomically(path / MANIFEST, write_manifest(model_description, uuid.uuid4().hex, (), scaling))
         except OSError as error:
             raise unusable(path, error) from error
         return cls(path)
@@ -150,6 +153,13 @@ class DiskStore(SampleStore):
                 f"{self.path / CONTOUR} cannot be read: {error}; the weights stored with the samples do not need it"
             ) from error
 
+    def _has_own_contours(self) -> bool:
+        """Return whether each chain has its own π; a damaged file counts so, because that rule is right for every π."""
+        try:
+            return self.contour is not None and not self.contour.is_shared
+        except ValueError:
+            return True
+
     @contour.setter
     def contour(self, contour: LearnedContour | None) -> None:
         self._contour = None if contour is None else contour.to_bytes()
@@ -168,6 +178,7 @@ class DiskStore(SampleStore):
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from error
         self._manifest = parse_manifest(content, str(path))
+        self.scaling = self._manifest.scaling
         self.records, self._dropped = self._manifest.records, []
         if self.damaged_lines and not self.skips_damaged:
             raise ValueError(
@@ -180,26 +191,8 @@ class DiskStore(SampleStore):
             self._contour = None
         except OSError:
             self._contour = b""  # a link or a device, which is no contour
-        if self._has_own_constants():
-            self.records = [replace(record, comparable=False) for record in self.records]
+        self.records = with_own_constants(self.records, self._has_own_contours)
         self._places = _places_of(self.records)
-
-    def _has_own_constants(self) -> bool:
-        """Return whether the records do not say that their weights compare only within a chain, but their contour does.
-
-        Early versions did not record it. Weights normalised within chains are right for every contour, so a damaged
-        file counts as that of chains with their own π.
-        """
-        records = self.records
-        if any(not record.comparable for record in records) or len({record.chain for record in records}) < 2:
-            return False
-        if len({record.log_weight for record in records}) < 2:
-            return False
-        try:
-            contour = self.contour
-        except ValueError:
-            return True
-        return contour is not None and not contour.is_shared
 
     def append(self, sample: PosteriorSample) -> None:
         if (sample.step, sample.chain) in self._places:
@@ -335,7 +328,9 @@ class DiskStore(SampleStore):
                     link_or_copy(self.path / record.file, aside / record.file)
             if self._contour is not None:
                 write_atomically(aside / CONTOUR, self._contour)
-            write_atomically(aside / MANIFEST, write_manifest(self.model_description, uuid.uuid4().hex, others))
+            write_atomically(
+                aside / MANIFEST, write_manifest(self.model_description, uuid.uuid4().hex, others, self.scaling)
+            )
         self._write_manifest(list(records))
         self.discard({path.name for path in self.path.glob("sample-*.safetensors")} - {r.file for r in records})
         return aside
@@ -347,7 +342,8 @@ class DiskStore(SampleStore):
                 (self.path / file).unlink(missing_ok=True)
 
     def _write_manifest(self, records: list[SampleRecord]) -> None:
-        write_atomically(self.path / MANIFEST, write_manifest(self.model_description, self.run_id, records))
+        content = write_manifest(self.model_description, self.run_id, records, self.scaling)
+        write_atomically(self.path / MANIFEST, content)
         self.records, self._dropped, self._places = records, [], _places_of(records)
 
 

@@ -2,12 +2,13 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
 from lightning_sgmcmc.chains.sample import SampleRecord
+from lightning_sgmcmc.posterior.store import TargetScaling
 
 FORMAT = "lightning-sgmcmc samples"
 VERSION = 1
@@ -24,6 +25,7 @@ class Manifest:
         model: the description of the network, or None.
         library: version of the library that wrote it, "" if it does not say.
         run: identifies the run that wrote it; None in version 0.1.0.
+        scaling: of the targets, or None.
         records: of the samples.
         damaged_lines: numbers of the lines that are no records, from 1.
     """
@@ -31,6 +33,7 @@ class Manifest:
     model: Any = None
     library: str = ""
     run: str | None = None
+    scaling: TargetScaling | None = None
     records: list[SampleRecord] = field(default_factory=list)
     damaged_lines: list[int] = field(default_factory=list)
 
@@ -40,9 +43,13 @@ def sample_name(step: int, chain: int) -> str:
     return f"sample-{step:08d}-chain-{chain:03d}.safetensors"
 
 
-def write_manifest(model: Any, run: str | None, records: Iterable[SampleRecord]) -> bytes:
+def write_manifest(
+    model: Any, run: str | None, records: Iterable[SampleRecord], scaling: TargetScaling | None = None
+) -> bytes:
     """Return the content of a manifest."""
     header = {"format": FORMAT, "version": VERSION, "library": version("lightning-sgmcmc"), "model": model, "run": run}
+    if scaling is not None:
+        header["targets"] = asdict(scaling)
     return "".join(f"{line}\n" for line in (json.dumps(header), *map(line_of, records))).encode()
 
 
@@ -69,6 +76,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         known = json.loads(header)
         kind, number, model = known["format"], known["version"], known["model"]
         library, run = known.get("library", ""), known.get("run")
+        scaling = TargetScaling.from_plain(known.get("targets"))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise ValueError(f"{where} is not the manifest of a sample store") from None
     if kind != FORMAT or not isinstance(number, int) or not isinstance(run, str | None):
@@ -77,7 +85,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     if number > VERSION:
         writer = f" (lightning-sgmcmc {library} wrote it)" if library else ""
         raise ValueError(f"{where} has version {number}, this library reads up to {VERSION}: update it{writer}")
-    manifest = Manifest(model, library, run)
+    manifest = Manifest(model, library, run, scaling)
     for index, line in enumerate(lines, start=2):
         try:
             manifest.records.append(record_from(json.loads(line)))
@@ -113,6 +121,18 @@ def record_from(entry: Any) -> SampleRecord:
     except OverflowError:
         raise ValueError("a sample's energy and log_weight should be numbers below 1e308") from None
     return SampleRecord(*counts, energy, log_weight, file, checksum, place, comparable)
+
+
+def with_own_constants(records: list[SampleRecord], has_own_contours: Callable[[], bool]) -> list[SampleRecord]:
+    """Return the records, marked as comparable within a chain only if a contour for each chain weighs them.
+
+    Early versions did not record it.
+    """
+    chains, weights = ({getattr(record, name) for record in records} for name in ("chain", "log_weight"))
+    recorded = any(not record.comparable for record in records)
+    if recorded or len(chains) < 2 or len(weights) < 2 or not has_own_contours():
+        return records
+    return [replace(record, comparable=False) for record in records]
 
 
 def is_newer(library: str) -> bool:

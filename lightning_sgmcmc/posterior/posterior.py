@@ -221,11 +221,21 @@ class Posterior:
         store = MemoryStore()
         for sample in self:
             store.append(sample)
-        store.contour = self.store.contour
+        store.contour, store.scaling = self.store.contour, self.store.scaling
         return Posterior(store, self.model)
+
+    def standardised(self) -> "Posterior":
+        """Return this posterior with predictions in the units of the standardised targets; nothing is copied."""
+        chosen = self._selected(range(len(self)), [record.log_weight for record in self.records])
+        chosen.store.scaling = None
+        return chosen
 
     def predict(self, x: Any, return_samples: bool = False) -> Prediction:
         """Average the predictive distribution over the samples with their weights.
+
+        If the datamodule of the fit standardised its targets (`target_mean`, `target_std`), the store has their
+        scaling, and predictions are in the data's units; `posterior.standardised().predict(x)` leaves them as the
+        network sees them. Inputs are the network's: scale them as the datamodule did.
 
         Args:
             x: inputs, a tensor or NumPy array (n, …); or an iterable of batches (a DataLoader), each one inputs or a
@@ -242,7 +252,9 @@ class Posterior:
         """
         model = self._ready_model()
         _ = self.weights  # raises if they are NaN, or all zero
-        return average_predictions(model, zip(self, self.log_weights.tolist(), strict=True), x, return_samples)
+        samples = zip(self, self.log_weights.tolist(), strict=True)
+        prediction, scaling = average_predictions(model, samples, x, return_samples), self.store.scaling
+        return prediction if scaling is None else prediction.rescaled(scaling.mean, scaling.std)
 
     def to_arviz(
         self,
@@ -274,6 +286,7 @@ class Posterior:
             a new posterior, in memory; this one is unchanged.
         """
         model, store = self._ready_model(), MemoryStore()
+        store.scaling = self.store.scaling
         append_with_new_statistics(store, model, self, batches)
         return Posterior(store, model)
 

@@ -13,7 +13,7 @@ from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.checks import is_of_other_namespace
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial, repeated_batches
-from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.samplers import SGNHT, Sampler
 
 SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
@@ -111,6 +111,22 @@ def check_step_size(sampler: Sampler) -> None:
     if still:
         which = "no parameter moves" if len(still) == len(sampler.param_groups) else "a parameter group never moves"
         rank_zero_warn(f"lr=0: {which}, so its samples all equal its start: pass a positive lr.")
+
+
+def check_thermostat(trainer: pl.Trainer, sampler: Sampler) -> None:
+    """Warn about a thermostat that cannot adapt within the run; called when training starts."""
+    if not isinstance(sampler, SGNHT) or is_trial(trainer):
+        return
+    group = max(sampler.param_groups, key=sampler.adaptation_steps)
+    needed, steps = sampler.adaptation_steps(group), trainer.estimated_stepping_batches
+    if 0 < steps < needed:
+        # In a tenth of the run, but not in fewer than 20/a steps, in which the momentum forgets: it would oscillate.
+        wanted = group["thermal_inertia"] / needed * max(steps / 10, 20 / group["friction"])
+        rank_zero_warn(
+            f"At twice the temperature SGNHT's friction grows by its initial value in {needed:.2g} steps, and the run "
+            f"has {steps:.0f}, so it does not adapt to the gradient noise: pass thermal_inertia={wanted:.1g} "
+            f"(now {group['thermal_inertia']:g})."
+        )
 
 
 def check_data(trainer: pl.Trainer) -> None:

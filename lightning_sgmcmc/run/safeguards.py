@@ -9,7 +9,7 @@ from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.samples import draw_samples
 from lightning_sgmcmc.chains.state import Counters
 from lightning_sgmcmc.run.checkpoints import keep_constructor_arguments, protect_checkpoints
-from lightning_sgmcmc.run.checks import check_data, check_run, check_step_size
+from lightning_sgmcmc.run.checks import check_data, check_run, check_step_size, check_thermostat
 from lightning_sgmcmc.run.early_stopping import why_without_samples
 from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
 from lightning_sgmcmc.run.interruption import Interruption
@@ -55,6 +55,7 @@ class Safeguards(pl.Callback):
         chains, sampler = chains_of(pl_module), sampler_of(pl_module)
         check_data(trainer)
         check_step_size(sampler)
+        check_thermostat(trainer, sampler)
         chains.begin_energies(trainer)
         chains.counters = self._counters
         self._guard = EnergyGuard(chains, sampler, trainer, self._nonfinite_energy, self._max_skipped_in_a_row)

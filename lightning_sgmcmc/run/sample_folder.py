@@ -13,17 +13,19 @@ from lightning_sgmcmc.posterior.aside import aside_folders, next_aside
 from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
 from lightning_sgmcmc.posterior.lock import StoreLock
 from lightning_sgmcmc.posterior.manifest import record_from
+from lightning_sgmcmc.posterior.store import TargetScaling
 
 LEVELS = 3
 """Folders above a checkpoint, and parts of a store's path, that are searched for a moved run's samples."""
 
 
-def begin_store(path: Path, description: Any) -> StoreLock:
+def begin_store(path: Path, description: Any, scaling: TargetScaling | None = None) -> StoreLock:
     """Create an empty store for a new run, and move the samples of an earlier run aside.
 
     Args:
         path: the folder.
         description: the network's, see `DiskStore.create`.
+        scaling: the targets'.
 
     Returns:
         the lock that keeps other processes out.
@@ -38,7 +40,7 @@ def begin_store(path: Path, description: Any) -> StoreLock:
         rank_zero_info(f"The samples of an earlier run in {path} were moved to {aside}")
         lock.release()
         lock = StoreLock(path)
-    DiskStore.create(path, description)
+    DiskStore.create(path, description, scaling)
     return lock
 
 

@@ -28,7 +28,9 @@ class SGNHT(Sampler):
         params: parameters or parameter groups (a thermostat for each group and chain).
         lr: step size for the mean potential, `lr = ε·N` for a paper's ε.
         friction: a in (0, 1], the friction that balances the injected noise, and the thermostat's initial value.
-        thermal_inertia: Q > 0; smaller adapts faster.
+        thermal_inertia: Q > 0; smaller adapts faster. At twice the temperature the friction grows by its initial value
+            in a·N·Q/(lr·τ) steps: with Q = 1, 50,000 data and lr = 0.1 in 50,000 steps, so a shorter run warns.
+            Q = k·lr·τ/(a·N) adapts in k steps, which should be more than 20/a, or it oscillates.
         shared: `num_data`, `temperature`, `num_chains`, `seed`, `first_chain`, `noise_ahead`, as in `Sampler`.
 
     Raises:
@@ -62,6 +64,15 @@ class SGNHT(Sampler):
                 (self.num_chains,), group["friction"], device=first.device, dtype=first.dtype
             )
         return state["thermostat"]
+
+    def adaptation_steps(self, group: dict[str, Any]) -> float:
+        """Return a·N·Q/(lr·τ), the steps in which η grows by a at twice the temperature; NaN at τ = 0.
+
+        Args:
+            group: a parameter group; of several values for chains the largest counts.
+        """
+        rate = torch.as_tensor(group["lr"] * group["temperature"]).max().item() / (self.num_data or math.inf)
+        return float(group["friction"] * group["thermal_inertia"] / rate) if rate > 0 else math.nan
 
     def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None

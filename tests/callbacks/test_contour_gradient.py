@@ -495,7 +495,7 @@ def test_dropout_and_full_energies_do_not_go_together() -> None:
     net = nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 3, bias=False))
     module = PROBLEM.module(lr=0.01)
     module.net = net
-    with pytest.warns(UserWarning, match="use sample_energy='step'"):
+    with pytest.warns(UserWarning, match="use sample_energy='own'"):
         fit(contour(sample_energy="full"), module=module)
 
 

@@ -35,6 +35,7 @@ from lightning_sgmcmc.callbacks import (
     SamplerCallback,
     SamplingSchedule,
 )
+from lightning_sgmcmc.priors import FlatPrior
 from lightning_sgmcmc.samplers import Sampler
 from tests.support.comparisons import assert_same, differences
 from tests.support.problems import CHAINS, Data, Even, Net, Plain
@@ -99,6 +100,20 @@ def test_a_step_takes_one_of_its_batches(accumulated: int) -> None:
             chosen.append(same.index(True))
             step += 1
     assert len(set(chosen)) > 1
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_an_epochs_short_last_batch_competes_with_none(chains: int) -> None:
+    """The last 5 of 45 data have the only gradient, which a choice among all candidates takes nearly always."""
+    x, y = torch.ones(45, 1), torch.zeros(45, 1)
+    y[40:] = 1000.0
+    net = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(net.weight)
+    options: dict[str, Any] = {"num_chains": chains, "chain_start": "same", "prior": FlatPrior(), "seed": 0}
+    module = BayesianModule(net=net, likelihood=Gaussian(), sampler=SGLD, lr=0.01, **options)
+    loader = DataLoader(TensorDataset(x, y), 20)
+    quiet_trainer(max_epochs=1, callbacks=[EWSG(2), SamplingSchedule(every_n_steps=1)]).fit(module, loader)
+    assert net.weight.abs().max() < 0.1, "noise of 0.02, against a gradient of 10"
 
 
 def lengths(per_epoch: int, each: int) -> list[int]:

@@ -10,10 +10,12 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sgmcmc import BayesianModule, Gaussian, Posterior
-from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector
+from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
+from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.cli.fit import main
-from lightning_sgmcmc.datamodules import NotMNISTDataModule
+from lightning_sgmcmc.datamodules import ArrayDataModule, NotMNISTDataModule, Split
+from lightning_sgmcmc.datamodules.base import standardise
+from lightning_sgmcmc.datamodules.images import ImageDataModule
 from lightning_sgmcmc.diagnostics.metrics import out_of_distribution_metrics, predictive_entropy
 from tests.support.problems import blobs, classifier, loaders
 from tests.support.recorders import Dump
@@ -113,6 +115,71 @@ def test_two_ranks_share_the_data(tmp_path: Path) -> None:
         assert figures[0].keys() == figures[1].keys()
         for name, value in figures[0].items():
             assert figures[1][name] == pytest.approx(value, abs=1e-5), name
+
+
+class Table(ArrayDataModule):
+    """Numbers with a mean and a scale, standardised by their own training part."""
+
+    def __init__(self, mean: float, std: float, seed: int) -> None:
+        super().__init__(batch_size=16)
+        self.mean, self.std, self.seed = mean, std, seed
+
+    def load(self) -> tuple[Split, Split, Split]:
+        generator = torch.Generator().manual_seed(self.seed)
+        parts = [self.mean + self.std * torch.randn(48, 2, generator=generator).double() for _ in range(3)]
+        inputs, mean, std = standardise(*parts)
+        self.input_scaling = (mean, std)
+        first, second, third = (Split(part, (part.sum(1) > 0).long()) for part in inputs)
+        return first, second, third
+
+
+class Pictures(ImageDataModule):
+    """Noise of a mean and a scale, normalised by its own training part."""
+
+    image_shape = (1, 2, 2)
+
+    def __init__(self, mean: float, std: float, seed: int) -> None:
+        super().__init__(batch_size=16, flatten=True)
+        self.mean, self.std, self.seed = mean, std, seed
+
+    def load(self) -> tuple[Split, Split, Split]:
+        generator = torch.Generator().manual_seed(self.seed)
+        bytes = (self.mean + self.std * torch.randn(48, 1, 2, 2, generator=generator)).clamp(0, 255).byte()
+        self._normalise_by(bytes)
+        split = self._split(bytes, (bytes.float().mean((1, 2, 3)) > self.mean).long())
+        return split, split, split
+
+
+@pytest.mark.parametrize(
+    ("kind", "known", "unknown"),
+    [(Table, (10.0, 2.0, 0), (30.0, 6.0, 1)), (Pictures, (60.0, 15.0, 0), (180.0, 45.0, 1))],
+)
+def test_a_datamodule_is_normalised_by_the_training_datas_statistics(kind: Any, known: Any, unknown: Any) -> None:
+    """In the fit and in a test without one; scaled by their own statistics they would look like the training data."""
+    features = 2 if kind is Table else 4
+    module = BayesianModule(net=torch.nn.Linear(features, 2), likelihood=Categorical(), lr=0.01, seed=0)
+    training, others = kind(*known), kind(*unknown)
+    callbacks = [SamplingSchedule(every_n_steps=5), SampleCollector(in_memory=True), BayesianModelAverage(ood=others)]
+    quiet_trainer(max_epochs=5, callbacks=callbacks).fit(module, datamodule=training)
+    fresh = kind(*unknown)
+    trainer = quiet_trainer(callbacks=[callbacks[1], BayesianModelAverage(ood={"again": fresh})])
+    trainer.test(module, datamodule=training, verbose=False)
+    for source in (others, fresh):
+        inputs = torch.cat([batch[0] for batch in source.test_dataloader()])
+        assert inputs.mean().item() == pytest.approx((unknown[0] - known[0]) / known[1], rel=0.3)
+        assert inputs.std().item() == pytest.approx(unknown[1] / known[1], rel=0.3)
+    assert module.posterior is not None
+    expected = module.posterior.predict(inputs)
+    found = module.evaluations["test"].ood["again"].terms["probabilities"]
+    torch.testing.assert_close(found, expected.probabilities)
+
+
+def test_statistics_that_are_unknown_are_said() -> None:
+    trainer = quiet_trainer(
+        max_epochs=1, callbacks=[SamplingSchedule(every_n_steps=2), BayesianModelAverage(ood=Table(3.0, 1.0, 0))]
+    )
+    with pytest.warns(UserWarning, match="'table' are normalised by their own statistics, since the training data's"):
+        trainer.fit(classifier(), *loaders())
 
 
 def test_mistakes() -> None:

@@ -225,9 +225,7 @@ def test_a_limit_costs_the_same_for_any_number_of_samples(tmp_path: Path, monkey
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
     written = []
     original = disk.write_manifest
-    monkeypatch.setattr(
-        disk, "write_manifest", lambda model, records: written.append(len(records)) or original(model, records)
-    )
+    monkeypatch.setattr(disk, "write_manifest", lambda *rest: written.append(len(rest[2])) or original(*rest))
     limit, total = 400, 1000
     store = DiskStore.create(tmp_path / "s")
     for step in range(total):

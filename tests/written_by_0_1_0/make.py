@@ -34,7 +34,10 @@ def module(num_chains: int) -> BayesianModule:
 def callbacks(num_chains: int) -> list[pl.Callback]:
     """Return the callbacks of the run of so many chains."""
     if num_chains == 1:
-        return [ContourGradient(ContourRules(zeta=2.0), num_bins=8, first_edge=100.0, width=600.0), ChainHealth()]
+        return [
+            ContourGradient(ContourRules(zeta=2.0), num_bins=8, first_edge=100.0, width=600.0, sample_energy="step"),
+            ChainHealth(),
+        ]
     return [EWSG(num_proposals=1)]
 
 
