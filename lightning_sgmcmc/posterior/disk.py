@@ -5,6 +5,7 @@ import os
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -204,9 +205,8 @@ class DiskStore(SampleStore):
         sample = on_cpu(sample)
         tensors = {f"parameter.{k}": v.contiguous() for k, v in sample.parameters.items()}
         tensors |= {f"buffer.{k}": v.contiguous() for k, v in sample.buffers.items()}
-        metadata = {
-            k: str(v) for k, v in asdict(record_of(sample)).items() if k not in ("file", "checksum", "comparable")
-        }
+        left_out = ("file", "checksum", "comparable")
+        metadata = {k: str(v) for k, v in asdict(record_of(sample)).items() if k not in left_out}
         metadata["names"] = json.dumps(list(tensors))  # safetensors does not preserve their order
         content = save(tensors, metadata)
         record = record_of(sample, name, checksum(content))
