@@ -85,7 +85,6 @@ class DiskStore(SampleStore):
         """Records that `keep_newest` has dropped and the manifest still contains."""
         self._manifest = Manifest()
         self._places: set[tuple[int, int]] = set()
-        """Step and chain of each record."""
         self._contour: bytes | None = None
         self.records = []
         self.reload()
