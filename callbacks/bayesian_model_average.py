@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import RandomSampler
 
+from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import require_schedule, schedule_of
 from lightning_sgmcmc.chains.sample import PosteriorSample
@@ -100,7 +100,7 @@ class BayesianModelAverage(SamplerCallback):
             rank_zero_warn(
                 "BayesianModelAverage has no validation data to evaluate the samples on; trainer.test evaluates them."
             )
-        if any(isinstance(getattr(loader, "sampler", None), RandomSampler) for loader in loaders):
+        if any(is_shuffled(loader) for loader in loaders):
             raise ValueError(
                 "the validation loader shuffles, so predictions of several samples cannot be averaged: create the "
                 "validation or test loader with shuffle=False"

@@ -7,12 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec, batches_per_epoch
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything
+
+SHUFFLING = RandomSampler | SubsetRandomSampler | WeightedRandomSampler
 
 
 class ResumableLoader:
@@ -236,6 +245,13 @@ class _SeededItems(Dataset[Any]):
         if hasattr(self._dataset, "__getitems__"):
             return self._collate(self._dataset.__getitems__(indices))
         return self._collate([self._dataset[index] for index in indices])
+
+
+def is_shuffled(loader: Any) -> bool:
+    """Return whether a loader is known to have another order in every pass."""
+    found = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler"))]
+    found += [getattr(sampler, "sampler", None) for sampler in found]
+    return any(isinstance(one, ResumableLoader | SHUFFLING) for one in found)
 
 
 def _default_collate_of(dataset: Dataset[Any]) -> Callable[[list[Any]], Any]:

@@ -9,8 +9,9 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
+from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.stateless import StatelessCall, state_of
 from lightning_sgmcmc.evaluation.scoring import concatenate
 from lightning_sgmcmc.evaluation.share import EvaluationShare, share_of_plain
@@ -151,7 +152,7 @@ def _what(training: Any) -> str:
 
 
 def _check_order(name: str, loader: Any) -> None:
-    if isinstance(getattr(loader, "sampler", None), RandomSampler):
+    if is_shuffled(loader):
         raise ValueError(
             f"the loader of the out-of-distribution data '{name}' shuffles, so predictions of several samples cannot "
             "be averaged: create it with shuffle=False"

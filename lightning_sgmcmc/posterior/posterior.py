@@ -239,7 +239,8 @@ class Posterior:
 
         Args:
             x: inputs, a tensor or NumPy array (n, …); or an iterable of batches (a DataLoader), each one inputs or a
-                tuple that starts with inputs. Floating-point inputs are converted to the samples' dtype.
+                tuple that starts with inputs. They are read in one pass, in which every sample predicts them.
+                Floating-point inputs are converted to the samples' dtype.
             return_samples: also return each sample's prediction, in the order of the samples, at the cost of memory.
 
         Returns:
@@ -248,12 +249,12 @@ class Posterior:
         Raises:
             RuntimeError: if there are no samples, or no model (see `load`).
             TypeError: if x is a tuple, which could be one batch or several.
-            ValueError: if there are no inputs, a loader shuffles, or all weights are 0.
+            ValueError: if there are no inputs, or all weights are 0.
         """
         model = self._ready_model()
         _ = self.weights  # raises if they are NaN, or all zero
-        samples = zip(self, self.log_weights.tolist(), strict=True)
-        prediction, scaling = average_predictions(model, samples, x, return_samples), self.store.scaling
+        prediction = average_predictions(model, self, self.log_weights.tolist(), x, return_samples)
+        scaling = self.store.scaling
         return prediction if scaling is None else prediction.rescaled(scaling.mean, scaling.std)
 
     def to_arviz(

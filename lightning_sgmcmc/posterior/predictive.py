@@ -1,6 +1,6 @@
 """Passes of samples through their network: the averaged predictive, and BatchNorm's statistics."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler
+from torch.utils._pytree import tree_leaves
 
+from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
@@ -19,15 +20,24 @@ from lightning_sgmcmc.posterior.checks import check_sample
 from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.predictions import Prediction
 
+CHUNK = 256 * 2**20
+"""Bytes of inputs that are kept while all samples predict them."""
+
 
 def average_predictions(
-    model: EnergyModel, samples: Iterable[tuple[PosteriorSample, float]], inputs: Any, return_samples: bool
+    model: EnergyModel,
+    samples: Iterable[PosteriorSample],
+    log_weights: Sequence[float],
+    inputs: Any,
+    return_samples: bool,
 ) -> Prediction:
-    """Return the predictive distribution averaged over pairs of samples and log-weights; see `Posterior.predict`.
+    """Return the predictive distribution averaged over samples with log-weights; see `Posterior.predict`.
+
+    The samples are read several times if the inputs are many.
 
     Raises:
         RuntimeError: if the model has no likelihood.
-        ValueError: if there are no inputs, a loader shuffles, or a sample is damaged.
+        ValueError: if there are no inputs, or a sample is damaged.
     """
     device = next(model.parameters()).device
     likelihood = model.likelihood
@@ -38,31 +48,38 @@ def average_predictions(
             f"x is a tuple of {len(inputs)}, which could be a batch (x, y) or several batches: pass the inputs alone, "
             "predict(x), or a list of batches"
         )
-    batches = [inputs] if isinstance(inputs, Tensor | np.ndarray) else _repeatable(inputs)
-    if isinstance(getattr(batches, "sampler", None), RandomSampler):
-        raise ValueError("every sample must see the inputs in the same order: create the loader with shuffle=False")
+    batches = [inputs] if isinstance(inputs, Tensor | np.ndarray) else inputs
+    if is_shuffled(batches):
+        rank_zero_warn(
+            "The loader shuffles, so the predictions are in the order of this one pass: pass a loader in a fixed order "
+            "to match them with inputs."
+        )
     caller = StatelessCall(model, lambda m, x: m.likelihood.terms(m(x)))
     averages: list[WeightedAverage] = []
     kept: list[Tensor] = []
     with evaluation_mode(model), torch.no_grad():
-        for sample, log_weight in samples:
-            check_sample(sample, model)
-            state = {name: tensor.to(device) for name, tensor in sample.state.items()}
-            of_sample = []
-            for index, x in enumerate(_inputs_of(batches, device, _dtype_of(sample))):
-                terms = caller.call(state, x)
-                if index == len(averages):
-                    averages.append(WeightedAverage())
-                averages[index].add(terms, torch.empty(0, device=device), log_weight)
+        for chunk in _chunks(batches):
+            part = [WeightedAverage() for _ in chunk]
+            of_chunk = []
+            for sample, log_weight in zip(samples, log_weights, strict=True):
+                check_sample(sample, model)
+                state = {name: tensor.to(device) for name, tensor in sample.state.items()}
+                of_sample = []
+                for average, x in zip(part, _inputs_of(chunk, device, _dtype_of(sample)), strict=True):
+                    terms = caller.call(state, x)
+                    average.add(terms, torch.empty(0, device=device), log_weight)
+                    if return_samples:
+                        of_sample.append(terms[likelihood.per_sample_term])
                 if return_samples:
-                    of_sample.append(terms[likelihood.per_sample_term])
+                    of_chunk.append(torch.cat(of_sample))
+            averages += part
             if return_samples:
-                kept.append(torch.cat(of_sample))
+                kept.append(torch.stack(of_chunk))
     if not averages:
         raise ValueError("x has no inputs to predict")
     terms = concatenate(average.terms for average in averages)
     warn_of_overflow(terms)
-    return likelihood.prediction(terms, torch.stack(kept) if kept else None)
+    return likelihood.prediction(terms, torch.cat(kept, 1) if kept else None)
 
 
 def append_with_new_statistics(
@@ -110,6 +127,24 @@ def warn_of_overflow(terms: Mapping[str, Tensor]) -> None:
             f"{count} of {bad.shape[1]} predictions are NaN or infinite, because the network's output overflows or its "
             "inputs are not finite: scale the inputs as in training, or predict in float64."
         )
+
+
+def _chunks(batches: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield lists of batches, read in one pass, since every sample must see the same inputs.
+
+    A list holds about `CHUNK` bytes, or one batch; the samples are read once for each list.
+    """
+    chunk: list[Any] = []
+    size = 0
+    for batch in batches:
+        own = sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(batch))
+        if chunk and size + own > CHUNK:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(batch)
+        size += own
+    if chunk:
+        yield chunk
 
 
 def _repeatable(batches: Iterable[Any]) -> Iterable[Any]:

@@ -10,7 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_sgmcmc import (
     SGHMC,
@@ -450,6 +450,9 @@ def test_a_shuffled_validation_loader() -> None:
     message = "the validation loader shuffles, so .* create the validation or test loader with shuffle=False"
     with pytest.raises(ValueError, match=message):
         fit(module(), every_step(), BayesianModelAverage(), val=loader(shuffle=True))
+    subset = DataLoader(data(), 4, sampler=SubsetRandomSampler(range(8)))
+    with pytest.raises(ValueError, match=message):
+        fit(module(), every_step(), BayesianModelAverage(), val=subset)
 
 
 def test_a_shuffled_test_loader_gives_the_same_figures_or_none() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,10 @@ from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
+from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.diagnostics.samples import effective_sample_size, normalised_weights
+from lightning_sgmcmc.posterior import predictive
 from lightning_sgmcmc.posterior.description import describe
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
@@ -222,28 +225,33 @@ def test_batches_predict_what_one_tensor_does(batch_size: int) -> None:
     assert torch.equal(without.probabilities, whole.probabilities)
 
 
-def test_batches_that_can_be_gone_through_once_are_taken_or_refused() -> None:
-    posterior = in_memory(classifier())
-    x = inputs()
-    try:
-        found = posterior.predict(part for part in x.split(10))
-    except (TypeError, ValueError):
-        return
-    torch.testing.assert_close(found.probabilities, posterior.predict(x).probabilities)
+def _shuffled(x: Tensor) -> dict[str, Any]:
+    data = TensorDataset(x)
+    order = torch.utils.data.RandomSampler(data)
+    return {
+        "shuffle": DataLoader(data, 10, shuffle=True),
+        "subset": DataLoader(data, 10, sampler=torch.utils.data.SubsetRandomSampler(range(len(x)))),
+        "batches": DataLoader(data, batch_sampler=torch.utils.data.BatchSampler(order, 10, False)),
+        "training": ResumableLoader(data, 10),
+        "iterator": iter([part.numpy() for part in x.split(10)]),
+    }
 
 
-def test_a_shuffled_loader_is_taken_or_refused() -> None:
-    """The rows may come in any order, but each must be the prediction of one input."""
+@pytest.mark.parametrize("kind", ["shuffle", "subset", "batches", "training", "iterator"])
+def test_every_sample_predicts_the_inputs_of_one_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows come in the order of the pass, and each is the average prediction of one input."""
+    monkeypatch.setattr(predictive, "CHUNK", 600)  # bytes of two batches: the samples are read several times
     posterior = in_memory(classifier())
     x = inputs()
     torch.manual_seed(0)
-    try:
-        found = posterior.predict(DataLoader(TensorDataset(x), 10, shuffle=True)).probabilities
-    except (TypeError, ValueError):
-        return
-    assert found is not None
-    distance = torch.cdist(found, posterior.predict(x).probabilities)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = posterior.predict(_shuffled(x)[kind], return_samples=True)
+    assert found.sample_probabilities.shape == (4, *found.probabilities.shape)
+    distance = torch.cdist(found.probabilities, posterior.predict(x).probabilities)
     assert distance.min(1).values.max() < 1e-5
+    assert sorted(distance.argmin(1).tolist()) == list(range(len(x)))
+    assert any("The loader shuffles" in str(one.message) for one in caught) == (kind != "iterator")
 
 
 def test_iterating_and_weights() -> None:
