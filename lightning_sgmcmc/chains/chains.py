@@ -15,7 +15,7 @@ from lightning_sgmcmc.chains.energies import ChainEnergies, Execution
 from lightning_sgmcmc.chains.first_batches import FirstBatches
 from lightning_sgmcmc.chains.layout import ChainLayout, layout_of
 from lightning_sgmcmc.chains.stacked import StackedChains
-from lightning_sgmcmc.chains.state import Accumulation, Counters, ObservedEnergy, Progress, SampleTags
+from lightning_sgmcmc.chains.state import Accumulation, Counters, ObservedEnergy, Progress, Pulse, SampleTags
 from lightning_sgmcmc.chains.stateless import state_of
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag
 from lightning_sgmcmc.model import EnergyModel, check_layers, name_of, named_trainable
@@ -45,7 +45,7 @@ class Chains:
         stacked: the stacked tensors, None for a single unstacked chain.
         trainable: the sampled parameters by name, once the sampler is made.
         energies: computes Ũ/N of a batch during a fit.
-        observed, accumulation, progress, tags, counters: the state of the run, by subject (see `chains.state`).
+        observed, accumulation, progress, tags, counters, pulse: the state of the run, by subject (see `chains.state`).
         claims: which callback does which part of a step.
     """
 
@@ -94,6 +94,7 @@ class Chains:
         self.progress = Progress()
         self.tags = SampleTags(log_weight=torch.zeros(self.num_chains))
         self.counters = Counters()
+        self.pulse = Pulse()
 
     # -- storage and starts -------------------------------------------------------------------------------------------
 
@@ -270,6 +271,7 @@ class Chains:
         """
         assert self.energies is not None, "energies are computed only during a fit"
         step = self.energies(batch, seed_chain=self.claims.get("seed chain"), keeps_each=self.observed.keeps_each)
+        self.pulse.count += 1
         ranks = self.layout.ranks_per_chain
         self.counters.gradient_evaluations += step.batch_size * ranks
         potential = step.mean_potential
@@ -289,6 +291,7 @@ class Chains:
 
     def gather_gradients(self) -> None:
         """Gather the chains' gradients after a backward pass; correct them once the batch is complete."""
+        self.pulse.count += 1
         if not self.accumulation.batch_complete:
             return
         collects = self.energies is not None and self.energies.collects

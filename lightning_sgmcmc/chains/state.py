@@ -180,3 +180,18 @@ class Counters:
 
     gradient_evaluations: int = 0
     skipped_steps: int = 0
+
+
+@dataclass
+class Pulse:
+    """The progress of the process's main thread, for other ranks (see `run/rank_watch.py`).
+
+    Attributes:
+        count: events so far: batches begun, losses and gradients computed, batches ended.
+        busy: whether the main thread may do without events for any time, as in a validation.
+        stop: whether the process has received a signal to stop.
+    """
+
+    count: int = 0
+    busy: bool = True
+    stop: bool = False

@@ -9,8 +9,10 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_sgmcmc.chains.state import Pulse
 from lightning_sgmcmc.run.checkpoints import describe_checkpoint
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
+from lightning_sgmcmc.run.rank_watch import RankWatch
 from lightning_sgmcmc.run.trainer import is_trial, was_terminated
 
 FILE_NAME = "last-interrupted.ckpt"
@@ -23,8 +25,8 @@ class Interruption:
     """Ends a run on request without losing its state, which is saved if the trainer writes checkpoints.
 
     Ctrl-C lets the current step finish, since half a step is not a state of the chain; a second one ends the run at
-    once. SIGTERM does the same, and the process exits with code 143. With several ranks, SIGTERM to rank zero ends
-    all of them after the same batch; after Ctrl-C they keep the samples and checkpoints that were written before.
+    once. SIGTERM does the same, and the process exits with code 143. With several ranks, either signal to any of them
+    ends all of them after the same batch, and they save their state together.
     """
 
     def __init__(self) -> None:
@@ -35,20 +37,26 @@ class Interruption:
         self._together = False
         self.requested = False
         self.term_requested = False
+        self._pulse = Pulse()
 
-    def begin(self, trainer: pl.Trainer) -> None:
-        """Listen for Ctrl-C, in the main thread of a single process, if no other handler is installed."""
+    def begin(self, trainer: pl.Trainer, pulse: Pulse, watch: RankWatch | None = None) -> None:
+        """Listen for Ctrl-C in the main thread, if no other handler is installed, and for SIGTERM with several ranks.
+
+        Args:
+            trainer: the run's.
+            pulse: what this process publishes to the other ranks.
+            watch: knows whether another rank has received a signal.
+        """
         self.requested = self.term_requested = self._after_a_step = self._together = False
-        self._trainer = trainer
+        self._trainer, self._pulse = trainer, pulse
         in_main_thread = threading.current_thread() is threading.main_thread()
         if trainer.world_size > 1 and in_main_thread:
-            self._begin_together(trainer)
-        alone = trainer.world_size == 1 and in_main_thread
-        if alone and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._begin_together(trainer, watch)
+        if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._previous = signal.signal(signal.SIGINT, self._on_signal)
 
-    def _begin_together(self, trainer: pl.Trainer) -> None:
-        """Defer SIGTERM to the point before a batch where Lightning lets the ranks agree on it.
+    def _begin_together(self, trainer: pl.Trainer, watch: RankWatch | None) -> None:
+        """Defer signals to the point before a batch where Lightning lets the ranks agree on them.
 
         Lightning's own handler exchanges the signal at once, even during other collective operations, which deadlocks
         the ranks.
@@ -59,12 +67,14 @@ class Interruption:
             return
 
         def wait_and_agree() -> None:
-            if self.term_requested:
+            if self._pulse.stop or (watch is not None and watch.stop_requested):
                 trainer._signal_connector.received_sigterm = True
             try:
                 agree()
-            except SIGTERMException:
+            except SIGTERMException as agreed:
                 self._together = True
+                if self.requested and not self.term_requested:
+                    raise KeyboardInterrupt from agreed
                 raise
 
         loop._broadcast_sigterm_tensor = wait_and_agree  # type: ignore[method-assign]
@@ -74,7 +84,7 @@ class Interruption:
         launcher = self._trainer.strategy.launcher if self._trainer is not None else None
         if not self.term_requested and launcher is not None:
             launcher.kill(number)  # type: ignore[arg-type]
-        self.term_requested = True
+        self.term_requested = self._pulse.stop = True
 
     def end(self) -> None:
         """Stop listening for signals."""
@@ -91,9 +101,10 @@ class Interruption:
         self._trainer = None
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if self._trainer is None or self.requested or not in_a_step(self._trainer):
+        together = self._trainer is not None and "_broadcast_sigterm_tensor" in vars(self._trainer.fit_loop.epoch_loop)
+        if self._trainer is None or self.requested or not (together or in_a_step(self._trainer)):
             raise KeyboardInterrupt
-        self.requested = True
+        self.requested = self._pulse.stop = True
         rank_zero_info("\nStopping after this step; press Ctrl-C again to stop at once.")
 
     def after_step(self, trainer: pl.Trainer) -> None:
@@ -103,7 +114,7 @@ class Interruption:
             KeyboardInterrupt: after Ctrl-C.
             SIGTERMException: after SIGTERM; Lightning would raise it a little later.
         """
-        if self.requested:
+        if self.requested and trainer.world_size == 1:
             self._after_a_step = True
             raise KeyboardInterrupt
         if was_terminated(trainer) and trainer.world_size == 1:

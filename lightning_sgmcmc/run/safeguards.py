@@ -7,12 +7,13 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.samples import draw_samples
-from lightning_sgmcmc.chains.state import Counters
+from lightning_sgmcmc.chains.state import Counters, Pulse
 from lightning_sgmcmc.run.checkpoints import keep_constructor_arguments, protect_checkpoints
 from lightning_sgmcmc.run.checks import check_data, check_run, check_step_size, check_thermostat
 from lightning_sgmcmc.run.early_stopping import why_without_samples
 from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
 from lightning_sgmcmc.run.interruption import Interruption
+from lightning_sgmcmc.run.rank_watch import RankWatch, watch_ranks
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import Sampler
 
@@ -44,6 +45,8 @@ class Safeguards(pl.Callback):
         self._guard: EnergyGuard | None = None
         self._sampler: Sampler | None = None
         self._counters = Counters()
+        self._pulse = Pulse()
+        self._watch: RankWatch | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         protect_checkpoints(trainer)
@@ -60,13 +63,16 @@ class Safeguards(pl.Callback):
         chains.counters = self._counters
         self._guard = EnergyGuard(chains, sampler, trainer, self._nonfinite_energy, self._max_skipped_in_a_row)
         self._sampler, sampler.guard = sampler, self._guard
-        self._interruption.begin(trainer)
+        self._pulse, self._pulse.busy = chains.pulse, True  # the first step may compile
+        self._watch = watch_ranks(trainer, self._pulse)
+        self._interruption.begin(trainer, self._pulse, self._watch)
         if chains.progress.schedule is None and _is_noisy(sampler) and not is_trial(trainer):
             rank_zero_warn(f"This fit draws no posterior samples: {why_without_samples(trainer, chains.progress)}.")
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._pulse.count += 1
         if self._guard is not None and batch_idx % trainer.accumulate_grad_batches == 0:
             self._guard.begin(batch)
 
@@ -79,9 +85,12 @@ class Safeguards(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         chains = chains_of(pl_module)
+        pulse = self._pulse
         if chains.progress.sample_due:
-            chains.progress.sample_due = False
+            chains.progress.sample_due, pulse.busy = False, True
             self._pass_samples_on(trainer, pl_module)
+        pulse.count += 1
+        pulse.busy = trainer.is_last_batch  # what comes after an epoch may take long
         self._interruption.after_step(trainer)
 
     def _pass_samples_on(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -104,7 +113,11 @@ class Safeguards(pl.Callback):
         if energies is not None and energies.first_batches is not None:
             energies.first_batches.end_epoch(trainer.fit_loop.batch_idx + 1)
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pulse.busy = True
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end_watch(well=True)
         self._interruption.end()
         if self._guard is not None:
             self._guard.finish()
@@ -116,9 +129,16 @@ class Safeguards(pl.Callback):
         self._release(pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._pulse.busy = True
         self._interruption.save(trainer, exception)
+        self._end_watch(well=False)
         self._interruption.end()
         self._release(pl_module)
+
+    def _end_watch(self, well: bool) -> None:
+        if self._watch is not None:
+            self._watch.end(well)
+        self._watch = None
 
     def _release(self, pl_module: pl.LightningModule) -> None:
         """Drop the trainer, so that the module can be copied and pickled."""
@@ -130,6 +150,7 @@ class Safeguards(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        self._pulse.busy = True
         if self._guard is not None and trainer.state.fn == "fit":
             self._guard.check_state("it is not saved")
         keep_constructor_arguments(checkpoint.get(pl_module.CHECKPOINT_HYPER_PARAMS_KEY, {}), pl_module)

@@ -35,7 +35,9 @@ def fit(
     options: dict[str, Any] = {"prior": GaussianPrior(1.0), "lr": 0.01, "seed": 1} | changes
     sampler = lambda *a, **k: SGHMC(*a, friction=friction, **k)  # noqa: E731
     module = BayesianModule(net=net, likelihood=Categorical(), sampler=sampler, **options)
-    saver = pl.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)
+    saver = pl.callbacks.ModelCheckpoint(
+        folder, "{step}", every_n_train_steps=4, save_top_k=-1, enable_version_counter=False
+    )
     schedule = CyclicalSchedule(cycles, 0.0, 12 // cycles)
     trainer = quiet_trainer(
         max_steps=12, enable_checkpointing=True, callbacks=[schedule, SampleCollector(folder / "s"), *extra, saver]

@@ -1,0 +1,131 @@
+"""Runs of several ranks: data that differ, a rank that hangs, and signals, under Lightning's launchers."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from lightning_sgmcmc import Posterior
+from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
+from lightning_sgmcmc.run import rank_watch
+from lightning_sgmcmc.run.rank_watch import Beat, Judge
+from tests.support.problems import Data, Net, data
+from tests.support.processes import in_a_process
+from tests.support.trainers import quiet_trainer
+
+
+def fit(folder: Path, strategy: str, *callbacks: pl.Callback, model: Any = None, datamodule: Any = None) -> None:
+    torch.manual_seed(0)
+    saver = pl.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=-1)
+    trainer = quiet_trainer(
+        max_steps=12,
+        devices=2,
+        strategy=strategy,
+        enable_checkpointing=True,
+        callbacks=[SamplingSchedule(every_n_steps=2), SampleCollector(folder / "samples"), *callbacks, saver],
+    )
+    trainer.fit(model or Net(), datamodule=datamodule or Data())
+
+
+def said_by(run: Callable[[], Any], where: Path) -> tuple[int, str]:
+    """Return a process's exit code and what it and its ranks wrote."""
+    code = in_a_process(run, where, timeout=200)
+    return code, where.read_text()
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+class Unequal(Data):
+    """Data that differ in length, or in values, between the ranks."""
+
+    def __init__(self, longer: int, seed: int) -> None:
+        super().__init__()
+        self.longer, self.seed = longer, seed
+
+    def load(self) -> Any:
+        rank = torch.distributed.get_rank()
+        return data(60 + rank * self.longer, rank * self.seed), data(20, 1), data(20, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp_fork", "chains_fork"])
+@pytest.mark.parametrize(
+    ("longer", "seed", "message"),
+    [
+        (4, 0, "rank 1 has 64 training data and rank 0 has 60, so they would sample different posteriors"),
+        (0, 5, "rank 1 has other training data than rank 0: give every rank the same data set"),
+    ],
+)
+def test_ranks_with_other_data_are_refused(strategy: str, longer: int, seed: int, message: str, tmp_path: Path) -> None:
+    code, said = said_by(lambda: fit(tmp_path, strategy, datamodule=Unequal(longer, seed)), tmp_path / "said")
+    assert code != 0
+    assert message in said
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+# -- a rank that hangs ------------------------------------------------------------------------------------------------
+
+
+class Hang(pl.Callback):
+    """One rank stands still: in a step, or in the middle of a checkpoint or a validation that takes long."""
+
+    def __init__(self, rank: int, step: int, seconds: float, where: str = "step") -> None:
+        self.rank, self.step, self.seconds, self.where = rank, step, seconds, where
+
+    def _wait(self, trainer: pl.Trainer, where: str) -> None:
+        if (trainer.global_rank, trainer.global_step, self.where) == (self.rank, self.step, where):
+            time.sleep(self.seconds)
+
+    def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        self._wait(trainer, "step")
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: Any) -> None:
+        self._wait(trainer, "checkpoint")
+
+
+@pytest.mark.parametrize("strategy", ["chains_fork", pytest.param("ddp_fork", marks=pytest.mark.slow)])
+def test_a_rank_that_hangs_ends_the_run_with_its_name(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_watch, "DEFAULT_TIMEOUT", 4.0)
+    begun = time.monotonic()
+    code, said = said_by(lambda: fit(tmp_path, strategy, Hang(1, 6, 1000)), tmp_path / "said")
+    assert code != 0
+    assert time.monotonic() - begun < 120
+    assert "since rank 1 has made no progress for 4 s after step 6, and the others wait for it" in said
+    assert f"the last good checkpoint is {tmp_path / 'step=4.ckpt'}; to wait longer, set the strategy's timeout" in said
+    assert [record.step for record in Posterior.load(tmp_path / "samples", model=Net()).records][-1] == 6
+
+
+@pytest.mark.slow
+def test_a_long_checkpoint_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_watch, "DEFAULT_TIMEOUT", 4.0)
+    code, said = said_by(lambda: fit(tmp_path, "ddp_fork", Hang(0, 4, 9, "checkpoint")), tmp_path / "said")
+    assert code == 0, said
+
+
+def beat(number: int, progress: int, busy: bool = False, ended: bool = False) -> Beat:
+    return Beat(number, progress, busy, progress // 2, False, ended)
+
+
+def test_the_rank_that_is_least_far_hangs() -> None:
+    judge = Judge(10)
+    assert judge.observe([beat(0, 5), beat(0, 4)], 0) is None
+    assert judge.observe([beat(1, 5), beat(1, 4)], 10) is None
+    assert judge.observe([beat(2, 5), beat(2, 4)], 11) == 1
+    assert judge.observe([beat(3, 5), beat(3, 5)], 12) is None, "it goes on, and the other has only waited for it"
+    assert Beat.from_text(beat(7, 3, True).to_text()) == beat(7, 3, True)
+
+
+def test_a_busy_rank_hangs_only_with_its_process() -> None:
+    judge = Judge(10)
+    for now in range(0, 100, 5):
+        assert judge.observe([beat(now, 5, busy=True), beat(now, 6)], now) is None
+    assert judge.observe([beat(95, 5, busy=True), beat(101, 6)], 104) is None
+    assert judge.observe([beat(95, 5, busy=True), beat(102, 6)], 106) == 0
+    assert judge.observe([beat(95, 5, ended=True), beat(103, 7)], 200) is None, "its fit has ended"
