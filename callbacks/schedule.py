@@ -8,6 +8,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.interruption import pass_on
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import Sampler
 
@@ -80,6 +81,9 @@ class Schedule(SamplerCallback):
         # Micro-batches that only accumulate, and steps that a loss scaler skipped, do not advance the counter.
         if self._sampler.step_count == self._step and self.draws(self._step):
             chains_of(pl_module).progress.sample_due = True
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        pass_on(trainer, exception)  # the process that started the ranks has only the user's callbacks
 
 
 def is_optimization(trainer: pl.Trainer, module: BayesianModule) -> bool:

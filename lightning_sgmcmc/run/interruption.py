@@ -2,10 +2,12 @@
 
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -17,6 +19,9 @@ from lightning_sgmcmc.run.trainer import is_trial, was_terminated
 
 FILE_NAME = "last-interrupted.ckpt"
 """Begins with "last", so that `Trainer.fit(ckpt_path="last")` finds it if it is the newest."""
+
+REPEATED = 10.0
+"""Seconds in which a second Ctrl-C to one of several ranks counts as the first."""
 
 SIGTERM_EXIT_CODE = 128 + int(signal.SIGTERM)
 
@@ -37,6 +42,8 @@ class Interruption:
         self._together = False
         self.requested = False
         self.term_requested = False
+        self._requested_at = 0.0
+        self._saved = False
         self._pulse = Pulse()
 
     def begin(self, trainer: pl.Trainer, pulse: Pulse, watch: RankWatch | None = None) -> None:
@@ -47,7 +54,7 @@ class Interruption:
             pulse: what this process publishes to the other ranks.
             watch: knows whether another rank has received a signal.
         """
-        self.requested = self.term_requested = self._after_a_step = self._together = False
+        self.requested = self.term_requested = self._after_a_step = self._together = self._saved = False
         self._trainer, self._pulse = trainer, pulse
         in_main_thread = threading.current_thread() is threading.main_thread()
         if trainer.world_size > 1 and in_main_thread:
@@ -73,6 +80,8 @@ class Interruption:
                 agree()
             except SIGTERMException as agreed:
                 self._together = True
+                self.save(trainer, agreed)  # here, since processes of a fork or spawn launcher call no `on_exception`
+                self._together = False
                 if self.requested and not self.term_requested:
                     raise KeyboardInterrupt from agreed
                 raise
@@ -102,9 +111,12 @@ class Interruption:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         together = self._trainer is not None and "_broadcast_sigterm_tensor" in vars(self._trainer.fit_loop.epoch_loop)
+        if together and self.requested and time.monotonic() - self._requested_at < REPEATED:
+            return  # a launcher passes on what the terminal has sent to all its processes
         if self._trainer is None or self.requested or not (together or in_a_step(self._trainer)):
             raise KeyboardInterrupt
         self.requested = self._pulse.stop = True
+        self._requested_at = time.monotonic()
         rank_zero_info("\nStopping after this step; press Ctrl-C again to stop at once.")
 
     def after_step(self, trainer: pl.Trainer) -> None:
@@ -128,8 +140,9 @@ class Interruption:
                 exception.code = SIGTERM_EXIT_CODE
         elif not isinstance(exception, KeyboardInterrupt):
             return
-        if trainer.state.fn != "fit" or trainer.global_step == 0 or is_trial(trainer):
+        if trainer.state.fn != "fit" or trainer.global_step == 0 or is_trial(trainer) or self._saved:
             return
+        self._saved = self._together
         whole = self._after_a_step or isinstance(exception, SIGTERMException) or not in_a_step(trainer)
         # All ranks must save together, and elsewhere they may have stopped at different points.
         alone = trainer.world_size == 1 or self._together
@@ -153,3 +166,10 @@ def in_a_step(trainer: pl.Trainer) -> bool:
     """Return whether a training step has begun and is not complete."""
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(progress.ready > progress.completed)
+
+
+def pass_on(trainer: pl.Trainer, exception: BaseException) -> None:
+    """Pass Ctrl-C on to the ranks that a fork or spawn launcher has started from this process, which waits for them."""
+    launcher: Any = trainer.strategy.launcher
+    if isinstance(exception, KeyboardInterrupt) and isinstance(launcher, _MultiProcessingLauncher):
+        launcher.kill(signal.SIGINT)
