@@ -95,8 +95,6 @@ class ContourGradient(StepClaimant):
         trainer = pl.Trainer(max_epochs=200, callbacks=[schedule, contour])
     """
 
-    setting = "contour"
-
     def __init__(
         self,
         rules: ContourRules,

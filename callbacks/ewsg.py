@@ -66,8 +66,6 @@ class EWSG(StepClaimant):
     Source: Li et al. 2021 (EWSG), Algorithm 1, eq. (6), Figure 1b, appendices D and E.
     """
 
-    setting = "ewsg"
-
     def __init__(self, num_proposals: int = 1, guess: Guess = "unchanged") -> None:
         check_count("num_proposals", num_proposals, least=0, optional=False)
         if num_proposals == 0:

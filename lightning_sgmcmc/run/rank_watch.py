@@ -68,7 +68,8 @@ class Judge:
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self._beats: dict[int, tuple[int, float]] = {}
-        self._progress: dict[int, tuple[tuple[int, bool], float]] = {}
+        self._least = (-1, 0.0)
+        """The progress of the rank that is least far, and since when."""
 
     def observe(self, beats: Sequence[Beat], now: float) -> int | None:
         """Return the rank that hangs, or None.
@@ -77,19 +78,17 @@ class Judge:
             beats: the last beat of each rank.
             now: the time in seconds.
         """
-        silent, still = [], set()
-        for rank, beat in enumerate(beats):
-            if beat.ended:
-                continue
-            if self._unchanged(self._beats, rank, beat.number, now) > self.timeout:
-                silent.append(rank)
-            if self._unchanged(self._progress, rank, (beat.progress, beat.busy), now) > self.timeout:
-                still.add(rank)
-        if silent:
-            return silent[0]
         running = [rank for rank, beat in enumerate(beats) if not beat.ended]
-        last = min(running, key=lambda rank: beats[rank].progress, default=-1)
-        return last if last in still and not any(beats[rank].busy for rank in running) else None
+        for rank in running:
+            if self._unchanged(self._beats, rank, beats[rank].number, now) > self.timeout:
+                return rank
+        if not running or any(beats[rank].busy for rank in running):
+            self._least = (-1, now)
+            return None
+        last = min(running, key=lambda rank: beats[rank].progress)
+        if self._least[0] != beats[last].progress:
+            self._least = (beats[last].progress, now)
+        return last if now - self._least[1] > self.timeout else None
 
     @staticmethod
     def _unchanged(known: dict[int, Any], rank: int, value: Any, now: float) -> float:

@@ -32,6 +32,7 @@ from lightning_sgmcmc.callbacks import (
     BayesianModelAverage,
     ContourGradient,
     CyclicalSchedule,
+    ExactResume,
     SampleCollector,
     SamplerCallback,
     SamplingSchedule,
@@ -324,8 +325,9 @@ def test_a_contour_can_begin_at_a_checkpoint_without_one(tmp_path: Path) -> None
     fit(None, SaveAt(tmp_path, {250}), enable_checkpointing=True)
     schedule = SamplingSchedule(burn_in_steps=400, every_n_steps=10)
     later = ContourGradient(ContourRules(0.9), num_bins=30, warm_up_steps=100)
+    allow = ExactResume(allow=["schedule.burn_in_steps"])
     module, spy = fit(
-        later, schedule=schedule, enable_checkpointing=True, ckpt_path=tmp_path / "250.ckpt", max_steps=500
+        later, allow, schedule=schedule, enable_checkpointing=True, ckpt_path=tmp_path / "250.ckpt", max_steps=500
     )
     assert module.contour is not None
     assert int(module.contour.state.visits.sum()) == 150
