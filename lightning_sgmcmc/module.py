@@ -227,7 +227,6 @@ class BayesianModule(EnergyModel):
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass; gather and correct the gradients once the batch is complete."""
-        self.chains.pulse.count += 1
         loss.backward(*args, **kwargs)
         self.chains.gather_gradients()
 

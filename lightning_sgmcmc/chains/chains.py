@@ -72,7 +72,6 @@ class Chains:
         self._execution = execution
         self.compiled = compiled
         self.given_seed = seed
-        """The constructor's seed."""
         self.seed = seed
         """The seed of starts and noise, once a fit has begun."""
         self.layout = ChainLayout()
@@ -170,8 +169,7 @@ class Chains:
 
     def first_bad(self, name: str) -> int:
         """Return the global index of the first chain whose tensor `name` is not finite."""
-        tensors = state_of(self.model)
-        rows = tensors[name].reshape(self.num_chains, -1)
+        rows = state_of(self.model)[name].reshape(self.num_chains, -1)
         return self.layout.chains[int((~rows.isfinite()).any(1).byte().argmax())]
 
     def own_control(self, name: str, value: float | Sequence[float]) -> "float | Tensor":

@@ -73,7 +73,7 @@ class Hang(pl.Callback):
         if (trainer.global_rank, trainer.global_step, self.where) == (self.rank, self.step, where):
             time.sleep(self.seconds)
 
-    def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._wait(trainer, "step")
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: Any) -> None:
