@@ -153,13 +153,6 @@ class DiskStore(SampleStore):
                 f"{self.path / CONTOUR} cannot be read: {error}; the weights stored with the samples do not need it"
             ) from error
 
-    def _has_own_contours(self) -> bool:
-        """Return whether each chain has its own π; a damaged file counts so, because that rule is right for every π."""
-        try:
-            return self.contour is not None and not self.contour.is_shared
-        except ValueError:
-            return True
-
     @contour.setter
     def contour(self, contour: LearnedContour | None) -> None:
         self._contour = None if contour is None else contour.to_bytes()
@@ -167,6 +160,13 @@ class DiskStore(SampleStore):
             (self.path / CONTOUR).unlink(missing_ok=True)
         else:
             write_atomically(self.path / CONTOUR, self._contour)
+
+    def _has_own_contours(self) -> bool:
+        """Return whether each chain has its own π; a damaged file counts so, because that rule is right for every π."""
+        try:
+            return self.contour is not None and not self.contour.is_shared
+        except ValueError:
+            return True
 
     def reload(self) -> None:
         """Read the manifest and the contour again."""
