@@ -51,7 +51,7 @@ def test_a_thermostat_that_cannot_adapt() -> None:
     """The remedy that the warning names works: the friction takes up the heat of the batches, and T comes down to τ."""
     problem = ConjugateRegression()
 
-    def temperature(inertia: float) -> tuple[float, list[str]]:
+    def temperature(inertia: float, steps: int) -> tuple[float, list[str]]:
         def sampler(*args: Any, **options: Any) -> SGNHT:
             return SGNHT(*args, friction=0.05, thermal_inertia=inertia, **options)
 
@@ -67,14 +67,14 @@ def test_a_thermostat_that_cannot_adapt() -> None:
         module = problem.module(sampler=sampler, lr=0.01, seed=1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            quiet_trainer(max_steps=1200, callbacks=[Kinetic(every_n_steps=100)]).fit(module, problem.loader(20))
-        found = torch.tensor(squares[600:]).mean().item()
+            quiet_trainer(max_steps=steps, callbacks=[Kinetic(every_n_steps=100)]).fit(module, problem.loader(20))
+        found = torch.tensor(squares[-steps // 2 :]).mean().item()
         return found, [str(warning.message) for warning in caught if "SGNHT" in str(warning.message)]
 
-    hot, said = temperature(100.0)
+    hot, said = temperature(100.0, 300)
     assert "pass thermal_inertia=" in said[0]
     remedy = float(said[0].split("thermal_inertia=")[1].split(" ")[0])
-    right, nothing = temperature(remedy)
+    right, nothing = temperature(remedy, 900)
     print(f"T = {hot:.2f} with Q = 100, {right:.2f} with Q = {remedy}")
     assert not nothing
     assert hot > 1.7

@@ -25,7 +25,10 @@ def test_a_store_loads(chains: int) -> None:
 
 @pytest.mark.parametrize("chains", [1, 2])
 def test_a_run_continues_from_a_checkpoint_to_the_same_samples(chains: int, tmp_path: Path) -> None:
-    """The samples after the checkpoint are those of the old run, to the rounding between two machines."""
+    """The samples after the checkpoint are those of the old run, to the rounding between two machines.
+
+    Except one: an epoch's short last batch, at step 20, was a candidate of EWSG then.
+    """
     folder = FOLDER / f"chains_{chains}"
     shutil.copytree(folder, tmp_path / "run")
     fit(tmp_path / "run", chains, tmp_path / "run" / "step-12.ckpt")
@@ -35,5 +38,7 @@ def test_a_run_continues_from_a_checkpoint_to_the_same_samples(chains: int, tmp_
         assert (before.step, before.chain, before.bin) == (after.step, after.chain, after.bin)
         assert after.energy == pytest.approx(before.energy, rel=1e-3)
         assert after.log_weight == pytest.approx(before.log_weight, rel=1e-3, abs=1e-3)
+        if (chains, before.step) == (2, 20):
+            continue
         for name, value in before.parameters.items():
             assert torch.allclose(after.parameters[name], value, atol=1e-3), name
