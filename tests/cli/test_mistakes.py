@@ -76,7 +76,7 @@ CONFIGURATIONS = {
     ),
     "no mapping": ("- 1\n", "run.yaml holds a list, but a configuration has keys and values (model, data, trainer)"),
     "an empty file": ("", "run.yaml holds nothing, but a configuration has keys and values (model, data, trainer)"),
-    "no YAML": ("model:\n  [1\ndata: x\n", "run.yaml, line 3 is not YAML: did not find expected ',' or ']'"),
+    "no YAML": ("model:\n  [1\ndata: x\n", "run.yaml, line 3 is not YAML: expected ',' or ']', but got ':'"),
 }
 
 
@@ -119,7 +119,7 @@ COMMANDS = [
     ((*FIT, "--ckpt_path=no.ckpt"), "sgmcmc fit: --ckpt_path=no.ckpt does not exist: pass a checkpoint, or --resume"),
     ((*FIT, f"--ckpt_path={RECIPE}"), f"sgmcmc fit: --ckpt_path={RECIPE} is not a complete checkpoint"),
     ((*FIT, "--resume", "--ckpt_path=last"), "sgmcmc fit: --resume finds the checkpoint itself: pass either "),
-    ((*FIT, "--trainer.precision=8"), "sgmcmc fit: trainer.precision must be a whole number or one of ["),
+    ((*FIT, "--trainer.precision=8"), "sgmcmc fit: trainer.precision must be one of [64, 32, 16] or one of ["),
     (
         (*FIT, "--trainer.logger.save_dir=/proc/runs"),
         "sgmcmc fit: the run's folder /proc/runs/digits_csghmc/version_0 cannot be written (",
@@ -144,7 +144,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "expected"), COMMANDS, ids=lambda part: " ".join(part) if part else "none")
+@pytest.mark.parametrize(("arguments", "expected"), COMMANDS, ids=[" ".join(part) for part, _ in COMMANDS])
 @pytest.mark.filterwarnings("ignore")
 def test_a_wrong_command(arguments: tuple[str, ...], expected: str, sentence: Callable[..., str]) -> None:
     said = sentence(*arguments)
