@@ -14,14 +14,15 @@ from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from lightning_sgmcmc.callbacks import PredictionWriter, SampleCollector
-from lightning_sgmcmc.callbacks.schedule import schedule_of
+from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.cli.config_file import ConfigFile
 from lightning_sgmcmc.cli.exits import Mistake, NoSamplesError
 from lightning_sgmcmc.cli.folders import no_folder_left_behind
 from lightning_sgmcmc.cli.tune import TuningTrainer, tune
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.early_stopping import why_without_samples
 from lightning_sgmcmc.run.folder import continue_run_of, evaluate_beside, newest_checkpoint, newest_store, run_folder
-from lightning_sgmcmc.run.safeguards import Safeguards
+from lightning_sgmcmc.run.safeguards import samples_drawn
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 
 
@@ -93,9 +94,9 @@ class SamplingCLI(LightningCLI):
             NoSamplesError: if the fit drew no sample.
         """
         module = self.model
-        drawn = sum(callback.samples for callback in callbacks_of(self.trainer) if isinstance(callback, Safeguards))
-        if drawn == 0 and not is_trial(self.trainer):
-            raise NoSamplesError(_no_samples(self.trainer))
+        if samples_drawn(self.trainer) == 0 and not is_trial(self.trainer):
+            why = why_without_samples(self.trainer, chains_of(module).progress, self.trainer.global_step)
+            raise NoSamplesError(f"the run ended without a posterior sample: {why}")
         if module.posterior is None or len(module.posterior) == 0 or not _has_test_data(self.datamodule):
             return
         self.trainer.test(module, datamodule=self.datamodule, verbose=False)
@@ -146,13 +147,6 @@ def _own_folder(trainer: pl.Trainer) -> AbstractContextManager[None]:
         "choose another one by --trainer.default_root_dir, or by the logger's save_dir",
         lambda: trainer.is_global_zero and trainer.global_step == 0 and not any(folder.rglob("*.safetensors")),
     )
-
-
-def _no_samples(trainer: pl.Trainer) -> str:
-    remedy = "add a CyclicalSchedule or a SamplingSchedule to trainer.callbacks"
-    if schedule_of(trainer) is not None:
-        remedy = "its schedule draws the first one later; train longer, or shorten the burn-in"
-    return f"the run ended after {trainer.global_step} steps without a posterior sample: {remedy}"
 
 
 def _has_test_data(datamodule: pl.LightningDataModule | None) -> bool:

@@ -45,9 +45,8 @@ def test_fit_test_and_predict(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["init_args"]["lr"] == 0.2
 
     later = fail(["fit", "--config", RECIPE, *SHORT, "--trainer.max_time=00:00:00:00"], NO_SAMPLES, capsys)
-    assert later == (
-        "sgmcmc fit: the run ended after 0 steps without a posterior sample: its schedule draws the first one later; "
-        "train longer, or shorten the burn-in\n"
+    assert later.startswith(
+        "sgmcmc fit: the run ended without a posterior sample: the Timer (max_time) ended it after "
     )
     assert [path.name for path in sorted(run.parent.iterdir())] == ["version_0", "version_1"]
     before = contents(run)
