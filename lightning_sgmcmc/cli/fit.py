@@ -95,7 +95,10 @@ class SamplingCLI(LightningCLI):
         """
         module = self.model
         if samples_drawn(self.trainer) == 0 and not is_trial(self.trainer):
-            why = why_without_samples(self.trainer, chains_of(module).progress, self.trainer.global_step)
+            steps = self.trainer.global_step
+            why = "it made no step; raise max_epochs or max_time"
+            if steps > 0:
+                why = why_without_samples(self.trainer, chains_of(module).progress, steps)
             raise NoSamplesError(f"the run ended without a posterior sample: {why}")
         if module.posterior is None or len(module.posterior) == 0 or not _has_test_data(self.datamodule):
             return
