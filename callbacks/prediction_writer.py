@@ -9,6 +9,7 @@ from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from safetensors.torch import save_file
 
+from lightning_sgmcmc.files import free_name
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.predictions import ON_REQUEST, Prediction
 from lightning_sgmcmc.run.folder import run_folder
@@ -19,7 +20,7 @@ class PredictionWriter(BasePredictionWriter):
 
     It holds one tensor per part of the `Prediction` (`probabilities`, `entropy`, …), with the data along the first axis
     in the order of the loader. With several ranks each writes its own file, `predictions-rank-….safetensors`, with the
-    data's positions in `index`.
+    data's positions in `index`. Earlier predictions in the folder are kept as `predictions-1.safetensors`, ….
 
     Args:
         original_units: whether predictions of standardised targets are in the data's units, as `Posterior.predict`
@@ -54,6 +55,8 @@ class PredictionWriter(BasePredictionWriter):
             tensors["index"] = torch.tensor(_flatten(batch_indices))
             name = f"predictions-rank-{trainer.global_rank}.safetensors"
         folder.mkdir(parents=True, exist_ok=True)
+        if (folder / name).exists():
+            (folder / name).rename(free_name(folder / name))
         save_file(tensors, folder / name)
         rank_zero_info(f"Predictions for {len(next(iter(tensors.values())))} data: {folder / name}")
 

@@ -12,7 +12,7 @@ from lightning_sgmcmc.callbacks.schedule import is_optimization
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.folder import run_folder
-from lightning_sgmcmc.run.results import OPTIMIZED, markdown_table, write_results
+from lightning_sgmcmc.run.results import OPTIMIZED, keep_earlier_results, markdown_table, write_results
 from lightning_sgmcmc.run.trainer import is_trial
 
 STAGE_NAMES = {"val": "validation data", "test": "test data"}
@@ -22,7 +22,8 @@ class RunSummary(SamplerCallback):
     """Prints a table at the end of a fit or test, and writes `results.json` and `table.md` to the run's folder.
 
     The table compares the mean single sample with the model average; it needs a `BayesianModelAverage`. At temperature
-    0 it calls the samples states of an optimization. A `fast_dev_run` writes no files.
+    0 it calls the samples states of an optimization. Results of another stage in the folder are kept: a test renames
+    those of the fit to `results-val.json` and `table-val.md`. A `fast_dev_run` writes no files.
 
     Args:
         name: the run's name in `results.json`.
@@ -70,6 +71,7 @@ class RunSummary(SamplerCallback):
             "rows": rows,
             "seconds": round(self._seconds, 3),
         }
+        keep_earlier_results(folder, results)
         write_results(folder, results, _markdown(rows))
 
 

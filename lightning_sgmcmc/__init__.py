@@ -1,5 +1,7 @@
 """Bayesian deep learning by stochastic-gradient MCMC as ordinary PyTorch Lightning training."""
 
+from importlib.metadata import version
+
 from lightning_sgmcmc.batches.clustered import ClusteredOrder, cluster_data
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.switching import SwitchingBatchSampler, SwitchingOrder
@@ -14,6 +16,8 @@ from lightning_sgmcmc.priors import FlatPrior, GaussianPrior, LaplacePrior, Prio
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGLD
 from lightning_sgmcmc.schedules import Annealing, PolynomialDecay
+
+__version__ = version("lightning-sgmcmc")
 
 __all__ = [
     "SGHMC",
@@ -49,6 +53,7 @@ __all__ = [
     "SwitchingBatchSampler",
     "SwitchingOrder",
     "UnderdampedLangevin",
+    "__version__",
     "cluster_data",
     "pSGLD",
 ]

@@ -88,6 +88,15 @@ def write_output(path: Path, content: bytes) -> None:
     write_atomically(path, content, durable=False)
 
 
+def free_name(path: Path) -> Path:
+    """Return `path`, or the first of `name-1.suffix`, `name-2.suffix`, … that does not exist."""
+    number, free = 0, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return free
+
+
 def flush(file: Any) -> None:
     """Flush an open file to the disk."""
     file.flush()

@@ -1,4 +1,4 @@
-"""`python -m recipes` lists the recipes, `python -m recipes NAME` runs one."""
+"""`sgmcmc recipe`, or `python -m recipes` in a clone: list the recipes, or run one."""
 
 import argparse
 import ast
@@ -6,8 +6,12 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_sgmcmc.cli.exits import Mistake, one_sentence
+from lightning_sgmcmc.cli.fit import run_command
+from lightning_sgmcmc.cli.folders import no_folder_left_behind
 from lightning_sgmcmc.recipes.shared.results import Options, markdown, write_results
 
 FOLDER = Path(__file__).parent
@@ -18,9 +22,9 @@ def descriptions() -> dict[str, str]:
     found = {}
     for path in sorted(FOLDER.iterdir()):
         if path.suffix == ".yaml":
-            found[path.stem] = path.read_text().splitlines()[0].removeprefix("# ")
+            found[path.stem] = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
         elif path.suffix == ".py" and not path.stem.startswith("_"):
-            docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+            docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
             found[path.stem] = docstring.splitlines()[0]
     return found
 
@@ -31,32 +35,44 @@ def run(name: str, options: Options) -> None:
         _run_configuration(FOLDER / f"{name}.yaml", options)
         return
     recipe = importlib.import_module(f"lightning_sgmcmc.recipes.{name}")
-    options.out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    rows = recipe.run(options)
+    with no_folder_left_behind(options.out, "choose another one by --out", lambda: not any(options.out.iterdir())):
+        options.out.mkdir(parents=True, exist_ok=True)
+        rows = recipe.run(options)
     write_results(name, options, rows, time.monotonic() - start)
     print(markdown(rows))
 
 
 def _run_configuration(path: Path, options: Options) -> None:
     """Run a plain configuration as `sgmcmc fit --config` does, into the requested folder."""
-    from lightning_sgmcmc.cli.fit import main
-
     logger = ["--trainer.logger=pytorch_lightning.loggers.CSVLogger"]
     logger += [f"--trainer.logger.save_dir={options.out.parent}", f"--trainer.logger.name={options.out.name}"]
     logger += ["--trainer.logger.version="]
-    main(["fit", f"--config={path}", f"--seed_everything={options.seed}", *logger])
+    run_command(["fit", f"--config={path}", f"--seed_everything={options.seed}", *logger])
     results = options.out / "results.json"
     written = json.loads(results.read_text()) | {"recipe": path.stem, "scale": options.scale}
     results.write_text(json.dumps(written, indent=2) + "\n")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+def run_recipe(arguments: Sequence[str] | None = None, program: str = "python -m recipes") -> None:
+    """List the recipes, or run the one that the arguments name.
+
+    Args:
+        arguments: the command line's arguments; None uses those of the process.
+        program: how the user calls this.
+
+    Raises:
+        Mistake: if there is no such recipe.
+        FileNotFoundError: if data are missing.
+    """
     known = descriptions()
-    parser = argparse.ArgumentParser(prog="python -m recipes", description=__doc__)
-    parser.add_argument("name", nargs="?", help="the recipe; without a name all are listed")
-    parser.add_argument("--full", action="store_true", help="the paper's setting instead of a quick one")
+    parser = argparse.ArgumentParser(
+        prog=program, description="List the papers' experiments, or run one: it ends with a table and pictures."
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help="the recipe; without a name all are listed")
+    scale = parser.add_mutually_exclusive_group()
+    scale.add_argument("--quick", action="store_true", help="a setting of some minutes (the default)")
+    scale.add_argument("--full", action="store_true", help="the paper's setting")
     parser.add_argument("--out", type=Path, help="folder of the run (runs/NAME)")
     parser.add_argument("--data-root", type=Path, default=Path("data"), help="folder of the data sets (data)")
     parser.add_argument("--seed", type=int, default=0, help="seed (0)")
@@ -64,18 +80,17 @@ def main(arguments: list[str] | None = None) -> int:
     if given.name is None:
         width = max(map(len, known))
         print("\n".join(f"{name:<{width}}  {line}" for name, line in known.items()))
-        return 0
+        return
     if given.name not in known:
-        print(f"NAME must be one of {', '.join(known)}, got {given.name!r}", file=sys.stderr)
-        return 2
-    out = given.out or Path("runs", given.name)
-    try:
-        run(given.name, Options(out, given.data_root, given.full, given.seed))
-    except FileNotFoundError as error:  # missing data
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+        raise Mistake(f"NAME must be one of {', '.join(known)}, got {given.name!r}")
+    run(given.name, Options(given.out or Path("runs", given.name), given.data_root, given.full, given.seed))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; a mistake prints one sentence and exits with code 2."""
+    with one_sentence("python -m recipes", debug=False):
+        run_recipe(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1:])

@@ -59,6 +59,7 @@ from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
 from lightning_sgmcmc.figures.evaluation import entropy_figure, growth_figure
 from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
 from lightning_sgmcmc.recipes.shared.logit_average import logit_average
+from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.resnet import resnet
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 from lightning_sgmcmc.recipes.shared.synthetic_images import SyntheticImages
@@ -147,6 +148,7 @@ def run(options: Options) -> list[Row]:
     """Run all methods with all seeds, draw the pictures, return the table."""
     setting = FULL if options.full else QUICK
     jobs = [(method, seed) for method in METHODS for seed in range(setting.seeds)]
+    require(*datamodules(setting, options))
     outcomes = run_jobs(one, jobs, options, setting, in_turn=options.full)
     rows: list[Row] = []
     curves: dict[str, dict[str, list[float]]] = {"accuracy": {}, "nll": {}}

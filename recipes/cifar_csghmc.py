@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
+from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
@@ -79,7 +80,9 @@ QUICK = (Setting("synthetic", 40, 2, 100, (0.02, 0.1), 5.0, 4000.0, 3),)
 def run(options: Options) -> list[Row]:
     """Run all methods, return the table."""
     rows: list[Row] = []
-    for setting in FULL if options.full else QUICK:
+    settings = FULL if options.full else QUICK
+    require(*(datamodule(setting, options) for setting in settings))
+    for setting in settings:
         jobs = list(itertools.product(METHODS, range(setting.seeds)))
         outcomes = run_jobs(one, jobs, options, setting, in_turn=options.full)
         for index, method in enumerate(METHODS):

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
+from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
@@ -139,7 +140,9 @@ def run(options: Options) -> list[Row]:
     from lightning_sgmcmc.figures.evaluation import growth_figure
 
     rows: list[Row] = []
-    for place, setting in enumerate(FULL if options.full else QUICK):
+    settings = FULL if options.full else QUICK
+    require(*(datamodule(setting, options) for setting in settings))
+    for place, setting in enumerate(settings):
         longest_first = sorted(METHODS, key=lambda method: -method.chains)
         jobs = [(method, seed) for method in longest_first for seed in range(setting.seeds)]
         outcomes: dict[Any, Outcome] = run_jobs(one, jobs, options, setting, in_turn=options.full)

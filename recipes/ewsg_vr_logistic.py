@@ -36,6 +36,7 @@ from torch.nn.functional import softplus
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.logistic import laplace_approximation
+from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 from lightning_sgmcmc.samplers import UnderdampedLangevin
 from lightning_sgmcmc.seeding import derive_seed
@@ -150,6 +151,7 @@ def run(options: Options) -> list[Row]:
     """Run all methods on all splits, draw the pictures, return the table."""
     splits = range(SPLITS[options.scale])
     jobs = [(table, split, limit) for limit in LIMITS for table in TABLES for split in splits]
+    require(*(UCIClassificationDataModule(table, options.data_root) for table in TABLES))
     found = run_jobs(job, jobs, options, in_turn=False)
     rows: list[Row] = []
     for limit in LIMITS:

@@ -42,6 +42,7 @@ from lightning_sgmcmc.recipes.shared.logistic import (
     full_gradient_reference,
     importance_reference,
 )
+from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.pictures import outside_legend, panels
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 
@@ -78,10 +79,9 @@ def run(options: Options) -> list[Row]:
     """Run all samplers on all tables."""
     torch.set_num_threads(1)
     silence_lightning()
-    rows: list[Row] = []
+    require(*(UCIClassificationDataModule(table, options.data_root) for table in LR))
     studies = [study(table, options) for table in LR]
-    for one in studies:
-        rows += one.rows()
+    rows = [row for one in studies for row in one.rows()]
     options.out.mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():
         draw(studies).savefig(options.out / f"{name}.png", dpi=120)

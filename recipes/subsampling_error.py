@@ -40,6 +40,7 @@ from lightning_sgmcmc import SGLD, BayesianModule, Bernoulli, GaussianPrior, Pos
 from lightning_sgmcmc.callbacks import SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
 from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
+from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 from lightning_sgmcmc.recipes.shared.switching import (
     CHAINS,
@@ -221,6 +222,7 @@ def logistic_errors(options: Options) -> LogisticErrors:
 def run(options: Options) -> list[Row]:
     """Measure the three errors over η, draw them, return the table."""
     torch.set_num_threads(1)
+    require(UCIClassificationDataModule(TABLE, options.data_root))
     stationary, strong = stationary_errors(options), strong_errors(options)
     logistic = logistic_errors(options)
     rows = stationary.rows("stationary law", "W₁ to N(0, 0.1)", STATIONARY_BOUND)

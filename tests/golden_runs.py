@@ -124,7 +124,7 @@ def run(folder: Path, module: Any, callbacks: Iterable[Any] = (), **options: Any
 
 def main_job(folder: Path) -> dict[str, Any]:
     """The YAML that README runs."""
-    from lightning_sgmcmc.cli.fit import main
+    from lightning_sgmcmc.cli.commands import main
 
     main(["fit", f"--config={MAIN_JOB}", f"--trainer.logger.save_dir={folder}"])
     (path,) = folder.glob("digits_csghmc/*/samples")

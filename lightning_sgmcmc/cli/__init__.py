@@ -1,5 +1,6 @@
-"""The command line: `sgmcmc fit`, `validate`, `test`, `predict`, `tune` and `report`."""
+"""The command line: `sgmcmc fit`, `validate`, `test`, `predict`, `tune`, `report`, `example` and `recipe`."""
 
-from lightning_sgmcmc.cli.fit import SamplingCLI, main
+from lightning_sgmcmc.cli.commands import main
+from lightning_sgmcmc.cli.fit import SamplingCLI
 
 __all__ = ["SamplingCLI", "main"]

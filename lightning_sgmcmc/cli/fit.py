@@ -1,19 +1,45 @@
-"""The command line: `sgmcmc fit|validate|test|predict|tune --config …`, a LightningCLI, and `sgmcmc report RUN`."""
+"""The commands of Lightning: `sgmcmc fit|validate|test|predict|tune --config …`."""
 
 import os
 import sys
+import zipfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import yaml
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
+from lightning_sgmcmc.callbacks import PredictionWriter, SampleCollector
+from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.cli.config_file import ConfigFile
+from lightning_sgmcmc.cli.exits import Mistake, NoSamplesError
+from lightning_sgmcmc.cli.folders import no_folder_left_behind
+from lightning_sgmcmc.cli.tune import TuningTrainer, tune
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.early_stopping import why_without_samples
+from lightning_sgmcmc.run.folder import continue_run_of, evaluate_beside, newest_checkpoint, newest_store, run_folder
+from lightning_sgmcmc.run.safeguards import samples_drawn
+from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 
 
 class SamplingCLI(LightningCLI):
-    """A LightningCLI for `BayesianModule`s: after a fit that collected samples it tests their average, if there are
-    test data; `fit --resume` continues the newest run."""
+    """A LightningCLI for `BayesianModule`s.
+
+    After a fit that collected samples it tests their average, if there are test data; `fit --resume` continues the
+    newest run. `validate`, `test` and `predict` use the newest run with samples and write to a new folder in it.
+
+    Args:
+        started: called with the trainer before it runs.
+        options: as for `LightningCLI`.
+    """
+
+    def __init__(self, *, started: Callable[[pl.Trainer], None] = lambda trainer: None, **options: Any) -> None:
+        self._started = started
+        super().__init__(**options)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add `--resume`."""
@@ -23,20 +49,30 @@ class SamplingCLI(LightningCLI):
             help="fit: continue from the newest checkpoint of this configuration",
         )
 
-    def before_instantiate_classes(self) -> None:
-        """Raise for options that contradict each other."""
-        config = self.config[self.subcommand]
-        if config.resume and self.subcommand != "fit":
-            raise ValueError(f"--resume continues a fit, so it has no effect in {self.subcommand}: omit it")
-        if config.resume and config.get("ckpt_path"):
-            raise ValueError("--resume finds the checkpoint itself: pass either --ckpt_path or --resume")
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the arguments, and raise for options that contradict each other or name no checkpoint."""
+        super().parse_arguments(parser, args)
+        subcommand = self.config.subcommand
+        config = self.config[subcommand]
+        path = config.get("ckpt_path")
+        if config.resume and subcommand != "fit":
+            raise Mistake(f"--resume continues a fit, so it has no effect in {subcommand}: omit it")
+        if config.resume and path:
+            raise Mistake("--resume finds the checkpoint itself: pass either --ckpt_path or --resume")
+        if path and path not in ("best", "last", "hpc") and "://" not in path:
+            if not Path(path).exists():
+                raise Mistake(f"--ckpt_path={path} does not exist: pass a checkpoint, or --resume to find the newest")
+            if Path(path).is_file() and not zipfile.is_zipfile(path):
+                raise Mistake(f"--ckpt_path={path} is not a complete checkpoint: pass another one")
+
+    def after_instantiate_classes(self) -> None:
+        """Pass the trainer on."""
+        self._started(self.trainer)
 
     def before_fit(self) -> None:
         """Find the checkpoint to continue from."""
         if not self.config.fit.resume:
             return
-        from lightning_sgmcmc.run.folder import continue_run_of, newest_checkpoint, run_folder
-
         checkpoint = newest_checkpoint(self.trainer)
         if checkpoint is None:
             where = run_folder(self.trainer).parent
@@ -46,12 +82,54 @@ class SamplingCLI(LightningCLI):
         continue_run_of(self.trainer, checkpoint)
         self.config_init.fit.ckpt_path = str(checkpoint)
 
+    def fit(self, **options: Any) -> None:
+        """Fit; a run that fails before its first step leaves no folder."""
+        with _own_folder(self.trainer):
+            self.trainer.fit(**options)
+
     def after_fit(self) -> None:
-        """Evaluate the collected samples on the test data."""
+        """Evaluate the collected samples on the test data.
+
+        Raises:
+            NoSamplesError: if the fit drew no sample.
+        """
         module = self.model
+        if samples_drawn(self.trainer) == 0 and not is_trial(self.trainer):
+            steps = self.trainer.global_step
+            why = "it made no step; raise max_epochs or max_time"
+            if steps > 0:
+                why = why_without_samples(self.trainer, chains_of(module).progress, steps)
+            raise NoSamplesError(f"the run ended without a posterior sample: {why}")
         if module.posterior is None or len(module.posterior) == 0 or not _has_test_data(self.datamodule):
             return
         self.trainer.test(module, datamodule=self.datamodule, verbose=False)
+
+    def validate(self, **options: Any) -> None:
+        """Evaluate the newest run's samples on the validation data."""
+        self._evaluate("validate", self.trainer.validate, **options)
+
+    def test(self, **options: Any) -> None:
+        """Evaluate the newest run's samples on the test data."""
+        self._evaluate("test", self.trainer.test, **options)
+
+    def predict(self, **options: Any) -> None:
+        """Write the predictive distribution of the newest run's samples."""
+        self._evaluate("predict", self.trainer.predict, **options)
+
+    def _evaluate(self, stage: str, run: Callable[..., Any], **options: Any) -> None:
+        collectors = [c for c in callbacks_of(self.trainer) if isinstance(c, SampleCollector)]
+        if not collectors:
+            raise Mistake(f"{stage} reads the samples that a fit collected: add SampleCollector to trainer.callbacks")
+        if collectors[0].in_memory:
+            raise Mistake("SampleCollector(in_memory=True) leaves no samples to evaluate: fit with in_memory=False")
+        if collectors[0].dirpath is None:
+            store = newest_store(self.trainer)
+            if store is None:
+                where = run_folder(self.trainer).parent
+                raise Mistake(f"no run in {where} has posterior samples: run sgmcmc fit with this configuration first")
+            evaluate_beside(self.trainer, store, stage)
+        with _own_folder(self.trainer):
+            run(**options)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -60,10 +138,18 @@ class SamplingCLI(LightningCLI):
 
     def tune(self, **options: Any) -> None:
         """Propose a step size from short runs with the configuration's trainer, without its callbacks."""
-        from lightning_sgmcmc.cli.tune import tune
-
         config = self._get(self.config_init, "trainer", default={})
         tune(self.trainer, lambda **changes: self.trainer_class(**{**config, **changes}), **options)
+
+
+def _own_folder(trainer: pl.Trainer) -> AbstractContextManager[None]:
+    """Return the context of a run: if it fails before its first step, it leaves no folder."""
+    folder = run_folder(trainer)
+    return no_folder_left_behind(
+        folder,
+        "choose another one by --trainer.default_root_dir, or by the logger's save_dir",
+        lambda: trainer.is_global_zero and trainer.global_step == 0 and not any(folder.rglob("*.safetensors")),
+    )
 
 
 def _has_test_data(datamodule: pl.LightningDataModule | None) -> bool:
@@ -76,35 +162,55 @@ def _has_test_data(datamodule: pl.LightningDataModule | None) -> bool:
         return False
 
 
-def main(args: Any = None) -> None:
-    """Run the command line.
+def _check_config_files(arguments: list[str]) -> None:
+    for place, argument in enumerate(arguments):
+        option, equals, value = argument.partition("=")
+        if option not in ("-c", "--config"):
+            continue
+        path = Path(value if equals else "".join(arguments[place + 1 : place + 2]))
+        if not path.is_file():
+            raise Mistake(f"there is no file {path} to configure the run: `sgmcmc example > example.yaml` makes one")
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except yaml.MarkedYAMLError as error:
+            line = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
+            raise Mistake(f"{path}{line} is not YAML: {error.problem}") from error
+        except (ValueError, yaml.YAMLError) as error:
+            raise Mistake(f"{path} is not a YAML file: {error}") from error
+        if not isinstance(content, dict):
+            kind = "nothing" if content is None else f"a {type(content).__name__}"
+            raise Mistake(f"{path} holds {kind}, but a configuration has keys and values (model, data, trainer)")
+
+
+def run_command(arguments: Any, started: Callable[[pl.Trainer], None] = lambda trainer: None) -> None:
+    """Run a command of Lightning.
 
     Args:
-        args: the arguments; None uses those of the process.
+        arguments: the command line's arguments, from the subcommand on, or a dictionary of a configuration.
+        started: called with the trainer before it runs.
+
+    Raises:
+        Mistake: for a wrong command line or configuration.
+        jsonargparse.ArgumentError: likewise.
+        NoSamplesError: if a fit ends without a sample.
     """
-    from lightning_sgmcmc.callbacks import PredictionWriter
-    from lightning_sgmcmc.cli.tune import TuningTrainer
-
-    given = sys.argv[1:] if args is None else args
-    if isinstance(given, list) and given[:1] == ["report"]:
-        from lightning_sgmcmc.cli.report import main as report
-
-        return report(given[1:])
     # Configurations may name classes of the working directory.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    if isinstance(arguments, list):
+        _check_config_files(arguments)
+    raising = {"exit_on_error": False}
     SamplingCLI(
+        started=started,
         model_class=BayesianModule,
         datamodule_class=pl.LightningDataModule,
         trainer_class=TuningTrainer,
         subclass_mode_model=True,
         subclass_mode_data=True,
         auto_configure_optimizers=False,
-        save_config_kwargs={"overwrite": True},
+        save_config_callback=ConfigFile,
         seed_everything_default=0,
-        parser_kwargs={
-            "epilog": "`sgmcmc report RUN` writes one HTML page of a finished run (see `sgmcmc report --help`)."
-        },
+        parser_kwargs={**raising, **{name: dict(raising) for name in SamplingCLI.subcommands()}},
         trainer_defaults={"callbacks": [PredictionWriter()]},
-        args=args,
+        args=arguments,
     )

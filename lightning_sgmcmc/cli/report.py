@@ -12,7 +12,7 @@ def main(args: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="sgmcmc report", description="Write one self-contained HTML page of a finished run: tables and pictures."
     )
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or a folder of runs, whose newest is used")
+    parser.add_argument("run", metavar="RUN", help="a run's folder, or a folder of runs: the newest with samples")
     parser.add_argument("--output", metavar="FILE", help="the file to write (default: report.html in the run's folder)")
     parser.add_argument(
         "--parameters",
@@ -24,7 +24,7 @@ def main(args: Sequence[str]) -> None:
     try:
         folder, among = find_run(options.run)
         if among > 1:
-            print(f"{options.run} holds {among} runs; this is the newest: {folder}")
+            print(f"{options.run} holds {among} runs; this is the newest with samples: {folder}")
         print(f"Report: {write_report(folder, options.output, options.parameters)}")
     except (RunError, OSError) as error:
         parser.exit(2, f"sgmcmc report: {error}\n")

@@ -75,28 +75,38 @@ def _duration(seconds: Any) -> str | None:
 
 
 def results(run: RunRecord) -> str:
-    """Return the table of `results.json`: the metrics of each method, and the paper's if it names them."""
-    if not run.rows:
+    """Return the table of `results.json`, and those of the run's other results."""
+    if run.rows:
+        parts = [_results(run.rows, "Results")]
+    else:
         text = run.texts.get("table.md")
-        return html_page.preformatted(text) if text else ""
-    by_place = {(str(row["method"]), str(row["metric"])): row for row in run.rows}
+        parts = [html_page.preformatted(text)] if text else []
+    parts += [_results(rows, f"Results in {name}") for name, rows in run.other_rows.items()]
+    return "".join(parts)
+
+
+def _results(rows_of_file: list[dict[str, Any]], title: str) -> str:
+    """Return a table of results: the metrics of each method, and the paper's if it names them."""
+    by_place = {(str(row["method"]), str(row["metric"])): row for row in rows_of_file}
     methods, metrics = (list(dict.fromkeys(names)) for names in zip(*by_place, strict=True))
-    if any(is_finite(row.get("paper")) for row in run.rows):
+    if any(is_finite(row.get("paper")) for row in rows_of_file):
         return _beside_the_paper(by_place, methods, metrics)
     if set(methods) == set(METHODS):
         rows = []
         for metric in metrics:
             single, bma = by_place.get(("single", metric), {}), by_place.get(("bma", metric), {})
             rows.append([metric, _with_error(single), _with_error(bma), _change(metric, single, bma)])
-        note = "The number after ± is the standard deviation over the samples. " if _has_errors(run.rows) else ""
+        note = "The number after ± is the standard deviation over the samples. " if _has_errors(rows_of_file) else ""
         return table(
-            ["metric", "mean single sample", "model average", "change"], rows, "Single samples and their average"
+            ["metric", "mean single sample", "model average", "change"],
+            rows,
+            f"{title}: single samples and their average",
         ) + paragraph(f"{note}Change is the average's value minus the single samples'.", "note")
     if len(metrics) > len(methods):
         rows = [[m, *(_with_error(by_place.get((method, m), {})) for method in methods)] for m in metrics]
-        return table(["metric", *(METHODS.get(m, m) for m in methods)], rows, "Results")
+        return table(["metric", *(METHODS.get(m, m) for m in methods)], rows, title)
     rows = [[METHODS.get(m, m), *(_with_error(by_place.get((m, metric), {})) for metric in metrics)] for m in methods]
-    return table(["method", *metrics], rows, "Results")
+    return table(["method", *metrics], rows, title)
 
 
 def _beside_the_paper(by_place: dict[tuple[str, str], dict[str, Any]], methods: list[str], metrics: list[str]) -> str:

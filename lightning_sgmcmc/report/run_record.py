@@ -11,6 +11,7 @@ from lightning_sgmcmc.chains.sample import SampleRecord
 from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.files import is_regular, read_regular
 from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
+from lightning_sgmcmc.run.folder import has_samples
 from lightning_sgmcmc.run.results import RESULTS
 
 HISTORY, HEALTH = "history.json", "health.json"
@@ -33,6 +34,7 @@ class RunRecord:
         folder: the run's folder.
         results: the contents of `results.json` ({} if missing).
         rows: its rows, each with `method`, `metric` and `value`.
+        other_rows: rows of the run's other results, by the file that holds them (`results-val.json`, …).
         steps: optimizer steps of the history.
         scalars: values at these steps, by name ("sampler/energy").
         health: the report in `health.json`, if there is one.
@@ -47,6 +49,7 @@ class RunRecord:
     folder: Path
     results: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    other_rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
     scalars: dict[str, list[float]] = field(default_factory=dict)
     health: HealthReport | None = None
@@ -64,7 +67,9 @@ class RunRecord:
 
 
 def find_run(path: str | Path) -> tuple[Path, int]:
-    """Return a run's folder and the number of candidates: `path` itself, or the newest run within it.
+    """Return a run's folder and the number of candidates: `path` itself, or the newest run with samples within it.
+
+    A run without samples is returned only if no run there has any: it failed, or only evaluated another run's samples.
 
     Raises:
         RunError: if there is no such folder, or no run in it.
@@ -84,7 +89,8 @@ def find_run(path: str | Path) -> tuple[Path, int]:
         raise RunError(
             f"{path} holds no run: neither it nor a subfolder has {RESULTS}, {HISTORY}, {HEALTH} or samples/{MANIFEST}"
         )
-    return max(found)[1], len(found)
+    sampled = [run for run in found if has_samples(run[1] / "samples")]
+    return max(sampled or found)[1], len(found)
 
 
 def _folders(path: Path) -> list[Path]:
@@ -108,6 +114,11 @@ def read_run(folder: Path) -> RunRecord:
     run = RunRecord(folder)
     run.results = _read_json(folder / RESULTS) or {}
     run.rows = _rows(run.results, folder / RESULTS)
+    others = ("results-*.json", f"validate*/{RESULTS}", f"test*/{RESULTS}")
+    for path in sorted(path for pattern in others for path in folder.glob(pattern)):
+        rows = _rows(_read_json(path) or {}, path)
+        if rows and rows != run.rows:
+            run.other_rows[path.relative_to(folder).as_posix()] = rows
     history = _read_json(folder / HISTORY) or {}
     run.steps, run.scalars = _series(history, folder / HISTORY)
     run.health = _health(_read_json(folder / HEALTH), folder / HEALTH)

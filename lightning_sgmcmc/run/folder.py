@@ -2,18 +2,25 @@
 
 import zipfile
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import pytorch_lightning as pl
 
+from lightning_sgmcmc.files import free_name
 from lightning_sgmcmc.posterior.disk import MANIFEST
+
+_EVALUATIONS: "WeakKeyDictionary[pl.Trainer, tuple[Path, Path]]" = WeakKeyDictionary()
+"""Of trainers that evaluate another run's samples: their folder, and the samples."""
 
 
 def run_folder(trainer: pl.Trainer) -> Path:
     """Return the folder of this run, the same on all ranks: the first logger's, else `sgmcmc` in `default_root_dir`.
 
     Loggers with one folder per run (CSV, TensorBoard) provide it; for others (W&B) it is built from `save_dir`, name
-    and version.
+    and version. A trainer that evaluates another run's samples has a folder in that run's (see `evaluate_beside`).
     """
+    if trainer in _EVALUATIONS:
+        return Path(trainer.strategy.broadcast(str(_EVALUATIONS[trainer][0])))
     folder = Path(trainer.default_root_dir, "sgmcmc")
     for logger in trainer.loggers[:1]:
         own = getattr(logger, "log_dir", None)
@@ -26,10 +33,42 @@ def run_folder(trainer: pl.Trainer) -> Path:
 
 
 def newest_store(trainer: pl.Trainer) -> Path | None:
-    """Return the newest sample store among the runs beside this one, or None."""
-    manifests = run_folder(trainer).parent.glob(f"*/samples/{MANIFEST}")
-    newest = max(manifests, key=lambda path: path.stat().st_mtime, default=None)
-    return newest.parent if newest is not None else None
+    """Return the store with samples of this run's folder, else the newest one of the runs beside it, or None."""
+    if trainer in _EVALUATIONS:
+        return _EVALUATIONS[trainer][1]
+    folder = run_folder(trainer)
+    if has_samples(folder / "samples"):
+        return folder / "samples"
+    stores = [path.parent for path in folder.parent.glob(f"*/samples/{MANIFEST}") if has_samples(path.parent)]
+    return max(stores, key=lambda store: (store / MANIFEST).stat().st_mtime, default=None)
+
+
+def has_samples(store: Path) -> bool:
+    """Return whether a folder is a store with a sample: its manifest has a complete line after the header."""
+    manifest = store / MANIFEST
+    return manifest.is_file() and manifest.read_bytes().count(b"\n") > 1
+
+
+def evaluate_beside(trainer: pl.Trainer, store: Path, stage: str) -> None:
+    """Make a trainer without a fit read a run's samples, and write to a new folder in that run's.
+
+    Args:
+        trainer: the trainer of the evaluation.
+        store: the samples, in a run's folder.
+        stage: name of the new folder; if it exists, `-1`, `-2`, … is appended.
+    """
+    folder = free_name(store.parent / stage)
+    parent = run_folder(trainer).parent
+    _EVALUATIONS[trainer] = (folder, store)
+    if folder.is_relative_to(parent):
+        _use_folder(trainer, folder.relative_to(parent))
+
+
+def _use_folder(trainer: pl.Trainer, version: Path) -> None:
+    """Make loggers with one folder per run write to the folder `version`, below that of all their runs."""
+    for logger in trainer.loggers:
+        if hasattr(logger, "_version") and isinstance(getattr(logger, "log_dir", None), str):
+            logger._version = str(version)  # loggers accept it only in the constructor
 
 
 def newest_checkpoint(trainer: pl.Trainer) -> Path | None:
@@ -54,12 +93,7 @@ def continue_run_of(trainer: pl.Trainer, checkpoint: Path) -> None:
     folder = checkpoint.parent.parent
     if folder.parent != run_folder(trainer).parent:
         return  # the checkpoints are kept elsewhere
-    for logger in trainer.loggers:
-        if hasattr(logger, "_version") and isinstance(getattr(logger, "log_dir", None), str):
-            logger._version = folder.name  # loggers accept it only in the constructor
+    _use_folder(trainer, Path(folder.name))
     metrics = folder / "metrics.csv"  # Lightning's CSVLogger overwrites its file
     if trainer.is_global_zero and metrics.exists():
-        number = 1
-        while (aside := folder / f"metrics-{number}.csv").exists():
-            number += 1
-        metrics.rename(aside)
+        metrics.rename(free_name(metrics))

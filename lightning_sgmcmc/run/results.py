@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_sgmcmc.files import write_output
+from lightning_sgmcmc.files import free_name, write_output
 
 RESULTS, TABLE = "results.json", "table.md"
 OPTIMIZED = "states of an optimization (temperature 0)"
@@ -22,6 +22,28 @@ def write_results(folder: Path, results: Mapping[str, Any], table: str) -> None:
     """
     write_output(folder / RESULTS, (json.dumps(results, indent=2) + "\n").encode())
     write_output(folder / TABLE, table.encode())
+
+
+def keep_earlier_results(folder: Path, results: Mapping[str, Any]) -> None:
+    """Rename other results in the folder by their stage, as `results-val.json` and `table-val.md`.
+
+    Args:
+        folder: the run's folder.
+        results: the results that will be written there.
+    """
+    try:
+        earlier = json.loads((folder / RESULTS).read_text())
+    except (OSError, ValueError):
+        return  # none, or a damaged file
+    if not isinstance(earlier, dict) or (earlier.get("stage"), earlier.get("rows")) == (
+        results["stage"],
+        json.loads(json.dumps(results["rows"])),
+    ):
+        return
+    for name in (RESULTS, TABLE):
+        path = folder / name
+        if path.exists():
+            path.rename(free_name(path.with_stem(f"{path.stem}-{earlier.get('stage', 'run')}")))
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -4,6 +4,8 @@ import functools
 import logging
 import multiprocessing
 import os
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -36,8 +38,21 @@ def run_jobs(
         return {job: call(job) for job in jobs}
     workers = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     call = functools.partial(_call_on_one_thread, function, (*shared, options))
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, initializer=_end_with_the_parent) as pool:
         return dict(zip(jobs, pool.map(call, jobs), strict=True))
+
+
+def _end_with_the_parent() -> None:
+    """End this worker when the recipe's process ends, also by a signal that lets it clean up nothing."""
+    parent = multiprocessing.parent_process()
+
+    def wait() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _call(function: Callable[..., Any], shared: tuple[Any, ...], job: Any) -> Any:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from lightning_sgmcmc import Posterior
-from lightning_sgmcmc.cli.fit import main
+from lightning_sgmcmc.cli import main
+from lightning_sgmcmc.cli.exits import NO_SAMPLES
 from tests.support.paths import RECIPE
 
 SHORT = ["--trainer.max_epochs=32", "--trainer.enable_progress_bar=false"]
@@ -38,31 +40,45 @@ def test_fit_test_and_predict(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert len(posterior) == 24
     assert posterior.model is not None, "the store of a configured network describes it"
 
-    main(["test", "--config", RECIPE, *SHORT])
-    again = json.loads(Path("runs/digits_csghmc/version_1/results.json").read_text())
-    assert again["rows"] == results["rows"], "another process finds the same samples and figures"
+    validation = json.loads((run / "results-val.json").read_text())
+    assert (validation["stage"], len(validation["rows"])) == ("val", len(results["rows"]))
+    assert yaml.safe_load((run / "config.yaml").read_text())["model"]["init_args"]["lr"] == 0.2
 
+    later = fail(["fit", "--config", RECIPE, *SHORT, "--trainer.max_time=00:00:00:00"], NO_SAMPLES, capsys)
+    assert later == (
+        "sgmcmc fit: the run ended without a posterior sample: it made no step; raise max_epochs or max_time\n"
+    )
+    assert [path.name for path in sorted(run.parent.iterdir())] == ["version_0", "version_1"]
+    before = contents(run)
+    for number in range(2):
+        main(["test", "--config", RECIPE, *SHORT])
+        again = json.loads((run / ("test", "test-1")[number] / "results.json").read_text())
+        assert again["rows"] == results["rows"], "another process finds the same samples and figures"
     main(["predict", "--config", RECIPE, *SHORT])
-    (file,) = Path("runs/digits_csghmc").glob("*/predictions.safetensors")
-    predictions = load_file(file)
+    predictions = load_file(run / "predict" / "predictions.safetensors")
     assert predictions["probabilities"].shape == (359, 10)
     assert predictions["mutual_information"].shape == (359,)
+    assert {path: content for path, content in contents(run).items() if path in before} == before, "nothing is replaced"
+    assert [path.name for path in sorted(run.parent.iterdir())] == ["version_0", "version_1"]
+    main(["report", "runs/digits_csghmc"])
+    page = (run / "report.html").read_text()
+    assert "Results in results-val.json" in page
+    assert "Results in test" not in page, "they are those of results.json"
+    assert "No posterior samples" not in page
 
 
-def test_configuration_mistakes_say_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"exploration must be in \[0, 1\), got 2"):
-        main(
-            [
-                "fit",
-                "--config",
-                RECIPE,
-                "--trainer.callbacks=lightning_sgmcmc.callbacks.CyclicalSchedule",
-                "--trainer.callbacks.exploration=2",
-            ]
-        )
-    with pytest.raises(SystemExit):
-        main(["fit", "--config", RECIPE, "--model.init_args.learning_rate=1"])
-    assert "learning_rate" in capsys.readouterr().err
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def fail(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command that fails with an exit code; return its own last words on stderr."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == code
+    said = capsys.readouterr().err
+    return said[said.index("sgmcmc ") :]
 
 
 def test_resume_continues_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,10 +117,3 @@ def test_resume_continues_the_newest_run(tmp_path: Path, monkeypatch: pytest.Mon
 def checkpoint_of(run: Path, step: int) -> Path:
     (path,) = (run / "checkpoints").glob(f"*step={step}.ckpt")
     return path
-
-
-def test_resume_has_no_meaning_elsewhere() -> None:
-    with pytest.raises(ValueError, match="--resume continues a fit, so it has no effect in test: omit it"):
-        main(["test", "--config", RECIPE, "--resume"])
-    with pytest.raises(ValueError, match="finds the checkpoint itself: pass either --ckpt_path or --resume"):
-        main(["fit", "--config", RECIPE, "--resume", "--ckpt_path=last"])

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
 from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector, SamplingSchedule
-from lightning_sgmcmc.cli.fit import main
+from lightning_sgmcmc.cli.commands import main
 from lightning_sgmcmc.datamodules import ArrayDataModule, NotMNISTDataModule, Split
 from lightning_sgmcmc.datamodules.base import standardise
 from lightning_sgmcmc.datamodules.images import ImageDataModule

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_sgmcmc.cli import fit as cli
+from lightning_sgmcmc.cli import commands as cli
 from lightning_sgmcmc.recipes import __main__ as runner
 from lightning_sgmcmc.recipes import cifar_csghmc, gaussian_mixture, nine_modes, twenty_five_gaussians, uci_regression
 from lightning_sgmcmc.recipes.shared.results import Options
@@ -63,7 +63,9 @@ def test_uci_regression_learns_a_synthetic_table(tmp_path: Path, method: str) ->
 
 
 def test_uci_regression_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert runner.main(["uci_regression", "--data-root", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    with pytest.raises(SystemExit) as end:
+        runner.main(["uci_regression", "--data-root", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert end.value.code == 2
     assert "energy" in capsys.readouterr().err
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightning_sgmcmc.cli import main as sgmcmc
 from lightning_sgmcmc.recipes import __main__ as runner
 from lightning_sgmcmc.recipes import mnist_ood
 from lightning_sgmcmc.recipes.shared.results import Options, Row, markdown, mean_row
@@ -15,7 +16,7 @@ ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 
 
 def test_the_list_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
-    assert runner.main([]) == 0
+    runner.main([])
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines.keys() >= {"digits_csghmc", "mnist_ood"}
     assert lines["digits_csghmc"].startswith("Cyclical SGHMC on scikit-learn's handwritten digits")
@@ -23,24 +24,25 @@ def test_the_list_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_mistakes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert runner.main(["nothing"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        runner.main(["nothing"])
     said = capsys.readouterr().err
     assert "got 'nothing'" in said
     assert ", digits_csghmc, " in said
-    assert runner.main(["mnist_ood", "--data-root", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        runner.main(["mnist_ood", "--data-root", str(tmp_path), "--out", str(tmp_path / "out")])
     assert "MNIST is not at" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_configuration_runs_into_the_folder_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning_sgmcmc.cli import fit as cli
-
-    main = cli.main
+    run_command = runner.run_command
     short = ["--trainer.max_epochs=32", "--trainer.enable_progress_bar=false"]
-    monkeypatch.setattr(cli, "main", lambda arguments: main([*arguments, *short]))
+    monkeypatch.setattr(runner, "run_command", lambda arguments: run_command([*arguments, *short]))
     out = tmp_path / "somewhere" / "out"
-    assert runner.main(["digits_csghmc", "--out", str(out), "--seed", "3"]) == 0
+    sgmcmc(["recipe", "digits_csghmc", "--quick", "--out", str(out), "--seed", "3"])
     results = json.loads((out / "results.json").read_text())
     assert (results["recipe"], results["scale"], results["seed"]) == ("digits_csghmc", "quick", 3)
     assert results.keys() == {"recipe", "scale", "seed", "stage", "rows", "seconds"}
@@ -59,7 +61,7 @@ def test_results_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "| SGLD | ess | 2 ± 0.58 | 1676 |" in markdown(rows)
     assert "| SGLD | rmse | 0.5 | 0.72 ± 0.07 |" in markdown(rows)
     monkeypatch.setattr(mnist_ood, "run", lambda options: rows)
-    assert runner.main(["mnist_ood", "--full", "--out", str(tmp_path / "o")]) == 0
+    runner.main(["mnist_ood", "--full", "--out", str(tmp_path / "o")])
     results = json.loads((tmp_path / "o" / "results.json").read_text())
     assert (results["recipe"], results["scale"], len(results["rows"])) == ("mnist_ood", "full", 2)
     assert "| SGLD | ess |" in capsys.readouterr().out

@@ -1,0 +1,31 @@
+"""`sgmcmc example`: print a configuration to start from."""
+
+import argparse
+from collections.abc import Sequence
+from importlib.resources import files
+
+DEFAULT = "digits_csghmc"
+
+
+def examples() -> dict[str, str]:
+    """Return the configurations among the recipes, by name."""
+    folder = files("lightning_sgmcmc.recipes")
+    names = sorted(path.name for path in folder.iterdir() if path.name.endswith(".yaml"))
+    return {name.removesuffix(".yaml"): (folder / name).read_text(encoding="utf-8") for name in names}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run `sgmcmc example`."""
+    known = examples()
+    listed = "\n".join(f"  {name}: {text.splitlines()[0].removeprefix('# ')}" for name, text in known.items())
+    parser = argparse.ArgumentParser(
+        prog="sgmcmc example",
+        description="Print a configuration that runs as it is, on data that come with scikit-learn:\n\n"
+        f"  sgmcmc example > example.yaml\n  sgmcmc fit --config example.yaml\n\nexamples:\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", default=DEFAULT, help=f"the example ({DEFAULT})")
+    name = parser.parse_args(arguments).name
+    if name not in known:
+        parser.exit(2, f"sgmcmc example: there is no example {name!r}: choose from {', '.join(known)}\n")
+    print(known[name], end="")
