@@ -67,7 +67,7 @@ def check_count(name: str, value: Any, least: int = 1, optional: bool = True) ->
 def check_kind(name: str, value: Any, kind: type, optional: bool = True) -> None:
     """Raise unless `value` is an object of a class, or None if it is optional."""
     if not isinstance(value, kind) and not (value is None and optional):
-        raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}: pass {name}={kind.__name__}(…)")
+        raise TypeError(f"{name} must be an object of class {kind.__name__}, got {value!r}")
 
 
 def is_of_other_namespace(value: Any) -> bool:

@@ -184,7 +184,11 @@ def first_difference(theirs: Any, ours: Any, where: str = "model") -> str | None
         if names[0] != names[1]:
             return f"{where} is {names[0]} in the samples and {names[1]} in the model"
         parts = [dict(part.get("children", ())) | part.get("arguments", {}) for part in (theirs, ours)]
-        children = (first_difference(parts[0][n], parts[1][n], f"{where}.{n}") for n in parts[0] if n in parts[1])
+        children = (
+            first_difference(parts[0][n], parts[1][n], f"{where}.{n}")
+            for n in parts[0]
+            if n in parts[1] and n != "inplace"
+        )
         return next((found for found in children if found is not None), None)
     if theirs != ours:
         return f"{where} is {theirs!r} in the samples and {ours!r} in the model"

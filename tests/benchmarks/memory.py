@@ -173,7 +173,7 @@ def fit(setting: str, logger: str, steps: int, every: int, trace_from: int | Non
                 SampleCollector(folder + "/samples", max_samples=100),
                 BayesianModelAverage(ood={"noise": unknown}),
                 PosteriorDashboard(),
-                ChainHealth(),
+                *([] if chosen.module.get("num_chains") else [ChainHealth()]),
                 RunSummary(),
             ]
         checkpoints = ModelCheckpoint(folder + "/checkpoints", every_n_train_steps=1000, save_last=True)

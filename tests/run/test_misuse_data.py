@@ -1,0 +1,311 @@
+"""Fits that would end well and be wrong: what the user does | the sentence that is raised, or shown once."""
+
+import json
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_sgmcmc import (
+    SGHMC,
+    BayesianModule,
+    Bernoulli,
+    GaussianPrior,
+    LaplacePrior,
+    NonFiniteEnergyError,
+    StudentTPrior,
+)
+from lightning_sgmcmc.callbacks import (
+    BayesianModelAverage,
+    CyclicalSchedule,
+    RunSummary,
+    SampleCollector,
+    SamplingSchedule,
+)
+from lightning_sgmcmc.report import write_report
+from tests.support.problems import Stream
+from tests.support.small_run import BATCH, COUNT, data, loader, module, tensors
+from tests.support.trainers import quiet_trainer
+
+X, Y = tensors()
+LATER = torch.cat([torch.zeros(2 * BATCH), torch.ones(BATCH)])
+"""1 for the data of the third batch, which is not among the batches 1, 2, 4, …"""
+
+
+def fit(model: pl.LightningModule, *callbacks: pl.Callback, train: Any = None, **options: Any) -> None:
+    options = {"max_epochs": 2, "callbacks": [SamplingSchedule(every_n_steps=1), *callbacks]} | options
+    quiet_trainer(**options).fit(model, train if train is not None else loader())
+
+
+def binary(*layers: nn.Module, **options: Any) -> BayesianModule:
+    return module(net=nn.Sequential(nn.Linear(2, 1), *layers), likelihood=Bernoulli(), **options)
+
+
+class Function(nn.Module):
+    """A network whose last function is no layer."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], outputs: int) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(2, outputs), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer(x))
+
+
+class Loss(BayesianModule):
+    """Its log-likelihood has the sign of a loss."""
+
+    def log_likelihood(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1], reduction="none")
+
+
+class Loader:
+    """Counts its batches, and nothing else."""
+
+    def __len__(self) -> int:
+        return COUNT // BATCH
+
+    def __iter__(self) -> Any:
+        return iter(loader())
+
+
+def softmax(x: Tensor) -> Tensor:
+    return x.softmax(-1)
+
+
+PATTERN = "which no trainable parameter matches (net.weight, net.bias, …): correct or remove it"
+REFUSED: list[tuple[Callable[[], BayesianModule], Any, type[Exception], str]] = [
+    (
+        lambda: module(net=nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1))),
+        None,
+        ValueError,
+        "net ends in Softmax, which Categorical applies itself: it needs logits, so remove that layer",
+    ),
+    (
+        lambda: module(net=nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1)))),
+        None,
+        ValueError,
+        "net ends in Softmax, which Categorical applies itself",
+    ),
+    (
+        lambda: module(net=Function(softmax, 2)),
+        None,
+        ValueError,
+        "and each row sums to 1, but it needs logits: remove the softmax",
+    ),
+    (
+        lambda: module(net=Function(softmax, 2), num_chains=2, chain_execution="vmap"),
+        None,
+        ValueError,
+        "Categorical: the outputs lie in [0.",
+    ),
+    (
+        lambda: module(net=nn.Linear(2, 1)),
+        loader(y=0 * Y),
+        ValueError,
+        "Categorical: one logit makes every datum certain, so nothing would be learned: use Bernoulli",
+    ),
+    (
+        lambda: binary(nn.Sigmoid()),
+        None,
+        ValueError,
+        "net ends in Sigmoid, which Bernoulli applies itself: it needs logits, so remove that layer",
+    ),
+    (
+        lambda: binary(),
+        loader(y=Y * 2 - 1),
+        ValueError,
+        "Bernoulli: targets must be 0 or 1, got -1",
+    ),
+    (
+        lambda: binary(),
+        loader(y=Y - 2 * Y * LATER.long()),
+        NonFiniteEnergyError,
+        "the run stops before step 3 of chain 0, since Bernoulli: targets must be 0 or 1, got -1",
+    ),
+    (
+        lambda: binary(),
+        loader(y=Y * (1 - 0.7 * LATER)),
+        NonFiniteEnergyError,
+        "since Bernoulli: targets must be 0 or 1, got 0.3",
+    ),
+    (
+        lambda: binary(num_chains=2, chain_execution="vmap"),
+        loader(y=Y * (1 - 0.7 * LATER)),
+        NonFiniteEnergyError,
+        "since Bernoulli: targets must be 0 or 1, got 0.3",
+    ),
+    (
+        lambda: binary(sampler=SGHMC, num_chains=2),
+        loader(y=Y + 9 * LATER),
+        NonFiniteEnergyError,
+        "since Bernoulli: targets must be 0 or 1, got 9",
+    ),
+    (
+        lambda: module(num_data=3),
+        Loader(),
+        ValueError,
+        "num_data=3 is the number of batches, and each has 8 data: pass the number of data",
+    ),
+    (
+        lambda: module(num_data=3),
+        DataLoader(Stream(data()), BATCH),
+        ValueError,
+        "num_data=3, but a batch has 8 data: pass the number of data",
+    ),
+    (
+        lambda: module(prior=GaussianPrior({"*.wieght": 0.1, "*": 1.0})),
+        None,
+        ValueError,
+        f"the prior's std has the pattern '*.wieght', {PATTERN}",
+    ),
+    (
+        lambda: module(prior=LaplacePrior({"0.*": 0.1, "*": 1.0})),
+        None,
+        ValueError,
+        f"the prior's scale has the pattern '0.*', {PATTERN}",
+    ),
+    (
+        lambda: module(prior=GaussianPrior({"*": 1.0, "*.bias": 10.0})),
+        None,
+        ValueError,
+        "the prior's std never uses the pattern '*.bias', because '*' comes before it and also matches 'net.bias': put",
+    ),
+    (
+        lambda: module(prior=StudentTPrior(scale={"net.*": 1.0, "*.weight": 2.0}), num_chains=2),
+        None,
+        ValueError,
+        "the prior's scale never uses the pattern '*.weight', because 'net.*' comes before it",
+    ),
+    (
+        lambda: module(lr=[0.1, 0.2], num_chains=3),
+        None,
+        ValueError,
+        "lr has 2 values, and the run has 3 chains: pass one for each",
+    ),
+    (
+        lambda: module(temperature=(1.0, 2.0, 3.0), num_chains=2),
+        None,
+        ValueError,
+        "temperature has 3 values, and the run has 2 chains: pass one for each",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "train", "error", "sentence"), REFUSED)
+def test_refused(make: Callable[[], BayesianModule], train: Any, error: type[Exception], sentence: str) -> None:
+    """Refused before the first sample of a wrong posterior."""
+    torch.manual_seed(0)
+    model = make()
+    with pytest.raises(error) as caught:
+        fit(model, train=train)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+WARNED: list[tuple[Callable[[], BayesianModule], Any, dict[str, Any], str]] = [
+    (
+        lambda: module(net=Function(torch.sigmoid, 1), likelihood=Bernoulli()),
+        None,
+        {"max_epochs": 22},
+        "In the first 64 batches all outputs lie in [0.",
+    ),
+    (
+        lambda: Loss(net=nn.Linear(2, 2), lr=0.01),
+        None,
+        {},
+        "for the first batches, all above 0, whereas the log of a probability is at most 0: if it is a loss",
+    ),
+    (
+        lambda: Loss(net=nn.Linear(2, 2), lr=0.01, num_chains=2, chain_execution="vmap"),
+        None,
+        {},
+        "log_likelihood returned 0.",
+    ),
+    (
+        lambda: module(num_data=10),
+        DataLoader(Stream(data()), BATCH),
+        {},
+        "An epoch had more than 16 data in 3 batches, but num_data=10",
+    ),
+    (
+        module,
+        DataLoader(data(), 9, drop_last=True),
+        {},
+        "drop_last=True leaves out the last 6 of 24 training data in every epoch, because the loader does not shuffle",
+    ),
+    (lambda: module(lr=0.0), None, {}, "lr=0: no parameter moves, so its samples all equal its start"),
+    (lambda: module(lr=[0.0, 0.0], num_chains=2), None, {}, "lr=0: no parameter moves"),
+    (
+        lambda: module(temperature=0.0),
+        None,
+        {},
+        "temperature=0 is optimization: the states that this run collects are not samples of the posterior",
+    ),
+    (
+        module,
+        None,
+        {"callbacks": [CyclicalSchedule(1, 0.5, 1, temperature=0.0)]},
+        "temperature=0 is optimization",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "train", "options", "sentence"), WARNED)
+def test_warned_once(make: Callable[[], BayesianModule], train: Any, options: dict[str, Any], sentence: str) -> None:
+    torch.manual_seed(0)
+    model = make()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(model, train=train, **options)
+    assert sum(sentence in str(warning.message) for warning in caught) == 1
+
+
+def test_right_runs_are_not_suspected() -> None:
+    """Logits within [0, 1] at the start, shuffled loaders that drop a batch, softmax's log and a density above 1."""
+    torch.manual_seed(0)
+    right: list[tuple[BayesianModule, Any]] = [
+        (binary(lr=0.3, temperature=0.1, seed=0), loader(shuffle=True)),
+        (module(), DataLoader(data(), 9, drop_last=True, shuffle=True)),
+        (module(net=nn.Sequential(nn.Linear(2, 2), nn.LogSoftmax(-1))), loader()),
+        (module(prior=GaussianPrior({"*.bias": 1.0, "*.weight": 2.0, "*": 3.0})), loader()),
+        (module(num_data=COUNT), DataLoader(Stream(data()), BATCH)),
+    ]
+    for model, train in right:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(model, train=train, max_epochs=22 if isinstance(model.likelihood, Bernoulli) else 3)
+        texts = [str(warning.message) for warning in caught]
+        assert not [t for t in texts if "first" in t or "An epoch" in t or "drop_last" in t or "temperature=0" in t], (
+            texts
+        )
+
+
+def test_a_label_that_bernoulli_does_not_know_has_probability_zero() -> None:
+    density = Bernoulli().log_prob(torch.zeros(4), torch.tensor([0.0, 1.0, 0.3, -1.0]))
+    torch.testing.assert_close(density, torch.tensor([-math.log(2), -math.log(2), -math.inf, -math.inf]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_states_of_an_optimization_are_called_so(
+    temperature: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the table, in `results.json` and in the report."""
+    callbacks = [SampleCollector(tmp_path / "sgmcmc" / "samples"), BayesianModelAverage(), RunSummary()]
+    trainer = quiet_trainer(
+        max_epochs=1, callbacks=[SamplingSchedule(every_n_steps=1), *callbacks], default_root_dir=tmp_path
+    )
+    trainer.fit(module(temperature=temperature), loader(), loader())
+    name = "states of an optimization (temperature 0)" if temperature == 0 else "posterior samples"
+    assert f"3 {name} on" in " ".join(capsys.readouterr().out.split())
+    assert json.loads((tmp_path / "sgmcmc" / "results.json").read_text())["samples"] == name
+    page = write_report(tmp_path / "sgmcmc").read_text()
+    assert ("not samples of a posterior" in page) == (temperature == 0)
