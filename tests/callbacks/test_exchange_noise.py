@@ -16,6 +16,8 @@ from lightning_sgmcmc.datamodules import DatasetDataModule
 from tests.support.recorders import Each
 from tests.support.trainers import quiet_trainer
 
+pytestmark = pytest.mark.filterwarnings("ignore:lr=0")
+
 NUM_DATA = 64
 LADDERS = 24
 

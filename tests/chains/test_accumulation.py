@@ -15,6 +15,8 @@ from tests.support.problems import Stream
 from tests.support.recorders import Dump, Each
 from tests.support.trainers import quiet_trainer
 
+pytestmark = pytest.mark.filterwarnings("ignore:lr=0")
+
 BATCHES, NUM_DATA = 5, 40
 
 

@@ -23,6 +23,8 @@ from lightning_sgmcmc.priors import Prior
 from tests.support.recorders import Each
 from tests.support.trainers import quiet_trainer
 
+pytestmark = pytest.mark.filterwarnings("ignore:lr=0")
+
 CHAINS, NUM_DATA = 3, 12
 
 
@@ -35,7 +37,7 @@ class Cauchy(Prior):
 
 PRIORS = {
     "Gaussian": GaussianPrior(0.7),
-    "Gaussian, by name": GaussianPrior({"scale": 0.3, "*.log_std": 2.0, "*": 1.0}),
+    "Gaussian, by name": GaussianPrior({"scale": 0.3, "*.bias": 2.0, "*": 1.0}),
     "Laplace": LaplacePrior({"scale": 0.3, "*": 1.0}),
     "Student t": StudentTPrior(3.0, 0.5),
     "flat": FlatPrior(),
