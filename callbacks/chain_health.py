@@ -114,7 +114,9 @@ class ChainHealth(StepClaimant):
             _clipping_of(trainer),
         )
         self._step = sampler.step_count
-        if self._loaded is not None and not self._observer.load_state_dict(self._loaded):
+        if self._loaded is not None and not self._observer.load_state_dict(
+            self._loaded, module.chains.layout.own_stored
+        ):
             rank_zero_warn(
                 "The checkpoint's health record is for a network with other parameters: ChainHealth starts a new one."
             )
@@ -234,8 +236,9 @@ class ChainHealth(StepClaimant):
     def state_dict(self) -> dict[str, Any]:
         if self._observer is None:
             state = self._loaded or {"means": None, "counts": None, "missing": [], "observations": 0}
-        elif self._trainer is not None and self._is_spread:  # a checkpoint holds all chains
-            state = self._observer.state_dict(self._mean_over_processes)
+        elif self._trainer is not None and self._chains is not None and self._is_spread:
+            # A checkpoint holds all chains.
+            state = self._observer.state_dict(self._mean_over_processes, self._chains.layout.gather_stored)
         else:
             state = self._observer.state_dict()
         return state | {"warned": sorted(self._warned)}
@@ -243,8 +246,8 @@ class ChainHealth(StepClaimant):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
         self._warned = set(state_dict["warned"])
-        if self._observer is not None:
-            self._observer.load_state_dict(state_dict)
+        if self._observer is not None and self._chains is not None:
+            self._observer.load_state_dict(state_dict, self._chains.layout.own_stored)
 
 
 def _clipping_of(trainer: pl.Trainer) -> Clipping:

@@ -8,15 +8,17 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_sgmcmc.batches.count import draws_with_replacement
 from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
 from lightning_sgmcmc.callbacks.schedule import schedule_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.checks import check_count, check_flag, check_number, check_within
-from lightning_sgmcmc.replica_exchange import attempted_pairs, log_swap_rate, swapped
+from lightning_sgmcmc.replica_exchange import attempted_pairs, log_swap_rate, pair_noise_variance, swapped
 from lightning_sgmcmc.run.loggers import is_logged, log_scalars
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.base import Control
 from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.tensors import as_rows
 
 
 class ReplicaExchange(StepClaimant):
@@ -28,21 +30,24 @@ class ReplicaExchange(StepClaimant):
 
         min{1, exp(δ·(Ũ_cold - Ũ_hot - δ·σ̂²/F))},   δ = 1/τ_cold - 1/τ_hot
 
-    with σ̂² the variance of a mini-batch's energy, which would otherwise cause too many swaps. Chains swap temperatures,
-    not states, so processes exchange one energy per chain; momenta are rescaled to the new temperature. With
-    `SGLD` it is reSGLD, with `SGHMC` reSGHMC; with `VarianceReducedEnergy` its variance-reduced form. The draws of the
-    coldest slot are samples; a sample's `chain` is its slot. The run's schedule sets the coldest slot's temperature and
+    with σ̂² half the variance of the mini-batch noise of Ũ_cold - Ũ_hot (the variance of one energy, if the chains have
+    batches of their own), which would otherwise cause too many swaps. Chains swap temperatures, not states, so
+    processes exchange a few numbers per chain; momenta are rescaled to the new temperature. With `SGLD` it is reSGLD,
+    with `SGHMC` reSGHMC; with `VarianceReducedEnergy` its variance-reduced form. The draws of the coldest slot are
+    samples; a sample's `chain` is its slot. The run's schedule sets the coldest slot's temperature and
     step size; while that temperature is 0 there are no swaps.
 
     Every `trainer.log_every_n_steps` it logs `exchange/swap_rate_0_1` and so on, the share of attempts that
-    succeeded since the last log, and `exchange/energy_std`, σ̂ (in nats) over the slots.
+    succeeded since the last log, and `exchange/energy_std`, σ̂ (in nats) over the pairs.
 
     Args:
         temperatures: increasing temperatures of the slots, in units of the run's temperature.
         lrs: step sizes of the slots in units of the run's; None means 1 for all.
         every_n_steps: steps between attempts.
-        noise_variance: σ² of one energy, in nats²; None estimates it from the spread of the likelihood within
-            mini-batches, N²/n times its variance, by stochastic approximation.
+        noise_variance: σ², in nats²; None estimates it by stochastic approximation from the differences of both
+            chains' log-likelihoods in a step (see `lightning_sgmcmc.replica_exchange.pair_noise_variance`). Batches
+            are taken to be drawn without replacement, unless the loader's sampler has `replacement=True`. With
+            `ClusteredOrder` the estimate is too large.
         smoothing: γ in (0, 1] of σ̂² ← (1-γ)·σ̂² + γ·estimate, at each attempt.
         correction: F ≥ 1; more than 1 allows more swaps, at the cost of some bias.
         sampled_slots: number of coldest slots whose draws are samples. Above 1 the samples are of several
@@ -103,6 +108,8 @@ class ReplicaExchange(StepClaimant):
         """Global index of the chain in each slot, shape (ladders, R)."""
         self._attempts = 0
         self._variance: Tensor | None = None
+        """σ̂² of each pair of slots, shape (ladders, R-1)."""
+        self._replacement = False
         self._tally: Tensor | None = None
         """Attempts and swaps of each pair since the last log, shape (2, R-1)."""
         self._base: list[tuple[Control, Control]] = []
@@ -162,14 +169,21 @@ class ReplicaExchange(StepClaimant):
             self._attempts = self._restored["attempts"]
             self._order = self._restored["order"].to(device)
             self._tally = self._restored["tally"].to(device)
-            if self._restored["variance"] is not None:
-                self._variance = self._restored["variance"].to(device)
+            self._variance = self._restored_variance(self._restored["variance"], device)
             self._restored = None
             if self._order.shape != (chains // len(self.temperatures), len(self.temperatures)):
                 raise ValueError("the checkpoint has another ladder of temperatures: resume with the same one")
         module.chains.observed.keeps_each = self.noise_variance is None
+        self._replacement = draws_with_replacement(trainer)
         # Schedules continue from the run's own controls, so the slots' controls apply only during an update.
         self._hook = self._sampler.register_step_post_hook(self._restore_controls)
+
+    def _restored_variance(self, saved: Tensor | None, device: torch.device) -> Tensor | None:
+        if saved is None:
+            return None
+        if saved.shape[1] == len(self.temperatures):  # version 0.1.0 saved a number for each slot
+            saved = (saved[:, :-1] + saved[:, 1:]) / 2
+        return saved.to(device)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -181,7 +195,7 @@ class ReplicaExchange(StepClaimant):
             return
         before = after = self._own_slots()
         if (sampler.step_count + 1) % self.every_n_steps == 0:
-            self._exchange(trainer, temperature)
+            self._exchange(temperature)
             after = self._own_slots()
         self._base = [(group["lr"], group["temperature"]) for group in sampler.param_groups]
         for group in sampler.param_groups:
@@ -200,14 +214,14 @@ class ReplicaExchange(StepClaimant):
     def _controls(self, group: dict[str, Any], slots: Tensor) -> dict[str, Control]:
         return {name: group[name] * self._slots[name][slots] for name in ("lr", "temperature")}
 
-    def _exchange(self, trainer: pl.Trainer, temperature: Control) -> None:
+    def _exchange(self, temperature: Control) -> None:
         """Swap chains between neighbouring slots; all processes draw the same numbers, without synchronization."""
         assert self._order is not None
         assert self._tally is not None
         layout, observed = self._module.chains.layout, self._module.chains.observed
         energy = layout.mean_over_data(observed.corrected(self.include_prior))
         energies = layout.gather(energy)[self._order]
-        variance = self._known_variance(trainer)
+        variance = self._known_variance()
         generator = torch.Generator().manual_seed(derive_seed(self._sampler.seed, "exchange", self._attempts))
         chances = torch.rand(len(energies), energies.shape[1] - 1, generator=generator).log().to(energies.device)
         tried = attempted_pairs(self._attempts, energies.shape[1]).to(energies.device)
@@ -220,7 +234,7 @@ class ReplicaExchange(StepClaimant):
         self._tally += torch.stack([tried.float() * len(energies), accepted.float().sum(0)])
         self._attempts += 1
 
-    def _known_variance(self, trainer: pl.Trainer) -> Tensor | float:
+    def _known_variance(self) -> Tensor | float:
         """Return σ̂² for the pairs of slots, shape (ladders, R-1), or the given number."""
         if self.noise_variance is not None:
             return self.noise_variance
@@ -228,7 +242,7 @@ class ReplicaExchange(StepClaimant):
         module, observed = self._module, self._module.chains.observed
         each = observed.log_likelihood
         assert each is not None
-        each = each.double().reshape(module.num_chains, -1)
+        each = as_rows(each.double(), module.num_chains)
         if each.shape[1] < 2:
             raise ValueError(
                 "the variance of an energy is estimated from the data of a mini-batch, which has a single datum "
@@ -236,13 +250,12 @@ class ReplicaExchange(StepClaimant):
             )
         if observed.reference_log_likelihood is not None:
             each = each - observed.reference_log_likelihood
-        batches = trainer.accumulate_grad_batches * module.chains.layout.ranks_per_chain
-        found = observed.num_data**2 * each.var(1) / (each.shape[1] * batches)
-        of_slots = module.chains.layout.gather(module.chains.layout.mean_over_data(found))[self._order]
-        if self._variance is None:
-            self._variance = of_slots
-        self._variance = self._variance.lerp(of_slots, self.smoothing)
-        return (self._variance[:, :-1] + self._variance[:, 1:]) / 2
+        layout = module.chains.layout
+        seen = each.shape[1] * module.chains.accumulation.window * layout.ranks_per_chain
+        of_slots = layout.gather(each)[self._order]
+        found = layout.mean_over_data(pair_noise_variance(of_slots, observed.num_data, seen, self._replacement))
+        self._variance = found if self._variance is None else self._variance.lerp(found, self.smoothing)
+        return self._variance
 
     def _rescale_momenta(self, group: dict[str, Any], old: dict[str, Control], new: dict[str, Control]) -> None:
         laws = [self._sampler.law(dict(group) | controls) for controls in (old, new)]

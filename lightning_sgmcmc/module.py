@@ -222,8 +222,7 @@ class BayesianModule(EnergyModel):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss Σ_c Ũ_c/N; `chains` stores the energies."""
-        trainer = self.trainer
-        return self.chains.loss(batch, batch_idx, trainer.accumulate_grad_batches, trainer.num_training_batches)
+        return self.chains.loss(batch, batch_idx, self.trainer)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass; gather and correct the gradients once the batch is complete."""

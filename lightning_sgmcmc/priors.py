@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_within
+from lightning_sgmcmc.tensors import as_rows
 
 Scale: TypeAlias = "float | Mapping[str, float]"
 
@@ -149,7 +150,7 @@ class GaussianPrior(ScalePrior):
         for name, tensor in parameters.items():
             std = self.scale_of(name)
             constant = tensor[0].numel() * math.log(std * math.sqrt(2 * math.pi))
-            terms.append(tensor.flatten(1).square().sum(1).mul(-0.5 / std**2).sub(constant))
+            terms.append(as_rows(tensor, len(tensor)).square().sum(1).mul(-0.5 / std**2).sub(constant))
         return torch.stack(terms).sum(0)
 
 

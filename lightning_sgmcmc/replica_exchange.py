@@ -27,21 +27,43 @@ def log_swap_rate(
 
         δ·(Ũ_cold - Ũ_hot - δ·variance/correction),   δ = 1/τ_cold - 1/τ_hot
 
-    With a correction of 1 and independent Gaussian noise of that variance on both energies, the mean rate is the rate
-    without noise. The cap at 1 leaves a bias that grows with the noise.
+    With a correction of 1 and Gaussian noise of twice that variance on the difference of the energies, the mean rate is
+    the rate without noise. The cap at 1 leaves a bias that grows with the noise.
 
     Args:
         colder_energy: U or its estimate at the chain with the lower temperature, in nats, any shape.
         hotter_energy: the same for the chain with the higher temperature.
         colder_temperature: τ_cold > 0.
         hotter_temperature: τ_hot > 0.
-        variance: noise variance of ONE of the two energies, in nats².
+        variance: half the noise variance of the difference of the two energies, in nats²: the variance of ONE energy
+            if both have independent noise of the same size.
         correction: F ≥ 1, which divides the variance; a larger F swaps more often, with some bias.
 
     Source: Deng et al. 2020 (Non-convex learning via replica exchange stochastic gradient MCMC), section 3.
     """
     coldness = 1 / colder_temperature - 1 / hotter_temperature
     return coldness * (colder_energy - hotter_energy - coldness * variance / correction)
+
+
+def pair_noise_variance(log_likelihood: Tensor, num_data: int, num_seen: int, replacement: bool) -> Tensor:
+    """Return half the noise variance of each difference of neighbouring slots' mini-batch energies, shape (L, R-1).
+
+        σ̂² = ½·N²/m·(1 - m/N)·S²,   S² the sample variance of ℓ_{r,i} - ℓ_{r+1,i} over a batch's places i
+
+    It is unbiased both for batches that the chains share, where the difference is less noisy than its parts, and for
+    independent batches, where data at the same place are unrelated and S² is the sum of both chains' variances.
+
+    Args:
+        log_likelihood: ℓ = log p(y|x,θ) of each datum of each slot's batch, shape (L, R, n), n ≥ 2.
+        num_data: N.
+        num_seen: m, data of one chain in the whole step, over its micro-batches and ranks.
+        replacement: whether the data of a step are drawn with replacement; there is then no factor (1 - m/N).
+
+    Source: Cochran 1977 (Sampling techniques), theorem 2.2, for the factor.
+    """
+    spread = (log_likelihood[:, :-1] - log_likelihood[:, 1:]).var(-1)
+    unseen = 1.0 if replacement else max(0.0, 1 - num_seen / num_data)
+    return spread * (num_data**2 * unseen / (2 * num_seen))
 
 
 def attempted_pairs(attempt: int, num_slots: int) -> Tensor:

@@ -1,9 +1,10 @@
-"""Controls: numbers with one value for all chains, or one for each chain."""
+"""Tensors of several chains, and controls: numbers with one value for all chains, or one for each chain."""
 
 import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 Control: TypeAlias = float | Tensor
@@ -18,6 +19,33 @@ def along_first_axis(values: Tensor, dim: int) -> Tensor:
         dim: number of axes of the tensor to be multiplied, ≥ 1.
     """
     return values.view(-1, *[1] * (dim - 1))
+
+
+def as_rows(tensor: Tensor, num_chains: int) -> Tensor:
+    """Return a tensor of chains as one row for each chain, shape (C, d); a parameter without axes has d = 1.
+
+    Args:
+        tensor: with a leading chain axis where C > 1.
+        num_chains: C.
+    """
+    return tensor.reshape(num_chains, tensor.numel() // num_chains)
+
+
+def inner_products(a: Sequence[Tensor], b: Sequence[Tensor], chains: int = 1) -> Tensor:
+    """Return the inner product of each pair of tensors, shape (T,), without synchronizing the device.
+
+    With several chains the tensors have a leading chain axis, and the shape is (T, C).
+    """
+    if chains > 1:
+        return torch.stack([as_rows(x * y, chains).sum(1) for x, y in zip(a, b, strict=True)])
+    return torch.stack([torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(a, b, strict=True)])
+
+
+def square_norms(tensors: Sequence[Tensor], chains: int = 1) -> Tensor:
+    """Return the squared norm of each tensor, shape (T,), or of each tensor and chain, (T, C)."""
+    if chains > 1:
+        return torch.stack([as_rows(tensor.square(), chains).sum(1) for tensor in tensors])
+    return torch.stack(torch._foreach_norm(list(tensors))).square_()
 
 
 def for_each_tensor(factor: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -36,3 +64,13 @@ def for_each_tensor(factor: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 def square_root(value: Control) -> Control:
     """Return √value of a number or of a tensor."""
     return value.sqrt() if isinstance(value, Tensor) else math.sqrt(value)
+
+
+def exp(value: Control) -> Control:
+    """Return e^value of a number or of a tensor."""
+    return value.exp() if isinstance(value, Tensor) else math.exp(value)
+
+
+def expm1(value: Control) -> Control:
+    """Return e^value - 1 of a number or of a tensor, precise near 0."""
+    return value.expm1() if isinstance(value, Tensor) else math.expm1(value)

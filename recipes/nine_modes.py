@@ -1,20 +1,26 @@
-"""Nine modes in the plane by SGLD, cyclical SGLD and contour SGLD (CSGLD, Figure 3).
+"""Nine modes in the plane by SGLD, cyclical SGLD, replica exchange and contour SGLD (CSGLD, Figure 3).
 
 U(x) = Σ(x_i² - 10·cos(1.2πx_i))/3 with a regulariser beyond ‖x‖² = 7, noise of variance 0.1 on energies and gradients,
-200,000 steps from (2, 2) as in the authors' program, a draw every 20 steps after 5,000. SGLD and CSGLD: lr 0.001;
-cyclical: from 0.005 with 20 cycles, noise throughout, draws in the second half of a cycle, as in the program. CSGLD: m
-= 100, Δu = 0.25, ζ = 0.75, ω = min(0.003, 10/(k^0.8 + 100)), the scheme of eq. (10), its draws resampled by their
-weights. The first edge is -6.4, above the lowest energy of -6.67 (the program's grid begins below it). A mode counts as
-found with ten (resampled) draws within 0.5. KL(truth ‖ draws) on a grid of 40 x 40 cells, with 1 % of uniform mixed in.
-The program rejects moves out of a box; here there is no box, for any method. Replica exchange is not in this table.
+200,000 gradients a run from (2, 2) as in the authors' program, 9,750 draws after the first fortieth. SGLD, reSGLD and
+CSGLD: lr 0.001; cyclical: from 0.005 with 20 cycles, noise throughout, draws in the second half of a cycle, as in the
+program. reSGLD: τ 1 and 3, correction by the true variance 0.1, draws of the colder slot; its two chains share the
+200,000 gradients, and a second row has 200,000 for each, as in the paper. The program attempts a swap at every second
+step and makes a tenth of those that succeed; here the chains attempt one at every twentieth. CSGLD: m = 100, Δu = 0.25,
+ζ = 0.75, ω = min(0.003, 10/(k^0.8 + 100)), the scheme of eq. (10), its draws resampled by their weights. The first edge
+is -6.4, above the lowest energy of -6.67 (the program's grid begins below it). A mode counts as found with ten
+(resampled) draws within 0.5. KL(truth ‖ draws) on a grid of 40 x 40 cells, with 1 % of uniform mixed in. The program
+rejects moves out of a box; here there is no box, for any method.
 
-Measured (10 runs): CSGLD finds all nine modes in every run, cyclical SGLD 7.1 ± 0.4, SGLD 4.5 ± 0.3 (the paper's
-picture shows 3); KL 0.16 ± 0.02, 1.3 ± 0.2, 2.8 ± 0.1 nats: the paper's order.
+Measured (10 runs): CSGLD and reSGLD find all nine modes in every run, cyclical SGLD 7.1 ± 0.4, SGLD 4.5 ± 0.3 (the
+paper's picture shows 3); KL in nats: reSGLD 0.10 ± 0.01, with twice the gradients 0.052 ± 0.005, CSGLD 0.16 ± 0.02,
+cyclical SGLD 1.3 ± 0.2, SGLD 2.8 ± 0.1. That is the paper's order but for the first place: it says, without a number,
+that reSGLD estimates a few modes in the corners poorly, and here it is ahead of CSGLD at equal cost.
 """
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_sgmcmc.contour import Contour, ContourRules, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
@@ -23,6 +29,7 @@ from lightning_sgmcmc.figures.targets import plane_figure, trajectories_figure
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.simulation import ContourRun, Simulation, simulate
+from lightning_sgmcmc.simulation.exchange_run import ExchangeRun
 from lightning_sgmcmc.simulation.targets import CosineTarget
 
 REPEATS = 10
@@ -33,6 +40,9 @@ NOISE = 0.1**0.5
 START = (2.0, 2.0)
 CELLS = 40
 RADIUS, LEAST = 0.5, 10
+LADDER, SWAP_EVERY = (1.0, 3.0), 20
+METHODS = ("SGLD", "cyclical SGLD", "reSGLD", "reSGLD, twice the gradients", "CSGLD")
+EXCHANGED = {"reSGLD": 1, "reSGLD, twice the gradients": 2}
 PAPER_MODES = {"SGLD": 3.0, "CSGLD": 9.0}
 LEARNER = ContourRun(
     Contour(EnergyPartition(-6.4, 0.25, 100), ContourRules(0.75, "original")),
@@ -42,21 +52,37 @@ LEARNER = ContourRun(
 
 def simulated(method: str, steps: int, seed: int) -> Simulation:
     """Run all repeats of a method."""
+    slots = len(LADDER) if method in EXCHANGED else 1
+    gradients = steps * EXCHANGED.get(method, 1)
     plan = CyclicalPlan(steps, CYCLES, 0.5, 1)
     cyclical: Any = lambda k: CYCLICAL_LR * plan.lr_factor(k)  # noqa: E731
     return simulate(
         CosineTarget.nine_modes(),
         lr=cyclical if method == "cyclical SGLD" else LR,
-        num_steps=steps,
-        num_chains=REPEATS,
+        num_steps=gradients // slots,
+        num_chains=REPEATS * slots,
         contour=LEARNER if method == "CSGLD" else None,
-        energy_noise=NOISE if method == "CSGLD" else 0.0,
+        exchange=ExchangeRun(LADDER, every=SWAP_EVERY, variance=NOISE**2) if slots > 1 else None,
+        energy_noise=NOISE if method == "CSGLD" or slots > 1 else 0.0,
         gradient_noise=NOISE,
         initial=torch.tensor(START),
-        keep_every=EVERY,
-        burn_in=BURN_IN,
+        keep_every=max(1, EVERY * gradients // steps // slots),
+        burn_in=BURN_IN * gradients // steps // slots,
         seed=seed,
     )
+
+
+def draws(method: str, done: Simulation, steps: int, repeat: int) -> tuple[Tensor, Tensor]:
+    """Return the draws of a repeat, (S, 2), and their log-weights, (S,)."""
+    if done.slots is not None:
+        own = slice(repeat * len(LADDER), (repeat + 1) * len(LADDER))
+        coldest = done.slots[:, own] == 0
+        return done.positions[:, own][coldest], done.log_weights[:, own][coldest]
+    drawn = torch.ones(len(done.steps), dtype=torch.bool)
+    if method == "cyclical SGLD":
+        plan = CyclicalPlan(steps, CYCLES, 0.5, 1)
+        drawn = torch.tensor([not plan.is_exploration(k) for k in done.steps.tolist()])
+    return done.positions[drawn, repeat], done.log_weights[drawn, repeat]
 
 
 def run(options: Options) -> list[Row]:
@@ -67,15 +93,11 @@ def run(options: Options) -> list[Row]:
     truth, modes = target.cell_masses(CELLS), target.modes
     generator = torch.Generator().manual_seed(options.seed)
     rows, densities, paths = [], {}, {}
-    for method in ("SGLD", "cyclical SGLD", "CSGLD"):
+    for method in METHODS:
         done = simulated(method, steps, options.seed)
-        drawn = torch.ones(len(done.steps), dtype=torch.bool)
-        if method == "cyclical SGLD":
-            plan = CyclicalPlan(steps, CYCLES, 0.5, 1)
-            drawn = torch.tensor([not plan.is_exploration(k) for k in done.steps.tolist()])
         found, distances = [], []
         for chain in range(REPEATS):
-            places, log_weights = done.positions[drawn, chain], done.log_weights[drawn, chain]
+            places, log_weights = draws(method, done, steps, chain)
             chosen = places[resample(log_weights, generator=generator)]
             found.append(float(mode_coverage(chosen, modes, RADIUS, LEAST)))
             masses = cell_masses(places, log_weights.softmax(0), target.bounds, CELLS)

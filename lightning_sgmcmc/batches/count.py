@@ -1,4 +1,4 @@
-"""How many data a run's posterior conditions on."""
+"""How many data a run's posterior conditions on, and how its loader draws them."""
 
 import pytorch_lightning as pl
 import torch
@@ -26,6 +26,14 @@ def count_training_data(trainer: pl.Trainer) -> tuple[int | None, str]:
     if not isinstance(loader.sampler, known):
         return None, f"the training loader draws by a {type(loader.sampler).__name__}"
     return len(loader.dataset), "the training data set's length"
+
+
+def draws_with_replacement(trainer: pl.Trainer) -> bool:
+    """Return whether the training loader is known to draw its data with replacement."""
+    loader = trainer.train_dataloader
+    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    samplers += [getattr(sampler, "sampler", None) for sampler in samplers]  # one that makes batches has another
+    return any(bool(getattr(sampler, "replacement", False)) for sampler in samplers)
 
 
 def resolve_num_data(given: int | None, trainer: pl.Trainer, module: str) -> int:

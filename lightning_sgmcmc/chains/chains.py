@@ -21,6 +21,7 @@ from lightning_sgmcmc.checks import check_choice, check_count, check_flag
 from lightning_sgmcmc.model import EnergyModel, check_layers, name_of, named_trainable
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed, reseed
+from lightning_sgmcmc.tensors import as_rows
 
 Start = Literal["own", "same"]
 
@@ -169,7 +170,7 @@ class Chains:
 
     def first_bad(self, name: str) -> int:
         """Return the global index of the first chain whose tensor `name` is not finite."""
-        rows = state_of(self.model)[name].reshape(self.num_chains, -1)
+        rows = as_rows(state_of(self.model)[name], self.num_chains)
         return self.layout.chains[int((~rows.isfinite()).any(1).byte().argmax())]
 
     def own_control(self, name: str, value: float | Sequence[float]) -> "float | Tensor":
@@ -258,14 +259,13 @@ class Chains:
         step = energies(batch, through_stack=self.stacked is not None)
         return step.mean_potential.reshape(-1) * num_data
 
-    def loss(self, batch: Any, batch_idx: int, accumulated: int, batches: float) -> Tensor:
+    def loss(self, batch: Any, batch_idx: int, trainer: pl.Trainer) -> Tensor:
         """Return the loss Σ_c Ũ_c/N of a micro-batch, and record its energies.
 
         Args:
             batch: the micro-batch.
             batch_idx: its index in the epoch.
-            accumulated: `accumulate_grad_batches`.
-            batches: micro-batches of an epoch.
+            trainer: the run's.
         """
         assert self.energies is not None, "energies are computed only during a fit"
         step = self.energies(batch, seed_chain=self.claims.get("seed chain"), keeps_each=self.observed.keeps_each)
@@ -276,13 +276,12 @@ class Chains:
         if ranks > 1:
             # A non-finite energy gets a NaN gradient, so that all ranks see it; finite ones are unchanged.
             potential = potential * (potential.detach() * 0 + 1)
-        if accumulated == 1:
-            self.observed.record(step, 0)
-        else:
-            position, window = self.accumulation.advance(batch_idx, accumulated, batches)
-            self.observed.record(step, position)
+        accumulated, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+        position, expected = self.accumulation.advance(batch_idx, accumulated, batches, trainer.is_last_batch)
+        self.observed.record(step, position)
+        if accumulated > 1:
             # Lightning divides by the full window, even if the epoch's last one is shorter.
-            potential = potential * (accumulated / window)
+            potential = potential * (accumulated / expected)
         return potential.sum() if potential.dim() else potential
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -295,6 +294,9 @@ class Chains:
         collects = self.energies is not None and self.energies.collects
         if collects:
             self.collect_gradients()
+        if self.accumulation.rescaling != 1:
+            gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
+            torch._foreach_mul_(gradients, self.accumulation.rescaling)
         correct = self.claims.get("snapshot gradients")
         if correct is not None:
             correct()

@@ -41,6 +41,7 @@ def join_sampler(parts: Sequence[dict[str, Any]], chains_each: int, shapes: Sequ
         shapes: shapes of the parameters in each process.
     """
     first = parts[0]
+    own_axis = first["sampler"]["per_chain_state"]
     state: dict[Any, dict[str, Any]] = {}
     for key, own in first["state"].items():
         state[key] = {}
@@ -48,7 +49,8 @@ def join_sampler(parts: Sequence[dict[str, Any]], chains_each: int, shapes: Sequ
             values = [part["state"][key][name] for part in parts]
             if isinstance(value, Tensor):
                 # A value without the parameter's shape is one number per chain.
-                state[key][name] = _join(values, chains_each if value.shape == shapes[key] else 2)
+                per_chain = name in own_axis or value.shape != shapes[key]
+                state[key][name] = _join(values, 2 if per_chain else chains_each)
             else:
                 state[key][name] = value
     groups = [
@@ -81,12 +83,13 @@ def split_sampler(whole: dict[str, Any], layout: ChainLayout, shapes: Sequence[t
             f"the checkpoint has {whole['sampler']['num_chains']} chains, this run has {layout.total_chains}: use "
             "the same number (processes x num_chains / ranks_per_chain)"
         )
+    own_axis = whole["sampler"].get("per_chain_state", ())  # version 0.1.0 does not name them
     state = {}
     for key, own in whole["state"].items():
         state[key] = dict(own)
         for name, value in own.items():
             if isinstance(value, Tensor):
-                plain = layout.num_chains == 1 and value.shape[1:] == shapes[key]
+                plain = layout.num_chains == 1 and name not in own_axis and value.shape[1:] == shapes[key]
                 state[key][name] = _split(value, layout) if plain else layout.own(value)
     groups = [{name: _split_control(v, layout) for name, v in g.items()} for g in whole["param_groups"]]
     noise = dict(whole["sampler"]["noise"])

@@ -93,30 +93,40 @@ class Accumulation:
         accumulating: whether the run is between a step's micro-batches, with incomplete gradients.
         batch_complete: whether the last micro-batch ended a candidate batch (without candidates, the step).
         batch_share: weight of the current candidate batch in the accumulated gradient, 1 without candidates.
+        window: micro-batches of the step, as far as known.
+        rescaling: factor of the accumulated gradient at the step's end; not 1 if its epoch ended earlier than expected.
     """
 
     candidates: int = 1
     accumulating: bool = False
     batch_complete: bool = True
     batch_share: float = 1.0
+    window: int = 1
+    rescaling: float = 1.0
 
-    def advance(self, batch_idx: int, accumulated: int, batches: float) -> tuple[int, int]:
-        """Advance to a micro-batch; return its index in the step and the step's number of micro-batches.
+    def advance(self, batch_idx: int, accumulated: int, batches: float, is_last: bool) -> tuple[int, int]:
+        """Advance to a micro-batch; return its index in the step and the number by which to divide its gradient.
+
+        That number is the step's micro-batches. A loader of unknown length may end in mid-step: the step then has fewer
+        micro-batches than its gradients were divided by, and `rescaling` corrects them.
 
         Args:
             batch_idx: index of the micro-batch in the epoch.
             accumulated: `accumulate_grad_batches`.
-            batches: micro-batches of the epoch; its last step may be shorter.
+            batches: micro-batches of the epoch, infinite if unknown; its last step may be shorter.
+            is_last: whether the micro-batch is the epoch's last.
         """
         position = batch_idx % accumulated
-        window = int(min(accumulated, batches - (batch_idx - position)))
+        expected = int(min(accumulated, batches - (batch_idx - position)))
+        window = position + 1 if is_last else expected
+        self.window, self.rescaling = window, expected / window
         self.accumulating = position + 1 < window
         each = accumulated // self.candidates
         first = position - position % each
         last = min(first + each, window)
         self.batch_complete = position + 1 == last
         self.batch_share = (last - first) / window
-        return position, window
+        return position, expected
 
 
 class Stage(str, Enum):

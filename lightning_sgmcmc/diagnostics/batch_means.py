@@ -1,5 +1,8 @@
 """Batch means of a series: estimates with standard errors for correlated draws."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -42,6 +45,15 @@ class BatchMeans:
             self._sums[:half] = merged
             self._counts = [self._size * 2] * half + [0] * half
             self._last, self._size = half, self._size * 2
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums, lengths and positions of the batches."""
+        return {"sums": self._sums, "counts": list(self._counts), "size": self._size, "last": self._last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore from `state_dict()`."""
+        self._sums.copy_(state["sums"])
+        self._counts, self._size, self._last = list(state["counts"]), state["size"], state["last"]
 
     def full(self) -> tuple[Tensor, Tensor]:
         """Return the means (B, length) and the lengths (B,) of the full batches, on the CPU in float64."""

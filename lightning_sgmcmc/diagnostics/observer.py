@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,37 +13,22 @@ from torch import Tensor
 from lightning_sgmcmc.diagnostics.batch_means import BatchMeans, merge_batches, without_warm_up
 from lightning_sgmcmc.diagnostics.estimates import ANCHORED, KINETIC, NOISE, NUM_ROWS, PLAIN, Observations
 from lightning_sgmcmc.samplers.law import StepLaw
-from lightning_sgmcmc.tensors import Control
+from lightning_sgmcmc.tensors import Control, inner_products, square_norms
 
 Batches = tuple[Tensor, Tensor]
 """Means (B, length) and lengths (B,) of batches of steps."""
 Reduction = Callable[[Tensor], Tensor]
 """Reduces batch means over processes."""
+Exchange = Callable[[Tensor], Tensor]
+"""Gathers a tensor of this process's chains for a checkpoint, or returns this process's part of one."""
 
 NUM_EXTRAS = 4
 ENERGY, SQUARE_ENERGY, TEMPERATURE, CLIPPED = range(NUM_EXTRAS)
 
 
-def inner_products(a: Sequence[Tensor], b: Sequence[Tensor], chains: int = 1) -> Tensor:
-    """Return the inner product of each pair of tensors, shape (T,), without synchronizing the device.
-
-    With several chains the tensors have a leading chain axis, and the shape is (T, C).
-    """
-    if chains > 1:
-        return torch.stack([(x * y).flatten(1).sum(1) for x, y in zip(a, b, strict=True)])
-    return torch.stack([torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(a, b, strict=True)])
-
-
-def square_norms(tensors: Sequence[Tensor], chains: int = 1) -> Tensor:
-    """Return the squared norm of each tensor, shape (T,), or of each tensor and chain, (T, C)."""
-    if chains > 1:
-        return torch.stack([tensor.square().flatten(1).sum(1) for tensor in tensors])
-    return torch.stack(torch._foreach_norm(list(tensors))).square_()
-
-
-def unreduced(means: Tensor) -> Tensor:
-    """Return this process's batch means unchanged."""
-    return means
+def unreduced(tensor: Tensor) -> Tensor:
+    """Return this process's tensor unchanged."""
+    return tensor
 
 
 class GroupStep(NamedTuple):
@@ -142,13 +127,16 @@ class StepObserver:
 
     def begin_stage(self) -> None:
         """Begin a stage at the current parameters."""
+        self._allocate()
+        torch._foreach_copy_(self._anchors, self._params)
+        self._variances = [None] * len(self._slices)
+        self._previous_step = -1
+
+    def _allocate(self) -> None:
         if not self._anchors:
             self._anchors = [torch.empty_like(p) for p in self._params]
             self._previous = [torch.empty_like(p) for p in self._params]
-        torch._foreach_copy_(self._anchors, self._params)
         self._stage = BatchMeans(self.length, self._params[0])
-        self._variances = [None] * len(self._slices)
-        self._previous_step = -1
 
     def needs(self, step: int) -> bool:
         """Return whether `before_update` needs the gradients of step k."""
@@ -170,6 +158,7 @@ class StepObserver:
         complete = [torch.zeros_like(p) if g is None else g for p, g in zip(self._params, gradients, strict=True)]
         if step % self._every == 0 and self._previous_step == step - 1:
             self._pending = self._forces(complete, metric() if metric is not None else [])
+            self._previous_step = -1  # their memory was reused
         if (step + 1) % self._every == 0:
             torch._foreach_copy_(self._previous, complete)
             self._previous_step = step
@@ -302,25 +291,56 @@ class StepObserver:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def state_dict(self, mean_of_chains: Reduction = unreduced) -> dict[str, Any]:
-        """Return the batches of all stages.
+    def state_dict(self, mean_of_chains: Reduction = unreduced, gather: Exchange = unreduced) -> dict[str, Any]:
+        """Return the batches of earlier stages, and the present stage.
 
         Args:
             mean_of_chains: reduces batch means over processes with other chains.
+            gather: returns a parameter-like tensor of all chains of the run.
         """
-        means, counts = self.batches() or (None, None)
+        means, counts = self._past or (None, None)
+        stage = None
+        if self._stage is not None:
+            stage = self._stage.state_dict()
+            stage["sums"] = mean_of_chains(stage["sums"]).to("cpu", copy=True)
+            stage["anchors"] = [gather(anchor).to("cpu", copy=True) for anchor in self._anchors]
+            awaited = self._previous if self._previous_step >= 0 else []
+            stage["previous"] = [gather(gradient).to("cpu", copy=True) for gradient in awaited]
+            variances = [gather(v) if _is_of_chains(v) else v for v in self._variances]
+            stage |= {"previous_step": self._previous_step, "variances": variances}
         return {
             "means": None if means is None else mean_of_chains(means),
             "counts": counts,
+            "stage": stage,
             "missing": sorted(self.missing),
             "observations": self.count,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Restore from `state_dict()` if its batches belong to this network; return whether they do."""
+    def load_state_dict(self, state: Mapping[str, Any], own: Exchange = unreduced) -> bool:
+        """Restore from `state_dict()` if its batches belong to this network; return whether they do.
+
+        Args:
+            own: returns this process's part of what `gather` returned.
+        """
         missing: Collection[str] = state["missing"]
         self.missing, self.count = set(missing), state["observations"]
-        means, counts = state["means"], state["counts"]
-        is_own = means is None or means.shape[1] == self.length
+        means, counts, stage = state["means"], state["counts"], state.get("stage")
+        lengths = {part.shape[1] for part in (means, stage and stage["sums"]) if part is not None}
+        is_own = lengths <= {self.length}
         self._past = (means, counts) if is_own and means is not None else None
+        if is_own and stage is not None:
+            self._allocate()
+            assert self._stage is not None
+            self._stage.load_state_dict(stage)
+            for target, saved in zip(
+                self._anchors + self._previous, stage["anchors"] + stage["previous"], strict=False
+            ):
+                target.copy_(own(saved))
+            self._previous_step = stage["previous_step"]
+            device = self._params[0].device
+            self._variances = [own(v).to(device) if _is_of_chains(v) else v for v in stage["variances"]]
         return is_own
+
+
+def _is_of_chains(variance: Any) -> TypeGuard[Tensor]:
+    return isinstance(variance, Tensor) and variance.numel() > 1

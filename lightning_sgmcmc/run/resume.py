@@ -11,6 +11,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
+from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.chains.chains import Chains, chains_of, sampler_of
 from lightning_sgmcmc.run.settings import (
     Settings,
@@ -72,6 +73,8 @@ class ExactResume(pl.Callback):
         self._positions: list[dict[str, Any]] = []
         """The loaders' states in the checkpoint."""
         self._limited_steps = False
+        self._awaits_batches = False
+        """Whether the first batch is to show if the chains share batches."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -154,12 +157,7 @@ class ExactResume(pl.Callback):
             elif isinstance(loader, torch.utils.data.DataLoader) and loader.generator is None:
                 # Each epoch begins by drawing the workers' seed; later draws should not depend on it.
                 loader.generator = torch.Generator().manual_seed(derive_seed(self._seed, "workers"))
-        if len(self._loaders) < len(loaders) and len(chains) > 1:
-            rank_zero_warn(
-                "The training loader has only one data order, so all chains of a process see the same batches: pass "
-                "a datamodule (DatasetDataModule accepts any data set) or a ResumableLoader for separate batches, or "
-                "shared_batch=True."
-            )
+        self._awaits_batches = len(self._loaders) < len(loaders) and len(chains) > 1
         if len(self._loaders) < len(loaders) and trainer.checkpoint_callbacks:
             rank_zero_warn(
                 "With a plain DataLoader, resuming is bit-exact only from checkpoints at the end of an epoch: pass a "
@@ -181,6 +179,9 @@ class ExactResume(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._reseed("batch")
+        if self._awaits_batches:
+            self._awaits_batches = False
+            _warn_of_shared(batch)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -239,6 +240,16 @@ def check_resume(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     for callback in callbacks_of(trainer):
         if isinstance(callback, ExactResume):
             callback.check(trainer, module)
+
+
+def _warn_of_shared(batch: Any) -> None:
+    """Warn that chains share a batch, unless it holds one for each chain."""
+    if not isinstance(batch, ChainBatches):
+        rank_zero_warn(
+            "The training loader has only one data order, so all chains of a process see the same batches: pass a "
+            "datamodule (DatasetDataModule accepts any data set) or a ResumableLoader for separate batches, or "
+            "shared_batch=True."
+        )
 
 
 def repair_loop_counts(fit_loop: dict[str, Any], batches: int, epoch_length: int, accumulating: bool) -> None:

@@ -38,8 +38,7 @@ class Sampler(Optimizer):
     shape () or (C,). If the temperature is the number 0, no noise is drawn at all. A tensor counts as positive whatever
     its values, since reading them would make the host wait for the device.
 
-    Subclasses implement `update`, the rule of one step for one group. Those with momentum keep it in the state tensor
-    that `momentum_buffer` names.
+    Subclasses implement `update`, the rule of one step for one group, and keep a momentum in `momentum_buffer`.
 
     Args:
         params: parameters or parameter groups; float32 or float64, all on one device. With `num_chains` C > 1 every
@@ -63,6 +62,9 @@ class Sampler(Optimizer):
 
     momentum_buffer: ClassVar[str | None] = None
     """Name of the state tensor that holds a parameter's momentum; None for rules without momentum."""
+
+    per_chain_state: ClassVar[tuple[str, ...]] = ()
+    """Names of the state tensors with one number for each chain, shape (C,)."""
 
     def __init__(
         self,
@@ -151,18 +153,15 @@ class Sampler(Optimizer):
         Raises:
             ValueError: if the temperature has become positive and the sampler has no num_data.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         if self.guard is not None and not self.guard.allows_update():
             return loss
+        noise: list[Tensor] | None = None
         if any(self.is_noisy(group) for group in self.param_groups):
             if self.num_data is None:
                 raise ValueError(f"{type(self).__name__} was built without num_data, so its temperature must stay 0")
-            noise: list[Tensor] | None = self._noise.draw()
-        else:
-            noise = None
+            noise = self._noise.draw()
         start = 0
         for group in self.param_groups:
             stop = start + len(group["params"])
@@ -291,6 +290,7 @@ class Sampler(Optimizer):
         state["sampler"] = {
             "rule": type(self).__name__,
             "num_chains": self.num_chains,
+            "per_chain_state": self.per_chain_state,
             "step_count": self.step_count,
             "noise": self._noise.state_dict(self.step_count),
         }

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sgmcmc.checks import check_positive, check_within
 from lightning_sgmcmc.samplers.base import Sampler
 from lightning_sgmcmc.samplers.law import StepLaw
-from lightning_sgmcmc.tensors import Control, square_root
+from lightning_sgmcmc.tensors import as_rows, square_root
 
 
 class SGNHT(Sampler):
@@ -40,6 +40,8 @@ class SGNHT(Sampler):
     """
 
     momentum_buffer: ClassVar[str] = "momentum_buffer"
+
+    per_chain_state: ClassVar[tuple[str, ...]] = ("thermostat",)
 
     def __init__(
         self,
@@ -100,9 +102,11 @@ class SGNHT(Sampler):
             gradient_noise_allowance=math.inf,
         )
 
-    def _mean_square(self, velocities: list[Tensor]) -> Control:
-        """Return the mean of v² over all coordinates of each chain, shape () or (C,)."""
+    def _mean_square(self, velocities: list[Tensor]) -> Tensor:
+        """Return the mean of v² over all coordinates of each chain, shape (C,)."""
         count = sum(v.numel() for v in velocities) // self.num_chains
-        if self.num_chains == 1:
-            return torch.stack(torch._foreach_norm(velocities)).square_().sum() / count
-        return torch.stack([v.reshape(self.num_chains, -1).square().sum(1) for v in velocities]).sum(0) / count
+        if velocities[0].device.type != "cpu":
+            return torch.stack([as_rows(v, self.num_chains).square().sum(1) for v in velocities]).sum(0) / count
+        # Bit for bit as each chain alone.
+        chains = [velocities] if self.num_chains == 1 else zip(*(v.unbind(0) for v in velocities), strict=True)
+        return torch.stack([torch.stack(torch._foreach_norm(list(own))).square_().sum() for own in chains]) / count

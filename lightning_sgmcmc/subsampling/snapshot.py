@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode, state_of
+from lightning_sgmcmc.tensors import as_rows
 
 
 class Snapshot:
@@ -175,5 +176,5 @@ def rows_of(tensors: Sequence[Tensor], num_chains: int, out: Tensor | None = Non
         num_chains: C.
         out: where to.
     """
-    parts = [tensor.reshape(num_chains, -1) for tensor in tensors]
+    parts = [as_rows(tensor, num_chains) for tensor in tensors]
     return torch.cat(parts, 1) if out is None else torch.cat(parts, 1, out=out)

@@ -133,6 +133,13 @@ def test_a_plain_loader_gives_all_chains_its_batches_and_says_so() -> None:
         trainer.fit(seeded(lambda: Net(2)), loader)
 
 
+def test_a_loader_with_a_batch_for_each_chain_is_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    problem = ConjugateRegression()
+    trainer = quiet_trainer(max_steps=2)
+    trainer.fit(problem.module(num_chains=2, num_data=problem.num_data), problem.chain_loader(8, 2))
+    assert not [str(warning.message) for warning in recwarn if "same batches" in str(warning.message)]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_items_that_are_decoded_one_by_one(workers: int) -> None:
     """Each chain's items and augmentation are those that it has alone, with workers too."""

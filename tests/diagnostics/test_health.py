@@ -26,8 +26,8 @@ from lightning_sgmcmc.diagnostics.batch_means import (
 )
 from lightning_sgmcmc.diagnostics.estimates import Observations
 from lightning_sgmcmc.diagnostics.health import Finding, FindingKind, HealthReport, TemperatureKind, Temperatures
-from lightning_sgmcmc.diagnostics.observer import inner_products, square_norms
 from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, UnderdampedLangevin, pSGLD
+from lightning_sgmcmc.tensors import inner_products, square_norms
 from tests.support.problems import ConjugateRegression
 from tests.support.trainers import quiet_trainer
 

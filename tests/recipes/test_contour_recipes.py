@@ -35,7 +35,8 @@ def test_nine_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nine_modes, "STEPS", 6000)
     monkeypatch.setattr(nine_modes, "REPEATS", 2)
     rows = nine_modes.run(Options(tmp_path, ROOT))
-    assert [row.method for row in rows[::3]] == ["SGLD", "cyclical SGLD", "CSGLD"]
+    methods = ["SGLD", "cyclical SGLD", "reSGLD", "reSGLD, twice the gradients", "CSGLD"]
+    assert [row.method for row in rows[::3]] == methods
     assert all(row.value > 0 for row in rows if "KL" in row.metric)
     assert {path.name for path in tmp_path.glob("*.png")} == {"densities.png", "trajectories.png"}
 

@@ -39,13 +39,21 @@ LINEAR = [
         id="UnderdampedLangevin",
     ),
 ]
+BAOAB = pytest.param(
+    functools.partial(UnderdampedLangevin, friction=FRICTION, integrator="baoab"),
+    0.02,
+    0.005,
+    functools.partial(PROBLEM.baoab_covariance, friction=FRICTION),
+    id="UnderdampedLangevin-baoab",
+    marks=pytest.mark.slow,  # the formulas of `test_baoab.py` and `test_updates.py` are checked by default
+)
 
 
 def trace_ratio(covariance: Array) -> float:
     return float(np.trace(covariance) / np.trace(PROBLEM.covariance))
 
 
-@pytest.mark.parametrize(("sampler", "step", "small_step", "law"), LINEAR)
+@pytest.mark.parametrize(("sampler", "step", "small_step", "law"), [*LINEAR, BAOAB])
 def test_draws_have_the_exact_law_of_their_step_size(sampler: Any, step: float, small_step: float, law: Any) -> None:
     draws = sample(PROBLEM, 250, 100, 2, BATCH, CHAINS, sampler=sampler, lr=step)
     check_law(draws, law(step, BATCH))

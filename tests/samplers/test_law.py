@@ -16,10 +16,11 @@ RULES = [
     pytest.param(SGHMC, {"friction": 0.2, "noise_estimate": 0.05}, id="SGHMC-estimate"),
     pytest.param(SGNHT, {}, id="SGNHT"),
     pytest.param(UnderdampedLangevin, {"friction": 2.0}, id="UnderdampedLangevin"),
+    pytest.param(UnderdampedLangevin, {"friction": 2.0, "integrator": "baoab"}, id="UnderdampedLangevin-baoab"),
 ]
 
 
-def stated(cls: Any, options: dict[str, float], temperature: Any = 0.5, lr: Any = 0.1) -> StepLaw:
+def stated(cls: Any, options: dict[str, Any], temperature: Any = 0.5, lr: Any = 0.1) -> StepLaw:
     rule = cls([nn.Parameter(torch.zeros(3))], lr=lr, num_data=30, temperature=temperature, **options)
     rule.set_control("gradient_multiplier", KAPPA)
     law: StepLaw = rule.law(rule.param_groups[0])
@@ -27,7 +28,7 @@ def stated(cls: Any, options: dict[str, float], temperature: Any = 0.5, lr: Any 
 
 
 @pytest.mark.parametrize(("cls", "options"), RULES)
-def test_what_a_law_says_of_gradient_noise_follows_from_its_step(cls: Any, options: dict[str, float]) -> None:
+def test_what_a_law_says_of_gradient_noise_follows_from_its_step(cls: Any, options: dict[str, Any]) -> None:
     law = stated(cls, options)
     removed = law.variance if law.thermal is None or law.adapts else 2 * law.damping * law.thermal
     assert law.gradient_noise_factor == pytest.approx(float((law.force / KAPPA) ** 2 / removed), rel=1e-12)
@@ -38,14 +39,14 @@ def test_what_a_law_says_of_gradient_noise_follows_from_its_step(cls: Any, optio
 
 
 @pytest.mark.parametrize(("cls", "options"), RULES)
-def test_the_stationary_momentum_variance_stays_in_a_step(cls: Any, options: dict[str, float]) -> None:
+def test_the_stationary_momentum_variance_stays_in_a_step(cls: Any, options: dict[str, Any]) -> None:
     law = stated(cls, options)
     stationary = law.momentum_variance()
     assert law.momentum_variance(stationary) == (None if stationary is None else pytest.approx(float(stationary)))
 
 
 @pytest.mark.parametrize(("cls", "options"), RULES)
-def test_a_law_at_temperature_zero(cls: Any, options: dict[str, float]) -> None:
+def test_a_law_at_temperature_zero(cls: Any, options: dict[str, Any]) -> None:
     law = stated(cls, options, temperature=0.0)
     assert law.variance == 0
     assert law.gradient_noise_factor == math.inf
@@ -53,7 +54,7 @@ def test_a_law_at_temperature_zero(cls: Any, options: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize(("cls", "options"), RULES)
-def test_a_control_for_each_chain_gives_a_law_for_each(cls: Any, options: dict[str, float]) -> None:
+def test_a_control_for_each_chain_gives_a_law_for_each(cls: Any, options: dict[str, Any]) -> None:
     both = stated(cls, options, torch.tensor([0.5, 2.0]).double(), torch.tensor([0.1, 0.02]).double())
     for chain, (temperature, lr) in enumerate([(0.5, 0.1), (2.0, 0.02)]):
         one = stated(cls, options, temperature, lr)

@@ -140,6 +140,21 @@ class ConjugateRegression:
         noise = np.block([[zero, zero], [zero, 2 * friction * temperature * step * identity]])
         return drift, push, noise
 
+    def baoab_covariance(self, step: float, batch_size: int, friction: float, temperature: float = 1.0) -> Array:
+        return self._stationary(*self.baoab_system(step, friction, temperature), batch_size)
+
+    def baoab_system(self, step: float, friction: float, temperature: float = 1.0) -> tuple[Array, Array, Array]:
+        """Return drift, push and noise, see `_stationary_state`."""
+        identity, zero, decay = (
+            np.eye(self.features),
+            np.zeros((self.features, self.features)),
+            np.exp(-friction * step),
+        )
+        kicked = np.vstack([step / 2 * (1 + decay) * identity, decay * identity])  # of the momentum after the kick
+        drift = np.hstack([np.vstack([identity, zero]), kicked])
+        noise = np.array([[step**2 / 4, step / 2], [step / 2, 1]]) * temperature * (1 - decay**2)
+        return drift, step * self.num_data * kicked, np.kron(noise, identity)
+
     def gradient_covariance(self, covariance: Array, batch_size: int) -> Array:
         """Return the mini-batch covariance of the gradient of Ũ/N, averaged over outputs and over θ, (d, d)."""
         per_datum = np.einsum("ni,nj->nij", self.x, self.x) / self.noise_std**2
@@ -254,7 +269,8 @@ def network() -> nn.Module:
 
 
 class Net(BayesianModule):
-    """A network with BatchNorm and dropout; `first` tells which chain of the run it starts with."""
+    """A network with BatchNorm, dropout and a parameter without axes; `first` tells which chain of the run it starts
+    with."""
 
     def __init__(self, num_chains: int = 1, first: int = 0, **options: Any) -> None:
         chosen = {"likelihood": Categorical(), "sampler": SGHMC, "lr": 0.05, "seed": 5} | options
@@ -263,9 +279,10 @@ class Net(BayesianModule):
         self.net = nn.Sequential(
             nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3, bias=False)
         )
+        self.scale = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)  # type: ignore[no-any-return]
+        return self.scale * self.net(x)  # type: ignore[no-any-return]
 
 
 class Plain(BayesianModule):
