@@ -56,7 +56,7 @@ class BayesianModule(EnergyModel):
         temperature: τ of the target exp(-U/τ); schedules use it in their sampling stages. A sequence sets one
             per chain of the run.
         num_data: N, the number of training data; None uses the datamodule's `num_data`, or the length of the
-            training data set.
+            training data set, and reads it again when an epoch begins, for data that grow (see `StreamDataModule`).
         num_chains: number of chains C in this process.
         chain_start: "own" draws a start for each chain except the first, which keeps the network's values (see
             `initialise_chain`); "same" starts all chains from those values.
@@ -324,6 +324,12 @@ class BayesianModule(EnergyModel):
         return needed
 
     # -- sampling -----------------------------------------------------------------------------------------------------
+
+    def follow_data(self) -> None:
+        """Read N again, as every epoch does: energies, the prior's share and the noise follow from the next step on."""
+        self.num_data = resolve_num_data(self._given_num_data, self.trainer, type(self).__name__)
+        self.chains.set_num_data(self.num_data)
+        self.sampler.num_data = self.num_data
 
     @property
     def sampler(self) -> Sampler:

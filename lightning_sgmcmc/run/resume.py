@@ -175,7 +175,19 @@ class ExactResume(pl.Callback):
             self._limited_steps = True
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._adopt_reloaded(trainer, chains_of(pl_module))
         self._reseed("epoch")
+
+    def _adopt_reloaded(self, trainer: pl.Trainer, chains: Chains) -> None:
+        """Let loaders that the trainer has made since the last epoch continue where the earlier ones stopped."""
+        present = [loader for loader in _flat(trainer.train_dataloader) if isinstance(loader, ResumableLoader)]
+        if all(any(loader is known for known in self._loaders) for loader in present):
+            return
+        self._close_loaders()
+        self._positions = []
+        self._prepare_loaders(trainer, chains.layout.chains if not chains.shared_batch else range(1))
+        for loader in self._loaders:
+            loader.start_at(self._batches)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -195,6 +207,9 @@ class ExactResume(pl.Callback):
             return
         if self._limited_steps:
             trainer.fit_loop.epoch_loop.max_steps, self._limited_steps = -1, False
+        self._close_loaders()
+
+    def _close_loaders(self) -> None:
         for loader in self._loaders:
             loader.close()
 
