@@ -41,9 +41,12 @@ class StreamDataModule(pl.LightningDataModule):
     Example::
 
         data = StreamDataModule(batch_size=512, batches_per_epoch=16, capacity=4096)
-        data.append(x, y)
-        trainer.fit(module, datamodule=data)  # a callback appends more
+        data.append(torch.randn(1024, 3), torch.randn(1024, 1))
+        trainer = pl.Trainer(max_epochs=2000)  # a callback appends more
     """
+
+    restores_data = True
+    """Whether the data are part of a checkpoint, so that a resumed run has them."""
 
     def __init__(self, batch_size: int, batches_per_epoch: int, capacity: int | None = None) -> None:
         super().__init__()

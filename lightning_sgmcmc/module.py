@@ -112,7 +112,7 @@ class BayesianModule(EnergyModel):
         self.lr = lr
         self.temperature = float(temperature) if isinstance(temperature, int | float) else tuple(temperature)
         self.num_data = num_data
-        self._given_num_data = num_data
+        self.given_num_data = num_data
         self.nonfinite_energy = nonfinite_energy
         self.max_skipped_in_a_row = max_skipped_in_a_row
         self.chains = Chains(self, num_chains, chain_start, shared_batch, chain_execution, compile, seed)
@@ -302,7 +302,7 @@ class BayesianModule(EnergyModel):
         with self.at_chain(0):
             self.prior.log_prob(named_trainable(self))  # raises now if a parameter has no prior
         self.prior.check_names(list(chains.trainable))
-        self.num_data = resolve_num_data(self._given_num_data, self.trainer, type(self).__name__)
+        self.num_data = resolve_num_data(self.given_num_data, self.trainer, type(self).__name__)
         chains.reset(self.num_data)
         self.contour = None
         chains.resolve_seed(self._trainer)
@@ -324,12 +324,6 @@ class BayesianModule(EnergyModel):
         return needed
 
     # -- sampling -----------------------------------------------------------------------------------------------------
-
-    def follow_data(self) -> None:
-        """Read N again, as every epoch does: energies, the prior's share and the noise follow from the next step on."""
-        self.num_data = resolve_num_data(self._given_num_data, self.trainer, type(self).__name__)
-        self.chains.set_num_data(self.num_data)
-        self.sampler.num_data = self.num_data
 
     @property
     def sampler(self) -> Sampler:

@@ -95,12 +95,6 @@ class Chains:
         self.tags = SampleTags(log_weight=torch.zeros(self.num_chains))
         self.counters = Counters()
 
-    def set_num_data(self, num_data: int) -> None:
-        """Let the energies of the running fit be those of another number of data."""
-        self.observed.num_data = num_data
-        if self.energies is not None:
-            self.energies.num_data = num_data
-
     # -- storage and starts -------------------------------------------------------------------------------------------
 
     def begin(self, trainer: pl.Trainer | None, initialise: Callable[[int], None]) -> None:

@@ -91,6 +91,8 @@ class ExactResume(pl.Callback):
             return
         sampler = sampler_of(pl_module)
         own = check_ranks(trainer, settings_of(trainer, pl_module, sampler))
+        if getattr(getattr(trainer, "datamodule", None), "restores_data", False):
+            own = {name: value for name, value in own.items() if name not in ("num_data", "data")}
         saved = self._saved_settings
         if saved == {}:
             rank_zero_info(
