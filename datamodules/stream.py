@@ -40,9 +40,10 @@ class StreamDataModule(pl.LightningDataModule):
 
     Example::
 
+        from lightning_sgmcmc.datamodules import StreamDataModule
+
         data = StreamDataModule(batch_size=512, batches_per_epoch=16, capacity=4096)
-        data.append(torch.randn(1024, 3), torch.randn(1024, 1))
-        trainer = pl.Trainer(max_epochs=2000)  # a callback appends more
+        data.append(torch.randn(1024, 3), torch.randn(1024, 1))  # a callback of the trainer appends more
     """
 
     restores_data = True

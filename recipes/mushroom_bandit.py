@@ -338,13 +338,12 @@ def one(name: str, repeat: int, setting: Setting, options: Options) -> Outcome:
 
 def contour(agent: Agent, warm_up_steps: int) -> ContourGradient:
     """Return the paper's contour: bins of 10 nats from 0, a constant ω."""
-    assert agent.omega is not None
     return ContourGradient(
         ContourRules(ZETA, scheme="scalable", weighting="bin"),
         BINS,
         first_edge=WIDTH,
         width=WIDTH,
-        step_size=DecayingStepSize(agent.omega, exponent=0, offset=0),
+        step_size=DecayingStepSize(agent.omega or 0.0, exponent=0, offset=0),
         warm_up_steps=warm_up_steps,
         include_prior=False,
         interacting=agent.chains > 1,
