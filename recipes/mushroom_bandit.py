@@ -47,11 +47,11 @@ from torch import Tensor, nn
 from lightning_sgmcmc import BayesianModule, ContourRules, DecayingStepSize, GaussianPrior
 from lightning_sgmcmc.callbacks import ContourGradient
 from lightning_sgmcmc.datamodules import MushroomDataModule, StreamDataModule
+from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
+from lightning_sgmcmc.recipes.shared.pictures import panels
+from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 from lightning_sgmcmc.samplers import SGLD, pSGLD
 from lightning_sgmcmc.seeding import derive_seed
-from recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
-from recipes.shared.pictures import panels
-from recipes.shared.results import Options, Row, mean_row
 
 EAT, HIDDEN = 1, 100
 GAIN, LOSS = 5.0, -35.0
