@@ -17,9 +17,10 @@ from lightning_sgmcmc.subsampling.snapshot import Snapshot
 class SnapshotCallback(SamplerCallback):
     """Base class for callbacks that compare mini-batches with a snapshot θ_q of the chains.
 
-    It takes the snapshot at the beginning of every q-th epoch, passes over all data, and also evaluates each
-    mini-batch at θ_q: its energy, its gradient, or both from the same forward pass. Subclasses implement
-    `process_batch` and `end_pass` for the pass over all data, and `correct_gradient` for the gradient of a whole batch.
+    It takes the snapshot at the beginning of every q-th epoch, and of an epoch with another number of data. It passes
+    over all data, and also evaluates each mini-batch at θ_q: its energy, its gradient, or both from the same forward
+    pass. Subclasses implement `process_batch` and `end_pass` for the pass over all data, and `correct_gradient` for the
+    gradient of a whole batch.
 
     Args:
         start_epoch: first epoch, from 0, with a snapshot.
@@ -48,6 +49,8 @@ class SnapshotCallback(SamplerCallback):
         self._snapshot: Snapshot | None = None
         self._period = -1
         """The index of the snapshot, -1 before the first one."""
+        self._num_data = 0
+        """N of the snapshot."""
         self._correction: Tensor | None = None
         """The correction of this step's energies, the mean over its micro-batches so far."""
         self._restored: dict[str, Any] = {}
@@ -73,6 +76,7 @@ class SnapshotCallback(SamplerCallback):
             self._snapshot = Snapshot(self.chains, self.gradients)
             self._snapshot.load_state_dict(saved["snapshot"])
         self._period = saved["period"]
+        self._num_data = saved.get("num_data", self.chains.observed.num_data)
         if saved["correction"] is not None:
             self._correction = self._layout.own_unreduced(saved["correction"]).to(self._module.device).reshape(-1)
         self._restored = {}
@@ -132,9 +136,10 @@ class SnapshotCallback(SamplerCallback):
         if since < 0 or self.is_idle():
             return
         position = batch_idx % trainer.accumulate_grad_batches
-        if position == 0 and since // self.every_n_epochs != self._period:
+        present = since // self.every_n_epochs, self.chains.observed.num_data
+        if position == 0 and present != (self._period, self._num_data):
             self._refresh(trainer)
-            self._period = since // self.every_n_epochs
+            self._period, self._num_data = present
         if self._snapshot is None:
             return
         each = self._at_snapshot(trainer, self._snapshot, batch)
@@ -207,6 +212,7 @@ class SnapshotCallback(SamplerCallback):
         return {
             "snapshot": snapshot.state_dict() if snapshot is not None else None,
             "period": self._period,
+            "num_data": self._num_data,
             "correction": correction,
         }
 

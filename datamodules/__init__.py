@@ -9,6 +9,7 @@ from lightning_sgmcmc.datamodules.loading import TensorBatches
 from lightning_sgmcmc.datamodules.mnist import FashionMNISTDataModule, MNISTDataModule
 from lightning_sgmcmc.datamodules.mushroom import MushroomDataModule
 from lightning_sgmcmc.datamodules.notmnist import NotMNISTDataModule
+from lightning_sgmcmc.datamodules.stream import StreamDataModule
 from lightning_sgmcmc.datamodules.svhn import SVHNDataModule
 from lightning_sgmcmc.datamodules.uci import UCIClassificationDataModule, UCIRegressionDataModule
 from lightning_sgmcmc.datamodules.wrapper import DatasetDataModule
@@ -27,6 +28,7 @@ __all__ = [
     "NotMNISTDataModule",
     "SVHNDataModule",
     "Split",
+    "StreamDataModule",
     "TensorBatches",
     "UCIClassificationDataModule",
     "UCIRegressionDataModule",

@@ -65,7 +65,12 @@ class DatasetDataModule(pl.LightningDataModule):
         self.num_workers = num_workers
         self.drop_last = drop_last
         self.order = order
-        self.num_data = length if num_data is None else num_data
+        self._num_data = num_data
+
+    @property
+    def num_data(self) -> int:
+        """N: the present length of the training data, or the given number."""
+        return self._num_data or len(self.train)  # type: ignore[arg-type]
 
     def _loader(self, dataset: Dataset[Any] | None, drop_last: bool = False) -> Any:
         if dataset is None:

@@ -56,7 +56,7 @@ class BayesianModule(EnergyModel):
         temperature: τ of the target exp(-U/τ); schedules use it in their sampling stages. A sequence sets one
             per chain of the run.
         num_data: N, the number of training data; None uses the datamodule's `num_data`, or the length of the
-            training data set.
+            training data set, and reads it again when an epoch begins, for data that grow (see `StreamDataModule`).
         num_chains: number of chains C in this process.
         chain_start: "own" draws a start for each chain except the first, which keeps the network's values (see
             `initialise_chain`); "same" starts all chains from those values.
@@ -112,7 +112,7 @@ class BayesianModule(EnergyModel):
         self.lr = lr
         self.temperature = float(temperature) if isinstance(temperature, int | float) else tuple(temperature)
         self.num_data = num_data
-        self._given_num_data = num_data
+        self.given_num_data = num_data
         self.nonfinite_energy = nonfinite_energy
         self.max_skipped_in_a_row = max_skipped_in_a_row
         self.chains = Chains(self, num_chains, chain_start, shared_batch, chain_execution, compile, seed)
@@ -301,7 +301,7 @@ class BayesianModule(EnergyModel):
         with self.at_chain(0):
             self.prior.log_prob(named_trainable(self))  # raises now if a parameter has no prior
         self.prior.check_names(list(chains.trainable))
-        self.num_data = resolve_num_data(self._given_num_data, self.trainer, type(self).__name__)
+        self.num_data = resolve_num_data(self.given_num_data, self.trainer, type(self).__name__)
         chains.reset(self.num_data)
         self.contour = None
         chains.resolve_seed(self._trainer)

@@ -33,7 +33,8 @@ class ResumableLoader:
     are seeded by (seed, chain, batch), so augmentation that draws from them is repeatable as well: torch's for whole
     batches in this process, torch's, NumPy's and Python's where items are loaded one by one.
 
-    Each iteration yields as many batches as an epoch has and continues where the last one stopped.
+    Each iteration yields as many batches as an epoch has and continues where the last one stopped. The data set may
+    grow or shrink between iterations: each one begins with the present data, in an order of all of them.
 
     Args:
         dataset: a data set with a length.
@@ -48,10 +49,12 @@ class ResumableLoader:
         pin_memory: copy batches of workers into pinned memory.
         order: makes a chain's order of the data from its `OrderSpec`, with batches as many as `BatchOrder` has: that
             class, or a `functools.partial` of another.
+        batches_per_epoch: batches of an iteration; None takes as many as hold the data that there are at first, since a
+            trainer reads the number once.
 
     Raises:
-        ValueError: if the data set has no length or is empty, batch_size is below 1, num_workers is negative, or
-            drop_last leaves no batch.
+        ValueError: if the data set has no length or is empty, batch_size or batches_per_epoch is below 1, num_workers
+            is negative, or drop_last leaves no batch.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class ResumableLoader:
         rank: int | None = None,
         pin_memory: bool = False,
         order: Callable[[OrderSpec], BatchOrder] = BatchOrder,
+        batches_per_epoch: int | None = None,
     ) -> None:
         if not hasattr(dataset, "__len__"):
             raise ValueError(
@@ -79,6 +83,7 @@ class ResumableLoader:
             )
         check_count("batch_size", batch_size, optional=False)
         check_count("num_workers", num_workers, least=0, optional=False)
+        check_count("batches_per_epoch", batches_per_epoch)
         check_count("seed", seed, least=0)
         check_count("chain", chain, least=0, optional=False)
         check_count("num_replicas", num_replicas)
@@ -87,7 +92,6 @@ class ResumableLoader:
             raise TypeError(f"order must be a function that makes an order of the data, got {order!r}: pass BatchOrder")
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.dataset = dataset
-        self.num_data = len(dataset)
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.num_workers = num_workers
@@ -101,15 +105,30 @@ class ResumableLoader:
         self.pin_memory = pin_memory
         self.order = order
         self._seed = seed
-        self._length = batches_per_epoch(len(dataset), batch_size, drop_last, self.num_replicas)
-        if self._length == 0:
-            what = f"batch_size={batch_size} with drop_last=True leaves no batch" if drop_last else "there is no batch"
-            raise ValueError(f"{what} of {len(dataset)} data on {self.num_replicas} ranks")
+        least = self._batches_of_data()
+        self._length = batches_per_epoch or least
+        self._ordered = self.num_data
+        """Number of data in the present order."""
         self._batches = 0
+        self._skipped = 0
+        """Batches of the stream left out, because an order of another number of data begins with a whole pass."""
         self._fetch: Callable[[int], Any] | None = None
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def num_data(self) -> int:
+        """N, the number of data at present."""
+        return len(self.dataset)  # type: ignore[arg-type]  # checked in the constructor
+
+    def _batches_of_data(self) -> int:
+        count = batches_per_epoch(self.num_data, self.batch_size, self.drop_last, self.num_replicas)
+        if count == 0:
+            short = f"batch_size={self.batch_size} with drop_last=True leaves no batch"
+            what = short if self.drop_last else "there is no batch"
+            raise ValueError(f"{what} of {self.num_data} data on {self.num_replicas} ranks")
+        return count
 
     @property
     def seed(self) -> int:
@@ -126,18 +145,30 @@ class ResumableLoader:
         if tuple(chains) != self.chains:
             self.chains, self._fetch = tuple(chains), None
 
+    def start_at(self, batch: int) -> None:
+        """Continue with this batch of the stream, counted from 0 over all epochs."""
+        self._batches = batch
+        self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        """Let the next batch be the first of a pass over the present data."""
+        self._skipped = -self._batches % self._batches_of_data()
+        self._ordered, self._fetch = self.num_data, None
+
     def __iter__(self) -> Iterator[Any]:
+        if self.num_data != self._ordered:
+            self._begin_pass()
         for _ in range(self._length):
             if self._fetch is None:
                 self._fetch = self._begin()
-            batch = self._fetch(self._batches)
+            batch = self._fetch(self._batches + self._skipped)
             self._batches += 1
             yield batch
 
     def _begin(self) -> Callable[[int], Any]:
         """Return a function that loads the batches from the present position on."""
         spec = OrderSpec(
-            self.num_data,
+            self._ordered,
             self.batch_size,
             self.seed,
             drop_last=self.drop_last,
@@ -149,7 +180,7 @@ class ResumableLoader:
         items = _SeededItems(self.dataset, self.collate_fn, self.seed, streams)
         if self.num_workers == 0:
             return lambda batch: items.load_all(batch, [order.indices(batch) for order in orders])
-        stream = _Stream(orders, self._batches)
+        stream = _Stream(orders, self._batches + self._skipped)
         loader = DataLoader(
             items, batch_sampler=stream, num_workers=self.num_workers, collate_fn=as_is, pin_memory=self.pin_memory
         )
@@ -166,8 +197,9 @@ class ResumableLoader:
         return self.__dict__ | {"_fetch": None}  # a copy in another process has workers of its own
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of batches returned so far, the seed and the length of an epoch."""
-        return {"batches": self._batches, "seed": self.seed, "length": self._length}
+        """Return the number of batches returned so far, the seed, the length of an epoch and the place in the order."""
+        place = {"num_data": self._ordered, "skipped": self._skipped}
+        return {"batches": self._batches, "seed": self.seed, "length": self._length} | place
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to the position that `state_dict` returned.
@@ -181,6 +213,8 @@ class ResumableLoader:
                 "continue with the same data, batch_size, drop_last and number of ranks"
             )
         self._batches, self._seed, self._fetch = state_dict["batches"], state_dict["seed"], None
+        self._ordered = state_dict.get("num_data", self.num_data)
+        self._skipped = state_dict.get("skipped", 0)
 
 
 class _Stream:

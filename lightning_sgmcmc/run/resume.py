@@ -94,6 +94,8 @@ class ExactResume(pl.Callback):
             return
         sampler = sampler_of(pl_module)
         own = check_ranks(trainer, settings_of(trainer, pl_module, sampler))
+        if getattr(getattr(trainer, "datamodule", None), "restores_data", False):
+            own = {name: value for name, value in own.items() if name not in ("num_data", "data")}
         saved = self._saved_settings
         if saved == {}:
             rank_zero_info(
@@ -173,7 +175,19 @@ class ExactResume(pl.Callback):
             self._limited_steps = True
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._adopt_reloaded(trainer, chains_of(pl_module))
         self._reseed("epoch")
+
+    def _adopt_reloaded(self, trainer: pl.Trainer, chains: Chains) -> None:
+        """Let loaders that the trainer has made since the last epoch continue where the earlier ones stopped."""
+        present = [loader for loader in _flat(trainer.train_dataloader) if isinstance(loader, ResumableLoader)]
+        if all(any(loader is known for known in self._loaders) for loader in present):
+            return
+        self._close_loaders()
+        self._positions = []
+        self._prepare_loaders(trainer, chains.layout.chains if not chains.shared_batch else range(1))
+        for loader in self._loaders:
+            loader.start_at(self._batches)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -196,6 +210,9 @@ class ExactResume(pl.Callback):
             return
         if self._limited_steps:
             trainer.fit_loop.epoch_loop.max_steps, self._limited_steps = -1, False
+        self._close_loaders()
+
+    def _close_loaders(self) -> None:
         for loader in self._loaders:
             loader.close()
 

@@ -80,6 +80,7 @@ def silence_lightning() -> None:
     warnings.filterwarnings("ignore", module="pytorch_lightning")
     warnings.filterwarnings("ignore", message=".*(LeafSpec|across ranks is zero).*")
     warnings.filterwarnings("ignore", message=".*has no validation data to evaluate the samples on")  # meant so
+    warnings.filterwarnings("ignore", message="This fit draws no posterior samples")  # meant so
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 
 

@@ -1,0 +1,25 @@
+"""Training data that grow during a run."""
+
+from typing import Any
+
+import pytorch_lightning as pl
+
+from lightning_sgmcmc.batches.count import resolve_num_data
+from lightning_sgmcmc.chains.chains import chains_of, sampler_of
+
+
+def follow_data(trainer: pl.Trainer, module: Any) -> None:
+    """Read N again: energies, the prior's share and the noise follow it from the next step on.
+
+    Args:
+        trainer: the run's.
+        module: its `BayesianModule`.
+
+    Raises:
+        ValueError: if the module was given another N.
+    """
+    chains = chains_of(module)
+    num_data = resolve_num_data(module.given_num_data, trainer, type(module).__name__)
+    module.num_data = chains.observed.num_data = sampler_of(module).num_data = num_data
+    if chains.energies is not None:
+        chains.energies.num_data = num_data
