@@ -190,7 +190,7 @@ def test_exploration_rests_and_a_resumed_run_goes_on_exactly(tmp_path: Path) -> 
         ({"temperatures": [1.0]}, "two or more increasing positive numbers"),
         ({"temperatures": [2.0, 1.0]}, "two or more increasing positive numbers"),
         ({"temperatures": [1.0, 2.0], "lrs": [1.0]}, "lrs must be 2 positive numbers"),
-        ({"temperatures": [1.0, 2.0], "correction": 0.5}, "correction must be at least 1"),
+        ({"temperatures": [1.0, 2.0], "correction": 0.5}, r"correction must be in \[1, inf\), got 0.5"),
         ({"temperatures": [1.0, 2.0], "smoothing": 0.0}, r"smoothing must be in \(0, 1\]"),
         ({"temperatures": [1.0, 2.0], "sampled_slots": 3}, "sampled_slots must be at most the 2 slots, got 3"),
     ],
