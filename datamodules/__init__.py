@@ -10,6 +10,7 @@ from lightning_sgmcmc.datamodules.mnist import FashionMNISTDataModule, MNISTData
 from lightning_sgmcmc.datamodules.mushroom import MushroomDataModule
 from lightning_sgmcmc.datamodules.notmnist import NotMNISTDataModule
 from lightning_sgmcmc.datamodules.svhn import SVHNDataModule
+from lightning_sgmcmc.datamodules.table import TableDataModule
 from lightning_sgmcmc.datamodules.uci import UCIClassificationDataModule, UCIRegressionDataModule
 from lightning_sgmcmc.datamodules.wrapper import DatasetDataModule
 
@@ -27,6 +28,7 @@ __all__ = [
     "NotMNISTDataModule",
     "SVHNDataModule",
     "Split",
+    "TableDataModule",
     "TensorBatches",
     "UCIClassificationDataModule",
     "UCIRegressionDataModule",
