@@ -96,8 +96,8 @@ def build(description: Any, net: nn.Module | None = None, trust: bool = False) -
     except NotDescribableError:
         raise
     except Exception as error:  # whatever a constructor raises for arguments that it does not know
-        kind = type(error).__name__
-        raise NotDescribableError(f"the network cannot be rebuilt from its description ({kind}: {error})") from error
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        raise NotDescribableError(f"the network cannot be rebuilt from its description ({reason})") from error
 
 
 def _build(description: Any, trust: bool) -> Any:
@@ -117,7 +117,19 @@ def _build(description: Any, trust: bool) -> Any:
     cls = find_module_class(description["class"], trust)
     if "children" in description:
         return cls(OrderedDict((name, _build(child, trust)) for name, child in description["children"]))
-    return cls(**{name: _build(argument, trust) for name, argument in description["arguments"].items()})
+    arguments = {name: _build(argument, trust) for name, argument in description["arguments"].items()}
+    _check_numbers(cls, arguments)
+    return cls(**arguments)
+
+
+def _check_numbers(cls: type[nn.Module], arguments: Mapping[str, Any]) -> None:
+    """Raise if an argument is no number where its default is one: many layers notice that only when they are called."""
+    for name, value in arguments.items():
+        parameter = inspect.signature(cls).parameters.get(name)
+        # Integers may also be tuples, or text: a convolution's padding.
+        numeric = parameter is not None and isinstance(parameter.default, bool | float)
+        if numeric and not isinstance(value, bool | int | float | None):
+            raise NotDescribableError(f"{cls.__name__} has {name}={str(value)[:80]!r}, which should be a number")
 
 
 @contextmanager

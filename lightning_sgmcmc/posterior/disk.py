@@ -1,16 +1,14 @@
 """Samples in a folder: safetensors files and a manifest."""
 
-import json
 import os
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 
 from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, on_cpu, record_of
@@ -41,6 +39,7 @@ from lightning_sgmcmc.posterior.sample_file import (
     end_of_last_line,
     in_order,
     read_sample_file,
+    sample_content,
     verify_content,
 )
 from lightning_sgmcmc.posterior.store import SampleStore, TargetScaling
@@ -202,12 +201,7 @@ class DiskStore(SampleStore):
             )
         name = sample_name(sample.step, sample.chain)
         sample = on_cpu(sample)
-        tensors = {f"parameter.{k}": v.contiguous() for k, v in sample.parameters.items()}
-        tensors |= {f"buffer.{k}": v.contiguous() for k, v in sample.buffers.items()}
-        left_out = ("file", "checksum", "comparable")
-        metadata = {k: str(v) for k, v in asdict(record_of(sample)).items() if k not in left_out}
-        metadata["names"] = json.dumps(list(tensors))  # safetensors does not preserve their order
-        content = save(tensors, metadata)
+        content = sample_content(sample)
         record = record_of(sample, name, checksum(content))
         try:
             write_atomically(self.path / name, content)

@@ -3,17 +3,29 @@
 import json
 import os
 import zlib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor
 
-from lightning_sgmcmc.chains.sample import SampleRecord
+from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, record_of
 from lightning_sgmcmc.files import check_regular
 
 LARGE_SAMPLE = 2**28
 """Files above this size, in bytes, are checked before they are read."""
+
+
+def sample_content(sample: PosteriorSample) -> bytes:
+    """Return the content of a sample's file: tensors, and the rest of the sample as metadata."""
+    tensors = {f"parameter.{k}": v.contiguous() for k, v in sample.parameters.items()}
+    tensors |= {f"buffer.{k}": v.contiguous() for k, v in sample.buffers.items()}
+    record = asdict(record_of(sample))
+    metadata = {k: str(v) for k, v in record.items() if k not in ("file", "checksum", "comparable")}
+    metadata["names"] = json.dumps(list(tensors))  # safetensors does not preserve their order
+    return save(tensors, metadata)
 
 
 def checksum(content: bytes) -> str:
