@@ -6,6 +6,7 @@ them. Nothing is pickled: a description contains importable class names and cons
 
 import functools
 import inspect
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,8 +29,8 @@ from lightning_sgmcmc.posterior.vision import (
 
 MISSING = "missing"
 """Key of a network that is not described; its value is the reason."""
-MOST_PARTS = 100_000
-"""Largest number of layers and parameters that a description may create."""
+MOST_CALLS = 10_000_000
+"""Largest number of calls and returns that rebuilding a network may take; a network of 1,000 layers takes about 10⁶."""
 
 
 def describe(value: Any) -> Any:
@@ -85,7 +86,7 @@ def build(description: Any, net: nn.Module | None = None, trust: bool = False) -
             arguments, or a network is missing.
     """
     try:
-        with _few_parts():
+        with _few_calls():
             if net is None:
                 return _build(description, trust)
             arguments = description["arguments"] if isinstance(description, dict) else {}
@@ -133,26 +134,22 @@ def _check_numbers(cls: type[nn.Module], arguments: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _few_parts() -> Iterator[None]:
-    """Raise once more than `MOST_PARTS` layers and parameters are created, instead of building without end."""
+def _few_calls() -> Iterator[None]:
+    """Raise once more than `MOST_CALLS` are made: a damaged description may ask for any number of layers."""
     count = 0
 
     def one_more(*_: Any) -> None:
         nonlocal count
         count += 1
-        if count > MOST_PARTS:
-            raise NotDescribableError(f"the described network has more than {MOST_PARTS:,} parts")
+        if count > MOST_CALLS:
+            raise NotDescribableError("the described network has too many parts to be rebuilt")
 
-    hooks = nn.modules.module
-    handles = [
-        hooks.register_module_module_registration_hook(one_more),
-        hooks.register_module_parameter_registration_hook(one_more),
-    ]
+    before = sys.getprofile()
+    sys.setprofile(one_more)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        sys.setprofile(before)
 
 
 def warn_of_other_network(description: Any, model: EnergyModel) -> None:

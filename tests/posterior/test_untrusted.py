@@ -17,6 +17,7 @@ from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.cli.report import main as report
 from lightning_sgmcmc.posterior import disk
 from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
+from lightning_sgmcmc.posterior.manifest import write_manifest
 from tests.support import corpus, small_run
 from tests.support.trainers import quiet_trainer
 
@@ -223,10 +224,14 @@ PAIRS = list(zip("abcdefghijklmnopqrst", "bcdefghijklmnopqrstu", strict=True))
 def test_a_limit_costs_the_same_for_any_number_of_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest's lines are written a bounded number of times for each sample, and only the newest are kept."""
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
-    written = []
-    original = disk.write_manifest
-    monkeypatch.setattr(disk, "write_manifest", lambda *rest: written.append(len(rest[2])) or original(*rest))
-    limit, total = 400, 1000
+    written: list[int] = []
+
+    def write(model: Any, run: Any, records: Any, *rest: Any) -> bytes:
+        written.append(len(records))
+        return write_manifest(model, run, records, *rest)
+
+    monkeypatch.setattr(disk, "write_manifest", write)
+    limit, total = 200, 400
     store = DiskStore.create(tmp_path / "s")
     for step in range(total):
         store.append(PosteriorSample(step, 0, 0, 0.0, parameters={"w": torch.zeros(1)}))
