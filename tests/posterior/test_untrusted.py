@@ -226,9 +226,9 @@ def test_a_limit_costs_the_same_for_any_number_of_samples(tmp_path: Path, monkey
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
     written: list[int] = []
 
-    def write(model: Any, run: Any, records: Any, scaling: Any) -> bytes:
+    def write(model: Any, run: Any, records: Any, *rest: Any) -> bytes:
         written.append(len(records))
-        return write_manifest(model, run, records, scaling)
+        return write_manifest(model, run, records, *rest)
 
     monkeypatch.setattr(disk, "write_manifest", write)
     limit, total = 200, 400
