@@ -36,8 +36,10 @@ def read_arrays(path: Path, names: Sequence[str]) -> list[np.ndarray]:
 
 
 def _read_member(path: Path, arrays: "np.lib.npyio.NpzFile", name: str) -> np.ndarray:
+    archive = arrays.zip
+    assert archive is not None, "the file is open"
     try:
-        size = arrays.zip.getinfo(f"{name}.npy" if f"{name}.npy" in arrays.zip.namelist() else name).file_size
+        size = archive.getinfo(f"{name}.npy" if f"{name}.npy" in archive.namelist() else name).file_size
         if size > LARGEST_ARRAY:
             raise ValueError(f"it has {megabytes(size)}, more than {megabytes(LARGEST_ARRAY)}")
         return arrays[name]

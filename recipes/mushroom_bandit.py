@@ -213,8 +213,8 @@ class Player(pl.Callback):
                 predictions.append(module(x.repeat(copies, 1)).unflatten(0, (copies, -1)).mean(0))
         rewards = torch.stack(predictions)
         if agent.draws_chain:
-            chain = torch.randint(len(rewards), (len(x),), generator=self.generator)
-            best = rewards[chain, torch.arange(len(x))].argmax(-1)
+            chains = torch.randint(len(rewards), (len(x),), generator=self.generator)
+            best = rewards[chains, torch.arange(len(x))].argmax(-1)
         else:
             weights = module.chains.tags.log_weight.exp() + LEAST_WEIGHT
             best = torch.einsum("c,cna->na", (weights / weights.sum()).float(), rewards).argmax(-1)

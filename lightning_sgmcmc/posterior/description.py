@@ -63,7 +63,7 @@ def describe_model(model: nn.Module) -> tuple[Any, str | None]:
         return describe(model), None
     except NotDescribableError as error:
         reason = str(error)
-    recorded = getattr(model, "recorded_arguments", dict)()
+    recorded: dict[str, Any] = getattr(model, "recorded_arguments", dict)()
     if not isinstance(recorded.get("net"), nn.Module):
         return None, reason
     try:

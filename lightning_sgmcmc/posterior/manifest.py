@@ -102,8 +102,8 @@ def record_from(entry: Any) -> SampleRecord:
     """
     if not isinstance(entry, Mapping):
         raise ValueError(f"a sample's record should be a dictionary, got a {type(entry).__name__}")
-    counts = [entry.get(name) for name in ("step", "cycle", "chain")]
-    numbers = [entry.get(name) for name in ("energy", "log_weight")]
+    counts: list[Any] = [entry.get(name) for name in ("step", "cycle", "chain")]
+    numbers: list[Any] = [entry.get(name) for name in ("energy", "log_weight")]
     place, checksum, file = entry.get("bin"), entry.get("checksum", ""), entry.get("file")
     if not all(map(_is_count, counts)) or not (place is None or _is_count(place)):
         raise ValueError("a sample's step, cycle, chain and bin should be integers, 0 or larger")
@@ -120,7 +120,8 @@ def record_from(entry: Any) -> SampleRecord:
         energy, log_weight = (float(number) for number in numbers)
     except OverflowError:
         raise ValueError("a sample's energy and log_weight should be numbers below 1e308") from None
-    return SampleRecord(*counts, energy, log_weight, file, checksum, place, comparable)
+    step, cycle, chain = counts
+    return SampleRecord(step, cycle, chain, energy, log_weight, file, checksum, place, comparable)
 
 
 def with_own_constants(records: list[SampleRecord], has_own_contours: Callable[[], bool]) -> list[SampleRecord]:
