@@ -106,9 +106,8 @@ def _print_table(evaluation: Evaluation, title: str, folder: Path) -> None:
 
     table = Table(title=title, caption=str(folder))
     table.add_column("")
-    metrics = list(evaluation.bma)
-    for metric in metrics:
-        table.add_column(metric, justify="right")
-    table.add_row("mean single sample", *(f"{evaluation.single[m]:.4f}" for m in metrics))
-    table.add_row("model average", *(f"{evaluation.bma[m]:.4f}" for m in metrics))
+    for column in ("mean single sample", "model average"):
+        table.add_column(column, justify="right")
+    for metric, value in evaluation.bma.items():
+        table.add_row(metric, f"{evaluation.single[metric]:.4f}", f"{value:.4f}")
     Console().print(table)

@@ -1,25 +1,34 @@
 """Entries of the progress bar for a sampling run."""
 
 import time
+from shutil import get_terminal_size
 from typing import Any
 
 import pytorch_lightning as pl
+from rich.table import Column
 from torch import Tensor
 
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
+from lightning_sgmcmc.chains.state import ObservedEnergy
 from lightning_sgmcmc.run.safeguards import Safeguards
 
 SECONDS_BETWEEN_READINGS = 0.25
-"""Seconds between refreshes: reading the energy synchronizes the device, and no reader needs it more often."""
+"""Seconds between refreshes: reading the NLL synchronizes the device, and no reader needs it more often."""
+WIDE = 120
+"""Columns of a terminal that has room for all entries."""
 
 
 class SamplingProgress(pl.Callback):
-    """Adds energy, temperature, cycle, stage and the number of samples to any progress bar of the trainer.
+    """Adds the mean NLL, the validation data's, and the number of samples to any progress bar of the trainer.
+
+    `nll` is the last mini-batch's mean negative log likelihood in nats per datum, `val` the model average's on the
+    validation data (before the first sample, the current state's), `n` the number of samples. A terminal of
+    120 columns or more also has temperature, cycle and stage, and calls the samples `samples`.
 
     `BayesianModule` adds it if the trainer has a bar. Both of Lightning's bars, and any other whose items come from
     `get_metrics`, show the entries without configuration; they replace Lightning's version number. Entries are computed
-    only when the bar requests them. Energy and temperature are on the device, so they are read at most four times a
-    second, and at an epoch's last batch: other steps cost no synchronization.
+    only when the bar requests them. The NLL and the temperature are on the device, so they are read at most four times
+    a second, and at an epoch's last batch: other steps cost no synchronization.
 
     Args:
         safeguards: the callback that counts the samples.
@@ -32,6 +41,7 @@ class SamplingProgress(pl.Callback):
     def _begin(self) -> None:
         self._from_device: dict[str, str] = {}
         self._next_reading = 0.0
+        self._is_wide = get_terminal_size().columns >= WIDE
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         bar = trainer.progress_bar_callback
@@ -42,6 +52,7 @@ class SamplingProgress(pl.Callback):
         own_items = bar.get_metrics
 
         def get_metrics(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+            _keep_on_one_line(bar)
             others = own_items(trainer, pl_module)
             others.pop("v_num", None)
             return {**self.items(trainer, pl_module), **others}
@@ -54,7 +65,7 @@ class SamplingProgress(pl.Callback):
             bar.__dict__.pop("get_metrics", None)
 
     def items(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
-        """Return the progress bar's entries for the current step; energy and temperature are means over chains."""
+        """Return the progress bar's entries for the current step; NLL and temperature are means over chains."""
         chains, sampler = chains_of(module), sampler_of(module)
         progress = chains.progress
         if sampler.step_count == 0:
@@ -62,19 +73,43 @@ class SamplingProgress(pl.Callback):
         now = time.monotonic()
         if now >= self._next_reading or trainer.is_last_batch:
             self._next_reading = now + SECONDS_BETWEEN_READINGS
-            self._from_device = {
-                "energy": short_number(chains.observed.energy.mean().item()),
-                "temperature": f"{_mean(sampler.param_groups[0]['temperature']):.3g}",
-            }
+            self._from_device = {"nll": short_number(mean_nll(chains.observed))}
+            validation = _validation_nll(trainer, module)
+            if validation is not None:
+                self._from_device["val"] = short_number(validation)
+            if self._is_wide:
+                self._from_device["temperature"] = f"{_mean(sampler.param_groups[0]['temperature']):.3g}"
+        samples = str(self._safeguards.samples)
+        if not self._is_wide:
+            return {**self._from_device, "n": samples}
         cycle = {} if progress.num_cycles is None else {"cycle": f"{progress.cycle + 1}/{progress.num_cycles}"}
-        return {**self._from_device, **cycle, "stage": progress.stage.value, "samples": str(self._safeguards.samples)}
+        return {**self._from_device, **cycle, "stage": progress.stage.value, "samples": samples}
+
+
+def mean_nll(observed: ObservedEnergy) -> float:
+    """Return the last mini-batch's mean of -log p(y|x,θ) over data and chains, in nats; without the prior, whose
+    constant would hide the changes."""
+    return (observed.mean_potential + observed.log_prior / observed.num_data).mean().item()
+
+
+def _validation_nll(trainer: pl.Trainer, module: pl.LightningModule) -> float | None:
+    evaluation = getattr(module, "evaluations", {}).get("val")
+    if evaluation is not None and evaluation.bma:
+        return float(evaluation.bma["nll"])
+    value = trainer.callback_metrics.get("val/nll")
+    return None if value is None else float(value)
+
+
+def _keep_on_one_line(bar: Any) -> None:
+    """Let a Rich bar shrink the bar itself instead of wrapping the entries."""
+    column = getattr(bar, "_metric_component", None)
+    if column is not None and column.get_table_column().no_wrap is False:
+        column._table_column = Column(no_wrap=True)
 
 
 def short_number(value: float) -> str:
     """Return a number of any size in at most nine characters, not counting signs."""
-    if abs(value) >= 1e6:
-        return f"{value:.3e}"
-    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.4g}"
+    return f"{value:.3e}" if abs(value) >= 1e6 else f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _mean(value: "float | Tensor") -> float:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.chains.chains import Chains, chains_of, sampler_of
+from lightning_sgmcmc.run.hyperparameters import log_settings
 from lightning_sgmcmc.run.settings import (
     Settings,
     check_ranks,
@@ -119,6 +120,7 @@ class ExactResume(pl.Callback):
         chains = chains_of(pl_module)
         self._apply_new_options(sampler_of(pl_module))
         self._settings["seed"] = sampler_of(pl_module).seed
+        log_settings(trainer, chains.model, self._settings)
         self._seed = sampler_of(pl_module).seed  # from the checkpoint, if any
         layout = chains.layout
         self._streams = [layout.stream(chain) for chain in layout.chains]

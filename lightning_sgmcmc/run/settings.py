@@ -46,7 +46,7 @@ def settings_of(trainer: pl.Trainer, module: Any, sampler: Sampler) -> Settings:
         part = getattr(callback, "setting", None)
         if part is not None:
             settings[part] = type(callback).__name__
-            settings |= {f"{part}.{name}": text_of(value) for name, value in _arguments_of(callback)}
+            settings |= {f"{part}.{name}": _plain(value) for name, value in _arguments_of(callback)}
     if trainer.train_dataloader is None:
         trainer.fit_loop.setup_data()
     settings["data"] = fingerprint(trainer.train_dataloader)
@@ -167,6 +167,13 @@ def _collapsed(values: list[Any]) -> Any:
 def _arguments_of(callback: Any) -> list[tuple[str, Any]]:
     names = inspect.signature(type(callback)).parameters
     return [(name, getattr(callback, name)) for name in names if hasattr(callback, name)]
+
+
+def changed_arguments(callback: Any) -> list[tuple[str, str]]:
+    """Return a callback's constructor arguments whose values are not the defaults, as text."""
+    defaults = {name: text_of(p.default) for name, p in inspect.signature(type(callback)).parameters.items()}
+    held = [(name, text_of(value)) for name, value in _arguments_of(callback)]
+    return [(name, text) for name, text in held if text != defaults[name]]
 
 
 def _shown(name: str, settings: Mapping[str, Any]) -> str:

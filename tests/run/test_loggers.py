@@ -3,14 +3,16 @@
 import csv
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+import yaml
 
-from lightning_sgmcmc import BayesianModule, Contour, EnergyPartition, LearnedContour
+from lightning_sgmcmc import SGHMC, BayesianModule, Contour, EnergyPartition, LearnedContour
 from lightning_sgmcmc.callbacks import (
     BayesianModelAverage,
     CyclicalSchedule,
@@ -54,6 +56,31 @@ HISTOGRAMS = {
 TABLES = {f"posterior/{prefix}{name}_table" for prefix in ("", "test_") for name in ("sample", "metric")}
 
 
+SETTINGS = {
+    "sampler": "SGHMC",
+    "sampler.friction": 0.05,
+    "prior": "GaussianPrior(std=1.0)",
+    "likelihood": "Categorical()",
+    "schedule": "CyclicalSchedule",
+    "schedule.num_cycles": 2,
+    "schedule.exploration": 0.5,
+    "lr": 0.05,
+    "temperature": 1.0,
+    "num_data": 96,
+    "num_chains": 1,
+    "num_parameters": 58,
+    "seed": 7,
+    "batch_size": 24,
+    "max_steps": 20,
+    "version.torch": torch.__version__.partition("+")[0],
+}
+
+
+def check_settings(logged: dict[str, Any]) -> None:
+    assert {name: logged.get(name) for name in SETTINGS} == SETTINGS
+    assert {"version.lightning-sgmcmc", "version.pytorch-lightning", "version.python"} <= logged.keys()
+
+
 class Extras(SamplerCallback):
     """What other callbacks add: a gradient multiplier, a learned contour, the chain's health, and data out of the
     distribution."""
@@ -87,7 +114,7 @@ def fit_with(logger: Any, figures: list[str] | None = None) -> None:
             RunSummary(),
         ],
     )
-    module = classifier()
+    module = classifier(sampler=partial(SGHMC, friction=0.05), seed=7)
     train, val = loaders()
     trainer.fit(module, train, val)
     trainer.test(module, val, verbose=False)
@@ -147,6 +174,7 @@ def test_csv(tmp_path: Path) -> None:
     folder = Path(logger.log_dir)
     with open(folder / "metrics.csv") as file:
         check(list(csv.DictReader(file)))
+    check_settings(yaml.safe_load((folder / "hparams.yaml").read_text()))
     assert (folder / "sample_table.csv").exists()
     results = json.loads((folder / "results.json").read_text())
     assert {(row["method"], row["metric"]) for row in results["rows"]} == {
@@ -173,10 +201,13 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [picture.step for picture in events.Images("posterior/energy")] == [10, 20]
     assert set(events.Tags()["histograms"]) == HISTOGRAMS
     assert [h.histogram_value.num for h in events.Histograms("posterior/weight_histogram")] == [2, 4]
-    assert set(events.Tags()["tensors"]) == {f"{name}/text_summary" for name in TABLES}
+    assert set(events.Tags()["tensors"]) == {f"{name}/text_summary" for name in (*TABLES, "settings")}
     text = events.Tensors("posterior/sample_table/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert text.splitlines()[0].startswith("| step | chain | cycle | energy | log_weight | accuracy |")
     assert len(text.splitlines()) == 6
+    check_settings(yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text()))
+    settings = events.Tensors("settings/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert all(f"| {name} | {value} |" in settings for name, value in SETTINGS.items())
 
 
 def test_no_logger(tmp_path: Path) -> None:
@@ -195,6 +226,8 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = finished_records(path)
     history = [wandb_row(record) for record in records if record.HasField("history")]
     check(history)
+    config = [item for record in records if record.HasField("config") for item in record.config.update]
+    check_settings({item.key or item.nested_key[0]: json.loads(item.value_json) for item in config})
     typed: dict[str, list[dict[str, Any]]] = {}
     for row in history:
         for name, value in row.items():

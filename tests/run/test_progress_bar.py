@@ -1,19 +1,19 @@
 """What both progress bars show, read from what they printed."""
 
 import io
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
-import torch
 from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar, TQDMProgressBar
 
-from lightning_sgmcmc.callbacks import CyclicalSchedule, SampleCollector, SamplingSchedule
+from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.chains.state import ObservedEnergy
 from lightning_sgmcmc.run import progress_bar as progress
-from lightning_sgmcmc.run.progress_bar import SamplingProgress, short_number
+from lightning_sgmcmc.run.progress_bar import SamplingProgress, mean_nll, short_number
 from tests.support.problems import classifier, loaders
 from tests.support.recorders import Each
 from tests.support.trainers import quiet_trainer
@@ -22,13 +22,13 @@ ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 STEPS, CYCLES, SAMPLES = 24, 3, 2  # epochs of 4 steps, cycles of 8
 
 
-def energy_of_each_step() -> Each:
-    return Each("on_train_batch_end", lambda trainer, module, *args: module.chains.observed.energy.item())
+def nll_of_each_step() -> Each:
+    return Each("on_train_batch_end", lambda trainer, module, *args: mean_nll(module.chains.observed))
 
 
-def rich_bar() -> tuple[RichProgressBar, io.StringIO]:
+def rich_bar(width: int = 200) -> tuple[RichProgressBar, io.StringIO]:
     file = io.StringIO()
-    options = {"file": file, "force_terminal": True, "width": 200, "force_interactive": False}
+    options = {"file": file, "force_terminal": True, "width": width, "force_interactive": False}
     return RichProgressBar(console_kwargs=options), file
 
 
@@ -44,9 +44,10 @@ def fit(bar: ProgressBar | None, callbacks: tuple[pl.Callback, ...] = (), **opti
 def shown(printed: str) -> list[dict[str, str]]:
     """Return the items of every state that the bar was printed in; one that stood cut short is left out."""
     pattern = (
-        r"energy[=:] ?(\S+?),? temperature[=:] ?(\S+?),? cycle[=:] ?(\S+?),? stage[=:] ?(\S+?),? samples[=:] ?(\d+)"
+        r"nll[=:] ?(\S+?),? (?:val[=:] ?\S+?,? )?temperature[=:] ?(\S+?),? cycle[=:] ?(\S+?),? stage[=:] ?(\S+?),? "
+        r"samples[=:] ?(\d+)"
     )
-    names = ("energy", "temperature", "cycle", "stage", "samples")
+    names = ("nll", "temperature", "cycle", "stage", "samples")
     return [dict(zip(names, found, strict=True)) for found in re.findall(pattern, ANSI.sub("", printed))]
 
 
@@ -58,17 +59,17 @@ def _every_reading(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_every_reading")
 def test_tqdm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    energies = energy_of_each_step()
-    fit(TQDMProgressBar(), (energies,), logger=pl.loggers.CSVLogger("."))
+    nlls = nll_of_each_step()
+    fit(TQDMProgressBar(), (nlls,), logger=pl.loggers.CSVLogger("."))
     printed = capsys.readouterr().out
     items = shown(printed)
-    assert [i["energy"] for i in items if i["energy"] == short_number(energies.seen[0])], "the first step's"
-    assert {i["energy"] for i in items} == {short_number(value) for value in energies.seen}
+    assert [i["nll"] for i in items if i["nll"] == short_number(nlls.seen[0])], "the first step's"
+    assert {i["nll"] for i in items} == {short_number(value) for value in nlls.seen}
     assert {i["cycle"] for i in items} == {"1/3", "2/3", "3/3"}
     assert {(i["stage"], i["temperature"]) for i in items} == {("exploration", "0"), ("sampling", "1")}
     assert items[0]["samples"] == "0"
     assert items[-1] == {
-        "energy": short_number(energies.seen[-1]),
+        "nll": short_number(nlls.seen[-1]),
         "temperature": "1",
         "cycle": "3/3",
         "stage": "sampling",
@@ -78,15 +79,32 @@ def test_tqdm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("_every_reading")
-def test_rich() -> None:
+@pytest.mark.parametrize("kind", ["tqdm", "rich"])
+def test_one_line_of_eighty_columns(
+    kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole entries within 80 columns, in a run of three-digit epochs that has drawn samples."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(progress, "get_terminal_size", lambda: os.terminal_size((80, 24)))
+    bar, file = (TQDMProgressBar(), io.StringIO()) if kind == "tqdm" else rich_bar(80)
+    fit(bar, (BayesianModelAverage(),), max_epochs=120, max_steps=STEPS)
+    printed = ANSI.sub("", file.getvalue() or capsys.readouterr().out)
+    last = [line.rstrip() for line in re.split(r"[\r\n]", printed) if "Epoch" in line and "nll" in line][-1]
+    assert re.search(r"nll[=:] ?[\d.]+,? val[=:] ?[\d.]+,? n[=:] ?6\b", last), last
+    assert len(re.sub("█+", "█", last)) <= 80, "tqdm shortens the bar on a terminal"
+
+
+@pytest.mark.usefixtures("_every_reading")
+def test_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     bar, file = rich_bar()
-    energies = energy_of_each_step()
-    fit(bar, (energies,), logger=pl.loggers.CSVLogger("."))
+    nlls = nll_of_each_step()
+    fit(bar, (nlls,), logger=pl.loggers.CSVLogger("."))
     items = shown(file.getvalue())
     assert items[-1]["cycle"] == "3/3"
     assert items[-1]["samples"] == str(CYCLES * SAMPLES)
     assert items[-1]["stage"] == "sampling"
-    assert items[-1]["energy"] == short_number(energies.seen[-1])
+    assert items[-1]["nll"] == short_number(nlls.seen[-1])
     assert "v_num" not in file.getvalue()
 
 
@@ -105,7 +123,7 @@ def test_without_configuration(capsys: pytest.CaptureFixture[str], monkeypatch: 
     trainer.fit(classifier(), loaders()[0])
     assert isinstance(trainer.progress_bar_callback, TQDMProgressBar | RichProgressBar)
     printed = ANSI.sub("", capsys.readouterr().out)
-    assert re.search(r"energy.*temperature.*stage[=:] ?sampling.*samples[=:] ?4.*mine", printed)
+    assert re.search(r"nll.*temperature.*stage[=:] ?sampling.*samples[=:] ?4.*mine", printed)
     assert "cycle" not in printed
     assert "get_metrics" not in vars(trainer.progress_bar_callback), "the bar is given back as it was"
 
@@ -114,7 +132,7 @@ def test_a_fit_without_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = fit(None, enable_progress_bar=False)
     assert trainer.progress_bar_callback is None
     assert not any(isinstance(c, SamplingProgress) for c in trainer.callbacks)  # type: ignore[attr-defined]
-    assert "energy" not in capsys.readouterr().out
+    assert "nll" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["tqdm", "rich"])
@@ -122,19 +140,18 @@ def test_the_device_is_read_at_readings_only(kind: str, monkeypatch: pytest.Monk
     """With the clock standing still: once at the start, and at each epoch's last batch; both bars ask at each step."""
     readings: list[int] = []
     asked: list[int] = []
-    energy = ObservedEnergy.energy.fget  # type: ignore[attr-defined]
+    nll = progress.mean_nll
     items = SamplingProgress.items
 
-    def read(state: ObservedEnergy) -> torch.Tensor:
+    def read(state: ObservedEnergy) -> float:
         readings.append(1)
-        result: torch.Tensor = energy(state)
-        return result
+        return nll(state)
 
     def ask(self: SamplingProgress, *args: Any) -> dict[str, str]:
         asked.append(1)
         return items(self, *args)
 
-    monkeypatch.setattr(ObservedEnergy, "energy", property(read))
+    monkeypatch.setattr(progress, "mean_nll", read)
     monkeypatch.setattr(SamplingProgress, "items", ask)
     monkeypatch.setattr(progress.time, "monotonic", lambda: 100.0)
     bar = TQDMProgressBar() if kind == "tqdm" else rich_bar()[0]
@@ -161,7 +178,7 @@ def test_resume_counts_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     after = shown(capsys.readouterr().out)
     assert after[0]["cycle"] == "3/3"
     assert after[0]["samples"] == "4"
-    assert after[-1] | {"energy": ""} == before[-1] | {"energy": ""}
+    assert after[-1] | {"nll": ""} == before[-1] | {"nll": ""}
 
 
 def test_a_second_fit_begins_anew(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,9 +199,9 @@ def test_a_second_fit_begins_anew(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0.123456, "0.1235"),
-        (12.3456, "12.35"),
-        (123456.78, "123456.8"),
+        (0.123456, "0.123"),
+        (12.3456, "12.3"),
+        (123456.78, "123457"),
         (-1234567.0, "-1.235e+06"),
         (float("nan"), "nan"),
         (float("inf"), "inf"),

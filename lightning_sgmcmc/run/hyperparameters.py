@@ -1,0 +1,75 @@
+"""The settings of a run, as hyperparameters for loggers."""
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.core.saving import save_hparams_to_yaml
+from pytorch_lightning.loggers import TensorBoardLogger
+
+from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.run.results import markdown_table
+from lightning_sgmcmc.run.settings import Settings
+from lightning_sgmcmc.run.trainer import callbacks_of
+
+PACKAGES = ("lightning-sgmcmc", "torch", "pytorch-lightning")
+
+
+def log_settings(trainer: pl.Trainer, model: EnergyModel, settings: Settings) -> None:
+    """Write a run's settings to every logger, once its sampler, N and seed are known.
+
+    Args:
+        trainer: the run's.
+        model: the run's module.
+        settings: the result of `settings_of`.
+    """
+    if not trainer.loggers:
+        return
+    hyperparameters = hyperparameters_of(trainer, model, settings)
+    for logger in trainer.loggers:
+        logger.log_hyperparams(hyperparameters)
+        if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+            _update_tensorboard(logger, hyperparameters)
+
+
+def hyperparameters_of(trainer: pl.Trainer, model: EnergyModel, settings: Settings) -> dict[str, Any]:
+    """Return what determines a run's draws, by name: its settings (`sampler.friction`, `schedule.num_cycles`, …), the
+    module's own arguments, the number of chains and of sampled parameters, the trainer's options, and versions."""
+    chains = chains_of(model)
+    plain = {k: v for k, v in model.recorded_arguments().items() if isinstance(v, str | int | float | bool)}
+    known = {name: value for name, value in settings.items() if name != "data"}
+    return {
+        "model": type(model).__name__,
+        **plain,
+        **known,
+        "num_chains": chains.layout.total_chains,
+        "num_parameters": sum(p.numel() for p in chains.trainable.values()) // chains.num_chains,
+        "callbacks": ", ".join(type(callback).__name__ for callback in callbacks_of(trainer)),
+        "batch_size": getattr(trainer.train_dataloader, "batch_size", None),
+        "precision": str(trainer.precision),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "max_steps": trainer.estimated_stepping_batches,
+        **{f"version.{name}": _version(name) for name in PACKAGES},
+        "version.python": platform.python_version(),
+    }
+
+
+def _update_tensorboard(logger: TensorBoardLogger, hyperparameters: dict[str, Any]) -> None:
+    """Show the settings as text and write them to `hparams.yaml`.
+
+    TensorBoard keeps a run's first hyperparameters, which Lightning logs before N and the seed are known.
+    """
+    rows = [[name, str(value)] for name, value in hyperparameters.items()]
+    logger.experiment.add_text("settings", markdown_table(["setting", "value"], rows))
+    save_hparams_to_yaml(str(Path(logger.log_dir) / logger.NAME_HPARAMS_FILE), logger.hparams)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a copy of the source
+        return "unknown"
