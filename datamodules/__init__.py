@@ -11,6 +11,7 @@ from lightning_sgmcmc.datamodules.mushroom import MushroomDataModule
 from lightning_sgmcmc.datamodules.notmnist import NotMNISTDataModule
 from lightning_sgmcmc.datamodules.stream import StreamDataModule
 from lightning_sgmcmc.datamodules.svhn import SVHNDataModule
+from lightning_sgmcmc.datamodules.table import TableDataModule
 from lightning_sgmcmc.datamodules.uci import UCIClassificationDataModule, UCIRegressionDataModule
 from lightning_sgmcmc.datamodules.wrapper import DatasetDataModule
 
@@ -29,6 +30,7 @@ __all__ = [
     "SVHNDataModule",
     "Split",
     "StreamDataModule",
+    "TableDataModule",
     "TensorBatches",
     "UCIClassificationDataModule",
     "UCIRegressionDataModule",

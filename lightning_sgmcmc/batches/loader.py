@@ -42,7 +42,7 @@ class ResumableLoader:
         seed: seed of the order; None takes the run's, which the trainer's module passes, or else torch's initial seed.
         drop_last: leave out the last batch of an epoch where it is short.
         num_workers: processes that load; 0 loads in this one.
-        collate: makes a batch of a list of items; None is torch's default. Whole batches are not collated.
+        collate_fn: makes a batch of a list of items; None is torch's default. Whole batches are not collated.
         chain: global index of the chain; a run with several chains passes their indices.
         num_replicas: data-parallel ranks that share the data; None asks torch.distributed.
         rank: index of this replica; None asks torch.distributed.
@@ -64,7 +64,7 @@ class ResumableLoader:
         seed: int | None = None,
         drop_last: bool = False,
         num_workers: int = 0,
-        collate: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         chain: int = 0,
         num_replicas: int | None = None,
         rank: int | None = None,
@@ -95,7 +95,7 @@ class ResumableLoader:
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.num_workers = num_workers
-        self.collate_fn = collate if collate is not None else _default_collate_of(dataset)
+        self.collate_fn = collate_fn if collate_fn is not None else _default_collate_of(dataset)
         self.chains: tuple[int, ...] = (chain,)
         """The chains that get a batch of their own each; one gets plain batches, several get `ChainBatches`."""
         self.num_replicas = num_replicas or (torch.distributed.get_world_size() if distributed else 1)

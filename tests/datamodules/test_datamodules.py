@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_sgmcmc import BayesianModule, Gaussian
+from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import (
     ArrayDataModule,
     DatasetDataModule,
     DigitsDataModule,
     MNISTDataModule,
+    TableDataModule,
     TensorBatches,
     UCIClassificationDataModule,
     UCIRegressionDataModule,
@@ -20,7 +23,8 @@ from lightning_sgmcmc.datamodules import (
 from lightning_sgmcmc.datamodules.base import random_split, standardise
 from lightning_sgmcmc.datamodules.loading import evaluation_loader
 from tests.support.paths import DATA_ROOT as ROOT
-from tests.support.problems import Stream
+from tests.support.problems import Stream, blobs, classifier
+from tests.support.trainers import quiet_trainer
 
 needs_data = pytest.mark.skipif(not ROOT.is_dir(), reason="no data files: set SGMCMC_DATA_ROOT to their folder")
 
@@ -163,6 +167,90 @@ def test_wrapper() -> None:
     stream = DatasetDataModule(Stream([(torch.zeros(2), torch.tensor(0))] * 8), batch_size=4, num_data=8)
     assert stream.num_data == 8
     assert len(list(stream.train_dataloader())) == 2
+    joined = DatasetDataModule(
+        data, val=data, batch_size=7, collate_fn=lambda items: torch.stack([x for x, _ in items])
+    )
+    assert [next(iter(loader)).shape for loader in (joined.train_dataloader(), joined.val_dataloader())] == [(7, 2)] * 2
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_a_tensor_data_set_has_the_draws_of_its_items(chains: int) -> None:
+    """With dropout and a validation set; a subclass is indexed item by item, as before."""
+
+    class Items(TensorDataset):
+        pass
+
+    walks = []
+    for kind in (TensorDataset, Items):
+        train, val = (kind(*blobs(count, seed).tensors) for count, seed in ((50, 0), (30, 1)))
+        collector, module = SampleCollector(in_memory=True), classifier(dropout=0.5, seed=1, num_chains=chains)
+        data = DatasetDataModule(train, val=val, batch_size=12)
+        callbacks = [SamplingSchedule(every_n_steps=2), collector, BayesianModelAverage()]
+        quiet_trainer(max_steps=7, callbacks=callbacks).fit(module, datamodule=data)
+        assert collector.posterior is not None
+        walks.append(([sample.state for sample in collector.posterior], module.evaluations["val"].bma))
+        assert isinstance(data.train_dataloader().dataset, TensorBatches) == (kind is TensorDataset)
+    assert walks[0][1] == walks[1][1]
+    for first, second in zip(walks[0][0], walks[1][0], strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_table_of_numpy_arrays(tmp_path: Path) -> None:
+    """A regression in units of its own: rows of all parts together are the table, and the metrics are in its units."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(5.0, [1.0, 100.0], size=(200, 2)), rng.normal(size=200)
+    y = 1000 + 50 * (x[:, 0] - 5) + y
+    data = TableDataModule(x, y, batch_size=40, val_fraction=0.2, test_fraction=0.1)
+    prepared(data)
+    assert (data.num_data, data.num_classes) == (140, None)
+    assert data.target_mean is not None
+    assert data.target_std is not None
+    inputs, targets = (torch.cat([getattr(split, name) for split in data.splits]) for name in ("inputs", "targets"))
+    assert inputs.dtype == targets.dtype == torch.float32
+    torch.testing.assert_close(data.splits[0].inputs.mean(0), torch.zeros(2), atol=1e-5, rtol=0)
+    torch.testing.assert_close(data.splits[0].targets.std(0, correction=0), torch.ones(1))
+    back = targets[:, 0].double() * data.target_std + data.target_mean
+    torch.testing.assert_close(back.sort().values, torch.tensor(y).sort().values, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(data.inputs(x).sort(0).values, inputs.sort(0).values)
+    module = BayesianModule(net=torch.nn.Linear(2, 1), likelihood=Gaussian(std=0.05), lr=0.002, seed=0)
+    callbacks = [SamplingSchedule(burn_in_epochs=20, every_n_epochs=1), BayesianModelAverage()]
+    quiet_trainer(max_epochs=25, callbacks=callbacks).fit(module, datamodule=data)
+    assert 0.5 < module.evaluations["val"].bma["rmse"] < 5, "the noise is 1, in the table's units"
+
+
+def test_a_table_of_classes_and_one_without_standardisation() -> None:
+    x, y = np.arange(40.0).reshape(20, 2), np.arange(20) % 2
+    classes = prepared(TableDataModule(x, y, val_fraction=0.2, test_fraction=0.2))
+    assert (classes.num_classes, classes.target_std) == (2, None)
+    assert [split.targets.sum().item() for split in classes.splits] == [6, 2, 2], "the same shares in each class"
+    plain = prepared(TableDataModule(x, x[:, 0], standardise=False, val_fraction=0, test_fraction=0))
+    assert plain.splits[0].inputs.tolist() == x.tolist()
+    assert plain.target_std is None
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (np.zeros(3), np.zeros(3), r"x should have shape \(n, columns\), got \(3,\)"),
+        (np.zeros((3, 1)), np.zeros(4), "x has 3 rows and y has 4 targets"),
+        (np.full((3, 1), np.nan), np.zeros(3), "x has 3 values that are NaN or infinite: fill them in"),
+        (np.zeros((2, 1)), np.zeros((2, 2)), r"y should have shape \(n,\) or \(n, 1\), got \(2, 2\)"),
+        (np.zeros((2, 1)), np.array([-1, 1]), "y has the label -1: labels count from 0"),
+    ],
+)
+def test_wrong_tables_are_named(x: Any, y: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TableDataModule(x, y)
+
+
+def test_numpy_arrays_and_float64_inputs() -> None:
+    x, y = (part.numpy() for part in blobs().tensors)
+    with pytest.raises(TypeError, match=r"tensors must be torch tensors, got a ndarray: use torch\.as_tensor"):
+        TensorBatches(x, y)
+    data = DatasetDataModule(TensorDataset(torch.tensor(x).double(), torch.tensor(y)), batch_size=24)
+    trainer = quiet_trainer(max_steps=1, callbacks=[SamplingSchedule(every_n_steps=1)])
+    with pytest.raises(TypeError, match=r"inputs are float64 and the network's parameters float32: convert .* \.float"):
+        trainer.fit(classifier(), datamodule=data)
 
 
 @pytest.mark.parametrize(
