@@ -9,6 +9,7 @@ from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import is_of_other_namespace
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.settings import changed_arguments
 from lightning_sgmcmc.run.trainer import callbacks_of
 
 
@@ -33,6 +34,9 @@ class SamplerCallback(pl.Callback):
         bayesian(pl_module, self)
         if stage == "fit":
             self.reset()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in changed_arguments(self))})"
 
     def reset(self) -> None:
         """Clear the state of an earlier fit; a checkpoint's state is loaded afterwards."""

@@ -1,6 +1,7 @@
 """The running Bayesian model average, evaluated as the samples are drawn."""
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -16,6 +17,7 @@ from lightning_sgmcmc.evaluation.loader_average import LoaderAverage, loaders_of
 from lightning_sgmcmc.evaluation.out_of_distribution import OutOfDistributionData, OutOfDistributionSource
 from lightning_sgmcmc.evaluation.scoring import evaluate
 from lightning_sgmcmc.evaluation.share import share_of
+from lightning_sgmcmc.evaluation.user_metrics import UserMetrics
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.early_stopping import PatientStopping
 
@@ -56,6 +58,9 @@ class BayesianModelAverage(SamplerCallback):
             by name. An unnamed one is called after its class (`NotMNISTDataModule`: "notmnist"). The library's
             datamodules are normalised by the training data's statistics, those of the trainer's datamodule; a loader's
             data are used as they are.
+        metrics: metrics of your own by name, torchmetrics or functions of (prediction, target) that return a number.
+            The prediction is the class probabilities (n, K), or in regression the means in original units. They are
+            logged as `val/bma_<name>` and `val/single_<name>`.
 
     Raises:
         ValueError: for another cycle_weights or importance_weights; at setup, if no schedule would draw a sample, or
@@ -69,6 +74,7 @@ class BayesianModelAverage(SamplerCallback):
         cycle_weights: Literal["uniform", "harmonic"] = "uniform",
         ood: OutOfDistributionSource | dict[str, OutOfDistributionSource] | None = None,
         importance_weights: Literal["sample", "final"] = "sample",
+        metrics: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         check_choice("importance_weights", importance_weights, ("sample", "final"))
         if cycle_weights not in ("uniform", "harmonic"):
@@ -76,6 +82,7 @@ class BayesianModelAverage(SamplerCallback):
         self.cycle_weights = cycle_weights
         self.importance_weights = importance_weights
         self.ood = OutOfDistributionData(ood)
+        self.metrics = UserMetrics(metrics)
         self._averages: list[LoaderAverage] = []
         self._stopping = PatientStopping(MONITORS)
 
@@ -86,6 +93,7 @@ class BayesianModelAverage(SamplerCallback):
         if stage == "fit":
             require_schedule(trainer, self)
         if stage != "predict":
+            self.metrics.check(bayesian(pl_module, self))
             self.ood.setup(trainer, bayesian(pl_module, self))
 
     def reset(self) -> None:
@@ -109,7 +117,7 @@ class BayesianModelAverage(SamplerCallback):
         with undisturbed(trainer, module):
             self.ood.check(trainer, module)
         if len(self._averages) != len(loaders):
-            self._averages = [LoaderAverage(self.cycle_weights) for _ in loaders]
+            self._averages = [LoaderAverage(self.cycle_weights, self.metrics) for _ in loaders]
         self._publish(module, "val")
         self._stopping.begin(trainer, self._count())
 
@@ -159,7 +167,7 @@ class BayesianModelAverage(SamplerCallback):
         source = trainer.test_dataloaders if stage == "test" else trainer.val_dataloaders
         limits = trainer.num_test_batches if stage == "test" else trainer.num_val_batches
         loaders = loaders_of(source)
-        self._averages = [LoaderAverage(self.cycle_weights) for _ in loaders]
+        self._averages = [LoaderAverage(self.cycle_weights, self.metrics) for _ in loaders]
         self._publish(module, stage)
         for sample in module.posterior.reweighted(self.importance_weights):
             self._add(trainer, module, sample, loaders, limits)
@@ -175,7 +183,8 @@ class BayesianModelAverage(SamplerCallback):
         limits: list[int | float],
     ) -> None:
         """Evaluate a sample on every loader and add it to the averages."""
-        scale = float(getattr(getattr(trainer, "datamodule", None), "target_std", None) or 1.0)
+        data = getattr(trainer, "datamodule", None)
+        units = (float(getattr(data, "target_std", None) or 1.0), float(getattr(data, "target_mean", None) or 0.0))
         with undisturbed(trainer, module):
             state = {name: tensor.to(module.device) for name, tensor in sample.state.items()}
             log_likelihood = 0.0
@@ -186,7 +195,7 @@ class BayesianModelAverage(SamplerCallback):
             for index, (average, loader, limit) in enumerate(zip(self._averages, loaders, limits, strict=True)):
                 share = share_of(trainer, loader, limit, index)
                 scores = evaluate(module, state, share.batches(trainer, module))
-                average.add(module, sample, scores, share, scale, log_likelihood, ood_terms if index == 0 else {})
+                average.add(module, sample, scores, share, units, log_likelihood, ood_terms if index == 0 else {})
 
     def _publish(self, module: BayesianModule, stage: str) -> None:
         if self._averages:
@@ -213,7 +222,8 @@ class BayesianModelAverage(SamplerCallback):
 
     def _no_metrics(self, module: BayesianModule, stage: str) -> dict[str, float]:
         names = module.likelihood.metric_names if module.likelihood is not None else ("nll",)
-        metrics = {}
+        names = (*names, *self.metrics.names)
+        metrics: dict[str, float] = {}
         for index, suffix in enumerate(self._suffixes):
             own = (*names, *self.ood.metric_names) if index == 0 else names
             metrics |= {f"{stage}/{kind}_{name}{suffix}": math.nan for kind in ("bma", "single") for name in own}
@@ -225,7 +235,7 @@ class BayesianModelAverage(SamplerCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._averages = []
         for saved in state_dict["averages"]:
-            average = LoaderAverage(self.cycle_weights)
+            average = LoaderAverage(self.cycle_weights, self.metrics)
             average.load_state_dict(saved)
             self._averages.append(average)
 

@@ -48,7 +48,7 @@ MOST_CHAINS = 16
 
 
 class PosteriorDashboard(SamplerCallback):
-    """Shows a sampling run live in W&B or TensorBoard, and in files in the run's folder.
+    """Shows a sampling run live in W&B, TensorBoard or a notebook, and in files in the run's folder.
 
     Scalars, every `trainer.log_every_n_steps`: `sampler/lr`, `sampler/temperature`, `sampler/energy` (Ũ of the
     mini-batch, nats; with several chains their mean, and `sampler/energy_chain_0` and so on), `sampler/cycle`, and

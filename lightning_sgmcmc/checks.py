@@ -1,7 +1,9 @@
 """Checks of arguments: each raises with argument, value and remedy."""
 
+import inspect
 import math
 import numbers
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,6 +75,29 @@ def check_kind(name: str, value: Any, kind: type, optional: bool = True) -> None
 def is_of_other_namespace(value: Any) -> bool:
     """Return whether an object's class, or one of its base classes, comes from `lightning.pytorch`."""
     return any(f"{cls.__module__}.".startswith("lightning.pytorch.") for cls in type(value).__mro__)
+
+
+def names_other_lightning(*modules: str) -> bool:
+    """Return whether one of the modules, or the main program, imports from `lightning` and not from
+    `pytorch_lightning`.
+
+    Args:
+        modules: names of the modules that use this library.
+    """
+    if "lightning.pytorch" not in sys.modules:
+        return False
+    for name in (*modules, "__main__"):
+        values = list(vars(sys.modules.get(name, sys)).values())
+        origins = {v.__name__ if inspect.ismodule(v) else v.__module__ for v in values if _is_named(v)}
+        ours = any(f"{origin}.".startswith("pytorch_lightning.") for origin in origins)
+        theirs = any(origin == "lightning" or f"{origin}.".startswith("lightning.pytorch.") for origin in origins)
+        if theirs and not ours:
+            return True
+    return False
+
+
+def _is_named(value: Any) -> bool:
+    return inspect.ismodule(value) or inspect.isclass(value)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -2,13 +2,16 @@
 
 import functools
 import inspect
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from torch import Tensor, nn
 
+from lightning_sgmcmc.checks import names_other_lightning
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.priors import GaussianPrior, Prior
 from lightning_sgmcmc.samplers import Sampler
@@ -50,6 +53,13 @@ class EnergyModel(pl.LightningModule):
 
     def __init__(self, net: nn.Module | None, likelihood: Likelihood | None, prior: Prior | None) -> None:
         super().__init__()
+        if names_other_lightning(type(self).__module__):
+            warnings.warn(
+                "lightning's Trainer does not accept this module (`model` must be a `LightningModule`), since "
+                "lightning.pytorch and pytorch_lightning are two packages: write `import pytorch_lightning as pl` "
+                "instead of `import lightning as L`, and use pl.Trainer",
+                stacklevel=4,
+            )
         check_part("net", net, nn.Module)
         check_part("likelihood", likelihood, Likelihood)
         check_part("prior", prior, Prior)
@@ -78,7 +88,11 @@ class EnergyModel(pl.LightningModule):
                 f"output_and_target(batch) of {type(self).__name__}"
             )
         x, y = batch
-        return self(x), y
+        try:
+            return self(x), y
+        except RuntimeError as error:
+            check_dtype(self, x, error)
+            raise
 
     def log_likelihood(self, batch: Any) -> Tensor:
         """Return log p(y|x,θ) for each datum of a batch, shape (n,), for one chain."""
@@ -204,6 +218,20 @@ def check_layers(model: nn.Module) -> None:
                 f"'{name}' has no shape yet, since its layer is lazy: pass one batch through "
                 f"{type(model).__name__} first"
             )
+
+
+def check_dtype(model: nn.Module, inputs: Any, error: RuntimeError) -> None:
+    """Raise an error that names the dtypes if the network failed on float64 inputs, as NumPy makes them.
+
+    Raises:
+        TypeError: if the inputs are float64 and the parameters are not.
+    """
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    if isinstance(inputs, Tensor) and inputs.dtype == torch.float64 and dtype not in (None, torch.float64):
+        raise TypeError(
+            f"the batch's inputs are float64 and the network's parameters {str(dtype).removeprefix('torch.')}: convert "
+            "the data by .float() (NumPy's numbers are float64), or use Trainer(precision='64-true')"
+        ) from error
 
 
 def check_shape(log_likelihood: Tensor, chains: bool = False) -> None:

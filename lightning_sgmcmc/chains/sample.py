@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_sgmcmc.diagnostics.samples import within_groups
 
 
-@dataclass
+@dataclass(repr=False)
 class PosteriorSample:
     """One draw from the posterior: a chain's parameters and buffers, and their origin in the run.
 
@@ -41,6 +41,13 @@ class PosteriorSample:
     def state(self) -> dict[str, Tensor]:
         """Parameters and buffers together."""
         return {**self.parameters, **self.buffers}
+
+    def __repr__(self) -> str:
+        numbers = sum(parameter.numel() for parameter in self.parameters.values())
+        return (
+            f"PosteriorSample(step={self.step}, chain={self.chain}, cycle={self.cycle}, energy={self.energy:.6g}, "
+            f"log_weight={self.log_weight:.6g}, {numbers} parameters in {len(self.parameters)} tensors)"
+        )
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,15 @@ from lightning_sgmcmc.diagnostics.metrics import out_of_distribution_metrics
 from lightning_sgmcmc.diagnostics.samples import effective_sample_size, within_groups
 from lightning_sgmcmc.evaluation.averages import ChainsAverage, CycleAverage, WeightedAverage
 from lightning_sgmcmc.evaluation.comparison import ChainComparison
+from lightning_sgmcmc.evaluation.html_table import html_table
 from lightning_sgmcmc.evaluation.share import EvaluationShare
+from lightning_sgmcmc.evaluation.user_metrics import UserMetrics
 from lightning_sgmcmc.model import EnergyModel
 
 MEMBER_KEYS = ("step", "chain", "cycle")
 
 
-@dataclass
+@dataclass(repr=False)
 class Evaluation:
     """Evaluation of the collected samples on one data set.
 
@@ -53,6 +55,17 @@ class Evaluation:
             return None
         return effective_sample_size(weights)
 
+    def __repr__(self) -> str:
+        single = self.single
+        metrics = (f"{name} {value:.4g} (single {single[name]:.4g})" for name, value in self.bma.items())
+        return f"Evaluation({', '.join([f'{len(self.members)} samples', *metrics])})"
+
+    def _repr_html_(self) -> str:
+        single, deviations = self.single, self.single_std
+        rows = [(name, single[name], deviations[name], value) for name, value in self.bma.items()]
+        columns = ("metric", "mean single sample", "standard deviation", "model average")
+        return html_table(f"{len(self.members)} posterior samples", columns, rows)
+
     @property
     def bma(self) -> dict[str, float]:
         """The metrics of the average of all samples."""
@@ -80,9 +93,11 @@ class LoaderAverage:
 
     Args:
         cycle_weights: as in `BayesianModelAverage`.
+        metrics: the user's own metrics.
     """
 
-    def __init__(self, cycle_weights: str) -> None:
+    def __init__(self, cycle_weights: str, metrics: UserMetrics | None = None) -> None:
+        self._metrics = metrics if metrics is not None else UserMetrics(None)
         self.evaluation = Evaluation()
         self._cycle_weights = cycle_weights
         self._total = self._new()
@@ -97,7 +112,7 @@ class LoaderAverage:
         sample: PosteriorSample,
         scores: tuple[dict[str, Tensor], Tensor, Tensor | None],
         share: EvaluationShare,
-        scale: float,
+        units: tuple[float, float],
         log_likelihood: float,
         ood_terms: Mapping[str, dict[str, Tensor]],
     ) -> None:
@@ -108,7 +123,7 @@ class LoaderAverage:
             sample: the sample.
             scores: the result of `lightning_sgmcmc.evaluation.evaluate` for this process's data.
             share: this process's share of the data.
-            scale: the divisor of the targets.
+            units: the divisor of the targets, and the mean that was subtracted before.
             log_likelihood: log p(D|θ) of all training data, if the weights need it.
             ood_terms: the likelihood's terms on each set of out-of-distribution data, of all ranks.
         """
@@ -127,8 +142,10 @@ class LoaderAverage:
             return total.combined()
 
         average = add(self._total, terms, log_density)
-        own = metrics_of(module, terms, log_density, target, scale)
-        running = metrics_of(module, average.terms, average.log_density, target, scale)
+        own = metrics_of(module, terms, log_density, target, units[0])
+        running = metrics_of(module, average.terms, average.log_density, target, units[0])
+        own |= self._metrics.values(module, terms, target, units)
+        running |= self._metrics.values(module, average.terms, target, units)
         for name, unknown in ood_terms.items():
             ood = add(self._ood.setdefault(name, self._new()), unknown, log_density[:0])
             self.evaluation.ood[name] = ood

@@ -53,6 +53,9 @@ class OutOfDistributionData:
         self.sources: dict[str, Any] = dict(sources)
         self._loaders: dict[str, Any] = {}
 
+    def __repr__(self) -> str:
+        return str(list(self.sources)) if self.sources else "None"
+
     @property
     def metric_names(self) -> list[str]:
         """The names of the metrics, as in an `Evaluation`."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
@@ -12,10 +12,12 @@ from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, compar
 from lightning_sgmcmc.checks import check_choice, check_number
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.diagnostics.samples import effective_sample_size, normalised_weights, resample
+from lightning_sgmcmc.evaluation.html_table import html_table
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.checks import check_fits, check_sample
 from lightning_sgmcmc.posterior.description import warn_of_other_network
 from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.display import SHOWN, samples_in, summary
 from lightning_sgmcmc.posterior.export import SMALL, to_inference_data
 from lightning_sgmcmc.posterior.network import model_of
 from lightning_sgmcmc.posterior.predictive import append_with_new_statistics, average_predictions
@@ -64,7 +66,7 @@ class Posterior:
         """Open a store on disk.
 
         Args:
-            path: the folder that a `SampleCollector` wrote.
+            path: the folder that a `SampleCollector` wrote, or the folder of a run that has it as `samples`.
             model: a module like the trained one; None builds it from the store's description, if any (networks of
                 torch's layers, torchvision's models, and classes whose arguments are plain data and whose module is
                 imported). A plain network is taken as `net`.
@@ -84,7 +86,7 @@ class Posterior:
             raise ValueError("model already contains a network: pass either model=… or net=…")
         if model is not None and not isinstance(model, EnergyModel):
             model, net = None, model
-        store = DiskStore(path, skip_damaged=skip_damaged)
+        store = DiskStore(samples_in(Path(path)), skip_damaged=skip_damaged)
         posterior = cls(store)
         if model is None:
             model, posterior._why_no_model = model_of(store, net, trust)
@@ -120,8 +122,26 @@ class Posterior:
     def __iter__(self) -> Iterator[PosteriorSample]:
         return iter(self.store)
 
-    def __getitem__(self, index: int) -> PosteriorSample:
-        return self.store[index]
+    @overload
+    def __getitem__(self, index: int) -> PosteriorSample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "Posterior": ...
+
+    def __getitem__(self, index: int | slice) -> "PosteriorSample | Posterior":
+        """Return a sample, or the posterior of a slice of them; nothing is copied."""
+        if not isinstance(index, slice):
+            return self.store[index]
+        chosen = range(*index.indices(len(self)))
+        return self._selected(chosen, [self.records[i].log_weight for i in chosen])
+
+    def __repr__(self) -> str:
+        return f"Posterior({summary(self.records)}{f', {where}' if (where := getattr(self.store, 'path', '')) else ''})"
+
+    def _repr_html_(self) -> str:
+        rows = [(r.step, r.chain, r.cycle, r.energy, r.log_weight) for r in self.records[:SHOWN]]
+        more = [] if len(self) <= SHOWN else [("…",) * 5]
+        return html_table(repr(self), ("step", "chain", "cycle", "energy", "log-weight"), [*rows, *more])
 
     @property
     def records(self) -> list[SampleRecord]:

@@ -38,7 +38,7 @@ class PatientStopping:
         self.samples = samples
         for callback in callbacks_of(trainer):
             if isinstance(callback, EarlyStopping) and str(callback.monitor).startswith(self._monitors):
-                callback._should_skip_check = self._waiting(callback._should_skip_check)  # type: ignore[method-assign]
+                vars(callback)["_should_skip_check"] = self._waiting(callback._should_skip_check)
                 self._patched.append(callback)
 
     def _waiting(self, skips: Callable[[pl.Trainer], bool]) -> Callable[[pl.Trainer], bool]:

@@ -14,6 +14,7 @@ from pytorch_lightning.loggers import TensorBoardLogger, WandbLogger
 from lightning_sgmcmc import figures
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.files import write_output
+from lightning_sgmcmc.run.notebook import show_inline
 from lightning_sgmcmc.run.results import markdown_table
 from lightning_sgmcmc.run.trainer import log_interval
 
@@ -57,7 +58,7 @@ def log_cost(trainer: pl.Trainer, chains: Chains) -> None:
 
 
 def log_figure(trainer: pl.Trainer, name: str, figure: "Figure", step: int, folder: Path | None) -> None:
-    """Write a figure to the loggers that accept pictures, and as a PNG file.
+    """Write a figure to the loggers that accept pictures, and as a PNG file; in a notebook, show it.
 
     Args:
         trainer: the run's; only rank zero writes.
@@ -77,6 +78,7 @@ def log_figure(trainer: pl.Trainer, name: str, figure: "Figure", step: int, fold
             _log_object(logger, name, wandb.Image(_pixels(png)), step)
         elif isinstance(logger, TensorBoardLogger):
             logger.experiment.add_image(name, np.asarray(_pixels(png)), step, dataformats="HWC")
+    show_inline(trainer, name, png.getvalue())
     if folder is not None:
         write_output(folder / f"{_stem(name)}.png", png.getvalue())
 
