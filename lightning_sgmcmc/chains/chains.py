@@ -113,8 +113,7 @@ class Chains:
                     "same states: create a new module for a run on several processes."
                 )
             return
-        own_start = any(chain > 0 for chain in self.layout.chains) and self.start == "own"
-        if not (self.num_chains > 1 or own_start):
+        if self.num_chains == 1 and (self.start == "same" or self.layout.first_chain == 0):
             return
         check_layers(self.model)
         self.resolve_seed(trainer)
@@ -270,10 +269,9 @@ class Chains:
         assert self.energies is not None, "energies are computed only during a fit"
         step = self.energies(batch, seed_chain=self.claims.get("seed chain"), keeps_each=self.observed.keeps_each)
         self.pulse.count += 1
-        ranks = self.layout.ranks_per_chain
-        self.counters.gradient_evaluations += step.batch_size * ranks
+        self.counters.gradient_evaluations += step.batch_size * self.layout.ranks_per_chain
         potential = step.mean_potential
-        if ranks > 1:
+        if self.layout.ranks_per_chain > 1:
             # A non-finite energy gets a NaN gradient, so that all ranks see it; finite ones are unchanged.
             potential = potential * (potential.detach() * 0 + 1)
         accumulated, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
