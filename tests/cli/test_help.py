@@ -47,7 +47,7 @@ def test_the_help_of_fit_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     for name in lightning_sgmcmc.callbacks.__all__:
         is_callback = issubclass(getattr(lightning_sgmcmc.callbacks, name), pl.Callback) and name != "SamplerCallback"
         assert (f"\n  {name} " in text) == is_callback
-    for internal in ("Safeguards", "ExactResume", "SamplingProgress", "ConfigFile", "LambdaCallback"):
+    for internal in ("Safeguards", "SamplingProgress", "ConfigFile", "LambdaCallback"):
         assert internal not in text
 
 
