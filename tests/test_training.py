@@ -320,7 +320,7 @@ def test_regression_is_scored_in_original_units(tmp_path: Path) -> None:
     x, y = next(iter(DataLoader(Data().loader().dataset, 60)))
     stds = torch.stack([sample.parameters["likelihood.log_std"].exp() for sample in posterior]).double()
     assert stds.std() > 0.01, "the noise scale is sampled too"
-    prediction = posterior.predict(x, return_samples=True)
+    prediction = posterior.standardised().predict(x, return_samples=True)
     means = prediction.sample_means.double().squeeze(-1)
     components = torch.distributions.Normal(means, stds[:, None].expand_as(means))
     target = y.squeeze(-1).double()

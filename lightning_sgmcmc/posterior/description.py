@@ -124,12 +124,17 @@ def _build(description: Any, trust: bool) -> Any:
 
 
 def _check_numbers(cls: type[nn.Module], arguments: Mapping[str, Any]) -> None:
-    """Raise if an argument is no number where its default is one: many layers notice that only when they are called."""
+    """Raise if an argument is no number where its default is one: many layers notice that only when they are called.
+
+    Classes other than torch's may take a list of numbers as well, such as a temperature for each chain.
+    """
+    is_torchs = cls.__module__.startswith("torch.")
     for name, value in arguments.items():
         parameter = inspect.signature(cls).parameters.get(name)
         # Integers may also be tuples, or text: a convolution's padding.
         numeric = parameter is not None and isinstance(parameter.default, bool | float)
-        if numeric and not isinstance(value, bool | int | float | None):
+        each = value if isinstance(value, list | tuple) and not is_torchs else [value]
+        if numeric and not all(isinstance(number, bool | int | float | None) for number in each):
             raise NotDescribableError(f"{cls.__name__} has {name}={str(value)[:80]!r}, which should be a number")
 
 

@@ -287,7 +287,7 @@ def test_it_goes_on_exactly_from_any_batch(tmp_path: Path, setting: str) -> None
     """Checkpoints between the candidates of a step, and between their micro-batches, hold what has been seen."""
     options = SETTINGS[setting] | {"log_every_n_steps": 3}
     if setting != "epochs":
-        options |= {"accumulate_grad_batches": 2}
+        options |= {"accumulate_grad_batches": 2, "max_epochs": 5}
     whole = resumable_run(tmp_path / "whole", options, "memory", EWSG(1), SaveEverywhere(tmp_path))
     checkpoints = sorted(tmp_path.glob("*.ckpt"))[::3]
     assert len(checkpoints) > 8

@@ -98,7 +98,7 @@ CONTOURS: list[Mistake] = [
     (CONTOUR, {"include_prior": 1}, TypeError, "include_prior must be True or False, got 1 of type int"),
     (CONTOUR, {"exchange_every": 5}, ValueError, "exchange_every=5 needs interacting chains: pass interacting=True"),
     (CONTOUR, {"exchange_every": None}, TypeError, "exchange_every must be a whole number, got None"),
-    (CONTOUR, {"sample_energy": "Full"}, ValueError, "sample_energy must be 'step' or 'full', got 'Full'"),
+    (CONTOUR, {"sample_energy": "Full"}, ValueError, "sample_energy must be 'own' or 'step' or 'full', got 'Full'"),
 ]
 
 GRADIENTS: list[Mistake] = [

@@ -60,6 +60,7 @@ def test_the_coldest_slot_has_the_right_masses(sampler: Any, energy_noise: float
         lr=0.1 if sampler is SGLD else 0.03,
         energy_noise=energy_noise,
         num_chains=3 * LADDERS,
+        shared_batch=True,
         chain_execution="vmap",
         seed=4,
     )

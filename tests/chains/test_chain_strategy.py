@@ -110,9 +110,12 @@ def contour(**options: Any) -> ContourGradient:
 @pytest.mark.parametrize(
     "options",
     [
-        {"interacting": True},
+        pytest.param({"interacting": True}, marks=pytest.mark.slow),
         {"interacting": True, "exchange_every": 3},
-        {"interacting": True, "rules": ContourRules(zeta=0.75, scheme="high-order", weighting="bin")},
+        pytest.param(
+            {"interacting": True, "rules": ContourRules(zeta=0.75, scheme="high-order", weighting="bin")},
+            marks=pytest.mark.slow,
+        ),
         {},
     ],
 )

@@ -312,7 +312,7 @@ def test_temperature_of_the_target() -> None:
 @pytest.mark.parametrize(
     ("sampler", "large", "right"),
     [
-        pytest.param(pSGLD, 0.08, 0.008, id="pSGLD"),
+        pytest.param(pSGLD, 0.08, 0.008, id="pSGLD", marks=pytest.mark.slow),
         pytest.param(functools.partial(SGHMC, noise_estimate=0.01), 0.03, 0.004, id="noise_estimate"),
     ],
 )

@@ -70,13 +70,13 @@ def test_uci_regression_says_what_is_missing(tmp_path: Path, capsys: pytest.Capt
     assert "energy" in capsys.readouterr().err
 
 
-def test_cifar_csghmc_runs_all_parts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", [pytest.param("saM-SGD", marks=pytest.mark.slow), "saCSGHMC"])
+def test_cifar_csghmc_runs_all_parts(tmp_path: Path, method: str) -> None:
     setting = cifar_csghmc.Setting("synthetic", 5, 1, 250, (0.02, 0.1), 5.0, 4000.0, 1)
-    for method in ("saM-SGD", "saCSGHMC"):
-        best, average, worth = cifar_csghmc.one(method, 0, setting, Options(tmp_path, ROOT))
-        assert 0 <= best <= 100
-        assert 0 <= average <= 100
-        assert 1 <= worth <= 3.001
+    best, average, worth = cifar_csghmc.one(method, 0, setting, Options(tmp_path, ROOT))
+    assert 0 <= best <= 100
+    assert 0 <= average <= 100
+    assert 1 <= worth <= 3.001
 
 
 def test_cifar_csghmc_has_the_papers_setting() -> None:

@@ -183,7 +183,9 @@ def test_a_real_run_in_a_real_browser(tmp_path: Path, capsys: pytest.CaptureFixt
     assert page.tags["details"] == 3, "the samples, config.yaml and hparams.yaml"
 
     dom = browse(path, tmp_path, "--dump-dom")
-    assert dom.count("<table>") == page.tags["table"] == 3
+    assert dom.count("<table>") == page.tags["table"] == 4, (
+        "results of the test and validation data, the samples, the chain"
+    )
     assert "model average" in dom
     check_layout(path, tmp_path)
     screenshot = tmp_path / "page.png"

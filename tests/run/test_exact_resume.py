@@ -44,7 +44,13 @@ def check_every_save_point(tmp_path: Path, setting: str, kind: str, stride: int 
     return len(checkpoints)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+LONGER = ("steps in mid-epoch", "validation seldom")
+"""Settings whose parts the others have too."""
+
+
+@pytest.mark.parametrize(
+    "setting", [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in SETTINGS]
+)
 def test_every_save_point(tmp_path: Path, setting: str) -> None:
     assert check_every_save_point(tmp_path, setting, "memory") >= 20
 
@@ -268,7 +274,7 @@ def test_mistakes_with_the_loader() -> None:
     for build, message in (
         (lambda: ResumableLoader(Stream(), 3), "Stream has no length, so the order of its data cannot be fixed"),
         (lambda: ResumableLoader(tensors, 0), "batch_size must be at least 1, got 0"),
-        (lambda: ResumableLoader(tensors, 2, num_workers=-1), "num_workers must not be negative, got -1"),
+        (lambda: ResumableLoader(tensors, 2, num_workers=-1), "num_workers must be at least 0, got -1"),
         (lambda: ResumableLoader(tensors, 6, drop_last=True), "batch_size=6 with drop_last=True leaves no batch of 5"),
         (lambda: ResumableLoader(torch.utils.data.TensorDataset(torch.zeros(0)), 6), "there is no batch of 0 data"),
     ):

@@ -210,6 +210,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert all(f"| {name} | {value} |" in settings for name, value in SETTINGS.items())
 
 
+@pytest.mark.slow
 def test_no_logger(tmp_path: Path) -> None:
     fit_with(False)
     check_files(tmp_path / "sgmcmc")

@@ -80,7 +80,8 @@ class Hang(pl.Callback):
         self._wait(trainer, "checkpoint")
 
 
-@pytest.mark.parametrize("strategy", ["chains_fork", pytest.param("ddp_fork", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["chains_fork", "ddp_fork"])
 def test_a_rank_that_hangs_ends_the_run_with_its_name(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,7 +77,7 @@ def test_small_steps_sample_the_posterior(sampler: Any, step: float, small_step:
     ("sampler", "burn_in", "steps"),
     [
         pytest.param(functools.partial(pSGLD, alpha=0.99), 600, {0.04: 92, 0.01: 240}, id="pSGLD"),
-        pytest.param(SGNHT, 1500, {0.04: 92, 0.01: 140}, id="SGNHT"),
+        pytest.param(SGNHT, 1500, {0.04: 92, 0.01: 140}, id="SGNHT", marks=pytest.mark.slow),
     ],
 )
 def test_adaptive_samplers_come_closer_as_the_step_shrinks(sampler: Any, burn_in: int, steps: dict[float, int]) -> None:
