@@ -106,7 +106,7 @@ def test_short_accumulation_window_at_the_end_of_an_epoch() -> None:
 
 def test_evaluating_samples_does_not_touch_the_chain(tmp_path: Path) -> None:
     modules = []
-    collector, dashboard = SampleCollector(tmp_path / "samples"), PosteriorDashboard("sample")
+    collector, dashboard = SampleCollector(tmp_path / "samples"), PosteriorDashboard("sample", every_n_samples=2)
     for extra in ([], [dashboard, collector, BayesianModelAverage("harmonic"), RunSummary()]):
         torch.manual_seed(3)
         module = classifier(dropout=0.3)

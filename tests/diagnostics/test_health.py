@@ -274,7 +274,10 @@ def test_a_right_step_passes(name: str, sampler: Any, large: float, right: float
     assert (report.verdict, report.findings) == ("ok", ())
 
 
-@pytest.mark.parametrize(("name", "sampler", "large", "right"), CASES)
+@pytest.mark.parametrize(
+    ("name", "sampler", "large", "right"),
+    [pytest.param(*CASES[0].values, id="SGLD", marks=pytest.mark.slow), *CASES[1:]],
+)
 def test_a_large_step_is_flagged_with_its_exact_values(name: str, sampler: Any, large: float, right: float) -> None:
     truth = exact(name, large)
     if name != "UnderdampedLangevin":

@@ -159,7 +159,7 @@ def deviation(draws: Tensor, expected: Tensor) -> Tensor:
     [
         pytest.param(False, False, 8, 0.6, 10_000, marks=pytest.mark.slow),
         (True, False, 8, 0.8, 6_000),
-        (False, True, 8, 0.7, 4_000),
+        pytest.param(False, True, 8, 0.7, 4_000, marks=pytest.mark.slow),
     ],
 )
 def test_the_law_is_the_exact_posterior(

@@ -78,6 +78,7 @@ def test_compiled_blocks_are_the_eager_steps(sampler: Any, learner: ContourRun |
         torch.testing.assert_close(compiled.contour.log_vector, eager.contour.log_vector, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_compiled_sgld_is_eager_sgld(monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_compiler():
         pytest.skip("no C++ compiler")
