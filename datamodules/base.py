@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
 from lightning_sgmcmc.batches.per_chain import ChainBatches
-from lightning_sgmcmc.checks import check_count
+from lightning_sgmcmc.checks import check_count, check_within
 from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader
 
 
@@ -180,14 +180,15 @@ def replica_of(datamodule: pl.LightningDataModule) -> dict[str, Any]:
     return {name: kwargs[name] for name in ("num_replicas", "rank") if name in kwargs}
 
 
-def check_fraction(name: str, value: float) -> None:
-    """Raise unless a fraction is in [0, 1).
+def check_fractions(val_fraction: float, test_fraction: float = 0.0) -> None:
+    """Raise unless both fractions and their sum are in [0, 1).
 
     Raises:
         ValueError: naming the argument and its value.
     """
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} must be in [0, 1), got {value}")
+    check_within("val_fraction", val_fraction, "[0, 1)")
+    check_within("test_fraction", test_fraction, "[0, 1)")
+    check_within("val_fraction + test_fraction", val_fraction + test_fraction, "[0, 1)")
 
 
 def random_split(count: int, fractions: tuple[float, ...], seed: int, labels: Tensor | None = None) -> list[Tensor]:

@@ -11,7 +11,7 @@ from lightning_sgmcmc.datamodules.arrays import one_line, read_arrays, to_labels
 from lightning_sgmcmc.datamodules.base import (
     ArrayDataModule,
     Split,
-    check_fraction,
+    check_fractions,
     find_file,
     random_split,
     standardise,
@@ -69,9 +69,7 @@ class CovertypeDataModule(ArrayDataModule):
         drop_last: bool = False,
     ) -> None:
         super().__init__(batch_size, drop_last, seed)
-        check_fraction("val_fraction", val_fraction)
-        check_fraction("test_fraction", test_fraction)
-        check_fraction("val_fraction + test_fraction", val_fraction + test_fraction)
+        check_fractions(val_fraction, test_fraction)
         self.root = Path(root)
         self.full = full
         self.binary = binary

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fraction, random_split
+from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fractions, random_split
 
 
 class DigitsDataModule(ArrayDataModule):
@@ -32,9 +32,7 @@ class DigitsDataModule(ArrayDataModule):
         drop_last: bool = False,
     ) -> None:
         super().__init__(batch_size, drop_last, seed)
-        check_fraction("val_fraction", val_fraction)
-        check_fraction("test_fraction", test_fraction)
-        check_fraction("val_fraction + test_fraction", val_fraction + test_fraction)
+        check_fractions(val_fraction, test_fraction)
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
         self.flatten = flatten

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.datamodules.arrays import one_line
-from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fraction, find_file, random_split
+from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fractions, find_file, random_split
 from lightning_sgmcmc.files import megabytes
 
 ATTRIBUTES = (
@@ -57,9 +57,7 @@ class MushroomDataModule(ArrayDataModule):
         drop_last: bool = False,
     ) -> None:
         super().__init__(batch_size, drop_last, seed)
-        check_fraction("val_fraction", val_fraction)
-        check_fraction("test_fraction", test_fraction)
-        check_fraction("val_fraction + test_fraction", val_fraction + test_fraction)
+        check_fractions(val_fraction, test_fraction)
         self.root = Path(root)
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction

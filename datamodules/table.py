@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fraction, random_split, standardise
+from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fractions, random_split, standardise
 
 
 class TableDataModule(ArrayDataModule):
@@ -46,9 +46,7 @@ class TableDataModule(ArrayDataModule):
         drop_last: bool = False,
     ) -> None:
         super().__init__(batch_size, drop_last, seed)
-        check_fraction("val_fraction", val_fraction)
-        check_fraction("test_fraction", test_fraction)
-        check_fraction("val_fraction + test_fraction", val_fraction + test_fraction)
+        check_fractions(val_fraction, test_fraction)
         self.x, self.y = _table(x), _targets(y)
         if len(self.x) != len(self.y):
             raise ValueError(f"x has {len(self.x)} rows and y has {len(self.y)} targets: pass one target for each row")

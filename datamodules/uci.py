@@ -10,7 +10,7 @@ from lightning_sgmcmc.datamodules.arrays import read_arrays
 from lightning_sgmcmc.datamodules.base import (
     ArrayDataModule,
     Split,
-    check_fraction,
+    check_fractions,
     find_file,
     random_split,
     standardise,
@@ -57,7 +57,7 @@ class UCIRegressionDataModule(ArrayDataModule):
     ) -> None:
         super().__init__(batch_size, drop_last, seed)
         _check_name(name, REGRESSION)
-        check_fraction("val_fraction", val_fraction)
+        check_fractions(val_fraction)
         if not 0 <= split < SPLITS:
             raise ValueError(f"split must be between 0 and {SPLITS - 1}, got {split}")
         self.table = name
@@ -114,9 +114,7 @@ class UCIClassificationDataModule(ArrayDataModule):
     ) -> None:
         super().__init__(batch_size, drop_last, seed)
         _check_name(name, CLASSIFICATION)
-        check_fraction("val_fraction", val_fraction)
-        check_fraction("test_fraction", test_fraction)
-        check_fraction("val_fraction + test_fraction", val_fraction + test_fraction)
+        check_fractions(val_fraction, test_fraction)
         self.table = name
         self.root = Path(root)
         self.val_fraction = val_fraction

@@ -2,6 +2,8 @@
 
 import hashlib
 import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -49,3 +51,19 @@ def reseed_everything(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 (augmentations of data sets draw from this generator)
     random.seed(seed)
+
+
+@contextmanager
+def unchanged_generators(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Restore the default generators from which data sets and networks may draw: torch's, NumPy's and Python's.
+
+    Args:
+        devices: whose generators are restored beside the CPU's; others than CUDA's are skipped.
+    """
+    of_numpy, of_python = np.random.get_state(), random.getstate()  # noqa: NPY002 (data sets may draw from it)
+    try:
+        with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+            yield
+    finally:
+        np.random.set_state(of_numpy)  # noqa: NPY002
+        random.setstate(of_python)

@@ -1,11 +1,9 @@
 """Energies of the chains' present states, which are about to become samples."""
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import numpy as np
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
@@ -15,14 +13,13 @@ from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.energies import ChainEnergies
-from lightning_sgmcmc.chains.stateless import undisturbed_generators
 from lightning_sgmcmc.evaluation.full_data import again
 from lightning_sgmcmc.evaluation.full_energy import differs_in_training, full_energies
 from lightning_sgmcmc.evaluation.loader_average import loaders_of
 from lightning_sgmcmc.evaluation.share import EvaluationShare
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything
+from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything, unchanged_generators
 
 Kind = Literal["own", "step", "full"]
 PURPOSE = "sample energy"
@@ -147,13 +144,10 @@ def _fresh_batches(trainer: pl.Trainer, chains: Chains, sampler: Sampler, count:
 def _undisturbed(model: EnergyModel) -> Iterator[None]:
     """Restore all default generators and the running statistics at the end."""
     statistics = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    of_numpy, of_python = np.random.get_state(), random.getstate()  # noqa: NPY002 (data sets may draw from it)
     try:
-        with undisturbed_generators(model):
+        with unchanged_generators([model.device]):
             yield
     finally:
-        np.random.set_state(of_numpy)  # noqa: NPY002
-        random.setstate(of_python)
         with torch.no_grad():
             for buffer, before in statistics:
                 buffer.copy_(before)

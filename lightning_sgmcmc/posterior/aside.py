@@ -2,13 +2,13 @@
 
 import os
 import shutil
-import zlib
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from lightning_sgmcmc.chains.sample import SampleRecord
 from lightning_sgmcmc.files import is_regular
+from lightning_sgmcmc.posterior.sample_file import checksum
 
 IDENTITY = ("step", "chain", "energy", "log_weight")
 
@@ -33,9 +33,11 @@ def place_of(path: Path, record: SampleRecord) -> Path:
     """Return a sample's file: the one in the folder `path`, or, if that is missing or another sample's, the one that a
     later fit has moved aside."""
     places = [folder / record.file for folder in (path, *aside_folders(path))]
+    if len(places) == 1:
+        return places[0]
     found = [place for place in places if _is_file_of(place, record)]
     if len(found) > 1:  # drawn again: equal tensors, with other bytes around them
-        found = [place for place in found if f"{zlib.crc32(place.read_bytes()):08x}" == record.checksum] or found
+        found = [place for place in found if checksum(place.read_bytes()) == record.checksum] or found
     return found[0] if found else places[0]
 
 

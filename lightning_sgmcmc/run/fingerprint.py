@@ -1,7 +1,6 @@
 """A fingerprint of the training data: whether two runs, or two ranks, have the same data."""
 
 import math
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.seeding import reseed, reseed_everything
+from lightning_sgmcmc.seeding import reseed, reseed_everything, unchanged_generators
 
 ITEMS = 8
 TOLERANCE = 1e-3
@@ -34,16 +33,11 @@ def fingerprint(loader: Any) -> dict[str, Any]:
     if not indices or not (in_memory or loader.num_workers == 0):
         return {"length": length, "numbers": []}
     device = getattr(dataset, "device", None)
-    cuda = [device] if isinstance(device, torch.device) and device.type == "cuda" else []
-    states = np.random.get_state(), random.getstate()  # noqa: NPY002 (data sets may draw from this generator)
     try:
-        with torch.random.fork_rng(cuda):
+        with unchanged_generators([device] if isinstance(device, torch.device) else []):
             numbers, again = _numbers(dataset, indices, device), _numbers(dataset, indices, device)
     except Exception:  # whatever a data set raises for plain indices: then its data have no numbers
         numbers, again = [], []
-    finally:
-        np.random.set_state(states[0])  # noqa: NPY002
-        random.setstate(states[1])
     return {"length": length, "numbers": numbers if numbers == again else []}
 
 
