@@ -74,7 +74,9 @@ class Interruption:
             return
 
         def wait_and_agree() -> None:
-            if self._pulse.stop or (watch is not None and watch.stop_requested):
+            # Rank 0 decides and broadcasts; on another rank Lightning would raise at the next epoch's end, alone.
+            requested = self._pulse.stop or (watch is not None and watch.stop_requested)
+            if requested and trainer.global_rank == 0:
                 trainer._signal_connector.received_sigterm = True
             try:
                 agree()
