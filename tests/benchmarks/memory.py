@@ -235,9 +235,8 @@ def cost_of_samples(limits: tuple[int, ...] = (50, 500, 5000), counted: int = 20
             seconds = 0.0
             for step in range(limit + counted):
                 start = time.perf_counter()
-                store.append(PosteriorSample(step, 0, 0, 0.0, 0.0, None, {"w": torch.zeros(10)}, {}))
-                if len(store) > limit:
-                    store.keep(store.records[-limit:])
+                store.append(PosteriorSample(step, cycle=0, chain=0, energy=0.0, parameters={"w": torch.zeros(10)}))
+                store.discard(store.keep_newest(limit))
                 if step >= limit:
                     seconds += time.perf_counter() - start
             results.append({"max_samples": limit, "milliseconds": seconds / counted * 1e3})
