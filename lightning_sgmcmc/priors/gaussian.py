@@ -34,7 +34,7 @@ class Distances(NamedTuple):
 
     def differences(self) -> Sequence[Tensor]:
         """Return θ - c of each tensor; the tensor itself where c = 0."""
-        if self.centers is None:
+        if not self.centers:
             return self.tensors
         result = list(self.tensors)
         shifted = torch._foreach_sub([self.tensors[i] for i in self.where], self.centers)
