@@ -176,11 +176,17 @@ class GaussianPrior(ScalePrior):
     # -- the density --------------------------------------------------------------------------------------------------
 
     def log_prob(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        distances = self.distances(parameters)
-        if self._precisions is not None and self._precisions.device != distances.tensors[0].device:
-            self._precisions = self._precisions.to(distances.tensors[0].device)
+        tensors, distances = tuple(parameters.values()), None
+        if self.center is None:  # in every step of most runs
+            self._prepare(parameters, tensors, False)
+            tensors = tensors[: self._count]
+        else:
+            distances = self.distances(parameters)
+            tensors = distances.tensors
+        if self._precisions is not None and self._precisions.device != tensors[0].device:
+            self._precisions = self._precisions.to(tensors[0].device)
         result: Tensor = _GaussianLogDensity.apply(
-            self._constant, self._known_scales, self._precisions, distances, *distances.tensors
+            self._constant, self._known_scales, self._precisions, distances, *tensors
         )
         return result
 
@@ -224,12 +230,12 @@ class _GaussianLogDensity(torch.autograd.Function):
         constant: float,
         stds: list[float],
         precisions: Tensor | None,
-        distances: Distances,
+        distances: Distances | None,
         *tensors: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(*tensors)
-        ctx.stds, ctx.distances = stds, distances._replace(tensors=())
-        norms = torch.stack(torch._foreach_norm(distances.differences()))
+        ctx.stds, ctx.distances = stds, None if distances is None else distances._replace(tensors=())
+        norms = torch.stack(torch._foreach_norm(tensors if distances is None else distances.differences()))
         if precisions is None:
             return torch.dot(norms, norms).mul_(-0.5 / stds[0] ** 2).add_(constant)
         return torch.dot(norms.square(), precisions).mul_(-0.5).add_(constant)
@@ -237,7 +243,9 @@ class _GaussianLogDensity(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         (grad,), stds = grad_outputs, ctx.stds
-        tensors = ctx.distances._replace(tensors=ctx.saved_tensors).differences()
+        tensors = ctx.saved_tensors
+        if ctx.distances is not None:
+            tensors = ctx.distances._replace(tensors=tensors).differences()
         if torch.is_grad_enabled():  # a second derivative is asked for
             return (None, None, None, None, *(t * (grad * (-1 / s**2)) for t, s in zip(tensors, stds, strict=True)))
         if len(set(stds)) == 1:
