@@ -32,7 +32,7 @@ class Distances(NamedTuple):
     where: tuple[int, ...]
     centers: list[Tensor] | None
 
-    def differences(self) -> Sequence[Tensor]:
+    def differences(self) -> tuple[Tensor, ...]:
         """Return θ - c of each tensor; the tensor itself where c = 0."""
         if not self.centers:
             return self.tensors
@@ -40,7 +40,7 @@ class Distances(NamedTuple):
         shifted = torch._foreach_sub([self.tensors[i] for i in self.where], self.centers)
         for index, difference in zip(self.where, shifted, strict=True):
             result[index] = difference
-        return result
+        return tuple(result)
 
 
 class GaussianPrior(ScalePrior):
@@ -91,9 +91,9 @@ class GaussianPrior(ScalePrior):
         super().__init__(std, "std")
         check_positive("the prior's gain", gain)
         self.gain = float(gain)
-        self.center: Literal["start"] | GivenCenter | None = (
-            center if center is None or center == "start" else GivenCenter(center)
-        )
+        self.center: Literal["start"] | GivenCenter | None = None
+        if center is not None:
+            self.center = "start" if isinstance(center, str) and center == "start" else GivenCenter(center)
         self.centered = _checked_patterns(centered, center)
         self._by_shape = "fan_in" in self._scales.values() or self.center is not None
         self._known: tuple[Any, ...] = ()
