@@ -161,6 +161,7 @@ class ContourGradient(StepClaimant):
         module = bayesian(pl_module, self)
         module.chains.claims.claim("set controls", self, self._set_controls)
         module.chains.claims.claim("prepare samples", self, self._prepare_samples)
+        module.chains.claims.claim("accept scales", self, self._accept_scales)
         own = getattr(schedule_of(trainer), "temperature", None)
         if (own if own is not None else module.temperature) == 0:
             raise ValueError(
@@ -262,6 +263,12 @@ class ContourGradient(StepClaimant):
     def _energy(self, run: _Run) -> Tensor:
         """Return the energy of the step's data over all ranks, shape (C,), float64."""
         return run.chains.layout.mean_over_data(run.chains.observed.corrected(self.include_prior))
+
+    def _accept_scales(self, change: Tensor) -> Tensor:
+        """Return the log probability of accepting draws of a prior's scales that change the energies, shape (C,)."""
+        if self._learner is None or self._location is None or not self.include_prior:
+            return change.new_zeros(change.shape)
+        return self._learner.log_acceptance(self._location, change)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -12,7 +12,14 @@ from lightning_sgmcmc.likelihoods import Bernoulli, Categorical, Gaussian, Likel
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
-from lightning_sgmcmc.priors import FlatPrior, GaussianPrior, LaplacePrior, Prior, StudentTPrior
+from lightning_sgmcmc.priors import (
+    FlatPrior,
+    GaussianPrior,
+    HierarchicalPrior,
+    LaplacePrior,
+    Prior,
+    StudentTPrior,
+)
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGLD
 from lightning_sgmcmc.schedules import Annealing, PolynomialDecay
@@ -37,6 +44,7 @@ __all__ = [
     "FlatPrior",
     "Gaussian",
     "GaussianPrior",
+    "HierarchicalPrior",
     "LaplacePrior",
     "LearnedContour",
     "Likelihood",

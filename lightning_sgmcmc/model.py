@@ -3,7 +3,7 @@
 import functools
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc.checks import names_other_lightning
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.priors import GaussianPrior, Prior
+from lightning_sgmcmc.priors.state import begin_prior_state, prior_state, with_own_state
 from lightning_sgmcmc.samplers import Sampler
 
 ONLY_FOR_TRAINING = {
@@ -105,7 +106,7 @@ class EnergyModel(pl.LightningModule):
 
     def log_prior(self) -> Tensor:
         """Return log p(θ) of the trainable parameters, shape (), for one chain."""
-        return self.prior.log_prob(named_trainable(self))
+        return self.prior.log_prob(named_trainable(self) | prior_state(self))
 
     def score(self, batch: Any) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """Return the quantities that an evaluation averages over samples.
@@ -126,6 +127,14 @@ class EnergyModel(pl.LightningModule):
     def at_chain(self, chain: int) -> Iterator[None]:
         """Select one chain; here a no-op, since there is a single network."""
         yield
+
+    def configure_model(self) -> None:
+        """Register the tensors that the prior has for each chain, once."""
+        begin_prior_state(self, self.prior)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Restore from `state_dict()`, also of a module with another prior."""
+        return super().load_state_dict(with_own_state(self, self.prior, state_dict), strict=strict, assign=assign)
 
     # -- about the model ----------------------------------------------------------------------------------------------
 

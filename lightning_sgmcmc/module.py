@@ -212,6 +212,7 @@ class BayesianModule(EnergyModel):
 
     def configure_model(self) -> None:
         """Stack the chains, once; a subclass that defines its layers here calls `super().configure_model()` last."""
+        super().configure_model()
         self.chains.begin(self._trainer, self.initialise_chain)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -299,7 +300,7 @@ class BayesianModule(EnergyModel):
         if not chains.trainable:
             raise ValueError(f"{type(self).__name__} has no trainable parameters to sample: set requires_grad")
         with self.at_chain(0):
-            self.prior.log_prob(named_trainable(self))  # raises now if a parameter has no prior
+            EnergyModel.log_prior(self)  # raises now if a parameter has no prior
         self.prior.check_names(list(chains.trainable))
         self.num_data = resolve_num_data(self.given_num_data, self.trainer, type(self).__name__)
         chains.reset(self.num_data)

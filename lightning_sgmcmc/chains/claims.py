@@ -15,6 +15,7 @@ SUBJECTS = {
     "observe step": "both observe a step before its update",
     "prepare samples": "both set what samples carry",
     "energy correction": "both correct the same energies",
+    "accept scales": "both decide which of the prior's scales are drawn",
 }
 """The subjects, in the order of a step, and why two callbacks cannot share one."""
 

@@ -13,6 +13,7 @@ from lightning_sgmcmc.chains.starts import layer_at_fault
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.stateless import StatelessCall, state_of
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
+from lightning_sgmcmc.priors.state import prior_state
 
 Execution = Literal["auto", "loop", "vmap"]
 
@@ -47,7 +48,8 @@ class ChainEnergies:
         self.num_data = num_data
         self._model = model
         self._chains = chains
-        self._trainable = trainable
+        self._of_prior = dict(trainable) | prior_state(model)
+        """What the prior is a function of: the model's own tensors by name."""
         self._vmapped = execution == "vmap" and chains is not None
         self._own_prior = overrides(model, "log_prior")
         self._call = StatelessCall(model, type(model).log_likelihood)
@@ -90,7 +92,7 @@ class ChainEnergies:
             raise ValueError(f"the batch has {len(batch)} chains, the module {own}: make one batch for each chain")
         looks = self.first_batches is not None and self.first_batches.takes(batch)
         if chains is None:
-            each, log_prior = self._of_network(None, batch), self._log_prior(self._trainable)
+            each, log_prior = self._of_network(None, batch), self._log_prior(self._of_prior)
             # A compiled network's mean over the last axis and a plain one's over all differ in rounding.
             mean = each.mean() if self._network is None else each.mean(-1)
             size = each.shape[-1]
@@ -107,9 +109,9 @@ class ChainEnergies:
         potential = torch.add(mean, log_prior, alpha=1 / self.num_data).neg()
         return StepEnergy(potential, log_prior.detach(), each.detach() if keeps_each else None, size)
 
-    def _log_prior(self, trainable: Mapping[str, Tensor]) -> Tensor:
+    def _log_prior(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return log p(θ) of the chain whose parameters the model holds; collecting them by name is slow."""
-        return self._model.log_prior() if self._own_prior else self._model.prior.log_prob(trainable)
+        return self._model.log_prior() if self._own_prior else self._model.prior.log_prob(tensors)
 
     # -- one chain after another --------------------------------------------------------------------------------------
 
@@ -122,12 +124,12 @@ class ChainEnergies:
             if seed_chain is not None:
                 seed_chain(chain)
             with chains.swapped(tensors):
-                trainable: Mapping[str, Tensor] = chains.trainable(chain)
+                of_prior: Mapping[str, Tensor] = chains.of_prior(chain)
                 if through_stack:
                     present = dict(zip(chains.names, tensors, strict=True))
-                    trainable = {name: present[name] for name in trainable}
+                    of_prior = {name: present[name] for name in of_prior}
                 log_likelihoods.append(self._of_network(tensors, batch[chain] if own_batches else batch))
-                log_priors.append(self._log_prior(trainable))
+                log_priors.append(self._log_prior(of_prior))
         return log_likelihoods, torch.stack(log_priors)
 
     def _of_network(self, tensors: Sequence[Tensor] | None, batch: Any) -> Tensor:
@@ -156,7 +158,7 @@ class ChainEnergies:
             raise self._refusal(error) from error
         check_shape(log_likelihood, chains=True)
         if not self._own_prior:
-            return log_likelihood, self._model.prior.log_prob_of_chains({n: named[n] for n in self._trainable})
+            return log_likelihood, self._model.prior.log_prob_of_chains({n: named[n] for n in self._of_prior})
         prior = StatelessCall(self._model, type(self._model).log_prior)
         return log_likelihood, torch.vmap(prior.call)(named)
 

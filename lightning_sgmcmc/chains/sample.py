@@ -25,6 +25,8 @@ class PosteriorSample:
         bin: bin of the energy, from 0; None without an energy partition.
         comparable: whether the constant in log_weight is the same for all chains. It is not if each chain learns its
             own π; weights are then normalised within each chain, and chains count alike.
+        scales: standard deviation of each parameter under a `HierarchicalPrior`, drawn with it, each of shape (), by
+            the parameter's name; empty with other priors.
     """
 
     step: int
@@ -36,6 +38,7 @@ class PosteriorSample:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     bin: int | None = None
     comparable: bool = True
+    scales: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -87,4 +90,5 @@ def on_cpu(sample: PosteriorSample) -> PosteriorSample:
     """Return a copy of a sample in the host's memory."""
     parameters = {k: v.detach().to("cpu", copy=True) for k, v in sample.parameters.items()}
     buffers = {k: v.detach().to("cpu", copy=True) for k, v in sample.buffers.items()}
-    return replace(sample, parameters=parameters, buffers=buffers)
+    scales = {k: v.detach().to("cpu", copy=True) for k, v in sample.scales.items()}
+    return replace(sample, parameters=parameters, buffers=buffers, scales=scales)

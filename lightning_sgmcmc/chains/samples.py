@@ -2,8 +2,13 @@
 
 from collections.abc import Callable, Iterator
 
+from torch import Tensor
+
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.model import EnergyModel, named_trainable
+from lightning_sgmcmc.priors import HierarchicalPrior
+from lightning_sgmcmc.priors.state import is_prior_state, prior_state
 
 
 def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], None]) -> Iterator[PosteriorSample]:
@@ -47,7 +52,8 @@ def _own_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], N
     for index, chain in enumerate(layout.chains):
         with chains.at(index):
             parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-            buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+            buffers = {name: b.detach().clone() for name, b in model.named_buffers() if not is_prior_state(name)}
+            scales = present_scales(model)
         sample = PosteriorSample(
             step=step,
             cycle=chains.progress.cycle,
@@ -58,6 +64,14 @@ def _own_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], N
             comparable=tags.comparable,
             parameters=parameters,
             buffers=buffers,
+            scales=scales,
         )
         check(sample)
         yield sample
+
+
+def present_scales(model: EnergyModel) -> dict[str, Tensor]:
+    """Return the standard deviations of a hierarchical prior by parameter, of the chain whose tensors a model holds."""
+    if not isinstance(model.prior, HierarchicalPrior):
+        return {}
+    return model.prior.scales(named_trainable(model) | prior_state(model))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.tensors import along_first_axis, as_rows
 
 Home = tuple[dict[str, Any], str]
@@ -48,7 +49,7 @@ class StackedChains:
         self._stacked: list[Tensor] = []
         self._slices: list[list[Tensor]] = []
         self._gradients: list[Tensor | None] = []
-        self._trainable: list[dict[str, Tensor]] = []
+        self._of_prior: list[dict[str, Tensor]] = []
 
     @property
     def is_at_rest(self) -> bool:
@@ -83,9 +84,8 @@ class StackedChains:
                 piece = tensor.detach()[chain]
                 slices.append(nn.Parameter(piece, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else piece)
             self._slices.append(slices)
-        names = self.names[: self.num_parameters]
-        self._trainable = [
-            {name: piece for name, piece in zip(names, slices, strict=False) if piece.requires_grad}
+        self._of_prior = [
+            {name: t for name, t in zip(self.names, slices, strict=True) if t.requires_grad or is_prior_state(name)}
             for slices in self._slices
         ]
 
@@ -100,9 +100,10 @@ class StackedChains:
         self.refresh()
         return self._slices
 
-    def trainable(self, chain: int) -> dict[str, Tensor]:
-        """Return the trainable parameters of a chain by name: leaves, whose data are slices of the stacked ones."""
-        return self._trainable[chain]
+    def of_prior(self, chain: int) -> dict[str, Tensor]:
+        """Return the trainable parameters of a chain by name, and its prior's tensors: leaves, whose data are slices of
+        the stacked ones."""
+        return self._of_prior[chain]
 
     @contextmanager
     def swapped(self, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -166,7 +167,7 @@ class StackedChains:
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies make their own slices.
-        return self.__dict__ | {"_stacked": [], "_slices": [], "_gradients": [], "_trainable": []}
+        return self.__dict__ | {"_stacked": [], "_slices": [], "_gradients": [], "_of_prior": []}
 
 
 def _homes(module: nn.Module) -> list[list[Home]]:

@@ -9,10 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_sgmcmc.priors.state import is_prior_state
+
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's parameters and buffers by name, the parameters first."""
     return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def network_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return what `state_of` returns, without the tensors of the prior: what samples and stores have."""
+    return {name: tensor for name, tensor in state_of(module).items() if not is_prior_state(name)}
 
 
 class StatelessCall(nn.Module):

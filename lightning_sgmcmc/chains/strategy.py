@@ -22,7 +22,7 @@ from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 
-TENSORS = ("parameters", "buffers")
+TENSORS = ("parameters", "buffers", "scales")
 """The fields of a sample that hold tensors by name."""
 
 

@@ -64,6 +64,16 @@ class ContourLearner:
         """
         return self.contour.locate(self.learned.state, energy, temperature, self._edges)
 
+    def log_acceptance(self, location: Location, change: Tensor) -> Tensor:
+        """Return ζ·(log Ψ(U) - log Ψ(U + change)), shape (C,): the log probability, if negative, of accepting a move
+        that is right without the flattening.
+
+        Args:
+            location: of the chains' energies U.
+            change: of the energy by the move, shape (C,).
+        """
+        return self.contour.rules.zeta * (location.log_density - self.locate(location.energy + change).log_density)
+
     def learn(self, location: Location) -> None:
         """Update π after a step from there."""
         self.updates += 1

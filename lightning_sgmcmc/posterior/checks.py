@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.chains.stateless import state_of
+from lightning_sgmcmc.chains.stateless import network_state
 from lightning_sgmcmc.finite import bad_tensor
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.disk import LEAVE_OUT
@@ -25,7 +25,7 @@ def check_fits(sample: PosteriorSample, model: EnergyModel) -> None:
     """Raise ValueError unless a sample's tensors match the model's in names, shapes and types."""
     found = {name: (tuple(t.shape), _kind(t)) for name, t in sample.state.items()}
     with model.at_chain(0):
-        expected = {name: (tuple(t.shape), _kind(t)) for name, t in state_of(model).items()}
+        expected = {name: (tuple(t.shape), _kind(t)) for name, t in network_state(model).items()}
     odd = sorted(k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k))
     if not odd:
         return

@@ -16,7 +16,7 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_sgmcmc.chains.stateless import state_of
+from lightning_sgmcmc.chains.stateless import network_state
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.classes import NotDescribableError, find_module_class, path_of
 from lightning_sgmcmc.posterior.vision import (
@@ -26,6 +26,7 @@ from lightning_sgmcmc.posterior.vision import (
     is_vision_model,
     replace_part,
 )
+from lightning_sgmcmc.priors.state import is_prior_state
 
 MISSING = "missing"
 """Key of a network that is not described; its value is the reason."""
@@ -249,8 +250,9 @@ def _check_rebuilds(module: nn.Module, description: dict[str, Any]) -> None:
 
 def _outline(module: nn.Module) -> list[Any]:
     """Return the names, shapes and types of a network's tensors; a shared parameter is named once."""
-    tensors = [(name, tensor.shape) for name, tensor in state_of(module).items()]
-    return [*tensors, *((name, _plain_type(m)) for name, m in module.named_modules(remove_duplicate=False))]
+    tensors = [(name, tensor.shape) for name, tensor in network_state(module).items()]
+    parts = [(name, _plain_type(m)) for name, m in module.named_modules(remove_duplicate=False)]
+    return [*tensors, *(part for part in parts if not is_prior_state(part[0]))]
 
 
 def _plain_type(module: nn.Module) -> type[nn.Module]:

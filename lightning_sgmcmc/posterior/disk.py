@@ -241,10 +241,12 @@ class DiskStore(SampleStore):
             tensors = in_order(load(content), content)
         except Exception as error:  # a damaged file can raise anything: an odd header, a type that torch does not know
             raise ValueError(f"the sample file {path} is missing or damaged: {error}; {LEAVE_OUT} it") from error
-        parameters = {k.removeprefix("parameter."): v for k, v in tensors.items() if k.startswith("parameter.")}
-        buffers = {k.removeprefix("buffer."): v for k, v in tensors.items() if k.startswith("buffer.")}
+        parts = [
+            {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+            for start in ("parameter.", "buffer.", "scale.")
+        ]
         own = {name: getattr(record, name) for name in ORIGIN}
-        return PosteriorSample(**own, parameters=parameters, buffers=buffers)
+        return PosteriorSample(**own, parameters=parts[0], buffers=parts[1], scales=parts[2])
 
     def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
         with self._open(index) as file:

@@ -22,6 +22,7 @@ def sample_content(sample: PosteriorSample) -> bytes:
     """Return the content of a sample's file: tensors, and the rest of the sample as metadata."""
     tensors = {f"parameter.{k}": v.contiguous() for k, v in sample.parameters.items()}
     tensors |= {f"buffer.{k}": v.contiguous() for k, v in sample.buffers.items()}
+    tensors |= {f"scale.{k}": v.contiguous() for k, v in sample.scales.items()}
     record = asdict(record_of(sample))
     metadata = {k: str(v) for k, v in record.items() if k not in ("file", "checksum", "comparable")}
     metadata["names"] = json.dumps(list(tensors))  # safetensors does not preserve their order

@@ -14,6 +14,7 @@ from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.first_batches import check_batch
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.finite import all_finite, bad_tensor, first_not_finite
+from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.run.checkpoints import describe_checkpoint, last_good_checkpoint
 from lightning_sgmcmc.run.deferred import DeferredCheck
 from lightning_sgmcmc.samplers import Sampler
@@ -90,7 +91,7 @@ class EnergyGuard:
         on_cuda = self._model.device.type == "cuda"
         self._deferred = DeferredCheck(chains.num_chains, pinned=True) if on_cuda and self._stops else None
         self._looks_at_gradients = not self._stops or (self._shares_gradients and not on_cuda)
-        persistent = set(self._model.state_dict())
+        persistent = {name for name in self._model.state_dict() if not is_prior_state(name)}
         self._buffers = [b for name, b in self._model.named_buffers() if name in persistent]
         self._kept = [b.clone() for b in self._buffers]
 

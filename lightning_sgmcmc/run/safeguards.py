@@ -14,6 +14,7 @@ from lightning_sgmcmc.run.early_stopping import why_without_samples
 from lightning_sgmcmc.run.growth import follow_data
 from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
 from lightning_sgmcmc.run.interruption import Interruption
+from lightning_sgmcmc.run.prior_scales import PriorScales, begin_scales, take_centers
 from lightning_sgmcmc.run.rank_watch import RankWatch, watch_ranks
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import Sampler
@@ -48,6 +49,7 @@ class Safeguards(pl.Callback):
         self._counters = Counters()
         self._pulse = Pulse()
         self._watch: RankWatch | None = None
+        self._scales: PriorScales | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         protect_checkpoints(trainer)
@@ -55,8 +57,12 @@ class Safeguards(pl.Callback):
             self.samples, self._guard, self._counters = 0, None, Counters()
             check_run(trainer, pl_module)
 
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._scales = begin_scales(chains_of(pl_module), sampler_of(pl_module))
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         chains, sampler = chains_of(pl_module), sampler_of(pl_module)
+        take_centers(chains)
         check_data(trainer)
         check_step_size(sampler)
         check_thermostat(trainer, sampler)
@@ -116,6 +122,8 @@ class Safeguards(pl.Callback):
         energies = chains_of(pl_module).energies
         if energies is not None and energies.first_batches is not None:
             energies.first_batches.end_epoch(trainer.fit_loop.batch_idx + 1)
+        if self._scales is not None:
+            self._scales.check()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pulse.busy = True
@@ -148,7 +156,9 @@ class Safeguards(pl.Callback):
         """Drop the trainer, so that the module can be copied and pickled."""
         if self._sampler is not None:
             self._sampler.guard = None
-        self._guard = self._sampler = None
+        if self._scales is not None:
+            self._scales.release()
+        self._guard = self._sampler = self._scales = None
         chains_of(pl_module).end_energies()
 
     def on_save_checkpoint(

@@ -1,0 +1,118 @@
+"""Centres of a prior: tensors that are given, as a state dict or in a file."""
+
+import zlib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+PREFIXES = ("", "net.")
+"""Beginnings of a module's parameter names that a centre may leave out: a network's own names begin after "net."."""
+
+
+class GivenCenter:
+    """The tensors on which a prior is centred, by the names of the parameters.
+
+    Args:
+        source: a state dict, or the path of a checkpoint of Lightning's, a state dict by `torch.save`, or a safetensors
+            file, such as a sample's.
+
+    Raises:
+        ValueError: if the file is missing, damaged or holds no tensors, or a tensor is not finite.
+        TypeError: if it is something else.
+    """
+
+    def __init__(self, source: Any) -> None:
+        named = source
+        if isinstance(source, str | Path):
+            named = _read(Path(source))
+        if not isinstance(named, Mapping) or not all(isinstance(value, Tensor) for value in named.values()):
+            raise TypeError(
+                "the prior's center must be 'start', a state dict (tensors by parameter name) or the path of a file "
+                f"with one, got {_shown(source)}"
+            )
+        if not named:
+            raise ValueError(f"the prior's center has no tensors: {_shown(source)} is empty")
+        self._tensors = {
+            name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items() if tensor.is_floating_point()
+        }
+        for name, tensor in self._tensors.items():
+            if not tensor.isfinite().all():
+                raise ValueError(f"the prior's center has NaN or infinite numbers in '{name}': pass a sound state")
+
+    def tensor_for(self, name: str, shape: torch.Size) -> Tensor:
+        """Return the centre of a parameter.
+
+        Args:
+            name: of the parameter in the module.
+            shape: of the parameter in one chain.
+
+        Raises:
+            ValueError: if there is none of this name and shape.
+        """
+        known = [name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)]
+        found = next((self._tensors[own] for own in known if own in self._tensors), None)
+        if found is None:
+            raise ValueError(
+                f"the prior's center has no tensor for the parameter '{name}' (it has "
+                f"{', '.join(list(self._tensors)[:4])}, …): add it, or name the parameters with a centre, "
+                "centered=[pattern, …]; the others have centre 0"
+            )
+        if found.shape != shape:
+            stacked = " (stacked chains? pass those of one chain)" if found.shape[1:] == shape else ""
+            raise ValueError(
+                f"the prior's center has shape {tuple(found.shape)} for '{name}', and the parameter has "
+                f"{tuple(shape)}{stacked}: pass a tensor of its shape, or leave the parameter out of centered=[…]"
+            )
+        return found
+
+    def __repr__(self) -> str:
+        # Of the content and not of the path: a run resumes from a moved file, and not with another centre.
+        checksum = 0
+        for name, tensor in sorted(self._tensors.items()):
+            checksum = zlib.crc32(name.encode(), checksum)
+            checksum = zlib.crc32(tensor.double().contiguous().numpy().tobytes(), checksum)
+        return f"<{len(self._tensors)} tensors, crc32 {checksum:08x}>"
+
+
+def is_centered(name: str, patterns: tuple[str, ...] | None) -> bool:
+    """Return whether a parameter has a centre; with None for the patterns all have."""
+    return patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _read(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(
+            f"the prior's center={str(path)!r} is no file: pass the path of a checkpoint or safetensors file"
+        )
+    try:
+        if path.suffix == ".safetensors":
+            content: Any = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"the prior's center={str(path)!r} is damaged ({error}): pass another file") from error
+    except Exception as error:  # a damaged archive can raise anything
+        reason = str(error).strip().split("\n")[0][:100]
+        raise ValueError(
+            f"the prior's center={str(path)!r} cannot be read as tensors ({reason}): pass a checkpoint, or a state dict"
+        ) from error
+    if isinstance(content, dict) and isinstance(content.get("state_dict"), Mapping):
+        content = content["state_dict"]
+    if not isinstance(content, Mapping):
+        return content
+    if any(name.startswith("parameter.") for name in content):  # the file of a posterior sample
+        return {n.removeprefix("parameter."): t for n, t in content.items() if n.startswith("parameter.")}
+    return {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
+
+
+def _shown(source: Any) -> str:
+    if not isinstance(source, Mapping):
+        return repr(source) if isinstance(source, str | int | float) else f"a {type(source).__name__}"
+    odd = next((f"{name!r}: {type(v).__name__}" for name, v in source.items() if not isinstance(v, Tensor)), "")
+    return f"a mapping with {odd}" if odd else "the mapping"
