@@ -52,14 +52,15 @@ class PosteriorDashboard(SamplerCallback):
 
     Scalars, every `trainer.log_every_n_steps`: `sampler/lr`, `sampler/temperature`, `sampler/energy` (Ũ of the
     mini-batch, nats; with several chains their mean, and `sampler/energy_chain_0` and so on), `sampler/cycle`, and
-    `sampler/gradient_multiplier` if one is set; with every sample `samples/count` and `samples/ess`, the effective
-    number (Σw)²/Σw² of the weighted samples.
+    `sampler/gradient_multiplier` if one is set; with every sample `samples/count` and, where the samples'
+    weights differ, `samples/weight_efficiency` (Σw)²/(S·Σw²), a share in (0, 1].
 
     Figures, at the end of each cycle (or as set by `every`) and of the fit:
 
     * `posterior/schedule`: step size and temperature, `posterior/energy`: the mini-batch energy, both with the samples
       marked; `posterior/traces`: the energy and four single weights;
-    * `posterior/weights`: the samples' normalised weights and their effective number;
+    * `posterior/weights`, where weights differ: the samples' normalised weights and how many of equal weight they are
+      worth;
     * `posterior/geometry`: classical multidimensional scaling of the samples' weights, coloured by cycle or chain
       (networks with more than 1,024 weights use a random projection with distance errors of about 4 %);
     * `posterior/temperatures`: each tensor's temperatures against the target's, if the module's `health` has them;
@@ -188,7 +189,9 @@ class PosteriorDashboard(SamplerCallback):
         self.history.add_sample(sample, sample.parameters if trainer.is_global_zero else None)
         self._sample_step = trainer.global_step
         count = self.history.samples.seen
-        scalars = {"samples/count": count, "samples/ess": self.history.effective_sample_size}
+        scalars: dict[str, float] = {"samples/count": count}
+        if self.history.has_weights:
+            scalars["samples/weight_efficiency"] = self.history.weight_efficiency
         log_scalars(trainer, scalars, trainer.global_step)
         if self.every == "sample" and count % self.every_n_samples == 0:
             self._due = True

@@ -52,9 +52,9 @@ def traces(history: RunHistory) -> Figures:
 
 
 def weights(history: RunHistory) -> Figures:
-    """Draw the samples' weights and their effective number."""
+    """Draw the samples' weights and their worth, where they differ."""
     normalised = history.weights
-    if not normalised:
+    if not normalised or not history.has_weights:
         return {}
     return {"weights": figures_samples.weights_figure(normalised, history.samples.column(5))}
 
@@ -189,11 +189,11 @@ def entropy(evaluation: Evaluation, data: str) -> Figures:
 
 
 def chain_histograms(history: RunHistory) -> Histograms:
-    """Return the samples' energies and weights."""
-    return {
-        "energy_histogram": (history.samples.column(3), "potential energy Ũ of the samples (nats)"),
-        "weight_histogram": (history.weights, "normalised weight of the samples"),
-    }
+    """Return the samples' energies, and their weights where these differ."""
+    found = {"energy_histogram": (history.samples.column(3), "potential energy Ũ of the samples (nats)")}
+    if history.has_weights:
+        found["weight_histogram"] = (history.weights, "normalised weight of the samples")
+    return found
 
 
 def entropy_histograms(evaluation: Evaluation, data: str) -> Histograms:

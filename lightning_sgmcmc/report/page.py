@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_sgmcmc.chains.sample import comparable_log_weights
-from lightning_sgmcmc.diagnostics.samples import effective_sample_size
+from lightning_sgmcmc.diagnostics.samples import weight_efficiency
 from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.report import html_page
 from lightning_sgmcmc.report.chains import Chains
@@ -94,8 +94,9 @@ def _attention(run: RunRecord) -> list[str]:
         found.append(f"Results without a finite value: {', '.join(bad)}.")
     if run.records and not equal_weights(run.records):
         try:
-            worth = effective_sample_size(comparable_log_weights(run.records))
-            if worth < len(run.records) / 2:
+            efficiency = weight_efficiency(comparable_log_weights(run.records))
+            if efficiency < 0.5:
+                worth = efficiency * len(run.records)
                 found.append(
                     f"The weights are concentrated: {len(run.records)} samples are worth {worth:.1f} of equal weight."
                 )

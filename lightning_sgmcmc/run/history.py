@@ -51,7 +51,7 @@ class RunHistory:
             float(np.logaddexp(total, sample.log_weight)),
             float(np.logaddexp(square, 2 * sample.log_weight)),
         )
-        weight = (sample.log_weight, self.effective_sample_size, float(sample.comparable))
+        weight = (sample.log_weight, self.effective_weights, float(sample.comparable))
         self.samples.append((sample.step, sample.cycle, sample.chain, sample.energy, *weight))
         if parameters is None or not self._sketching:
             return
@@ -60,8 +60,18 @@ class RunHistory:
         self.sketches.append((sample.cycle, sample.chain, *row))
 
     @property
-    def effective_sample_size(self) -> float:
-        """(Σw)²/Σw² of all samples so far, 0 while all weights are 0."""
+    def has_weights(self) -> bool:
+        """Whether the weights of the samples kept differ."""
+        return len({(row[4], row[6]) for row in self.samples.rows}) > 1 or not all(self.samples.column(6))
+
+    @property
+    def weight_efficiency(self) -> float:
+        """(Σw)²/(S·Σw²) of all samples so far, 0 while all weights are 0."""
+        return self.effective_weights / self.samples.seen if self.samples.seen else 0.0
+
+    @property
+    def effective_weights(self) -> float:
+        """Kish's number (Σw)²/Σw² of all samples so far, 0 while all weights are 0."""
         sizes = [math.exp(2 * total - square) for total, square in self._log_sums.values() if total > -math.inf]
         return len(sizes) ** 2 / sum(1 / size for size in sizes) if sizes else 0.0
 

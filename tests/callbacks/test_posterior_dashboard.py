@@ -93,7 +93,8 @@ def test_scalars_come_at_the_logged_optimizer_steps_only(tmp_path: Path) -> None
     )
     trainer.fit(classifier(), *loaders())
     assert logger.steps["sampler/energy"] == [1, 4, 8, 12]
-    assert logger.steps["samples/ess"] == [5, 10]
+    assert logger.steps["samples/count"] == [5, 10]
+    assert "samples/weight_efficiency" not in logger.steps, "all weights are equal"
     assert "sampler/gradient_multiplier" not in logger.steps
     history = json.loads((Path(logger.log_dir) / "history.json").read_text())
     assert history["steps"] == [1, 4, 8, 12]
@@ -305,7 +306,7 @@ def test_importance_weights_reach_the_pictures() -> None:
             pl_module.chains.tags.log_weight = torch.tensor([-np.inf if step < 8 else 700.0 + np.log(step)])
 
     dashboard = PosteriorDashboard(figures=["weights"])
-    worth = Each("on_posterior_sample", lambda *args: dashboard.history.effective_sample_size)
+    worth = Each("on_posterior_sample", lambda *args: dashboard.history.effective_weights)
     callbacks = [SamplingSchedule(every_n_steps=4), Weigh(), dashboard, worth]
     quiet_trainer(max_epochs=3, callbacks=callbacks).fit(classifier(), *loaders())
     assert worth.seen == pytest.approx([0, 1, 400 / (64 + 144)])
