@@ -13,8 +13,8 @@ from lightning_sgmcmc.diagnostics.health import COLD, DEEP, POSTERIOR, SNAPSHOT,
 
 AT_CHANCE = 0.05
 """A model gains less than this share of the energy of chance (in regression, this many nats) over a guess."""
-WANTED_TIMES = 3.0
-"""Relaxation times that a posterior sample should cover."""
+LEAST_TIMES, WANTED_TIMES = 1.0, 3.0
+"""Relaxation times below which a run is a cold ensemble, and those that a posterior sample should cover."""
 LONGEST = 10.0
 """A run is not advised to be longer than this many times."""
 HOT_SHARE, LOST_SHARE = 0.5, 0.25
@@ -161,15 +161,15 @@ def _kind(report: HealthReport, facts: RunFacts) -> tuple[str | None, str]:
     tau = report.temperature if facts.temperature is None else facts.temperature
     if tau == 0:
         return (DEEP if facts.num_chains > 1 else SNAPSHOT), "the states are those of an optimization (temperature 0)"
-    total, covered = report.total, report.run.relaxation_times
+    total, planned, measured = report.total, facts.relaxation_times, report.run.relaxation_times
     reached = total.configurational if total is not None and total.configurational_interval is not None else None
-    if covered is not None and covered < 1 and (reached is None or reached < COLD_SHARE * tau):
-        at = "" if reached is None else f", and its configurational temperature is {max(reached, 0.0):.2g} of {tau:.3g}"
-        return COLD, f"a sampling stage covers {covered:.2g} relaxation times of {WANTED_TIMES:g}{at}"
+    if reached is None and planned is not None and planned < LEAST_TIMES:
+        return COLD, f"a sampling stage covers {planned:.2g} relaxation times of {WANTED_TIMES:g}"
     if reached is None:
         return None, "its temperatures were not measurable in this run"
     if reached < COLD_SHARE * tau:
-        return COLD, f"the configurational temperature is {max(reached, 0.0):.2g}, the target's {tau:.3g}"
+        times = "" if measured is None else f", as after {measured:.2g} relaxation times of {WANTED_TIMES:g}"
+        return COLD, f"its configurational temperature is {max(reached, 0.0):.2g} of {tau:.3g}{times}"
     if tau < 1:
         return COLD, f"the target's temperature is {tau:.3g}, the posterior's 1"
     return POSTERIOR, f"the configurational temperature is {reached:.3g}, the target's {tau:.3g}"
