@@ -11,6 +11,8 @@ from torch import Tensor
 from lightning_sgmcmc.diagnostics.geometry import weight_sketch
 from lightning_sgmcmc.diagnostics.samples import normalised_weights, within_groups
 
+PRIOR_NORM = "‖θ‖²/(d·σ²)"
+"""The name of a trace: the square of the parameters in units of their prior's variance, a mean over them."""
 SCALARS = ("sampler/lr", "sampler/temperature", "sampler/energy")
 
 
@@ -33,6 +35,12 @@ class RunHistory:
         self._sketch_dimension = sketch_dimension
         self._log_sums: dict[int | None, tuple[float, float]] = {}
         """log Σw and log Σw², by chain if weights compare only within chains."""
+
+    def trace(self, names: Sequence[str]) -> None:
+        """Set the names of the traced quantities; those that earlier rows have not are NaN there."""
+        self.trace_names = list(names)
+        length = 1 + len(SCALARS) + len(names)
+        self.scalars.rows = [(*row, *[math.nan] * (length - len(row))) for row in self.scalars.rows]
 
     def add_scalars(self, step: int, values: Sequence[float], traces: Sequence[float] = ()) -> None:
         """Add the scalars of a step, in the order of `SCALARS`, and the traced quantities."""

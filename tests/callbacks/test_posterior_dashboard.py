@@ -72,17 +72,17 @@ def run_files(folder: Path) -> set[str]:
 def test_when_it_draws(monkeypatch: pytest.MonkeyPatch, options: Any, expected: list[int], first: bool) -> None:
     """Three cycles with samples at 12, 14, 26, 28, 39, 40; the last ones are drawn by the end of the fit."""
     steps = drawn_at(monkeypatch)
-    dashboard = PosteriorDashboard(figures=["weights"], **options)
+    dashboard = PosteriorDashboard(figures=["schedule"], **options)
     callbacks = [dashboard, CyclicalSchedule(3, 0.6, 2)]
     quiet_trainer(max_epochs=10, callbacks=callbacks if first else callbacks[::-1]).fit(classifier(), *loaders())
-    assert steps == {"posterior/weights": expected}
+    assert steps == {"posterior/schedule": expected}
 
 
 def test_without_cycles_it_draws_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = drawn_at(monkeypatch)
-    callbacks = [SamplingSchedule(every_n_steps=3), PosteriorDashboard(figures=["weights"])]
+    callbacks = [SamplingSchedule(every_n_steps=3), PosteriorDashboard(figures=["schedule"])]
     quiet_trainer(max_epochs=3, callbacks=callbacks).fit(classifier(), *loaders())
-    assert steps == {"posterior/weights": [12]}
+    assert steps == {"posterior/schedule": [12]}
 
 
 def test_scalars_come_at_the_logged_optimizer_steps_only(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_scalars_come_at_the_logged_optimizer_steps_only(tmp_path: Path) -> None
     assert "sampler/gradient_multiplier" not in logger.steps
     history = json.loads((Path(logger.log_dir) / "history.json").read_text())
     assert history["steps"] == [1, 4, 8, 12]
-    assert [len(history["traces"]), *map(len, history["traces"].values())] == [4, 4, 4, 4, 4]
+    assert [len(history["traces"]), *map(len, history["traces"].values())] == [5, 4, 4, 4, 4, 4]
 
 
 def test_traces_are_the_weights_that_they_name(tmp_path: Path) -> None:
@@ -204,14 +204,14 @@ def test_an_error_while_drawing_is_one_warning_and_the_rest_is_drawn(monkeypatch
     def broken(history: Any) -> Any:
         raise RuntimeError("no such font")
 
-    monkeypatch.setattr(dashboard_parts, "weights", broken)
-    callbacks = [CyclicalSchedule(3, 0.5, 2), PosteriorDashboard(figures=["weights", "geometry"])]
+    monkeypatch.setattr(dashboard_parts, "energy", broken)
+    callbacks = [CyclicalSchedule(3, 0.5, 2), PosteriorDashboard(figures=["energy", "geometry"])]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         quiet_trainer(max_epochs=10, callbacks=callbacks).fit(classifier(), *loaders())
     ours = [str(w.message) for w in caught if "PosteriorDashboard" in str(w.message)]
     assert ours == [
-        "PosteriorDashboard could not draw 'weights' (RuntimeError: no such font); the run continues without it."
+        "PosteriorDashboard could not draw 'energy' (RuntimeError: no such font); the run continues without it."
     ]
     assert run_files(Path("sgmcmc")) == {"geometry.png", "history.json"}
 
@@ -250,8 +250,8 @@ class OwnLikelihood(BayesianModule):
 
 
 CHAIN = {
-    *(f"{name}.png" for name in ("schedule", "energy", "traces", "weights", "geometry")),
-    *("energy_histogram.png", "weight_histogram.png", "sample_table.csv", "history.json"),
+    *(f"{name}.png" for name in ("schedule", "energy", "traces", "geometry")),
+    *("energy_histogram.png", "sample_table.csv", "history.json"),
 }
 METRICS = {"running_nll.png", "segments.png", "metric_table.csv"}
 
@@ -292,7 +292,7 @@ def test_another_process_draws_the_stored_samples(tmp_path: Path) -> None:
     ]
     quiet_trainer(callbacks=callbacks).test(classifier(), val, verbose=False)
     assert run_files(Path("sgmcmc")) == {
-        *("test_weights.png", "test_geometry.png", "test_reliability.png"),
+        *("test_geometry.png", "test_reliability.png"),
         *("test_sample_table.csv", "test_metric_table.csv"),
     }
     with open("sgmcmc/test_sample_table.csv") as file:

@@ -87,7 +87,7 @@ def test_what_is_not_better_is_said() -> None:
 
 
 def test_regression_and_a_likelihood_of_its_own() -> None:
-    """Targets have noise 1 around the mean, 0.98 in this draw; intervals of std 1 are right, those of std 3 too wide."""
+    """Targets have noise 1, 0.98 in this draw; intervals of std 1 are right, those of std 3 too wide."""
     generator = torch.Generator().manual_seed(0)
     target = torch.randn(DATA, 1, generator=generator)
     outputs = [0.1 * torch.randn(DATA, 1, generator=generator) for _ in range(3)]

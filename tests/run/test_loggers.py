@@ -32,13 +32,15 @@ SCALARS = {
     "sampler/lr",
     "sampler/temperature",
     "sampler/energy",
+    "sampler/log_posterior",
+    "sampler/prior_norm",
     "sampler/cycle",
     "sampler/gradient_multiplier",
     "samples/count",
 }
 METRICS = ("accuracy", "nll", "brier", "ece", "entropy")
 FIT_FIGURES = {
-    *(f"posterior/{name}" for name in ("schedule", "energy", "traces", "weights", "geometry", "temperatures")),
+    *(f"posterior/{name}" for name in ("schedule", "energy", "traces", "geometry", "temperatures")),
     *(f"posterior/{name}" for name in ("reliability", "entropy", "segments", "contour", "multiplier")),
     *(f"posterior/running_{metric}" for metric in METRICS),
 }
@@ -48,7 +50,7 @@ TEST_FIGURES = {
 }
 FIGURES = FIT_FIGURES | TEST_FIGURES
 HISTOGRAMS = {
-    *(f"posterior/{name}_histogram" for name in ("energy", "weight", "entropy")),
+    *(f"posterior/{name}_histogram" for name in ("energy", "entropy")),
     "posterior/entropy_histogram_noise",
     "posterior/test_entropy_histogram",
 }
@@ -199,7 +201,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     # The first cycle's pictures have the step of its end, the last ones the fit's.
     assert [picture.step for picture in events.Images("posterior/energy")] == [10, 20]
     assert set(events.Tags()["histograms"]) == HISTOGRAMS
-    assert [h.histogram_value.num for h in events.Histograms("posterior/weight_histogram")] == [2, 4]
+    assert [h.histogram_value.num for h in events.Histograms("posterior/energy_histogram")] == [2, 4]
     assert set(events.Tags()["tensors"]) == {f"{name}/text_summary" for name in (*TABLES, "settings")}
     text = events.Tensors("posterior/sample_table/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert text.splitlines()[0].startswith("| step | chain | cycle | energy | log_weight | accuracy |")
@@ -241,7 +243,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in FIGURES:
         assert all((files / value["path"]).read_bytes().startswith(b"\x89PNG") for value in typed[name])
     assert [value["step"] for value in typed["posterior/energy"]] == [10, 20]
-    assert [sum(value["values"]) for value in typed["posterior/weight_histogram"]] == [2, 4]
+    assert [sum(value["values"]) for value in typed["posterior/energy_histogram"]] == [2, 4]
     tables = [json.loads((files / value["path"]).read_text()) for value in typed["posterior/sample_table"]]
     assert tables[0]["columns"] == ["step", "chain", "cycle", "energy", "log_weight", *METRICS]
     assert [[row[0] for row in table["data"]] for table in tables] == [[8, 10], [8, 10, 18, 20]]
