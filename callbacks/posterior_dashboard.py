@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.run_summary import STAGE_NAMES
@@ -343,3 +344,7 @@ def _folder(trainer: pl.Trainer) -> Path | None:
     """Return the run's folder; a trial run leaves no files."""
     folder = run_folder(trainer)
     return None if is_trial(trainer) else folder
+
+
+def _mean(value: Any) -> float:
+    return value.mean().item() if isinstance(value, Tensor) else float(value)

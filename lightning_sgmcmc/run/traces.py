@@ -19,7 +19,3 @@ def traced_weights(module: nn.Module) -> dict[str, tuple[Tensor, tuple[int, ...]
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), tensor.shape))
         traced[f"{name}[{', '.join(map(str, index))}]"] = (tensor, index)
     return traced
-
-
-def _mean(value: Any) -> float:
-    return value.mean().item() if isinstance(value, Tensor) else float(value)
