@@ -136,7 +136,8 @@ def _claim(trainer: pl.Trainer, module: BayesianModule) -> tuple[HealthReport | 
     if health is None and isinstance(store, DiskStore):
         health = read_health(store.path.parent)
     if is_optimization(trainer, module):
-        kind = DEEP if module.chains.layout.total_chains > 1 else SNAPSHOT
+        chains = {record.chain for record in module.posterior.records} if module.posterior is not None else set()
+        kind = DEEP if max(len(chains), module.chains.layout.total_chains) > 1 else SNAPSHOT
         return health, Claim(kind, "its states are those of an optimization (temperature 0)")
     if health is not None and health.kind is not None:
         return health, Claim(health.kind, health.reason)

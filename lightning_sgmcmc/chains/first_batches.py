@@ -18,6 +18,8 @@ from lightning_sgmcmc.model import EnergyModel, overrides
 
 LAST = 64
 """The last batch that is looked at; the others are the first, the second, the fourth, and so on."""
+MOST_TARGETS = 100_000
+"""Numbers of a batch's targets above which they are not kept."""
 SIGN_LOOKS = 3
 """Looks at log_likelihood's sign."""
 
@@ -60,7 +62,7 @@ class FirstBatches:
         if self._seen & (self._seen - 1):
             return False
         low, high, target = _look(self._model, self._chains, batch)
-        if isinstance(target, Tensor):
+        if isinstance(target, Tensor) and target.numel() <= MOST_TARGETS:
             self.targets.append(target.detach().cpu())
         self._outputs = (min(low, self._outputs[0]), max(high, self._outputs[1]))
         if self._seen == LAST and self._model.likelihood is not None:

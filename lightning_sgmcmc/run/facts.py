@@ -46,7 +46,8 @@ def facts_of(chains: Chains, evaluation: Evaluation | None, plan: Any = None, is
 
 def chance_nll(chains: Chains) -> float | None:
     """Return the NLL per datum of a model that knows the labels' frequencies alone, by the fit's first batches."""
-    first, likelihood = chains.energies.first_batches, chains.model.likelihood
+    energies, likelihood = chains.energies, chains.model.likelihood
+    first = None if energies is None else energies.first_batches
     if first is None or likelihood is None or not first.targets:
         return None
     try:

@@ -33,6 +33,8 @@ class RunHistory:
         self.sketches = ThinnedSeries(max(2, max_sketches))
         self._sketching = max_sketches > 0
         self._sketch_dimension = sketch_dimension
+        self._first_weight: float | None = None
+        self._weights_differ = False
         self._log_sums: dict[int | None, tuple[float, float]] = {}
         """log Σw and log Σw², by chain if weights compare only within chains."""
 
@@ -53,6 +55,8 @@ class RunHistory:
             sample: an object with step, cycle, chain, energy, log_weight and comparable.
             parameters: its weights, to be sketched; None keeps no sketch.
         """
+        self._first_weight = sample.log_weight if self._first_weight is None else self._first_weight
+        self._weights_differ |= sample.log_weight != self._first_weight or not sample.comparable
         group = None if sample.comparable else sample.chain
         total, square = self._log_sums.get(group, (-math.inf, -math.inf))
         self._log_sums[group] = (
@@ -69,8 +73,8 @@ class RunHistory:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the weights of the samples kept differ."""
-        return len({(row[4], row[6]) for row in self.samples.rows}) > 1 or not all(self.samples.column(6))
+        """Whether the samples' weights differ, or compare within chains only."""
+        return self._weights_differ
 
     @property
     def weight_efficiency(self) -> float:
@@ -129,9 +133,11 @@ class RunHistory:
         self.sketches.load_state_dict(state["sketches"])
         if "log_sums" in state:
             self._log_sums = dict(state["log_sums"])
-            return
-        self._log_sums = {None: (state["log_weight_sum"], state["log_square_sum"])}  # an early checkpoint's
-        self.samples.rows = [(*row, 1.0) for row in self.samples.rows]
+        else:
+            self._log_sums = {None: (state["log_weight_sum"], state["log_square_sum"])}  # an early checkpoint's
+            self.samples.rows = [(*row, 1.0) for row in self.samples.rows]
+        self._first_weight = self.samples.rows[0][4] if self.samples.rows else None
+        self._weights_differ = any(row[4] != self._first_weight or not row[6] for row in self.samples.rows)
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:

@@ -47,14 +47,14 @@ class Case:
 
 
 def conjugate(
-    sampler: Any, lr: float, seed: int, steps: int = 1500, offset: float = 0.0, **options: Any
+    sampler: Any, lr: float, seed: int, steps: int = 800, offset: float = 0.0, **options: Any
 ) -> HealthReport:
     """Return the report on conjugate regression, from the posterior's mean plus an offset."""
     module = PROBLEM.module(sampler=sampler, lr=lr, seed=seed, **options)
     with torch.no_grad():
         module.net.weight.add_(offset)
     burn_in = 0 if offset else 100
-    schedule = SamplingSchedule(burn_in_steps=burn_in, every_n_steps=10)
+    schedule = SamplingSchedule(burn_in_steps=burn_in, every_n_steps=40)
     health = ChainHealth(every_n_steps=2, warn=False)
     trainer = quiet_trainer(max_steps=steps, callbacks=[schedule, BayesianModelAverage(), health])
     data = PROBLEM.dataset()
@@ -69,7 +69,7 @@ def network(
     std: float = 0.5,
     hidden: int = 8,
     num_data: int = 400,
-    steps: int = 1500,
+    steps: int = 800,
     dead: bool = False,
     schedule: Any = None,
     temperature: float = 1.0,
