@@ -8,7 +8,6 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.run_summary import STAGE_NAMES
@@ -26,6 +25,7 @@ from lightning_sgmcmc.run.loggers import log_figure, log_histogram, log_scalars,
 from lightning_sgmcmc.run.traces import traced_weights
 from lightning_sgmcmc.run.trainer import is_trial, log_interval
 from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.tensors import mean_of
 
 PARTS = (
     "schedule",
@@ -169,7 +169,7 @@ class PosteriorDashboard(SamplerCallback):
             return
         self._last_step = step
         group = self._sampler.param_groups[0]
-        controls = [_mean(group[name]) for name in ("lr", "temperature", "gradient_multiplier")]
+        controls = [mean_of(group[name]) for name in ("lr", "temperature", "gradient_multiplier")]
         observed, gather = self._chains.observed, self._chains.layout.gather
         energies, log_priors = gather(observed.energy), gather(observed.log_prior.reshape(-1))
         weights = (weight[index] for weight, index in self._traced.values())
@@ -293,7 +293,7 @@ class PosteriorDashboard(SamplerCallback):
     def _temperature(self, module: BayesianModule) -> float:
         """Return the last temperature above 0, for the multipliers; the module's if there was none."""
         seen = [value for value in self.history.scalar("sampler/temperature") if value > 0]
-        return seen[-1] if seen else _mean(torch.as_tensor(module.temperature))
+        return seen[-1] if seen else mean_of(torch.as_tensor(module.temperature))
 
     def _walk_segments(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> parts.Figures:
         segments = self._segments.walk(trainer, module, module.posterior, stage)
@@ -344,7 +344,3 @@ def _folder(trainer: pl.Trainer) -> Path | None:
     """Return the run's folder; a trial run leaves no files."""
     folder = run_folder(trainer)
     return None if is_trial(trainer) else folder
-
-
-def _mean(value: Any) -> float:
-    return value.mean().item() if isinstance(value, Tensor) else float(value)

@@ -19,7 +19,13 @@ FEWEST_DRAWS = 10
 """With fewer draws a chain's R-hat is no finding."""
 
 
-def facts_of(chains: Chains, evaluation: Evaluation | None, plan: Any = None, is_flattened: bool = False) -> RunFacts:
+def facts_of(
+    chains: Chains,
+    evaluation: Evaluation | None,
+    plan: Any = None,
+    is_flattened: bool = False,
+    is_optimization: bool = False,
+) -> RunFacts:
     """Return what is known of a running fit besides its steps.
 
     Args:
@@ -27,9 +33,11 @@ def facts_of(chains: Chains, evaluation: Evaluation | None, plan: Any = None, is
         evaluation: that of the samples on the validation data, None without.
         plan: the run's plan, None without.
         is_flattened: whether a contour flattens the energies.
+        is_optimization: whether the samples are states at temperature 0.
     """
     predictions, limit = _predictions(evaluation)
     return RunFacts(
+        temperature=0.0 if is_optimization else None,
         num_chains=chains.layout.total_chains,
         num_data=chains.observed.num_data,
         chance_nll=chance_nll(chains),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sgmcmc import BayesianModule, Gaussian, Posterior
+from lightning_sgmcmc import BayesianModule, Gaussian, GaussianPrior, Posterior
 from lightning_sgmcmc.callbacks import (
     BayesianModelAverage,
     CyclicalSchedule,
@@ -102,11 +102,19 @@ def test_scalars_come_at_the_logged_optimizer_steps_only(tmp_path: Path) -> None
 
 
 def test_traces_are_the_weights_that_they_name(tmp_path: Path) -> None:
-    module, dashboard = classifier(), PosteriorDashboard(figures=["traces"])
-    callbacks = [SamplingSchedule(every_n_steps=5), dashboard]
+    module, dashboard = classifier(prior=GaussianPrior(2.0)), PosteriorDashboard(figures=["traces"])
+    norms: list[float] = []
+
+    class Squares(pl.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            norms.append(torch.cat([p.flatten() for p in module.parameters()]).square().mean().item() / 4)
+
+    callbacks = [SamplingSchedule(every_n_steps=5), dashboard, Squares()]
     quiet_trainer(max_epochs=2, log_every_n_steps=1, callbacks=callbacks).fit(module, *loaders())
     parameters = dict(module.named_parameters())
-    for label in dashboard.history.trace_names:
+    *weights, norm = dashboard.history.trace_names
+    assert dashboard.history.scalar(norm) == pytest.approx(norms, rel=1e-4)
+    for label in weights:
         name, _, index = label.rstrip("]").partition("[")
         place = tuple(int(i) for i in index.split(","))
         assert dashboard.history.scalar(label)[-1] == pytest.approx(parameters[name][place].item())
