@@ -46,8 +46,8 @@ class Case:
     kind: str | None = None
 
 
-def conjugate(
-    sampler: Any, lr: float, seed: int, steps: int = 800, offset: float = 0.0, **options: Any
+def _conjugate(
+    sampler: Any, lr: float, seed: int, steps: int = 1500, offset: float = 0.0, **options: Any
 ) -> HealthReport:
     """Return the report on conjugate regression, from the posterior's mean plus an offset."""
     module = PROBLEM.module(sampler=sampler, lr=lr, seed=seed, **options)
@@ -63,13 +63,13 @@ def conjugate(
     return module.health
 
 
-def network(
+def _network(
     seed: int,
     lr: float = 0.01,
     std: float = 0.5,
     hidden: int = 8,
     num_data: int = 400,
-    steps: int = 800,
+    steps: int = 1500,
     dead: bool = False,
     schedule: Any = None,
     temperature: float = 1.0,
@@ -97,8 +97,13 @@ def network(
     return module.health
 
 
-def cases() -> list[Case]:
-    """Return the cases, right ones first."""
+def cases(steps: int) -> list[Case]:
+    """Return the cases, right ones first.
+
+    Args:
+        steps: optimizer steps of each run.
+    """
+    conjugate, network = (functools.partial(run, steps=steps) for run in (_conjugate, _network))
     cyclical = functools.partial(CyclicalSchedule, num_cycles=4, exploration=0.5, samples_per_cycle=3)
     return [
         Case("conjugate, SGLD, right", lambda s: conjugate(SGLD, 0.025, s), kind="posterior sample"),
@@ -145,13 +150,14 @@ def rates(case: Case, seeds: int) -> tuple[int, int, int, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--only", default="", help="part of the cases' names")
     parser.add_argument("--out", type=Path, help="Markdown file of the table")
     options = parser.parse_args()
     torch.set_num_threads(1)
     lines = ["| run | warned | right finding first | right name | first findings |", "|---|---|---|---|---|"]
     print("\n".join(lines), flush=True)
-    for case in cases():
+    for case in cases(options.steps):
         if options.only not in case.name:
             continue
         warned, first, named, seen = rates(case, options.seeds)
