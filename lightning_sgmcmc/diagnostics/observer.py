@@ -296,17 +296,15 @@ class StepObserver:
         missing: Collection[str] = state["missing"]
         self.missing, self.count = set(missing), state["observations"]
         means, counts, stage = state["means"], state["counts"], state.get("stage")
-        if means is not None:
-            means = self._complete(means)
-        if stage is not None:
-            stage = {**stage, "sums": self._complete(stage["sums"])}
-        lengths = {part.shape[1] for part in (means, stage and stage["sums"]) if part is not None}
+        means = None if means is None else self._complete(means)
+        sums = None if stage is None else self._complete(stage["sums"])
+        lengths = {part.shape[1] for part in (means, sums) if part is not None}
         is_own = lengths <= {self.length}
         self._past = (means, counts) if is_own and means is not None else None
         if is_own and stage is not None:
             self._allocate()
             assert self._stage is not None
-            self._stage.load_state_dict(stage)
+            self._stage.load_state_dict({**stage, "sums": sums})
             for target, saved in zip(
                 self._anchors + self._previous, stage["anchors"] + stage["previous"], strict=False
             ):
