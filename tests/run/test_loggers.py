@@ -165,7 +165,8 @@ def test_the_documentation_names_everything() -> None:
         assert any(name == n or (n.endswith("…") and name.startswith(n[:-1])) for n in named), name
     only_without_a_fit = {"posterior/test_weights", "posterior/test_geometry"}
     only_with_several_chains = {"posterior/chains", "posterior/chain_table", "sampler/energy_chain_0"}
-    for name in named - only_without_a_fit - only_with_several_chains:
+    only_with_weights = {"posterior/weights", "posterior/weight_histogram", "samples/weight_efficiency"}
+    for name in named - only_without_a_fit - only_with_several_chains - only_with_weights:
         assert any(name == n or (name.endswith("…") and n.startswith(name[:-1])) for n in logged), name
 
 
@@ -179,7 +180,7 @@ def test_csv(tmp_path: Path) -> None:
     assert (folder / "sample_table.csv").exists()
     results = json.loads((folder / "results.json").read_text())
     assert {(row["method"], row["metric"]) for row in results["rows"]} == {
-        (method, metric) for method in ("single", "bma") for metric in METRICS
+        (method, metric) for method in ("single", "best_single", "first_cycle", "bma") for metric in METRICS
     }
 
 
