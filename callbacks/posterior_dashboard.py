@@ -75,8 +75,8 @@ class PosteriorDashboard(SamplerCallback):
 
     * `posterior/chains`, with several chains: their samples' energies, and the NLL of each chain's average and of
       the overall one. It adds the scalars `chains/rhat_energy`, `chains/ess_bulk_energy` and `chains/ess_tail_energy`
-      (split R-hat and effective sample sizes by ArviZ; for one chain of its halves), the same for `…_prediction` (the worst over
-      log p(y|x,θ) of 32 evaluation data), and the table `posterior/chain_table`.
+      (split R-hat and effective sample sizes by ArviZ; for one chain of its halves), the same for `…_prediction` (the
+      worst over log p(y|x,θ) of 32 evaluation data), and the table `posterior/chain_table`.
 
     Histograms: `posterior/energy_histogram` and `posterior/weight_histogram` of the samples;
     `posterior/entropy_histogram`, and `posterior/entropy_histogram_…` for each out-of-distribution set. Tables:

@@ -13,7 +13,7 @@ import torch
 from lightning_sgmcmc.diagnostics.estimates import MIN_BATCHES, Estimates, Observations
 from lightning_sgmcmc.diagnostics.findings import SMALLER_LR, Finding, FindingKind, Severity, Side
 from lightning_sgmcmc.diagnostics.health import HealthReport, TemperatureKind, Temperatures
-from lightning_sgmcmc.diagnostics.verdict import RunFacts, judge
+from lightning_sgmcmc.diagnostics.verdict import LEAST_SHARE, RunFacts, judge
 
 MAX_CLIPPED = 0.05
 """Share of clipped gradients above which clipping is a finding."""
@@ -141,6 +141,7 @@ class _Findings:
             return None
         facts, total = self._facts, self._estimates.total
         covered, reached = facts.covered(total, self._estimates.tau), total.configurational or 0.0
+        reached = reached if reached > LEAST_SHARE * self._estimates.tau else 0.0
         sentence = self._sentence("configurational", "below", off).replace("configurational", "relaxation", 1)
         sentence = sentence.replace("relaxation temperature: ", "relaxation: the configurational temperature ", 1)
         if covered is not None:

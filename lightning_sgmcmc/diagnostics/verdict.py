@@ -19,6 +19,8 @@ LONGEST = 10.0
 """A run is not advised to be longer than this many times."""
 HOT_SHARE, LOST_SHARE = 0.5, 0.25
 """A target is too hot for its data if it takes up this share of the energy of chance, and its samples lose that one."""
+LEAST_SHARE = 2e-3
+"""A configurational temperature below this share of τ is called near 0, and measures no relaxation time."""
 COLD_SHARE = 0.5
 """A configurational temperature below this share of τ makes a cold ensemble."""
 WORSE_BY = 0.1
@@ -97,8 +99,8 @@ class RunFacts:
             return self.relaxation_times
         if total is None or total.configurational is None or total.configurational_interval is None:
             return None
-        share = min(max(total.configurational / tau, 1e-3), 1.0)
-        return -math.log1p(-share) / 2 if share < 0.95 else None
+        share = total.configurational / tau
+        return -math.log1p(-share) / 2 if LEAST_SHARE < share < 0.95 else None
 
     def relaxation_remedy(self, covered: float | None, reached: float, heat: float) -> str:
         """Return what to do about a chain that has not relaxed.
@@ -108,7 +110,8 @@ class RunFacts:
             reached: its configurational temperature.
             heat: τ·d/2 in nats.
         """
-        cold = f"call the samples a cold ensemble of temperature {max(reached, 0.0):.2g}"
+        at = "near 0" if reached <= 0 else f"{reached:.2g}"
+        cold = f"call the samples a cold ensemble of temperature {at}"
         chance = self.chance_energy
         if chance is not None and heat > chance:
             return f"{cold}: longer runs take up {heat:,.0f} nats of heat, and guessing costs {chance:,.0f}"
@@ -169,7 +172,8 @@ def _kind(report: HealthReport, facts: RunFacts) -> tuple[str | None, str]:
         return None, "its temperatures were not measurable in this run"
     if reached < COLD_SHARE * tau:
         times = "" if measured is None else f", as after {measured:.2g} relaxation times of {WANTED_TIMES:g}"
-        return COLD, f"its configurational temperature is {max(reached, 0.0):.2g} of {tau:.3g}{times}"
+        at = "near 0" if reached <= LEAST_SHARE * tau else f"{reached:.2g}"
+        return COLD, f"its configurational temperature is {at} of {tau:.3g}{times}"
     if tau < 1:
         return COLD, f"the target's temperature is {tau:.3g}, the posterior's 1"
     return POSTERIOR, f"the configurational temperature is {reached:.3g}, the target's {tau:.3g}"

@@ -15,8 +15,8 @@ from lightning_sgmcmc.priors import GaussianPrior
 
 RHAT_FALSE_ALARMS = 0.01
 """Probability that the worst R-hat of independent draws is a finding."""
-FEWEST_DRAWS = 10
-"""With fewer draws a chain's R-hat is no finding."""
+FEWEST_DRAWS = 20
+"""With fewer draws of a chain, R-hat and ESS of predictions are not measurable."""
 
 
 def facts_of(
@@ -87,11 +87,10 @@ def _predictions(evaluation: Evaluation | None) -> tuple[ChainDiagnostics | None
     if evaluation is None or not evaluation.chains.chains:
         return None, math.inf
     grid = ChainGrid.of_chains(evaluation.chains.chains)
-    if grid.draws < 4:
+    if grid.draws < FEWEST_DRAWS:
         return None, math.inf
     found = prediction_diagnostics(evaluation.chains)
-    limit = rhat_limit(len(grid.chains), grid.draws, RHAT_FALSE_ALARMS / FOLLOWED)
-    return found, limit if grid.draws >= FEWEST_DRAWS else math.inf
+    return found, rhat_limit(len(grid.chains), grid.draws, RHAT_FALSE_ALARMS / FOLLOWED)
 
 
 def _growth(evaluation: Evaluation | None) -> AverageGrowth | None:
