@@ -110,7 +110,7 @@ def cases(steps: int) -> list[Case]:
         Case("conjugate, SGHMC, right", lambda s: conjugate(SGHMC, 0.004, s), kind="posterior sample"),
         Case("conjugate, underdamped, right", lambda s: conjugate(UNDERDAMPED, 0.0015, s), kind="posterior sample"),
         Case("conjugate, 2 chains, right", lambda s: conjugate(SGHMC, 0.004, s, num_chains=2), kind="posterior sample"),
-        Case("network, relaxed, right", lambda s: network(s, lr=0.05)),
+        Case("network, relaxed, right", lambda s: _network(s, lr=0.05, steps=8 * steps)),
         Case("network, cyclical: a note", lambda s: network(s, std=3.0, schedule=cyclical()), kind="cold ensemble"),
         Case("conjugate, SGLD, lr 8 times", lambda s: conjugate(SGLD, 0.2, s), HEAT),
         Case("conjugate, SGHMC, lr 8 times", lambda s: conjugate(SGHMC, 0.03, s), HEAT),
@@ -118,7 +118,7 @@ def cases(steps: int) -> list[Case]:
         Case(
             "network, wide prior, short",
             lambda s: network(s, lr=0.002, std=30.0),
-            (FindingKind.RELAXATION,),
+            (FindingKind.RELAXATION, FindingKind.ENERGY),
             "cold ensemble",
         ),
         Case("network, dead", lambda s: network(s, dead=True), (FindingKind.AT_CHANCE,)),
