@@ -35,8 +35,8 @@ class BayesianModelAverage(SamplerCallback):
     `trainer.validate` evaluate the samples that a `SampleCollector` stored. Metrics are logged as `val/bma_…`,
     `test/bma_…`, and the mean over single samples as `val/single_…`: accuracy, nll, brier, ece and entropy for
     classification; rmse, nll and the coverage of central 50 % and 90 % intervals for regression, in original units if
-    the datamodule has a `target_std`. If the samples' importance weights differ, `val/bma_ess` is their effective
-    number (Σw)²/Σw².
+    the datamodule has a `target_std`. If the samples' importance weights differ, `val/weight_efficiency` is
+    (Σw)²/(S·Σw²), a share in (0, 1].
 
     Before the first sample these metrics are NaN. `EarlyStopping` on one of them waits for the first sample, and its
     patience counts the checks with new samples.
@@ -206,9 +206,9 @@ class BayesianModelAverage(SamplerCallback):
         for average, suffix in zip(self._averages, self._suffixes, strict=True):
             for kind, values in (("bma", average.evaluation.bma), ("single", average.evaluation.single)):
                 metrics.update({f"{stage}/{kind}_{name}{suffix}": value for name, value in values.items()})
-            worth = average.evaluation.effective_sample_size
-            if worth is not None:
-                metrics[f"{stage}/bma_ess{suffix}"] = worth
+            efficiency = average.evaluation.weight_efficiency
+            if efficiency is not None:
+                metrics[f"{stage}/weight_efficiency{suffix}"] = efficiency
             disagreement = average.evaluation.chains.disagreement
             if math.isfinite(disagreement):
                 metrics[f"{stage}/chain_disagreement{suffix}"] = disagreement

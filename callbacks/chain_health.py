@@ -1,4 +1,4 @@
-"""Monitors temperatures, mini-batch noise and energies of a chain, and warns with advice if they deviate."""
+"""The verdict on a run: temperatures, mini-batch noise, energies, predictions; ranked findings and one advice."""
 
 import json
 from pathlib import Path
@@ -9,32 +9,44 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
+from lightning_sgmcmc.callbacks.schedule import is_optimization
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count, check_flag, check_positive, check_within
 from lightning_sgmcmc.diagnostics.assessment import assess
+from lightning_sgmcmc.diagnostics.findings import FindingKind
+from lightning_sgmcmc.diagnostics.group_step import Clipping, GroupStep
 from lightning_sgmcmc.diagnostics.health import HealthReport
-from lightning_sgmcmc.diagnostics.observer import Clipping, GroupStep, StepObserver, unreduced
+from lightning_sgmcmc.diagnostics.observer import StepObserver, unreduced
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.facts import facts_of
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.run.loggers import log_scalars, write_output
 from lightning_sgmcmc.run.trainer import is_trial
 from lightning_sgmcmc.samplers import StepLaw
 
+URGENT = (FindingKind.DIVERGENCE, FindingKind.AT_CHANCE, FindingKind.CLIPPING)
+"""Findings that deserve a warning before the end of the run; heat does too."""
 QUARTER_MORE = 1.25
 """Growth factor of the number of observations after which a validation reports again."""
 
 
 class ChainHealth(StepClaimant):
-    """Checks whether the step size is right, from temperatures, mini-batch noise and energies while the chain samples.
+    """Measures what a run samples, and ends in one ranked list of findings with one advice.
 
     For each parameter tensor it compares the kinetic and the configurational temperature with the target's τ, and
     estimates the share of mini-batch noise in the variance of a step; for the chain, it tests whether the energy still
     drifts (formulas in `lightning_sgmcmc.diagnostics.estimates`). Only steps of a sampling stage count, each with
-    its own step size and temperature. The callback reports at the end of every sampling stage, after a validation with
-    a quarter more observations, and at the end of the fit. A report is in `module.health` and in the run
-    folder's `health.json`; its totals are logged as `health/…`. Each kind of warning appears once.
+    its own step size and temperature. For the run it asks whether the model is at chance, whether the target takes up
+    more heat than the data can hold, how many relaxation times a stage covers and, at the end and with a
+    `BayesianModelAverage`, whether the chains' predictions agree and whether the average gets worse with more samples.
+    A configurational temperature below the target's is a note in a cyclical run: its samples are a cold ensemble.
+
+    The callback reports at the end of every sampling stage, after a validation with a quarter more observations, and
+    at the end of the fit. A report is in `module.health` and in the run folder's `health.json`; its totals are logged
+    as `health/…`. It warns of the most urgent finding only, once for each kind: during the run of divergence, chance,
+    heat and clipping, at the end of any problem.
 
     The mini-batch noise is half the mean square of the difference of two successive gradients, which needs no
     per-datum gradients. Its relative bias is at most lr·λ, with λ the curvature along the noise. Gradients are taken
@@ -162,7 +174,9 @@ class ChainHealth(StepClaimant):
         observer.after_update(laws)
         if observer.is_pending:
             pairs = zip(sampler.param_groups, laws, strict=True)
-            observer.add([self._group_step(group, law) for group, law in pairs], module.chains.observed.energy.mean())
+            seen = module.chains.observed
+            steps = [self._group_step(group, law) for group, law in pairs]
+            observer.add(steps, seen.energy.mean(), seen.log_prior.mean())
 
     def _law(self, group: dict[str, Any]) -> StepLaw:
         law = self._sampler.law(group)
@@ -186,7 +200,7 @@ class ChainHealth(StepClaimant):
         assert self._observer is not None
         self._observer.end_stage()
         self._reported_observations = -1
-        self._report(trainer, bayesian(pl_module, self))
+        self._report(trainer, bayesian(pl_module, self), is_final=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         # The energy guard stops a diverging chain before it is observed; the report should give the cause.
@@ -194,7 +208,9 @@ class ChainHealth(StepClaimant):
             self._reported_observations = -1
             self._report(trainer, bayesian(pl_module, self), has_diverged=True)
 
-    def _report(self, trainer: pl.Trainer, module: BayesianModule, has_diverged: bool = False) -> None:
+    def _report(
+        self, trainer: pl.Trainer, module: BayesianModule, has_diverged: bool = False, is_final: bool = False
+    ) -> None:
         """Assess the observations, unless they have been assessed, and publish the report."""
         observer, sampler = self._observer, self._sampler
         if observer is None or observer.count == self._reported_observations:
@@ -208,15 +224,21 @@ class ChainHealth(StepClaimant):
         of_energies = self._mean_over_processes if shared else unreduced
         of_chains = self._mean_over_processes if shared and self._is_spread else unreduced
         seen = observer.observations(allowance, of_chains, of_energies)
-        report = assess(seen, sampler.step_count, self.tolerance, self.false_alarm_rate)
+        evaluation = module.evaluations.get("val") if is_final else None
+        plan, is_flattened = getattr(module, "plan", None), module.contour is not None
+        facts = facts_of(module.chains, evaluation, plan, is_flattened, is_optimization(trainer, module))
+        report = assess(seen, sampler.step_count, self.tolerance, self.false_alarm_rate, facts)
         module.health = report = report.with_divergence() if has_diverged else report
-        self._publish(trainer, report)
+        self._publish(trainer, report, is_final or has_diverged)
 
-    def _publish(self, trainer: pl.Trainer, report: HealthReport) -> None:
-        for finding in report.findings if self.warn else ():
-            if finding.kind.value not in self._warned:
+    def _publish(self, trainer: pl.Trainer, report: HealthReport, is_final: bool) -> None:
+        # One finding, the most urgent: the remedies of others may contradict its own.
+        finding = next(iter(report.findings), None)
+        if finding is not None and self.warn and finding.severity == "problem":
+            is_urgent = finding.kind in URGENT or finding.is_heat
+            if (is_final or is_urgent) and finding.kind.value not in self._warned:
                 self._warned.add(finding.kind.value)
-                rank_zero_warn(f"ChainHealth: {finding.sentence}.")
+                rank_zero_warn(f"ChainHealth: {finding.text}.")
         if trainer.is_global_zero and self.warn and not is_trial(trainer):
             content = json.dumps(report.as_json(), indent=2) + "\n"
             write_output(self._folder / "health.json", content.encode())

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.run_summary import STAGE_NAMES
@@ -19,12 +18,14 @@ from lightning_sgmcmc.figures.samples import segments_figure
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.segments import SegmentWalk
 from lightning_sgmcmc.report import drawings as parts
+from lightning_sgmcmc.run.facts import prior_norm
 from lightning_sgmcmc.run.folder import run_folder
-from lightning_sgmcmc.run.history import RunHistory
+from lightning_sgmcmc.run.history import PRIOR_NORM, RunHistory
 from lightning_sgmcmc.run.loggers import log_figure, log_histogram, log_scalars, log_table, write_output
+from lightning_sgmcmc.run.traces import traced_weights
 from lightning_sgmcmc.run.trainer import is_trial, log_interval
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.tensors import mean_of
 
 PARTS = (
     "schedule",
@@ -42,7 +43,6 @@ PARTS = (
     "histograms",
     "tables",
 )
-TRACED_WEIGHTS = 4
 MOST_CHAINS = 16
 """With more chains, only the mean energy is logged."""
 
@@ -51,15 +51,17 @@ class PosteriorDashboard(SamplerCallback):
     """Shows a sampling run live in W&B, TensorBoard or a notebook, and in files in the run's folder.
 
     Scalars, every `trainer.log_every_n_steps`: `sampler/lr`, `sampler/temperature`, `sampler/energy` (Ũ of the
-    mini-batch, nats; with several chains their mean, and `sampler/energy_chain_0` and so on), `sampler/cycle`, and
-    `sampler/gradient_multiplier` if one is set; with every sample `samples/count` and `samples/ess`, the effective
-    number (Σw)²/Σw² of the weighted samples.
+    mini-batch, nats; with several chains their mean, and `sampler/energy_chain_0` and so on), `sampler/log_posterior`
+    (-Ũ, up to a constant), `sampler/prior_norm` (‖θ‖²/(d·σ²) for a Gaussian prior: τ at equilibrium where the prior
+    decides), `sampler/cycle`, and `sampler/gradient_multiplier` if one is set; with every sample `samples/count` and,
+    where the samples' weights differ, `samples/weight_efficiency` (Σw)²/(S·Σw²), a share in (0, 1].
 
     Figures, at the end of each cycle (or as set by `every`) and of the fit:
 
     * `posterior/schedule`: step size and temperature, `posterior/energy`: the mini-batch energy, both with the samples
-      marked; `posterior/traces`: the energy and four single weights;
-    * `posterior/weights`: the samples' normalised weights and their effective number;
+      marked; `posterior/traces`: the energy, four single weights and ‖θ‖²/(d·σ²) with its equilibrium line;
+    * `posterior/weights`, where weights differ: the samples' normalised weights and how many of equal weight they are
+      worth;
     * `posterior/geometry`: classical multidimensional scaling of the samples' weights, coloured by cycle or chain
       (networks with more than 1,024 weights use a random projection with distance errors of about 4 %);
     * `posterior/temperatures`: each tensor's temperatures against the target's, if the module's `health` has them;
@@ -73,8 +75,8 @@ class PosteriorDashboard(SamplerCallback):
 
     * `posterior/chains`, with several chains: their samples' energies, and the NLL of each chain's average and of
       the overall one. It adds the scalars `chains/rhat_energy`, `chains/ess_bulk_energy` and `chains/ess_tail_energy`
-      (split R-hat and effective sample sizes by ArviZ, if installed), the same for `…_prediction` (the worst over
-      log p(y|x,θ) of 32 evaluation data), and the table `posterior/chain_table`.
+      (split R-hat and effective sample sizes by ArviZ; for one chain of its halves), the same for `…_prediction` (the
+      worst over log p(y|x,θ) of 32 evaluation data), and the table `posterior/chain_table`.
 
     Histograms: `posterior/energy_histogram` and `posterior/weight_histogram` of the samples;
     `posterior/entropy_histogram`, and `posterior/entropy_histogram_…` for each out-of-distribution set. Tables:
@@ -155,8 +157,9 @@ class PosteriorDashboard(SamplerCallback):
         self._last_step = self._sampler.step_count
         self._interval = log_interval(trainer)
         self._folder = _folder(trainer)
-        self._traced = _traced_weights(module)
-        self.history.trace_names = list(self._traced)
+        self._traced = traced_weights(module)
+        self._prior_norm = prior_norm(module.chains)
+        self.history.trace([*self._traced, *([PRIOR_NORM] if self._prior_norm is not None else [])])
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -166,18 +169,26 @@ class PosteriorDashboard(SamplerCallback):
             return
         self._last_step = step
         group = self._sampler.param_groups[0]
-        controls = [_mean(group[name]) for name in ("lr", "temperature", "gradient_multiplier")]
-        energies = self._chains.layout.gather(self._chains.observed.energy)
-        on_device = [energies.mean(), *(weight[index] for weight, index in self._traced.values())]
-        energy, *traces = torch.stack([value.detach().float() for value in on_device]).tolist()
+        controls = [mean_of(group[name]) for name in ("lr", "temperature", "gradient_multiplier")]
+        observed, gather = self._chains.observed, self._chains.layout.gather
+        energies, log_priors = gather(observed.energy), gather(observed.log_prior.reshape(-1))
+        weights = (weight[index] for weight, index in self._traced.values())
+        on_device = [energies.mean(), log_priors.mean(), *weights]
+        energy, log_prior, *traces = torch.stack([value.detach().float() for value in on_device]).tolist()
         lr, temperature, multiplier = controls
+        if self._prior_norm is not None:
+            peak, factor = self._prior_norm
+            traces.append(peak - factor * log_prior)
         self.history.add_scalars(step, (lr, temperature, energy), traces)
         scalars = {
             "sampler/lr": lr,
             "sampler/temperature": temperature,
             "sampler/energy": energy,
+            "sampler/log_posterior": -energy,
             "sampler/cycle": self._chains.progress.cycle,
         }
+        if self._prior_norm is not None:
+            scalars["sampler/prior_norm"] = traces[-1]
         if 1 < len(energies) <= MOST_CHAINS:
             scalars |= {f"sampler/energy_chain_{chain}": value for chain, value in enumerate(energies.tolist())}
         if multiplier != 1:
@@ -188,7 +199,9 @@ class PosteriorDashboard(SamplerCallback):
         self.history.add_sample(sample, sample.parameters if trainer.is_global_zero else None)
         self._sample_step = trainer.global_step
         count = self.history.samples.seen
-        scalars = {"samples/count": count, "samples/ess": self.history.effective_sample_size}
+        scalars: dict[str, float] = {"samples/count": count}
+        if self.history.has_weights:
+            scalars["samples/weight_efficiency"] = self.history.weight_efficiency
         log_scalars(trainer, scalars, trainer.global_step)
         if self.every == "sample" and count % self.every_n_samples == 0:
             self._due = True
@@ -280,7 +293,7 @@ class PosteriorDashboard(SamplerCallback):
     def _temperature(self, module: BayesianModule) -> float:
         """Return the last temperature above 0, for the multipliers; the module's if there was none."""
         seen = [value for value in self.history.scalar("sampler/temperature") if value > 0]
-        return seen[-1] if seen else _mean(torch.as_tensor(module.temperature))
+        return seen[-1] if seen else mean_of(torch.as_tensor(module.temperature))
 
     def _walk_segments(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> parts.Figures:
         segments = self._segments.walk(trainer, module, module.posterior, stage)
@@ -331,20 +344,3 @@ def _folder(trainer: pl.Trainer) -> Path | None:
     """Return the run's folder; a trial run leaves no files."""
     folder = run_folder(trainer)
     return None if is_trial(trainer) else folder
-
-
-def _traced_weights(module: BayesianModule) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
-    """Return, by name, up to four tensors and an index in each, spread over the network, the same in every run."""
-    tensors = [(name, p) for name, p in module.named_parameters() if p.requires_grad and p.numel()]
-    count = min(TRACED_WEIGHTS, len(tensors))
-    traced: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
-    for turn in range(count):
-        name, tensor = tensors[round(turn * (len(tensors) - 1) / max(count - 1, 1))]
-        place = derive_seed(0, "trace", name) % tensor.numel()
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), tensor.shape))
-        traced[f"{name}[{', '.join(map(str, index))}]"] = (tensor, index)
-    return traced
-
-
-def _mean(value: Any) -> float:
-    return value.mean().item() if isinstance(value, Tensor) else float(value)

@@ -9,21 +9,34 @@ import pytorch_lightning as pl
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import is_optimization
+from lightning_sgmcmc.diagnostics.health import COLD, DEEP, SNAPSHOT, HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
+from lightning_sgmcmc.evaluation.sentences import Claim, five_sentences
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.run.folder import run_folder
-from lightning_sgmcmc.run.results import OPTIMIZED, keep_earlier_results, markdown_table, write_results
+from lightning_sgmcmc.run.results import (
+    METHODS,
+    OPTIMIZED,
+    keep_earlier_results,
+    markdown_table,
+    read_health,
+    write_results,
+)
 from lightning_sgmcmc.run.trainer import is_trial
 
 STAGE_NAMES = {"val": "validation data", "test": "test data"}
 
 
 class RunSummary(SamplerCallback):
-    """Prints a table at the end of a fit or test, and writes `results.json` and `table.md` to the run's folder.
+    """Prints five sentences and a table at the end of a fit or test, and writes `results.json` and `table.md`.
 
-    The table compares the mean single sample with the model average; it needs a `BayesianModelAverage`. At temperature
-    0 it calls the samples states of an optimization. Results of another stage in the folder are kept: a test renames
-    those of the fit to `results-val.json` and `table-val.md`. A `fast_dev_run` writes no files.
+    The sentences: how good is the model average, with an interval; is it better than its best single sample and than
+    the first cycle, by a paired bootstrap over the data; is it calibrated; did the run sample the posterior; what next,
+    by `ChainHealth`'s verdict. The table compares the model average with the mean and the best single sample and with
+    the average of the first cycle; the best is chosen on the same data. Both need a `BayesianModelAverage`. At
+    temperature 0 it calls the samples states of an optimization. Results of another stage in the folder are kept: a
+    test renames those of the fit to `results-val.json` and `table-val.md`. A `fast_dev_run` writes no files.
 
     Args:
         name: the run's name in `results.json`.
@@ -52,15 +65,25 @@ class RunSummary(SamplerCallback):
         if not trainer.is_global_zero or evaluation is None or not evaluation.members:
             return
         rows = _rows(evaluation)
-        what = OPTIMIZED if is_optimization(trainer, module) else "posterior samples"
+        health, claim = _claim(trainer, module)
+        what = _called(trainer, module, claim)
+        sentences = five_sentences(evaluation, STAGE_NAMES[stage], health, claim)
         if not is_trial(trainer):
-            self._write_files(folder, module, stage, rows, what)
-        worth = evaluation.effective_sample_size
-        counted = f"{len(evaluation.members)} {what}" + (f", worth {worth:.1f}," if worth is not None else "")
-        _print_table(evaluation, f"{counted} on the {STAGE_NAMES[stage]}", folder)
+            self._write_files(folder, module, stage, rows, what, sentences, claim, health)
+        efficiency, count = evaluation.weight_efficiency, len(evaluation.members)
+        counted = f"{count} {what}" + ("" if efficiency is None else f", worth {efficiency * count:.1f},")
+        _print(evaluation, list(sentences.values()), f"{counted} on the {STAGE_NAMES[stage]}", folder)
 
     def _write_files(
-        self, folder: Path, module: BayesianModule, stage: str, rows: list[dict[str, Any]], what: str
+        self,
+        folder: Path,
+        module: BayesianModule,
+        stage: str,
+        rows: list[dict[str, Any]],
+        what: str,
+        sentences: dict[str, str],
+        claim: Claim,
+        health: HealthReport | None,
     ) -> None:
         results = {
             "recipe": self.name,
@@ -68,6 +91,9 @@ class RunSummary(SamplerCallback):
             "seed": module.chains.seed,
             "stage": stage,
             "samples": what,
+            "kind": claim.kind,
+            "sentences": sentences,
+            "verdict": None if health is None else {"verdict": health.verdict, "advice": health.advice},
             "rows": rows,
             "seconds": round(self._seconds, 3),
         }
@@ -79,17 +105,53 @@ def _rows(evaluation: Evaluation) -> list[dict[str, Any]]:
     """Return the rows of `results.json`; the error of a mean over single samples is their standard deviation."""
     rows: list[dict[str, Any]] = []
     deviations = evaluation.single_std
-    for method, values in (("single", evaluation.single), ("bma", evaluation.bma)):
+    for method, values in _columns(evaluation).items():
         for metric, value in values.items():
             error = deviations[metric] if method == "single" and math.isfinite(deviations[metric]) else None
             rows.append(
                 {"method": method, "metric": metric, "value": value, "error": error, "paper": None, "paper_error": None}
             )
-    worth = evaluation.effective_sample_size
-    if worth is not None:
-        own = {"method": "bma", "metric": "ess", "value": worth, "error": None, "paper": None, "paper_error": None}
-        rows.append(own)
+    efficiency = evaluation.weight_efficiency
+    if efficiency is not None:
+        own = {"method": "bma", "metric": "weight_efficiency", "value": efficiency}
+        rows.append(own | {"error": None, "paper": None, "paper_error": None})
     return rows
+
+
+def _columns(evaluation: Evaluation) -> dict[str, dict[str, float]]:
+    """Return the metrics by method; those that are not known are omitted."""
+    found = {
+        "single": evaluation.single,
+        "best_single": evaluation.best_single,
+        "first_cycle": evaluation.first_cycle,
+        "bma": evaluation.bma,
+    }
+    return {method: metrics for method, metrics in found.items() if metrics}
+
+
+def _claim(trainer: pl.Trainer, module: BayesianModule) -> tuple[HealthReport | None, Claim]:
+    """Return the run's health report, that in the folder of its samples if another process made it, and its claim."""
+    health = module.health
+    store = getattr(module.posterior, "store", None)
+    if health is None and isinstance(store, DiskStore):
+        health = read_health(store.path.parent)
+    if is_optimization(trainer, module):
+        chains = {record.chain for record in module.posterior.records} if module.posterior is not None else set()
+        kind = DEEP if max(len(chains), module.chains.layout.total_chains) > 1 else SNAPSHOT
+        return health, Claim(kind, "its states are those of an optimization (temperature 0)")
+    if health is not None and health.kind is not None:
+        return health, Claim(health.kind, health.reason)
+    planned = getattr(getattr(module, "plan", None), "kind", None)
+    if planned is not None:
+        return health, Claim(str(getattr(planned, "value", planned)), "by the plan, since it was not measured")
+    return health, Claim(None, "" if health is None else health.reason)
+
+
+def _called(trainer: pl.Trainer, module: BayesianModule, claim: Claim) -> str:
+    """Return what the table calls the samples."""
+    if is_optimization(trainer, module):
+        return OPTIMIZED
+    return "samples of a cold ensemble" if claim.kind == COLD else "posterior samples"
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:
@@ -100,14 +162,18 @@ def _markdown(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _print_table(evaluation: Evaluation, title: str, folder: Path) -> None:
+def _print(evaluation: Evaluation, sentences: list[str], title: str, folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
+    console, columns = Console(), _columns(evaluation)
+    for sentence in sentences:
+        console.print(Text(sentence))
     table = Table(title=title, caption=str(folder))
     table.add_column("")
-    for column in ("mean single sample", "model average"):
-        table.add_column(column, justify="right")
-    for metric, value in evaluation.bma.items():
-        table.add_row(metric, f"{evaluation.single[metric]:.4f}", f"{value:.4f}")
-    Console().print(table)
+    for method in columns:
+        table.add_column(METHODS[method].replace(" ", "\n", 1), justify="right")
+    for metric in evaluation.bma:
+        table.add_row(metric, *(f"{values[metric]:.4f}" for values in columns.values()))
+    console.print(table)

@@ -53,6 +53,14 @@ class Likelihood(nn.Module, ABC):
         """Return the tensors to average that depend on the target, for `metrics`."""
         return {}
 
+    def chance_nll(self, target: Tensor) -> float | None:
+        """Return the lowest mean NLL per datum of a constant output, in nats; None if the likelihood does not know.
+
+        Args:
+            target: targets of many data.
+        """
+        return None
+
     @abstractmethod
     def metrics(
         self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float
@@ -82,6 +90,10 @@ class _ClassLikelihood(Likelihood):
 
     def labels(self, target: Tensor) -> Tensor:
         return target
+
+    def chance_nll(self, target: Tensor) -> float | None:
+        counts = self.labels(target).reshape(-1).unique(return_counts=True)[1].double()
+        return float(torch.special.entr(counts / counts.sum()).sum())
 
     def terms(self, output: Tensor) -> dict[str, Tensor]:
         probabilities = self.probabilities(output)
@@ -235,6 +247,11 @@ class Gaussian(Likelihood):
     def check_target(self, output: Tensor, target: Tensor) -> None:
         if target.is_floating_point() and not target.isfinite().all():
             raise ValueError("Gaussian: targets must be finite numbers, and a batch has NaN or infinite ones")
+
+    def chance_nll(self, target: Tensor) -> float | None:
+        variance = self._columns(target).double().var(0, correction=0)
+        noise = variance if self.learned else torch.full_like(variance, self.std**2)
+        return float((variance / noise + (2 * math.pi * noise).log()).sum() / 2) if bool((noise > 0).all()) else None
 
     def extra_repr(self) -> str:
         return f"std={self.std}, learned={self.learned}"

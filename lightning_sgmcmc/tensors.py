@@ -74,3 +74,8 @@ def exp(value: Control) -> Control:
 def expm1(value: Control) -> Control:
     """Return e^value - 1 of a number or of a tensor, precise near 0."""
     return value.expm1() if isinstance(value, Tensor) else math.expm1(value)
+
+
+def mean_of(control: Control) -> float:
+    """Return a control as a number, the mean over chains."""
+    return control.mean().item() if isinstance(control, Tensor) else float(control)

@@ -22,7 +22,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from lightning_sgmcmc.callbacks import ChainHealth, SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.checks import check_count
-from lightning_sgmcmc.diagnostics.health import FindingKind, HealthReport, Temperatures
+from lightning_sgmcmc.diagnostics.findings import FindingKind
+from lightning_sgmcmc.diagnostics.health import HealthReport, Temperatures
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 
@@ -250,7 +251,7 @@ class _ShortRuns:
         """Return what heats the chain, as a cause and a sentence, or empty strings."""
         heat = next((finding for finding in report.findings if finding.is_heat), None)
         if heat is not None:
-            return heat.kind.value, heat.sentence
+            return heat.kind.value, heat.text
         limit, energy = report.temperature * (1 + self.tolerance), report.energy
         if total.kinetic is not None and total.kinetic > limit:
             cause = FindingKind.KINETIC.value

@@ -321,7 +321,7 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> dict[str,
         "Brier score ×1000, out of distribution": 1000 * bma[f"ood_{OOD}_brier"],
         "AUROC, out of distribution": bma[f"ood_{OOD}_auroc"],
         "accuracy %, one network": 100 * evaluation.single["accuracy"],
-        "effective number of samples": float(evaluation.effective_sample_size or len(evaluation.members)),
+        "effective number of samples": (evaluation.weight_efficiency or 1.0) * len(evaluation.members),
     }
     entropy = predictive_entropy(evaluation.ood[OOD].terms["probabilities"]).tolist()
     return {"metrics": metrics, "running": evaluation.running, "entropy": entropy}

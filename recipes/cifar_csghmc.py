@@ -166,7 +166,7 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> tuple[flo
     evaluation = module.evaluations["test"]
     best = evaluation.members[held_out.index(max(held_out))]["accuracy"]
     assert module.posterior is not None
-    return 100 * best, 100 * evaluation.bma["accuracy"], module.posterior.effective_sample_size
+    return 100 * best, 100 * evaluation.bma["accuracy"], module.posterior.weight_efficiency * len(module.posterior)
 
 
 def datamodule(setting: Setting, options: Options) -> Any:

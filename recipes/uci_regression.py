@@ -132,7 +132,7 @@ def one(table: str, method: str, split: int, options: Options, epochs: int | Non
     trainer.fit(module, datamodule=data)
     trainer.test(module, datamodule=data, verbose=False)
     assert module.posterior is not None
-    return module.evaluations["test"].bma["rmse"], module.posterior.effective_sample_size
+    return module.evaluations["test"].bma["rmse"], module.posterior.weight_efficiency * len(module.posterior)
 
 
 def callbacks_of(method: str, place: Table, steps: int) -> "list[pl.Callback]":

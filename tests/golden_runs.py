@@ -130,7 +130,13 @@ def main_job(folder: Path) -> dict[str, Any]:
     (path,) = folder.glob("digits_csghmc/*/samples")
     found = summary(path, None, None, None)
     results = json.loads((path.parent / "results.json").read_text())
-    return found | {"rows": [(row["method"], row["metric"], row["value"]) for row in results["rows"]]}
+    return found | {
+        "rows": [
+            (row["method"], row["metric"], row["value"])
+            for row in results["rows"]
+            if row["method"] in ("single", "bma")
+        ]
+    }
 
 
 def contour(**options: Any) -> ContourGradient:

@@ -18,6 +18,8 @@ from lightning_sgmcmc.model import EnergyModel, overrides
 
 LAST = 64
 """The last batch that is looked at; the others are the first, the second, the fourth, and so on."""
+MOST_TARGETS = 100_000
+"""Numbers of a batch's targets above which they are not kept."""
 SIGN_LOOKS = 3
 """Looks at log_likelihood's sign."""
 
@@ -45,6 +47,8 @@ class FirstBatches:
         self._size = 0
         self._outputs = (math.inf, -math.inf)
         self._own_density: tuple[float, float, int] | None = (math.inf, -math.inf, 0) if _is_own(model) else None
+        self.targets: list[Tensor] = []
+        """The targets of the batches looked at, on the CPU; none if the likelihood does not see them."""
 
     def takes(self, batch: Any) -> bool:
         """Return whether this batch is looked at; if so, check it before its energy is computed.
@@ -57,7 +61,9 @@ class FirstBatches:
         self._seen += 1
         if self._seen & (self._seen - 1):
             return False
-        low, high = check_batch(self._model, self._chains, batch)
+        low, high, target = _look(self._model, self._chains, batch)
+        if isinstance(target, Tensor) and target.numel() <= MOST_TARGETS:
+            self.targets.append(target.detach().cpu())
         self._outputs = (min(low, self._outputs[0]), max(high, self._outputs[1]))
         if self._seen == LAST and self._model.likelihood is not None:
             doubt = self._model.likelihood.doubt(*self._outputs)
@@ -134,17 +140,23 @@ def check_batch(model: EnergyModel, chains: StackedChains | None, batch: Any) ->
     Raises:
         ValueError: by `Likelihood.check_target`.
     """
+    low, high, _ = _look(model, chains, batch)
+    return low, high
+
+
+def _look(model: EnergyModel, chains: StackedChains | None, batch: Any) -> tuple[float, float, Tensor | None]:
+    """Check a batch; return its smallest and largest output and its targets."""
     if model.likelihood is None or overrides(model, "log_likelihood"):
-        return math.inf, -math.inf
+        return math.inf, -math.inf, None
     first = batch[0] if isinstance(batch, ChainBatches) else batch
     with torch.no_grad(), undisturbed_generators(model), evaluation_mode(model):
         with chains.at(0) if chains is not None else nullcontext():
             output, target = model.output_and_target(first)
         model.likelihood.check_target(output, target)
     if not isinstance(output, Tensor) or output.numel() == 0:
-        return math.inf, -math.inf
+        return math.inf, -math.inf, target
     low, high = torch.stack(output.aminmax()).tolist()
-    return low, high
+    return low, high, target
 
 
 def _is_own(model: EnergyModel) -> bool:

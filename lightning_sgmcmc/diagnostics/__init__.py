@@ -6,8 +6,9 @@ Pure functions of tensors, and small classes for their results; nothing here dep
 from lightning_sgmcmc.diagnostics.assessment import assess
 from lightning_sgmcmc.diagnostics.chains import ChainDiagnostics, ChainGrid, chain_diagnostics
 from lightning_sgmcmc.diagnostics.estimates import Observations
+from lightning_sgmcmc.diagnostics.findings import Finding, FindingKind
 from lightning_sgmcmc.diagnostics.geometry import classical_scaling, interpolate, squared_distances, weight_sketch
-from lightning_sgmcmc.diagnostics.health import Finding, FindingKind, HealthReport, Temperatures
+from lightning_sgmcmc.diagnostics.health import HealthReport, RunMeasures, Temperatures
 from lightning_sgmcmc.diagnostics.metrics import (
     brier_score,
     classification_metrics,
@@ -19,12 +20,13 @@ from lightning_sgmcmc.diagnostics.observer import StepObserver
 from lightning_sgmcmc.diagnostics.samples import (
     autocorrelation,
     autocorrelation_time,
-    effective_sample_size,
     normalised_weights,
     resample,
     wasserstein_distance,
+    weight_efficiency,
     within_groups,
 )
+from lightning_sgmcmc.diagnostics.verdict import RunFacts
 
 __all__ = [
     "ChainDiagnostics",
@@ -33,6 +35,8 @@ __all__ = [
     "FindingKind",
     "HealthReport",
     "Observations",
+    "RunFacts",
+    "RunMeasures",
     "StepObserver",
     "Temperatures",
     "assess",
@@ -42,7 +46,6 @@ __all__ = [
     "chain_diagnostics",
     "classical_scaling",
     "classification_metrics",
-    "effective_sample_size",
     "interpolate",
     "normalised_weights",
     "out_of_distribution_metrics",
@@ -51,6 +54,7 @@ __all__ = [
     "resample",
     "squared_distances",
     "wasserstein_distance",
+    "weight_efficiency",
     "weight_sketch",
     "within_groups",
 ]

@@ -1,6 +1,7 @@
-"""Is the step size right? Findings with advice, from a chain's temperatures, mini-batch noise and energies.
+"""Findings on a run, from a chain's temperatures, mini-batch noise and energies, and from what is known of the run.
 
-The formulas are in `lightning_sgmcmc.diagnostics.estimates`.
+The formulas are in `lightning_sgmcmc.diagnostics.estimates`; findings on the run as a whole are in
+`lightning_sgmcmc.diagnostics.verdict`.
 """
 
 import math
@@ -10,7 +11,9 @@ from dataclasses import replace
 import torch
 
 from lightning_sgmcmc.diagnostics.estimates import MIN_BATCHES, Estimates, Observations
-from lightning_sgmcmc.diagnostics.health import Finding, FindingKind, HealthReport, Side, TemperatureKind, Temperatures
+from lightning_sgmcmc.diagnostics.findings import SMALLER_LR, Finding, FindingKind, Severity, Side
+from lightning_sgmcmc.diagnostics.health import HealthReport, TemperatureKind, Temperatures
+from lightning_sgmcmc.diagnostics.verdict import LEAST_SHARE, RunFacts, judge
 
 MAX_CLIPPED = 0.05
 """Share of clipped gradients above which clipping is a finding."""
@@ -18,15 +21,20 @@ ALL_TENSORS = "all tensors together"
 
 
 def assess(
-    observations: Observations, step: int, tolerance: float = 0.2, false_alarm_rate: float = 0.01
+    observations: Observations,
+    step: int,
+    tolerance: float = 0.2,
+    false_alarm_rate: float = 0.01,
+    facts: RunFacts | None = None,
 ) -> HealthReport:
-    """Return the report on a chain's health.
+    """Return the report on a run's health.
 
     A number is a finding only if its whole interval is out of range: temperatures outside τ·(1 ± tolerance), mini-batch
     noise above tolerance times the injected noise (its relative contribution to the temperature), or an energy drift
     beyond tolerance·τ·d/2 (d/2·τ is the mean energy of d harmonic coordinates). The intervals hold jointly (Bonferroni
     over all tensors and both temperatures, noise and drift), so the probability of a false alarm in one assessment of
-    a chain within the tolerance is at most `false_alarm_rate`.
+    a chain within the tolerance is at most `false_alarm_rate`. A temperature whose interval is wider than ± τ is not
+    measurable, and has none.
 
     The plain configurational estimate (c = 0, Wenzel's) is used if its interval is narrower than the tolerance.
     Otherwise the noise of θ·(gradient) dominates it, and c is the state at the beginning of the sampling stage. That
@@ -37,7 +45,9 @@ def assess(
         step: the optimizer step, for the report.
         tolerance: accepted relative deviation.
         false_alarm_rate: probability of a false alarm in one assessment.
+        facts: what is known of the run besides; None is a run at a constant temperature of which nothing is known.
     """
+    facts = RunFacts() if facts is None else facts
     report = HealthReport(
         step=step,
         temperature=observations.temperature,
@@ -47,56 +57,51 @@ def assess(
     if not bool(torch.isfinite(observations.values).all() and torch.isfinite(observations.energies).all()):
         return report.with_divergence()
     if len(observations.counts) < 2 or not observations.names:
-        return report
+        return judge(report, facts, None)
     estimates = Estimates(observations, tolerance, false_alarm_rate)
     is_long = len(observations.counts) >= MIN_BATCHES
-    findings = _Findings(estimates).all() if is_long else ()
+    intervals = (estimates.total.kinetic_interval, estimates.total.configurational_interval)
+    widths = [(ends[1] - ends[0]) / 2 / observations.temperature if ends else math.inf for ends in intervals]
     report = replace(
         report,
-        findings=findings,
         tensors=estimates.tensors,
         total=estimates.total,
         gradient_noise_share={name: estimates.noise_share(i) for i, name in enumerate(observations.names)},
         energy=estimates.energy(),
+        verdict="ok" if is_long and max(widths) < 2 * tolerance else "unknown",
     )
-    if findings:
-        return replace(report, verdict="warning")
-    intervals = (estimates.total.kinetic_interval, estimates.total.configurational_interval)
-    widths = [(interval[1] - interval[0]) / 2 / observations.temperature for interval in intervals if interval]
-    return replace(report, verdict="ok") if is_long and max(widths) < 2 * tolerance else report
+    if is_long:
+        report = report.with_findings(*_Findings(estimates, facts).all())
+    return judge(report, facts, estimates if is_long else None)
 
 
 class _Findings:
-    """Problems shown by the estimates, as sentences with advice."""
+    """Problems shown by the estimates, each with a remedy."""
 
-    def __init__(self, estimates: Estimates) -> None:
-        self._estimates, self._noisy = estimates, estimates.noisy()
+    def __init__(self, estimates: Estimates, facts: RunFacts) -> None:
+        self._estimates, self._facts, self._noisy = estimates, facts, estimates.noisy()
 
-    def all(self) -> tuple[Finding, ...]:
+    def all(self) -> tuple[Finding | None, ...]:
         """Return the findings, at most one of each kind and side."""
         temperatures: tuple[TemperatureKind, ...] = ("kinetic", "configurational")
-        sides: tuple[Side, ...] = ("above", "below")
-        found = [self._temperature(kind, side) for kind in temperatures for side in sides]
-        found += [self._gradient_noise(), self._energy(), self._clipping()]
-        return tuple(finding for finding in found if finding is not None)
+        hot = [self._temperature(kind, "above") for kind in temperatures]
+        cold = [self._temperature("kinetic", "below"), self._relaxation()]
+        return (*hot, *cold, self._gradient_noise(), self._energy(), self._clipping())
+
+    # -- temperatures -------------------------------------------------------------------------------------------------
 
     def _temperature(self, kind: TemperatureKind, side: Side) -> Finding | None:
-        tau, tensors = self._estimates.tau, self._estimates.tensors
-        off = {name: bound for name, entry in tensors.items() if (bound := self._bound(entry, kind, side)) is not None}
-        if not off and self._bound(self._estimates.total, kind, side) is None:
+        off = self._off(kind, side)
+        if off is None:
             return None
-        tensor = max(off, key=lambda name: abs(off[name] - tau), default=None)
-        if tensor is None:
-            entry, where = self._estimates.total, ALL_TENSORS
-        else:
-            entry, where = tensors[tensor], f"{tensor} ({self._share_of_tensors(off)} off)"
-        value, interval = entry.measured(kind)
-        low, high = interval or (math.nan, math.nan)
-        sentence = (
-            f"{kind} temperature: {value:.3g} in {where} is {side} the target {tau:.3g} (interval {low:.3g} to "
-            f"{high:.3g}): {self._advice(kind, side, off)}"
-        )
-        return Finding(FindingKind(f"{kind} temperature"), sentence, side, tensor)
+        return Finding(FindingKind(f"{kind} temperature"), self._sentence(kind, side, off), side, self._worst(off),
+                       self._remedy(kind, side, off))  # fmt: skip
+
+    def _off(self, kind: TemperatureKind, side: Side) -> dict[str, float] | None:
+        """Return the nearer bounds of the tensors that are certainly off, None if neither they nor the total are."""
+        tensors = self._estimates.tensors
+        off = {name: bound for name, entry in tensors.items() if (bound := self._bound(entry, kind, side)) is not None}
+        return off if off or self._bound(self._estimates.total, kind, side) is not None else None
 
     def _bound(self, entry: Temperatures, kind: TemperatureKind, side: Side) -> float | None:
         """Return the bound nearer to τ if the interval lies wholly on a side of the tolerated range, else None."""
@@ -108,19 +113,52 @@ class _Findings:
             return low if low > tau * (1 + tolerance) else None
         return high if high < tau * (1 - tolerance) else None
 
-    def _advice(self, kind: TemperatureKind, side: Side, off: Collection[str]) -> str:
-        if side == "above" and self._noisy.keys() & set(off):
-            return "mini-batch noise heats the chain: use more data per batch or a smaller lr"
-        if side == "above" and kind == "configurational" and self._estimates.drift() < 0:
-            return "the energy is still falling: use a longer burn-in, and a smaller lr if that does not help"
-        if side == "above":
-            return "the step is too large: use a smaller lr"
-        if kind == "kinetic":
-            return "the momentum has not reached the temperature: use a longer burn-in or more friction"
+    def _worst(self, off: dict[str, float]) -> str | None:
+        return max(off, key=lambda name: abs(off[name] - self._estimates.tau), default=None)
+
+    def _sentence(self, kind: TemperatureKind, side: Side, off: dict[str, float]) -> str:
+        tensor, tau = self._worst(off), self._estimates.tau
+        entry = self._estimates.total if tensor is None else self._estimates.tensors[tensor]
+        where = ALL_TENSORS if tensor is None else f"{tensor} ({self._share_of_tensors(off)} off)"
+        value, interval = entry.measured(kind)
+        low, high = interval or (math.nan, math.nan)
         return (
-            "the chain has not yet spread over the posterior: use a longer burn-in and longer sampling (a larger lr "
-            "spreads faster, if the other numbers allow it)"
+            f"{kind} temperature: {value:.3g} in {where} is {side} the target {tau:.3g} (interval {low:.3g} to "
+            f"{high:.3g})"
         )
+
+    def _remedy(self, kind: TemperatureKind, side: Side, off: Collection[str]) -> str:
+        if side == "above" and self._noisy.keys() & set(off):
+            return self._quieter()
+        if side == "above" and kind == "configurational" and self._estimates.drift() < 0:
+            return "use a longer burn-in, since the energy is still falling"
+        return SMALLER_LR if side == "above" else "use a longer burn-in or more friction"
+
+    def _relaxation(self) -> Finding | None:
+        """Return the finding of a configurational temperature below the target's: the chain has not relaxed."""
+        off = self._off("configurational", "below")
+        if off is None:
+            return None
+        facts, total = self._facts, self._estimates.total
+        covered, reached = facts.covered(total, self._estimates.tau), total.configurational or 0.0
+        reached = reached if reached > LEAST_SHARE * self._estimates.tau else 0.0
+        sentence = self._sentence("configurational", "below", off).replace("configurational", "relaxation", 1)
+        sentence = sentence.replace("relaxation temperature: ", "relaxation: the configurational temperature ", 1)
+        if covered is not None:
+            sentence += f", so a sampling stage covers about {covered:.2g} relaxation times of the slow directions"
+        severity: Severity = "note" if facts.is_cyclical or self._estimates.tau <= facts.cold_below else "problem"
+        heat = self._estimates.tau * self._estimates.observations.dimension / 2
+        remedy = facts.relaxation_remedy(covered, reached, heat)
+        return Finding(FindingKind.RELAXATION, sentence, "below", self._worst(off), remedy, severity)
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def _quieter(self) -> str:
+        """Return the remedy for mini-batch noise, which is proportional to lr."""
+        excess = max(share / (1 - share) if share < 1 else math.inf for share in self._noisy.values())
+        factor = self._estimates.tolerance / excess if 0 < excess < math.inf else 0.0
+        lr = f"{factor:.2g} times the lr" if factor else "a fraction of the lr"
+        return f"use more data per batch, or a smaller lr (about {lr}; `sgmcmc tune` finds it)"
 
     def _gradient_noise(self) -> Finding | None:
         if not self._noisy:
@@ -128,37 +166,28 @@ class _Findings:
         tensor, share = max(self._noisy.items(), key=lambda pair: pair[1])
         sentence = (
             f"gradient noise: mini-batch noise makes up {share:.0%} of the step's variance in {tensor} "
-            f"({self._share_of_tensors(self._noisy)} over the limit) and heats the chain: use more data per batch or a "
-            "smaller lr"
+            f"({self._share_of_tensors(self._noisy)} over the limit) and heats the chain"
         )
-        return Finding(FindingKind.GRADIENT_NOISE, sentence, "above", tensor)
+        return Finding(FindingKind.GRADIENT_NOISE, sentence, "above", tensor, self._quieter())
 
     def _energy(self) -> Finding | None:
         drift = self._estimates.drift()
-        if drift == 0:
-            return None
+        if drift == 0 or self._facts.is_cyclical or self._facts.is_flattened:
+            return None  # cycles start anew, and a flat histogram of energies is a walk through them
         first, second = self._estimates.energy_halves()
-        side: Side
-        if drift < 0:
-            side, word, advice = "below", "fallen", "the chain has not converged: use a longer burn-in"
-        else:
-            side, word = "above", "risen"
-            advice = "the chain is still warming up, or diverges: use a longer burn-in or a smaller lr"
+        side: Side = "below" if drift < 0 else "above"
         sentence = (
-            f"energy: the mean has {word} from {first:.6g} to {second:.6g} nats between the halves of the sampling "
-            f"stage: {advice}"
+            f"energy: the mean has {'fallen' if drift < 0 else 'risen'} from {first:.6g} to {second:.6g} nats between "
+            "the halves of the sampling stage"
         )
-        return Finding(FindingKind.ENERGY, sentence, side)
+        return Finding(FindingKind.ENERGY, sentence, side, remedy="use a longer burn-in")
 
     def _clipping(self) -> Finding | None:
         clipped = self._estimates.observations.clipped
         if clipped is None or clipped <= MAX_CLIPPED:
             return None
-        sentence = (
-            f"clipping: {clipped:.0%} of the gradients were clipped, so the chain does not sample the posterior: raise "
-            "gradient_clip_val, or use a smaller lr instead of clipping"
-        )
-        return Finding(FindingKind.CLIPPING, sentence, "above")
+        sentence = f"clipping: {clipped:.0%} of the gradients were clipped, so the chain does not sample the posterior"
+        return Finding(FindingKind.CLIPPING, sentence, "above", remedy="raise gradient_clip_val")
 
     def _share_of_tensors(self, part: Collection[str]) -> str:
         return f"{len(part)} of {len(self._estimates.tensors)} tensors"

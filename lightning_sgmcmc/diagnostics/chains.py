@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 
+MIXED = 1.05
+"""No R-hat below this is large."""
+
 
 @dataclass(frozen=True)
 class ChainGrid:
@@ -91,6 +94,26 @@ def chain_diagnostics(values: np.ndarray) -> ChainDiagnostics:
             ess_bulk=float(arviz.ess(values, method="bulk")),
             ess_tail=float(arviz.ess(values, method="tail", prob=(0.05, 0.95))),
         )
+
+
+def rhat_limit(chains: int, draws: int, false_alarm_rate: float) -> float:
+    """Return the upper limit of R-hat: 1.05, or for few draws the quantile that independent draws rarely exceed.
+
+    With m parts of n draws each, R̂² = (n-1)/n + F/n, and F has the law F(m-1, m·(n-1)) if the draws are independent and
+    normal; rank normalisation makes them normal, and R-hat is the larger of two (of the draws, and folded).
+
+    Args:
+        chains: number of chains, each split into halves; one chain is split twice.
+        draws: draws per chain.
+        false_alarm_rate: the probability that independent draws exceed the limit.
+    """
+    from scipy.special import fdtri
+
+    parts, length = (4, draws // 4) if chains == 1 else (2 * chains, draws // 2)
+    if length < 2:
+        return math.inf
+    quantile = float(fdtri(parts - 1, parts * (length - 1), 1 - false_alarm_rate / 2))
+    return max(MIXED, math.sqrt((length - 1 + quantile) / length))
 
 
 def import_arviz() -> Any:

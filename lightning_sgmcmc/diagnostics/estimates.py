@@ -30,6 +30,9 @@ KINETIC, PLAIN, ANCHORED, NOISE = range(NUM_ROWS)
 """Rows of `Observations.values`."""
 MIN_BATCHES = 8
 """With fewer batches there are no findings."""
+WIDEST, FARTHEST = 1.0, 30.0
+"""A temperature is not measurable if its interval is wider than ± τ, unless it lies wholly above the tolerated range
+and its ends are within this factor."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Observations:
         allowance: the noise (in units of `values`' last row) that the rule corrects for, per tensor; infinite if the
             rule adapts.
         clipped: share of the observed steps whose gradient was clipped, None without clipping.
+        log_priors: the mean log p(θ) of each batch, shape (B,); NaN where it was not recorded, None likewise.
+        num_chains: C; the tensors have the numbers of all chains, the energies are means over them.
     """
 
     names: Sequence[str]
@@ -59,6 +64,13 @@ class Observations:
     temperature: float
     allowance: Sequence[float]
     clipped: float | None = None
+    log_priors: Tensor | None = None
+    num_chains: int = 1
+
+    @property
+    def dimension(self) -> float:
+        """d, the number of parameters of one chain."""
+        return sum(self.numels) / self.num_chains
 
 
 class Estimates:
@@ -109,13 +121,20 @@ class Estimates:
             return 0.0, None
         error = max(error, mean * math.sqrt(2 / (numel * self._steps)))
         low, high = chi_square_interval(mean, error, self._probability, self._dof)
-        return self.tau * mean, (self.tau * low, self.tau * high)
+        return self.tau * mean, self._measurable(low, high)
 
-    def _configurational(self, plain: tuple[float, float], centred: tuple[float, float]) -> tuple[float, Interval]:
+    def _configurational(
+        self, plain: tuple[float, float], centred: tuple[float, float]
+    ) -> tuple[float, Interval | None]:
         is_narrow = plain[1] * self._quantile < self.tolerance
         mean, error = plain if is_narrow else min(plain, centred, key=lambda estimate: estimate[1])
         width = self._quantile * error
-        return self.tau * mean, (self.tau * (mean - width), self.tau * (mean + width))
+        return self.tau * mean, self._measurable(mean - width, mean + width)
+
+    def _measurable(self, low: float, high: float) -> Interval | None:
+        """Return the interval of a temperature over τ in units of τ, None if it says nothing."""
+        is_hot = low > 1 + self.tolerance and high < FARTHEST * low
+        return (self.tau * low, self.tau * high) if is_hot or high - low < 2 * WIDEST else None
 
     # -- mini-batch noise ---------------------------------------------------------------------------------------------
 
@@ -147,6 +166,21 @@ class Estimates:
             expected = (later - slack, later + slack)
         return EnergySummary(mean, math.sqrt(max(square - mean**2, 0.0)), expected)
 
+    def mean_nll(self, num_data: int) -> tuple[float, float] | None:
+        """Return the training data's mean NLL per datum and the half-width of its interval; None if not recorded."""
+        log_priors = self.observations.log_priors
+        if log_priors is None or not bool(log_priors.isfinite().all()):
+            return None
+        mean, error = mean_and_error((self.observations.energies + log_priors) / num_data, self.counts)
+        return float(mean), self._quantile * float(error)
+
+    def mean_log_prior(self) -> float | None:
+        """Return the mean log p(θ), None if it was not recorded."""
+        log_priors = self.observations.log_priors
+        if log_priors is None or not bool(log_priors.isfinite().all()):
+            return None
+        return float((log_priors * self.counts).sum() / self._steps)
+
     def energy_halves(self) -> tuple[float, float]:
         """Return the mean energies of the earlier and the later half of the batches."""
         half = len(self.counts) // 2
@@ -165,7 +199,7 @@ class Estimates:
         half = len(counts) // 2
         residuals = _without_trend(self.observations.energies, counts)
         errors = [float(mean_and_error(residuals[p], counts[p])[1]) for p in (slice(None, half), slice(half, None))]
-        thermal = self.tolerance * self.tau * float(self._numels.sum()) / 2
+        thermal = self.tolerance * self.tau * self.observations.dimension / 2
         return student_quantile(self._probability, half - 1) * math.hypot(*errors) + thermal
 
 

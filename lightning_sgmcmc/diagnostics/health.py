@@ -1,4 +1,4 @@
-"""The report on a chain's health: temperatures, mini-batch noise, energies, and findings with advice.
+"""The report on a run's health: temperatures, mini-batch noise, energies, ranked findings, and one advice.
 
 `lightning_sgmcmc.diagnostics.assessment.assess` creates it. `BayesianModule.health` holds the latest, `health.json` in
 a run's folder is its JSON form, and `sgmcmc report` reads that file.
@@ -6,72 +6,18 @@ a run's folder is its JSON form, and `sgmcmc report` reads that file.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from enum import Enum
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-Side = Literal["above", "below"]
+from lightning_sgmcmc.diagnostics.findings import Finding, ranked
+
 TemperatureKind = Literal["kinetic", "configurational"]
 Verdict = Literal["ok", "warning", "unknown"]
 Interval = tuple[float, float]
 
 VERDICTS: tuple[Verdict, ...] = ("ok", "warning", "unknown")
-
-
-class FindingKind(str, Enum):
-    """Subject of a finding."""
-
-    DIVERGENCE = "divergence"
-    KINETIC = "kinetic temperature"
-    CONFIGURATIONAL = "configurational temperature"
-    GRADIENT_NOISE = "gradient noise"
-    ENERGY = "energy"
-    CLIPPING = "clipping"
-    OTHER = "other"
-    """A kind from a file that this version does not know."""
-
-
-HEATING = (FindingKind.DIVERGENCE, FindingKind.KINETIC, FindingKind.CONFIGURATIONAL, FindingKind.GRADIENT_NOISE)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One problem with a chain.
-
-    Attributes:
-        kind: its subject.
-        sentence: the kind, the measured values and a remedy.
-        side: "above" or "below" the expected value; None if the kind has one side only, or if unknown.
-        tensor: name of the parameter tensor with the largest deviation; None for the chain as a whole.
-    """
-
-    kind: FindingKind
-    sentence: str
-    side: Side | None = None
-    tensor: str | None = None
-
-    @property
-    def is_heat(self) -> bool:
-        """Whether the chain is too hot, which a smaller step cures."""
-        return self.kind in HEATING and self.side != "below"
-
-    @classmethod
-    def divergence(cls) -> "Finding":
-        """Return the finding of energies or gradients that are not finite."""
-        sentence = (
-            "divergence: energies or gradients are infinite or NaN: use a smaller step (lr), and check that the "
-            "burn-in ends at a finite energy"
-        )
-        return cls(FindingKind.DIVERGENCE, sentence)
-
-    @classmethod
-    def of_sentence(cls, sentence: str) -> "Finding":
-        """Return a finding from its sentence alone, as stored by version 0.1.0."""
-        kind = _kind(sentence.split(":")[0])
-        side: Side | None = None
-        if kind in (FindingKind.KINETIC, FindingKind.CONFIGURATIONAL):
-            side = "below" if " is below " in sentence else "above"
-        return cls(kind, sentence, side)
+POSTERIOR, COLD, SNAPSHOT, DEEP = KINDS = ("posterior sample", "cold ensemble", "snapshot ensemble", "deep ensemble")
+"""What the samples of a run can be."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +61,36 @@ class EnergySummary:
 
 
 @dataclass(frozen=True)
+class RunMeasures:
+    """Numbers of the run as a whole; None without a measurement.
+
+    Attributes:
+        nll: mean negative log likelihood per datum of the training data in the sampling stages, in nats.
+        chance_nll: the same of a model that knows the labels' frequencies alone (in regression, their mean).
+        heat: τ·d/2, the energy that d harmonic coordinates take up at the temperature, in nats.
+        relaxation_times: relaxation times of the prior's directions that a sampling stage covers.
+        prior_norm: mean of ‖θ‖²/(d·σ²), σ the prior's standard deviation; τ at equilibrium where the prior decides.
+        rhat: split R-hat of the predictions, the worst over some data.
+        ess: bulk effective sample size of the predictions, the worst over some data.
+    """
+
+    nll: float | None = None
+    chance_nll: float | None = None
+    heat: float | None = None
+    relaxation_times: float | None = None
+    prior_norm: float | None = None
+    rhat: float | None = None
+    ess: float | None = None
+
+
+@dataclass(frozen=True)
 class HealthReport:
-    """The health of a chain.
+    """The health of a run.
 
     Attributes:
         step: the optimizer step of the report.
-        verdict: "ok", "warning" or "unknown".
-        findings: the problems found.
+        verdict: "ok", "warning" if a finding is a problem, or "unknown".
+        findings: the findings, the most urgent first.
         temperature: τ, the temperature of the target; NaN if a file does not have it.
         tolerance: accepted relative deviation.
         tensors: temperatures by the name of the parameter tensor.
@@ -129,6 +98,10 @@ class HealthReport:
         gradient_noise_share: share of mini-batch noise in the variance of a step, by tensor.
         energy: mean, spread and expected range of the energies.
         observations: number of observed steps.
+        run: numbers of the run as a whole.
+        kind: what the samples are: "posterior sample", "cold ensemble", "snapshot ensemble" or "deep ensemble"; None
+            if the measurements do not say.
+        reason: the measurement that says so.
     """
 
     step: int | None = None
@@ -141,21 +114,39 @@ class HealthReport:
     gradient_noise_share: Mapping[str, float] = field(default_factory=dict)
     energy: EnergySummary = field(default_factory=EnergySummary)
     observations: int = 0
+    run: RunMeasures = field(default_factory=RunMeasures)
+    kind: str | None = None
+    reason: str = ""
 
     @property
     def warnings(self) -> list[str]:
-        """The findings' sentences."""
-        return [finding.sentence for finding in self.findings]
+        """The problems' sentences."""
+        return [finding.sentence for finding in self.findings if finding.severity == "problem"]
+
+    @property
+    def notes(self) -> list[str]:
+        """The notes' sentences."""
+        return [finding.sentence for finding in self.findings if finding.severity == "note"]
+
+    @property
+    def advice(self) -> str:
+        """The one thing to do next, the remedy of the most urgent finding; "" without a finding."""
+        return self.findings[0].remedy if self.findings else ""
+
+    def with_findings(self, *findings: Finding | None) -> "HealthReport":
+        """Return this report with more findings, ranked, and the verdict that follows from all of them."""
+        known = [finding for finding in findings if finding is not None and finding not in self.findings]
+        together = ranked([*self.findings, *known])
+        has_problem = any(finding.severity == "problem" for finding in together)
+        return replace(self, findings=together, verdict="warning" if has_problem else self.verdict)
 
     def with_divergence(self) -> "HealthReport":
         """Return this report with divergence as its first finding."""
-        divergence = Finding.divergence()
-        others = tuple(finding for finding in self.findings if finding != divergence)
-        return replace(self, verdict="warning", findings=(divergence, *others))
+        return self.with_findings(Finding.divergence())
 
     def scalars(self) -> dict[str, float]:
         """Return the numbers for a logger: the totals, the largest deviations, the number of findings."""
-        scalars = {"health/warnings": float(len(self.findings))}
+        scalars = {"health/warnings": float(len(self.warnings))}
         if self.total is not None and self.temperature > 0:
             for kind in ("kinetic", "configurational"):
                 values = [value for entry in self.tensors.values() if (value := getattr(entry, kind)) is not None]
@@ -173,11 +164,11 @@ class HealthReport:
         return {
             "step": self.step,
             "verdict": self.verdict,
+            "kind": self.kind,
+            "reason": self.reason,
+            "advice": self.advice,
             "warnings": self.warnings,
-            "findings": [
-                {"kind": f.kind.value, "side": f.side, "tensor": f.tensor, "sentence": f.sentence}
-                for f in self.findings
-            ],
+            "findings": [finding.as_json() for finding in self.findings],
             "temperature": self.temperature,
             "tolerance": self.tolerance,
             "tensors": {name: _plain(entry) for name, entry in self.tensors.items()},
@@ -185,6 +176,7 @@ class HealthReport:
             "gradient_noise_share": dict(self.gradient_noise_share),
             "energy": _plain(self.energy),
             "observations": self.observations,
+            "run": asdict(self.run),
         }
 
     @classmethod
@@ -196,7 +188,7 @@ class HealthReport:
         Raises:
             ValueError: if an entry has the wrong form.
         """
-        tensors, energy, total = (_dictionary(content, name) for name in ("tensors", "energy", "total"))
+        tensors, energy, total, run = (_dictionary(content, n) for n in ("tensors", "energy", "total", "run"))
         shares = _dictionary(content, "gradient_noise_share")
         if not all(isinstance(values, dict) for values in tensors.values()):
             raise ValueError("its tensors should be dictionaries by name")
@@ -214,6 +206,9 @@ class HealthReport:
                 _number(energy.get("mean")), _number(energy.get("std")), _interval(energy.get("expected"))
             ),
             observations=_integer(content.get("observations")) or 0,
+            run=RunMeasures(**{part.name: _number(run.get(part.name)) for part in fields(RunMeasures)}),
+            kind=next((kind for kind in KINDS if kind == content.get("kind")), None),
+            reason=str(content.get("reason", "")),
         )
 
 
@@ -239,17 +234,7 @@ def _findings(content: Mapping[str, Any]) -> list[Finding]:
         return [Finding.of_sentence(sentence) for sentence in sentences]
     if not isinstance(entries, list) or not all(isinstance(e, dict) and "sentence" in e for e in entries):
         raise ValueError("its findings should be a list of dictionaries, each with a sentence")
-    return [_finding(entry) for entry in entries]
-
-
-def _finding(entry: Mapping[str, Any]) -> Finding:
-    given, tensor = entry.get("side"), entry.get("tensor")
-    side: Side | None = "above" if given == "above" else "below" if given == "below" else None
-    return Finding(_kind(entry.get("kind")), str(entry["sentence"]), side, None if tensor is None else str(tensor))
-
-
-def _kind(name: Any) -> FindingKind:
-    return next((kind for kind in FindingKind if kind.value == name), FindingKind.OTHER)
+    return [Finding.from_json(entry) for entry in entries]
 
 
 def _temperatures(values: Mapping[str, Any]) -> Temperatures:

@@ -5,13 +5,14 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from lightning_sgmcmc.diagnostics.batch_means import BatchMeans, merge_batches, without_warm_up
 from lightning_sgmcmc.diagnostics.estimates import ANCHORED, KINETIC, NOISE, NUM_ROWS, PLAIN, Observations
+from lightning_sgmcmc.diagnostics.group_step import NO_CLIPPING, Clipping, GroupStep
 from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.tensors import Control, inner_products, square_norms
 
@@ -22,46 +23,13 @@ Reduction = Callable[[Tensor], Tensor]
 Exchange = Callable[[Tensor], Tensor]
 """Gathers a tensor of this process's chains for a checkpoint, or returns this process's part of one."""
 
-NUM_EXTRAS = 4
-ENERGY, SQUARE_ENERGY, TEMPERATURE, CLIPPED = range(NUM_EXTRAS)
+NUM_EXTRAS = 5
+ENERGY, SQUARE_ENERGY, TEMPERATURE, CLIPPED, LOG_PRIOR = range(NUM_EXTRAS)
 
 
 def unreduced(tensor: Tensor) -> Tensor:
     """Return this process's tensor unchanged."""
     return tensor
-
-
-class GroupStep(NamedTuple):
-    """A step of one parameter group.
-
-    Attributes:
-        law: the sampler's law of the step.
-        temperature: τ.
-        gradient_multiplier: κ.
-        num_data: N.
-        momenta: momentum of each parameter, None without one.
-    """
-
-    law: StepLaw
-    temperature: Control
-    gradient_multiplier: Control
-    num_data: int
-    momenta: Sequence[Tensor | None]
-
-
-class Clipping(NamedTuple):
-    """How gradients are clipped after the observation.
-
-    Attributes:
-        limit: the largest norm, or the largest absolute value; None or 0 disables clipping.
-        by: "norm" or "value".
-    """
-
-    limit: float | None = None
-    by: Literal["norm", "value"] = "norm"
-
-
-NO_CLIPPING = Clipping()
 
 
 class StepObserver:
@@ -202,19 +170,20 @@ class StepObserver:
         self._variances = [law.momentum_variance(before) for law, before in pairs]
 
     @torch.no_grad()
-    def add(self, groups: Sequence[GroupStep], energy: Tensor) -> None:
+    def add(self, groups: Sequence[GroupStep], energy: Tensor, log_prior: Tensor) -> None:
         """Complete the pending observation.
 
         Args:
             groups: the step of each parameter group.
             energy: the mini-batch energy Ũ, the mean over chains.
+            log_prior: log p(θ), the mean over chains.
         """
         assert self._stage is not None
         assert self._pending is not None
-        self._stage.add(self._row(groups, self._pending, energy))
+        self._stage.add(self._row(groups, self._pending, energy, log_prior))
         self.count, self._pending = self.count + 1, None
 
-    def _row(self, groups: Sequence[GroupStep], forces: Tensor, energy: Tensor) -> Tensor:
+    def _row(self, groups: Sequence[GroupStep], forces: Tensor, energy: Tensor, log_prior: Tensor) -> Tensor:
         """Return the four numbers of each tensor, and the extras."""
         rows: list[list[Tensor]] = [[] for _ in range(NUM_ROWS)]
         several = self._chains > 1
@@ -236,7 +205,7 @@ class StepObserver:
         temperature = groups[0].temperature
         if not isinstance(temperature, Tensor):
             temperature = energy.new_tensor(temperature) if energy.device.type == "cpu" else energy * 0 + temperature
-        extras = torch.stack([energy, energy.square(), temperature.mean(), forces[-1].to(energy)])
+        extras = torch.stack([energy, energy.square(), temperature.mean(), forces[-1].to(energy), log_prior.to(energy)])
         # Each chain's numbers are in units of its own step size and temperature; the mean over the chains is kept.
         shown = (part.mean(1) if several else part for row in rows for part in row)
         return torch.cat([*shown, extras.to(forces)])
@@ -287,6 +256,8 @@ class StepObserver:
             temperature=round(temperature, 6) if math.isfinite(temperature) else 1.0,
             allowance=[allowance[i] for i in kept],
             clipped=float((extras[:, CLIPPED] * weights).sum()) if self._clipping.limit else None,
+            log_priors=extras[:, LOG_PRIOR],
+            num_chains=self._chains,
         )
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -325,13 +296,15 @@ class StepObserver:
         missing: Collection[str] = state["missing"]
         self.missing, self.count = set(missing), state["observations"]
         means, counts, stage = state["means"], state["counts"], state.get("stage")
-        lengths = {part.shape[1] for part in (means, stage and stage["sums"]) if part is not None}
+        means = None if means is None else self._complete(means)
+        sums = None if stage is None else self._complete(stage["sums"])
+        lengths = {part.shape[1] for part in (means, sums) if part is not None}
         is_own = lengths <= {self.length}
         self._past = (means, counts) if is_own and means is not None else None
         if is_own and stage is not None:
             self._allocate()
             assert self._stage is not None
-            self._stage.load_state_dict(stage)
+            self._stage.load_state_dict({**stage, "sums": sums})
             for target, saved in zip(
                 self._anchors + self._previous, stage["anchors"] + stage["previous"], strict=False
             ):
@@ -340,6 +313,11 @@ class StepObserver:
             device = self._params[0].device
             self._variances = [own(v).to(device) if _is_of_chains(v) else v for v in stage["variances"]]
         return is_own
+
+    def _complete(self, means: Tensor) -> Tensor:
+        """Return batch means with NaN for the log prior, which an early checkpoint has not."""
+        is_early = means.shape[1] == self.length - 1
+        return torch.cat([means, means[:, :1] * math.nan], 1) if is_early else means
 
 
 def _is_of_chains(variance: Any) -> TypeGuard[Tensor]:

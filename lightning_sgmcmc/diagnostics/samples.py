@@ -54,16 +54,18 @@ def within_groups(log_weights: Tensor, groups: Tensor) -> Tensor:
     return torch.where(log_weights == -torch.inf, log_weights, log_weights - (largest + sums.log())[rows])
 
 
-def effective_sample_size(log_weights: Tensor) -> float:
-    """Return (Σw)²/Σw² of importance weights, between 1 and the number of samples.
+def weight_efficiency(log_weights: Tensor) -> float:
+    """Return (Σw)²/(S·Σw²) of importance weights, a share in (0, 1]; 1 for equal weights.
+
+    S times it is Kish's effective number of the weights. It ignores the correlation of the draws.
 
     Args:
         log_weights: shape (S,), any constant offset.
 
-    >>> round(effective_sample_size(torch.tensor([0.5, 0.25, 0.25]).log()), 3)
-    2.667
+    >>> round(weight_efficiency(torch.tensor([0.5, 0.25, 0.25]).log()), 3)
+    0.889
     """
-    return 1 / float(normalised_weights(log_weights).square().sum())
+    return 1 / (len(log_weights) * float(normalised_weights(log_weights).square().sum()))
 
 
 def autocorrelation(draws: Tensor, lags: int) -> Tensor:

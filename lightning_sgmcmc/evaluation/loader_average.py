@@ -10,10 +10,11 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.diagnostics.metrics import out_of_distribution_metrics
-from lightning_sgmcmc.diagnostics.samples import effective_sample_size, within_groups
+from lightning_sgmcmc.diagnostics.samples import weight_efficiency, within_groups
 from lightning_sgmcmc.evaluation.averages import ChainsAverage, CycleAverage, WeightedAverage
 from lightning_sgmcmc.evaluation.comparison import ChainComparison
 from lightning_sgmcmc.evaluation.html_table import html_table
+from lightning_sgmcmc.evaluation.per_datum import PerDatumScores
 from lightning_sgmcmc.evaluation.share import EvaluationShare
 from lightning_sgmcmc.evaluation.user_metrics import UserMetrics
 from lightning_sgmcmc.model import EnergyModel
@@ -34,6 +35,7 @@ class Evaluation:
         log_weights: for each sample its log importance weight.
         comparable: whether these compare across chains; otherwise they are normalised within each chain.
         chains: comparison of the chains.
+        per_datum: log densities of each datum, for paired comparisons.
     """
 
     members: list[dict[str, float]] = field(default_factory=list)
@@ -44,16 +46,17 @@ class Evaluation:
     log_weights: list[float] = field(default_factory=list)
     comparable: bool = True
     chains: ChainComparison = field(default_factory=ChainComparison)
+    per_datum: PerDatumScores = field(default_factory=PerDatumScores)
 
     @property
-    def effective_sample_size(self) -> float | None:
-        """(Σw)²/Σw² of the importance weights, None if all are equal or all are 0."""
+    def weight_efficiency(self) -> float | None:
+        """(Σw)²/(S·Σw²) of the importance weights, in (0, 1]; None if all are equal or all are 0."""
         weights = torch.tensor(self.log_weights, dtype=torch.float64)
         if not self.comparable:
             weights = within_groups(weights, torch.tensor([member["chain"] for member in self.members]))
         if len(weights) < 2 or bool((weights == weights[0]).all()) or not bool((weights > -torch.inf).any()):
             return None
-        return effective_sample_size(weights)
+        return weight_efficiency(weights)
 
     def __repr__(self) -> str:
         single = self.single
@@ -76,6 +79,18 @@ class Evaluation:
         """The single samples' metrics, averaged over the samples."""
         names = [name for name in self.bma if self.members]
         return {name: sum(m[name] for m in self.members) / len(self.members) for name in names}
+
+    @property
+    def best_single(self) -> dict[str, float]:
+        """The metrics of the single sample with the lowest NLL, chosen on these data; {} if it is not known."""
+        found = self.per_datum.kept.get("best_single")
+        return {} if found is None else {name: self.members[found.index][name] for name in self.bma}
+
+    @property
+    def first_cycle(self) -> dict[str, float]:
+        """The metrics of the average of the first cycle's samples; {} without a second cycle."""
+        found = self.per_datum.first_cycle(len(self.members))
+        return {} if found is None else self.running[found.index]
 
     @property
     def single_std(self) -> dict[str, float]:
@@ -157,6 +172,7 @@ class LoaderAverage:
         self.evaluation.running.append(running)
         self.evaluation.average = average
         self.evaluation.comparable &= sample.comparable
+        self.evaluation.per_datum.add(len(self.evaluation.members) - 1, sample.cycle, log_density, average.log_density)
         self.evaluation.chains.add(sample.chain, sample.log_weight, terms, log_density, sample.comparable)
 
     def _check_order(self, target: Tensor | None) -> None:
@@ -180,6 +196,7 @@ class LoaderAverage:
             "log_weights": evaluation.log_weights,
             "comparable": evaluation.comparable,
             "chains": evaluation.chains.state_dict(),
+            "per_datum": evaluation.per_datum.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -199,6 +216,8 @@ class LoaderAverage:
             comparable=state.get("comparable", True),
         )
         self.evaluation.chains.load_state_dict(state["chains"])
+        if "per_datum" in state:
+            self.evaluation.per_datum.load_state_dict(state["per_datum"])
 
 
 def metrics_of(

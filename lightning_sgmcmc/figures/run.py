@@ -1,6 +1,7 @@
 """Figures of a run: each function draws one figure from plain numbers and returns it."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,15 +65,28 @@ def energy_figure(
 
 
 def traces_figure(
-    steps: Sequence[float], traces: Mapping[str, Sequence[float]], sample_steps: Sequence[float]
+    steps: Sequence[float],
+    traces: Mapping[str, Sequence[float]],
+    sample_steps: Sequence[float],
+    lines: Mapping[str, float] = MappingProxyType({}),
 ) -> "Figure":
-    """Draw traces of a few quantities (energy, single weights) one below another, with the samples marked."""
+    """Draw traces of a few quantities (energy, single weights) one below another, with the samples marked.
+
+    Args:
+        steps: the steps.
+        traces: values at these steps, by name.
+        sample_steps: the steps of the samples.
+        lines: equilibrium values, by the trace's name.
+    """
     figure, rows = canvas(len(traces), height=0.8 + 1.25 * len(traces))
     for axes, (name, values) in zip(rows, traces.items(), strict=True):
         axes.plot(steps, values, color="black", linewidth=0.8, marker=point_marker(steps))
         if len(sample_steps):
             heights = np.interp(sample_steps, steps, values)
             axes.plot(sample_steps, heights, "o", color=SAMPLE_COLOUR, markersize=3, label="samples")
+        if name in lines:
+            axes.axhline(lines[name], color="black", linestyle=":", linewidth=1)
+            axes.text(1, lines[name], f" τ = {lines[name]:g}", transform=axes.get_yaxis_transform(), va="center")
         axes.set_title(name, fontsize="small", loc="right", pad=2)
     legend_above(rows[0])
     rows[-1].set_xlabel("optimizer step")

@@ -24,7 +24,7 @@ TENSORS_SHOWN = 40
 
 
 def weights_figure(weights: Sequence[float], effective: Sequence[float]) -> "Figure":
-    """Draw the samples' normalised weights, and their running effective sample size.
+    """Draw the samples' normalised weights, and the number of equally weighted samples that they are worth.
 
     Args:
         weights: weights of all samples, summing to 1.
@@ -38,8 +38,8 @@ def weights_figure(weights: Sequence[float], effective: Sequence[float]) -> "Fig
     upper.set_ylim(0, 1.08 * max(weights))
     legend_above(upper)
     lower.plot(count, count, color="black", linestyle=":", linewidth=1, label="equal weights")
-    lower.plot(count, effective, "-o", color=AVERAGE_COLOUR, markersize=3, label=f"ESS, final {effective[-1]:.1f}")
-    lower.set_ylabel("effective sample size")
+    lower.plot(count, effective, "-o", color=AVERAGE_COLOUR, markersize=3, label=f"these: {effective[-1]:.1f}")
+    lower.set_ylabel("worth of the weights")
     lower.set_xlabel("number of samples")
     lower.set_ylim(bottom=0)
     lower.set_xlim(0.5, len(weights) + 0.5)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, comparable_log_weights
 from lightning_sgmcmc.checks import check_choice, check_number
 from lightning_sgmcmc.contour.learned import LearnedContour
-from lightning_sgmcmc.diagnostics.samples import effective_sample_size, normalised_weights, resample
+from lightning_sgmcmc.diagnostics.samples import normalised_weights, resample, weight_efficiency
 from lightning_sgmcmc.evaluation.html_table import html_table
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.checks import check_fits, check_sample
@@ -40,8 +40,8 @@ class Posterior:
     >>> for step, weight in ((10, 1.0), (20, 2.0)):
     ...     store.append(PosteriorSample(step, 0, 0, 1.0, 0.0, {"w": torch.tensor([weight])}, {}))
     >>> posterior = Posterior(store)
-    >>> len(posterior), posterior.effective_sample_size
-    (2, 2.0)
+    >>> len(posterior), posterior.weight_efficiency
+    (2, 1.0)
     """
 
     def __init__(self, store: SampleStore, model: EnergyModel | None = None) -> None:
@@ -164,9 +164,9 @@ class Posterior:
         return normalised_weights(self.log_weights)
 
     @property
-    def effective_sample_size(self) -> float:
-        """(Σw)²/Σw² of the weights: the equivalent number of equally weighted samples, ignoring autocorrelation."""
-        return effective_sample_size(self.log_weights)
+    def weight_efficiency(self) -> float:
+        """(Σw)²/(S·Σw²) of the S samples' weights, a share in (0, 1]; 1 for equal weights."""
+        return weight_efficiency(self.log_weights)
 
     @property
     def contour(self) -> LearnedContour | None:

@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from lightning_sgmcmc.diagnostics.chains import ChainGrid, chain_diagnostics
+from lightning_sgmcmc.diagnostics.chains import ChainGrid, chain_diagnostics, rhat_limit
 from lightning_sgmcmc.posterior.export import choose_parameters, parameter_draws
 from lightning_sgmcmc.report.html_page import Cell, paragraph, table
 from lightning_sgmcmc.report.run_record import RunError, RunRecord
 
-MIXED = 1.05
-"""No warning is given for an R-hat below this."""
 FALSE_ALARM_RATE = 0.01
 """Probability of a warning for independent draws, per quantity."""
 MOST_ELEMENTS = 100
@@ -110,26 +108,6 @@ class Chains:
             notes.append(f"The oldest {self._grid.dropped} samples of the longer chains are dropped.")
         notes.append("Energies are mini-batch estimates, whose noise hides small differences between chains.")
         return "".join([*parts, paragraph(" ".join(notes), "note")])
-
-
-def rhat_limit(chains: int, draws: int, false_alarm_rate: float) -> float:
-    """Return the upper limit of R-hat: 1.05, or for few draws the quantile that independent draws rarely exceed.
-
-    With m parts of n draws each, R̂² = (n-1)/n + F/n, and F has the law F(m-1, m·(n-1)) if the draws are independent and
-    normal; rank normalisation makes them normal, and R-hat is the larger of two (of the draws, and folded).
-
-    Args:
-        chains: number of chains, each split into halves; one chain is split twice.
-        draws: draws per chain.
-        false_alarm_rate: the probability that independent draws exceed the limit.
-    """
-    from scipy.special import fdtri
-
-    parts, length = (4, draws // 4) if chains == 1 else (2 * chains, draws // 2)
-    if length < 2:
-        return math.inf
-    quantile = float(fdtri(parts - 1, parts * (length - 1), 1 - false_alarm_rate / 2))
-    return max(MIXED, math.sqrt((length - 1 + quantile) / length))
 
 
 def _worst(pick: Callable[[list[float]], float], values: list[float]) -> float:

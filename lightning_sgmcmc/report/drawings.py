@@ -14,7 +14,7 @@ from lightning_sgmcmc.evaluation.comparison import chain_rows, prediction_diagno
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.figures import contour as figures_contour
 from lightning_sgmcmc.figures import samples as figures_samples
-from lightning_sgmcmc.run.history import RunHistory
+from lightning_sgmcmc.run.history import PRIOR_NORM, RunHistory
 
 Figures = dict[str, Any]
 """matplotlib figures by name."""
@@ -48,13 +48,15 @@ def traces(history: RunHistory) -> Figures:
         return {}
     paths = {"potential energy Ũ (nats)": history.scalar("sampler/energy")}
     paths |= {name: history.scalar(name) for name in history.trace_names}
-    return {"traces": figures.traces_figure(history.scalars.column(0), paths, history.samples.column(0))}
+    warm = [value for value in history.scalar("sampler/temperature") if value > 0]
+    lines = {PRIOR_NORM: warm[-1]} if warm else {}
+    return {"traces": figures.traces_figure(history.scalars.column(0), paths, history.samples.column(0), lines)}
 
 
 def weights(history: RunHistory) -> Figures:
-    """Draw the samples' weights and their effective number."""
+    """Draw the samples' weights and their worth, where they differ."""
     normalised = history.weights
-    if not normalised:
+    if not normalised or not history.has_weights:
         return {}
     return {"weights": figures_samples.weights_figure(normalised, history.samples.column(5))}
 
@@ -113,9 +115,12 @@ def _chains_and_energies(history: RunHistory) -> tuple[list[int], list[float]]:
 
 
 def chain_scalars(history: RunHistory, evaluation: Evaluation | None) -> dict[str, float]:
-    """Return R-hat and effective sample sizes of energies, and the worst over some data's predictions."""
+    """Return R-hat and effective sample sizes of energies, and the worst over some data's predictions.
+
+    Of one chain R-hat compares the halves.
+    """
     of_chains, energies = _chains_and_energies(history)
-    if len(set(of_chains)) < 2:
+    if not of_chains:
         return {}
     found = {"energy": chain_diagnostics(ChainGrid.of_chains(of_chains).arrange(energies))}
     if evaluation is not None and len(evaluation.chains.chains):
@@ -189,11 +194,11 @@ def entropy(evaluation: Evaluation, data: str) -> Figures:
 
 
 def chain_histograms(history: RunHistory) -> Histograms:
-    """Return the samples' energies and weights."""
-    return {
-        "energy_histogram": (history.samples.column(3), "potential energy Ũ of the samples (nats)"),
-        "weight_histogram": (history.weights, "normalised weight of the samples"),
-    }
+    """Return the samples' energies, and their weights where these differ."""
+    found = {"energy_histogram": (history.samples.column(3), "potential energy Ũ of the samples (nats)")}
+    if history.has_weights:
+        found["weight_histogram"] = (history.weights, "normalised weight of the samples")
+    return found
 
 
 def entropy_histograms(evaluation: Evaluation, data: str) -> Histograms:

@@ -9,6 +9,7 @@ from lightning_sgmcmc.report.html_page import Cell, folded, is_finite, number, p
 
 TOLERANCE = 0.2
 """A temperature is marked if its whole interval is further from the target than this share of it."""
+NOT_MEASURABLE = "not measurable in this run"
 FOLD_ABOVE = 40
 """A table with more rows is folded."""
 
@@ -42,13 +43,22 @@ def tensors(health: HealthReport | None) -> str:
 
 
 def _facts(health: HealthReport) -> str:
-    energy = health.energy
+    energy, run = health.energy, health.run
+    times = None if run.relaxation_times is None else number(run.relaxation_times)
     return html_page.facts(
         [
+            ("The samples are", None if health.kind is None else f"a {health.kind}: {health.reason}"),
             ("Target temperature", health.temperature if is_finite(health.temperature) else None),
             ("Mean energy", energy.mean),
             ("Its standard deviation", energy.std),
             ("Expected energy", None if energy.expected is None else _brackets(energy.expected)),
+            ("Heat that the target takes up (nats)", run.heat),
+            ("Mean NLL per datum, training data", run.nll),
+            ("The same of a guess", run.chance_nll),
+            ("Relaxation times of a sampling stage", times),
+            ("‖θ‖²/(d·σ²), τ at equilibrium", run.prior_norm),
+            ("Split R-hat of predictions", run.rhat),
+            ("Bulk ESS of predictions", run.ess),
         ]
     )
 
@@ -58,7 +68,7 @@ def _temperature(entry: Temperatures, kind: TemperatureKind, target: float) -> A
     if value is None:
         return None
     if interval is None:
-        return number(value)
+        return NOT_MEASURABLE
     low, high = interval
     text = f"{number(value)} {_brackets(interval)}"
     return Cell(text, "bad") if low > target * (1 + TOLERANCE) or high < target * (1 - TOLERANCE) else text

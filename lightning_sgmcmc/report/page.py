@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_sgmcmc.chains.sample import comparable_log_weights
-from lightning_sgmcmc.diagnostics.samples import effective_sample_size
+from lightning_sgmcmc.diagnostics.health import POSTERIOR
+from lightning_sgmcmc.diagnostics.samples import weight_efficiency
+from lightning_sgmcmc.evaluation.sentences import NAMES as SENTENCES
 from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.report import html_page
 from lightning_sgmcmc.report.chains import Chains
@@ -48,6 +50,7 @@ def render(run: RunRecord, parameters: Sequence[str] | None = None) -> str:
     """Return the report's HTML."""
     chains = Chains(run, parameters)
     sections = [
+        ("In five sentences", _sentences(run)),
         ("Health", _verdict(run, chains)),
         ("Run", facts(run)),
         ("Results", results(run)),
@@ -66,18 +69,29 @@ def render(run: RunRecord, parameters: Sequence[str] | None = None) -> str:
 
 def _verdict(run: RunRecord, chains: "Chains") -> str:
     verdict = "unknown" if run.health is None else run.health.verdict
+    warnings = [] if run.health is None else run.health.warnings
+    notes = [] if run.health is None else run.health.notes
     if run.health is None:
         says = "Not recorded: the run had no ChainHealth callback."
     elif verdict == "unknown":
-        says = "Unknown: the temperatures could not be measured."
+        says = "Unknown: the temperatures were not measurable in this run."
+    elif verdict == "ok":
+        says = "Healthy, with a note." if notes else "Healthy: the measured temperatures match the target's."
     else:
-        says = {"ok": "Healthy: the measured temperatures match the target's.", "warning": "Look at this first."}[
-            verdict
-        ]
-    warnings = [] if run.health is None else run.health.warnings
-    attention = [*warnings, *_attention(run), *chains.attention]
+        says = "Look at this first; the most urgent comes first."
+    is_ensemble = run.health is not None and run.health.kind not in (POSTERIOR, None)
+    attention = [*warnings, *_attention(run), *([] if is_ensemble else chains.attention)]
     kind = "bad" if attention or verdict == "warning" else "good" if verdict == "ok" else ""
-    return f'<div class="verdict {kind}">{paragraph(says)}{bullets(attention)}</div>'
+    advice = paragraph(f"What next: {run.health.advice}.") if run.health is not None and run.health.advice else ""
+    return f'<div class="verdict {kind}">{paragraph(says)}{bullets([*attention, *notes])}{advice}</div>'
+
+
+def _sentences(run: RunRecord) -> str:
+    """Return the five sentences of `results.json`, "" for a run of an earlier version."""
+    found = run.results.get("sentences")
+    if not isinstance(found, dict):
+        return ""
+    return "".join(paragraph(text) for name in SENTENCES if isinstance(text := found.get(name), str))
 
 
 def _attention(run: RunRecord) -> list[str]:
@@ -94,8 +108,9 @@ def _attention(run: RunRecord) -> list[str]:
         found.append(f"Results without a finite value: {', '.join(bad)}.")
     if run.records and not equal_weights(run.records):
         try:
-            worth = effective_sample_size(comparable_log_weights(run.records))
-            if worth < len(run.records) / 2:
+            efficiency = weight_efficiency(comparable_log_weights(run.records))
+            if efficiency < 0.5:
+                worth = efficiency * len(run.records)
                 found.append(
                     f"The weights are concentrated: {len(run.records)} samples are worth {worth:.1f} of equal weight."
                 )

@@ -7,8 +7,10 @@ from typing import Any
 from lightning_sgmcmc.report import html_page
 from lightning_sgmcmc.report.html_page import Cell, is_finite, number, paragraph, table
 from lightning_sgmcmc.report.run_record import MARKS, RunRecord
+from lightning_sgmcmc.run.results import METHODS
 
-METHODS = {"single": "mean single sample", "bma": "model average"}
+EARLIER_NAMES = {"ess": "Kish's number of the weights"}
+"""Metrics of earlier versions, under other names."""
 HIGHER_IS_BETTER = ("accuracy", "auroc", "log_likelihood")
 LOWER_IS_BETTER = ("nll", "brier", "ece", "rmse", "mae", "error")
 LONGEST_SETTINGS = 2**16
@@ -91,17 +93,21 @@ def _results(rows_of_file: list[dict[str, Any]], title: str) -> str:
     methods, metrics = (list(dict.fromkeys(names)) for names in zip(*by_place, strict=True))
     if any(is_finite(row.get("paper")) for row in rows_of_file):
         return _beside_the_paper(by_place, methods, metrics)
-    if set(methods) == set(METHODS):
+    if {"single", "bma"} <= set(methods) <= set(METHODS):
         rows = []
         for metric in metrics:
+            found = [by_place.get((method, metric), {}) for method in methods]
             single, bma = by_place.get(("single", metric), {}), by_place.get(("bma", metric), {})
-            rows.append([metric, _with_error(single), _with_error(bma), _change(metric, single, bma)])
+            name = EARLIER_NAMES.get(metric, metric)
+            rows.append([name, *map(_with_error, found), _change(metric, single, bma)])
         note = "The number after ± is the standard deviation over the samples. " if _has_errors(rows_of_file) else ""
+        if "best_single" in methods:
+            note += "The best single sample is the one with the lowest NLL on these data. "
         return table(
-            ["metric", "mean single sample", "model average", "change"],
+            ["metric", *(METHODS[method] for method in methods), "change"],
             rows,
             f"{title}: single samples and their average",
-        ) + paragraph(f"{note}Change is the average's value minus the single samples'.", "note")
+        ) + paragraph(f"{note}Change is the average's value minus the mean single sample's.", "note")
     if len(metrics) > len(methods):
         rows = [[m, *(_with_error(by_place.get((method, m), {})) for method in methods)] for m in metrics]
         return table(["metric", *(METHODS.get(m, m) for m in methods)], rows, title)

@@ -1,10 +1,10 @@
-"""The samples, and the effective size of their weights."""
+"""The samples, and the efficiency of their weights."""
 
 import math
 from typing import Any
 
 from lightning_sgmcmc.chains.sample import SampleRecord, comparable_log_weights
-from lightning_sgmcmc.diagnostics.samples import effective_sample_size, normalised_weights
+from lightning_sgmcmc.diagnostics.samples import normalised_weights, weight_efficiency
 from lightning_sgmcmc.report import html_page
 from lightning_sgmcmc.report.html_page import folded, paragraph, table
 from lightning_sgmcmc.report.run_record import RunRecord
@@ -35,22 +35,22 @@ def samples(run: RunRecord) -> str:
 
 
 def weights(records: list[SampleRecord]) -> str:
-    """Return the section on the weights and their effective size."""
+    """Return the section on the weights and their efficiency."""
     if not records:
         return ""
     if equal_weights(records):
         return paragraph(f"All {len(records)} samples have equal weight.")
     try:
         log_weights = comparable_log_weights(records)
-        weights, worth = normalised_weights(log_weights), effective_sample_size(log_weights)
+        weights, efficiency = normalised_weights(log_weights), weight_efficiency(log_weights)
     except ValueError as error:
         return paragraph(f"The weights cannot be used: {error}.")
     facts = [
-        ("Effective sample size of the weights", f"{worth:.1f} of {len(records)}"),
+        ("Weight efficiency", f"{efficiency:.3g} ({efficiency * len(records):.1f} of {len(records)} samples)"),
         ("Largest weight", float(weights.max())),
         ("Smallest weight", float(weights.min())),
     ]
-    note = "The effective sample size here is (Σw)²/Σw²: it ignores autocorrelation."
+    note = "The weight efficiency is (Σw)²/(S·Σw²) of S samples: it ignores their correlation."
     if not all(record.comparable for record in records):
         note += " Each chain learned its own π, so weights are normalised within each chain, and chains count alike."
     return html_page.facts(facts) + paragraph(note, "note")

@@ -11,6 +11,8 @@ from torch import Tensor
 from lightning_sgmcmc.diagnostics.geometry import weight_sketch
 from lightning_sgmcmc.diagnostics.samples import normalised_weights, within_groups
 
+PRIOR_NORM = "‖θ‖²/(d·σ²)"
+"""The name of a trace: the square of the parameters in units of their prior's variance, a mean over them."""
 SCALARS = ("sampler/lr", "sampler/temperature", "sampler/energy")
 
 
@@ -31,8 +33,16 @@ class RunHistory:
         self.sketches = ThinnedSeries(max(2, max_sketches))
         self._sketching = max_sketches > 0
         self._sketch_dimension = sketch_dimension
+        self._first_weight: float | None = None
+        self._weights_differ = False
         self._log_sums: dict[int | None, tuple[float, float]] = {}
         """log Σw and log Σw², by chain if weights compare only within chains."""
+
+    def trace(self, names: Sequence[str]) -> None:
+        """Set the names of the traced quantities; those that earlier rows have not are NaN there."""
+        self.trace_names = list(names)
+        length = 1 + len(SCALARS) + len(names)
+        self.scalars.rows = [(*row, *[math.nan] * (length - len(row))) for row in self.scalars.rows]
 
     def add_scalars(self, step: int, values: Sequence[float], traces: Sequence[float] = ()) -> None:
         """Add the scalars of a step, in the order of `SCALARS`, and the traced quantities."""
@@ -45,13 +55,15 @@ class RunHistory:
             sample: an object with step, cycle, chain, energy, log_weight and comparable.
             parameters: its weights, to be sketched; None keeps no sketch.
         """
+        self._first_weight = sample.log_weight if self._first_weight is None else self._first_weight
+        self._weights_differ |= sample.log_weight != self._first_weight or not sample.comparable
         group = None if sample.comparable else sample.chain
         total, square = self._log_sums.get(group, (-math.inf, -math.inf))
         self._log_sums[group] = (
             float(np.logaddexp(total, sample.log_weight)),
             float(np.logaddexp(square, 2 * sample.log_weight)),
         )
-        weight = (sample.log_weight, self.effective_sample_size, float(sample.comparable))
+        weight = (sample.log_weight, self.effective_weights, float(sample.comparable))
         self.samples.append((sample.step, sample.cycle, sample.chain, sample.energy, *weight))
         if parameters is None or not self._sketching:
             return
@@ -60,8 +72,18 @@ class RunHistory:
         self.sketches.append((sample.cycle, sample.chain, *row))
 
     @property
-    def effective_sample_size(self) -> float:
-        """(Σw)²/Σw² of all samples so far, 0 while all weights are 0."""
+    def has_weights(self) -> bool:
+        """Whether the samples' weights differ, or compare within chains only."""
+        return self._weights_differ
+
+    @property
+    def weight_efficiency(self) -> float:
+        """(Σw)²/(S·Σw²) of all samples so far, 0 while all weights are 0."""
+        return self.effective_weights / self.samples.seen if self.samples.seen else 0.0
+
+    @property
+    def effective_weights(self) -> float:
+        """Kish's number (Σw)²/Σw² of all samples so far, 0 while all weights are 0."""
         sizes = [math.exp(2 * total - square) for total, square in self._log_sums.values() if total > -math.inf]
         return len(sizes) ** 2 / sum(1 / size for size in sizes) if sizes else 0.0
 
@@ -111,9 +133,11 @@ class RunHistory:
         self.sketches.load_state_dict(state["sketches"])
         if "log_sums" in state:
             self._log_sums = dict(state["log_sums"])
-            return
-        self._log_sums = {None: (state["log_weight_sum"], state["log_square_sum"])}  # an early checkpoint's
-        self.samples.rows = [(*row, 1.0) for row in self.samples.rows]
+        else:
+            self._log_sums = {None: (state["log_weight_sum"], state["log_square_sum"])}  # an early checkpoint's
+            self.samples.rows = [(*row, 1.0) for row in self.samples.rows]
+        self._first_weight = self.samples.rows[0][4] if self.samples.rows else None
+        self._weights_differ = any(row[4] != self._first_weight or not row[6] for row in self.samples.rows)
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:

@@ -5,11 +5,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_sgmcmc.files import free_name, write_output
+from lightning_sgmcmc.diagnostics.health import HealthReport
+from lightning_sgmcmc.files import free_name, read_regular, write_output
 
 RESULTS, TABLE = "results.json", "table.md"
 OPTIMIZED = "states of an optimization (temperature 0)"
 """What `results.json` calls the samples of a run at temperature 0."""
+HEALTH = "health.json"
+METHODS = {
+    "single": "mean single sample",
+    "best_single": "best single sample",
+    "first_cycle": "first cycle",
+    "bma": "model average",
+}
+"""What tables call the methods of `results.json`."""
+LARGEST_HEALTH = 2**26
 
 
 def write_results(folder: Path, results: Mapping[str, Any], table: str) -> None:
@@ -22,6 +32,14 @@ def write_results(folder: Path, results: Mapping[str, Any], table: str) -> None:
     """
     write_output(folder / RESULTS, (json.dumps(results, indent=2) + "\n").encode())
     write_output(folder / TABLE, table.encode())
+
+
+def read_health(folder: Path) -> HealthReport | None:
+    """Return the health report in a run's folder, None if there is none that can be read."""
+    try:
+        return HealthReport.from_json(json.loads(read_regular(folder / HEALTH, LARGEST_HEALTH).decode()))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
 
 
 def keep_earlier_results(folder: Path, results: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc import SGHMC
-from lightning_sgmcmc.diagnostics.samples import effective_sample_size
+from lightning_sgmcmc.diagnostics.samples import weight_efficiency
 
 
 def laplace_approximation(
@@ -132,4 +132,4 @@ def importance_reference(posterior: LogisticPosterior, proposals: int, seed: int
     weights = log_weights.softmax(0)
     mean = weights @ theta
     std = (weights @ (theta - mean).square()).sqrt()
-    return Reference(mean, std, theta[:0], effective_sample_size(log_weights))
+    return Reference(mean, std, theta[:0], weight_efficiency(log_weights) * proposals)

@@ -22,7 +22,8 @@ from lightning_sgmcmc import (
     pSGLD,
 )
 from lightning_sgmcmc.callbacks import ChainHealth, CyclicalSchedule, SamplerCallback, SamplingSchedule
-from lightning_sgmcmc.diagnostics.health import FindingKind, HealthReport, TemperatureKind
+from lightning_sgmcmc.diagnostics.findings import FindingKind
+from lightning_sgmcmc.diagnostics.health import HealthReport, TemperatureKind
 from lightning_sgmcmc.figures.samples import temperatures_figure
 from tests.support.problems import ConjugateRegression, classifier, loaders
 from tests.support.trainers import quiet_trainer
@@ -79,8 +80,7 @@ def test_every_sampler_on_a_network(sampler: Any) -> None:
         for kind in kinds:
             value, interval = entry.measured(kind)
             assert value is not None
-            assert interval is not None
-            assert interval[0] <= value <= interval[1]
+            assert interval is None or interval[0] <= value <= interval[1] < 1e3
     assert all(0 <= share <= 1 for share in report.gradient_noise_share.values())
     assert HealthReport.from_json(json.loads(Path("sgmcmc/health.json").read_text())) == report
     shown = {name: vars(entry) for name, entry in report.tensors.items()}
@@ -185,7 +185,7 @@ def test_warns_once_with_advice_and_writes_its_scalars(tmp_path: Path) -> None:
 
 def test_divergence_is_said_and_still_json() -> None:
     module = PROBLEM.module(sampler=SGLD, lr=20.0, seed=0)
-    with pytest.warns(UserWarning, match="divergence: .* smaller step"), pytest.raises(NonFiniteEnergyError):
+    with pytest.warns(UserWarning, match="divergence: .* smaller lr"), pytest.raises(NonFiniteEnergyError):
         run(module)
     report = json.loads(Path("sgmcmc/health.json").read_text())
     assert report["verdict"] == "warning"

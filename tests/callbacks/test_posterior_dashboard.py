@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sgmcmc import BayesianModule, Gaussian, Posterior
+from lightning_sgmcmc import BayesianModule, Gaussian, GaussianPrior, Posterior
 from lightning_sgmcmc.callbacks import (
     BayesianModelAverage,
     CyclicalSchedule,
@@ -72,17 +72,17 @@ def run_files(folder: Path) -> set[str]:
 def test_when_it_draws(monkeypatch: pytest.MonkeyPatch, options: Any, expected: list[int], first: bool) -> None:
     """Three cycles with samples at 12, 14, 26, 28, 39, 40; the last ones are drawn by the end of the fit."""
     steps = drawn_at(monkeypatch)
-    dashboard = PosteriorDashboard(figures=["weights"], **options)
+    dashboard = PosteriorDashboard(figures=["schedule"], **options)
     callbacks = [dashboard, CyclicalSchedule(3, 0.6, 2)]
     quiet_trainer(max_epochs=10, callbacks=callbacks if first else callbacks[::-1]).fit(classifier(), *loaders())
-    assert steps == {"posterior/weights": expected}
+    assert steps == {"posterior/schedule": expected}
 
 
 def test_without_cycles_it_draws_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = drawn_at(monkeypatch)
-    callbacks = [SamplingSchedule(every_n_steps=3), PosteriorDashboard(figures=["weights"])]
+    callbacks = [SamplingSchedule(every_n_steps=3), PosteriorDashboard(figures=["schedule"])]
     quiet_trainer(max_epochs=3, callbacks=callbacks).fit(classifier(), *loaders())
-    assert steps == {"posterior/weights": [12]}
+    assert steps == {"posterior/schedule": [12]}
 
 
 def test_scalars_come_at_the_logged_optimizer_steps_only(tmp_path: Path) -> None:
@@ -93,19 +93,28 @@ def test_scalars_come_at_the_logged_optimizer_steps_only(tmp_path: Path) -> None
     )
     trainer.fit(classifier(), *loaders())
     assert logger.steps["sampler/energy"] == [1, 4, 8, 12]
-    assert logger.steps["samples/ess"] == [5, 10]
+    assert logger.steps["samples/count"] == [5, 10]
+    assert "samples/weight_efficiency" not in logger.steps, "all weights are equal"
     assert "sampler/gradient_multiplier" not in logger.steps
     history = json.loads((Path(logger.log_dir) / "history.json").read_text())
     assert history["steps"] == [1, 4, 8, 12]
-    assert [len(history["traces"]), *map(len, history["traces"].values())] == [4, 4, 4, 4, 4]
+    assert [len(history["traces"]), *map(len, history["traces"].values())] == [5, 4, 4, 4, 4, 4]
 
 
 def test_traces_are_the_weights_that_they_name(tmp_path: Path) -> None:
-    module, dashboard = classifier(), PosteriorDashboard(figures=["traces"])
-    callbacks = [SamplingSchedule(every_n_steps=5), dashboard]
+    module, dashboard = classifier(prior=GaussianPrior(2.0)), PosteriorDashboard(figures=["traces"])
+    norms: list[float] = []
+
+    class Squares(pl.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            norms.append(torch.cat([p.flatten() for p in module.parameters()]).square().mean().item() / 4)
+
+    callbacks = [SamplingSchedule(every_n_steps=5), dashboard, Squares()]
     quiet_trainer(max_epochs=2, log_every_n_steps=1, callbacks=callbacks).fit(module, *loaders())
     parameters = dict(module.named_parameters())
-    for label in dashboard.history.trace_names:
+    *weights, norm = dashboard.history.trace_names
+    assert dashboard.history.scalar(norm) == pytest.approx(norms, rel=1e-4)
+    for label in weights:
         name, _, index = label.rstrip("]").partition("[")
         place = tuple(int(i) for i in index.split(","))
         assert dashboard.history.scalar(label)[-1] == pytest.approx(parameters[name][place].item())
@@ -203,14 +212,14 @@ def test_an_error_while_drawing_is_one_warning_and_the_rest_is_drawn(monkeypatch
     def broken(history: Any) -> Any:
         raise RuntimeError("no such font")
 
-    monkeypatch.setattr(dashboard_parts, "weights", broken)
-    callbacks = [CyclicalSchedule(3, 0.5, 2), PosteriorDashboard(figures=["weights", "geometry"])]
+    monkeypatch.setattr(dashboard_parts, "energy", broken)
+    callbacks = [CyclicalSchedule(3, 0.5, 2), PosteriorDashboard(figures=["energy", "geometry"])]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         quiet_trainer(max_epochs=10, callbacks=callbacks).fit(classifier(), *loaders())
     ours = [str(w.message) for w in caught if "PosteriorDashboard" in str(w.message)]
     assert ours == [
-        "PosteriorDashboard could not draw 'weights' (RuntimeError: no such font); the run continues without it."
+        "PosteriorDashboard could not draw 'energy' (RuntimeError: no such font); the run continues without it."
     ]
     assert run_files(Path("sgmcmc")) == {"geometry.png", "history.json"}
 
@@ -249,8 +258,8 @@ class OwnLikelihood(BayesianModule):
 
 
 CHAIN = {
-    *(f"{name}.png" for name in ("schedule", "energy", "traces", "weights", "geometry")),
-    *("energy_histogram.png", "weight_histogram.png", "sample_table.csv", "history.json"),
+    *(f"{name}.png" for name in ("schedule", "energy", "traces", "geometry")),
+    *("energy_histogram.png", "sample_table.csv", "history.json"),
 }
 METRICS = {"running_nll.png", "segments.png", "metric_table.csv"}
 
@@ -291,7 +300,7 @@ def test_another_process_draws_the_stored_samples(tmp_path: Path) -> None:
     ]
     quiet_trainer(callbacks=callbacks).test(classifier(), val, verbose=False)
     assert run_files(Path("sgmcmc")) == {
-        *("test_weights.png", "test_geometry.png", "test_reliability.png"),
+        *("test_geometry.png", "test_reliability.png"),
         *("test_sample_table.csv", "test_metric_table.csv"),
     }
     with open("sgmcmc/test_sample_table.csv") as file:
@@ -305,7 +314,7 @@ def test_importance_weights_reach_the_pictures() -> None:
             pl_module.chains.tags.log_weight = torch.tensor([-np.inf if step < 8 else 700.0 + np.log(step)])
 
     dashboard = PosteriorDashboard(figures=["weights"])
-    worth = Each("on_posterior_sample", lambda *args: dashboard.history.effective_sample_size)
+    worth = Each("on_posterior_sample", lambda *args: dashboard.history.effective_weights)
     callbacks = [SamplingSchedule(every_n_steps=4), Weigh(), dashboard, worth]
     quiet_trainer(max_epochs=3, callbacks=callbacks).fit(classifier(), *loaders())
     assert worth.seen == pytest.approx([0, 1, 400 / (64 + 144)])

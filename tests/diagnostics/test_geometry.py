@@ -153,10 +153,10 @@ def sample(step: int, log_weight: float = 0.0) -> PosteriorSample:
 def test_history_counts_the_effective_samples_of_any_weights() -> None:
     history = RunHistory()
     history.add_sample(sample(1, -math.inf))
-    assert (history.effective_sample_size, history.weights) == (0, [])
+    assert (history.effective_weights, history.weights) == (0, [])
     for step, weight in ((2, 1.0), (3, 3.0)):
         history.add_sample(sample(step, 1000 + math.log(weight)))
-    assert history.effective_sample_size == pytest.approx(16 / 10)
+    assert history.effective_weights == pytest.approx(16 / 10)
     assert history.weights == pytest.approx([0, 0.25, 0.75])
 
 
@@ -171,7 +171,7 @@ def test_history_survives_a_checkpoint() -> None:
         each.add_sample(sample(9, 0.5), sample(9).parameters)
     assert twin.as_json() == history.as_json()
     assert twin.sketches.rows == history.sketches.rows
-    assert twin.effective_sample_size == history.effective_sample_size
+    assert twin.effective_weights == history.effective_weights
     assert twin.scalar("w[0]") == [0, 0.5, 1, 1.5, 2, 2.5, 3]
 
 

@@ -59,7 +59,7 @@ def test_weights_and_their_effective_number() -> None:
         [[1, 0], [1, 0.25]],
         [[2, 0], [2, 0.75]],
     ]
-    assert lines(lower)["ESS, final 1.6"].tolist() == [[1, 1], [2, 1.6]]
+    assert lines(lower)["these: 1.6"].tolist() == [[1, 1], [2, 1.6]]
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def use_posterior(run: Path) -> None:
             continue
         for use in (
             lambda p: p.weights,
-            lambda p: p.effective_sample_size,
+            lambda p: p.weight_efficiency,
             list,
             lambda p: p.store.shapes(0) if len(p) else None,
             lambda p: p.predict(x),

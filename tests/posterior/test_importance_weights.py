@@ -119,7 +119,7 @@ def test_weights_by_the_final_vector(tmp_path: Path, options: dict[str, Any]) ->
     assert not torch.allclose(final.weights, posterior.weights, rtol=1e-3)
     assert torch.equal(posterior.reweighted("sample").log_weights, posterior.log_weights)
     torch.testing.assert_close(final.reweighted("final", 0.5).log_weights, 0.5 * expected)
-    assert final.reweighted("sample", 0.0).effective_sample_size == pytest.approx(len(posterior))
+    assert final.reweighted("sample", 0.0).weight_efficiency == pytest.approx(1)
     assert all(bin is not None for bin in (record.bin for record in posterior.records))
     x, _ = next(iter(data.val_dataloader()))
     every = posterior.predict(x, return_samples=True).sample_probabilities
@@ -149,7 +149,7 @@ def test_resampled_posteriors_predict_with_equal_weights(tmp_path: Path) -> None
     assert module.posterior is not None
     equal = module.posterior.resample(400, seed=3)
     assert len(equal) == 400
-    assert equal.effective_sample_size == pytest.approx(400)
+    assert equal.weight_efficiency == pytest.approx(1)
     x, _ = next(iter(data.val_dataloader()))
     few, weighted = equal.predict(x).probabilities, module.posterior.predict(x).probabilities
     assert few is not None

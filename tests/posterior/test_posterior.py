@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.diagnostics.samples import effective_sample_size, normalised_weights
+from lightning_sgmcmc.diagnostics.samples import normalised_weights, weight_efficiency
 from lightning_sgmcmc.posterior import predictive
 from lightning_sgmcmc.posterior.description import describe
 from lightning_sgmcmc.posterior.disk import DiskStore
@@ -187,7 +187,7 @@ def test_a_dominating_weight_and_a_zero_weight() -> None:
     with torch.no_grad():
         expected = twin(x).softmax(-1)
     torch.testing.assert_close(posterior.predict(x).probabilities, expected)
-    assert posterior.effective_sample_size == pytest.approx(1.0)
+    assert posterior.weight_efficiency == pytest.approx(1 / 4)
     assert posterior.weights.tolist() == [0.0, 1.0, 0.0, 0.0]
 
 
@@ -261,18 +261,18 @@ def test_iterating_and_weights() -> None:
     assert posterior[2].log_weight == -0.7
     expected = torch.tensor(LOG_WEIGHTS, dtype=torch.float64).softmax(0)
     torch.testing.assert_close(posterior.weights, expected)
-    assert posterior.effective_sample_size == pytest.approx(1 / expected.square().sum().item())
+    assert posterior.weight_efficiency == pytest.approx(1 / expected.square().sum().item() / 4)
 
 
 # -- diagnostics of weights -------------------------------------------------------------------------------------------
 
 
-def test_effective_sample_size() -> None:
-    assert effective_sample_size(torch.zeros(7)) == pytest.approx(7.0)
-    assert effective_sample_size(torch.full((7,), 1e6)) == pytest.approx(7.0)
-    assert effective_sample_size(torch.tensor([0.0, -math.inf, 0.0])) == pytest.approx(2.0)
-    assert effective_sample_size(torch.tensor([0.0, math.log(3)])) == pytest.approx(16 / 10)
-    assert effective_sample_size(torch.tensor([-1e6, 1e6])) == 1.0
+def test_weight_efficiency() -> None:
+    assert weight_efficiency(torch.zeros(7)) == pytest.approx(1)
+    assert weight_efficiency(torch.full((7,), 1e6)) == pytest.approx(1)
+    assert weight_efficiency(torch.tensor([0.0, -math.inf, 0.0])) == pytest.approx(2 / 3)
+    assert weight_efficiency(torch.tensor([0.0, math.log(3)])) == pytest.approx(8 / 10)
+    assert weight_efficiency(torch.tensor([-1e6, 1e6])) == 1 / 2
 
 
 @pytest.mark.parametrize(

@@ -67,11 +67,11 @@ def test_chains_with_a_contour_each_count_alike(tmp_path: Path) -> None:
     assert shares(half.records, half.weights) == equal
     again = posterior.resample(400)
     assert shares(again.records, again.weights) == pytest.approx([1 / CHAINS] * CHAINS, abs=1 / 400 + 1e-9)
-    assert again.effective_sample_size == pytest.approx(400)
+    assert again.weight_efficiency == pytest.approx(1)
     x = torch.cat([batch[0] for batch in validation_loader()])
     assert found.average is not None
     torch.testing.assert_close(found.average.terms["probabilities"], posterior.predict(x).probabilities)
-    assert found.effective_sample_size == pytest.approx(posterior.effective_sample_size)
+    assert found.weight_efficiency == pytest.approx(posterior.weight_efficiency)
     shown = samples(read_run(tmp_path))
     assert f"{float(posterior.weights.max()):.3g}"[:4] in shown
     forget(tmp_path / "samples")

@@ -32,14 +32,15 @@ SCALARS = {
     "sampler/lr",
     "sampler/temperature",
     "sampler/energy",
+    "sampler/log_posterior",
+    "sampler/prior_norm",
     "sampler/cycle",
     "sampler/gradient_multiplier",
     "samples/count",
-    "samples/ess",
 }
 METRICS = ("accuracy", "nll", "brier", "ece", "entropy")
 FIT_FIGURES = {
-    *(f"posterior/{name}" for name in ("schedule", "energy", "traces", "weights", "geometry", "temperatures")),
+    *(f"posterior/{name}" for name in ("schedule", "energy", "traces", "geometry", "temperatures")),
     *(f"posterior/{name}" for name in ("reliability", "entropy", "segments", "contour", "multiplier")),
     *(f"posterior/running_{metric}" for metric in METRICS),
 }
@@ -49,7 +50,7 @@ TEST_FIGURES = {
 }
 FIGURES = FIT_FIGURES | TEST_FIGURES
 HISTOGRAMS = {
-    *(f"posterior/{name}_histogram" for name in ("energy", "weight", "entropy")),
+    *(f"posterior/{name}_histogram" for name in ("energy", "entropy")),
     "posterior/entropy_histogram_noise",
     "posterior/test_entropy_histogram",
 }
@@ -132,7 +133,7 @@ def check(history: list[dict[str, Any]]) -> None:
     lr = [0.025 * (1 + torch.cos(torch.tensor(torch.pi * ((k - 1) % 10) / 10)).item()) for k in steps]
     assert numbers(history, "sampler/lr") == pytest.approx(lr)
     assert numbers(history, "samples/count") == [1, 2, 3, 4]
-    assert numbers(history, "samples/ess") == pytest.approx([1, 2, 3, 4])
+    assert numbers(history, "samples/weight_efficiency") == [], "all weights are equal"
     assert len(numbers(history, "sampler/energy")) == 6
     assert all(energy == energy for energy in numbers(history, "sampler/energy"))
     assert numbers(history, "sampler/gradient_multiplier") == [0.5] * 6
@@ -164,7 +165,8 @@ def test_the_documentation_names_everything() -> None:
         assert any(name == n or (n.endswith("…") and name.startswith(n[:-1])) for n in named), name
     only_without_a_fit = {"posterior/test_weights", "posterior/test_geometry"}
     only_with_several_chains = {"posterior/chains", "posterior/chain_table", "sampler/energy_chain_0"}
-    for name in named - only_without_a_fit - only_with_several_chains:
+    only_with_weights = {"posterior/weights", "posterior/weight_histogram", "samples/weight_efficiency"}
+    for name in named - only_without_a_fit - only_with_several_chains - only_with_weights:
         assert any(name == n or (name.endswith("…") and n.startswith(name[:-1])) for n in logged), name
 
 
@@ -178,7 +180,7 @@ def test_csv(tmp_path: Path) -> None:
     assert (folder / "sample_table.csv").exists()
     results = json.loads((folder / "results.json").read_text())
     assert {(row["method"], row["metric"]) for row in results["rows"]} == {
-        (method, metric) for method in ("single", "bma") for metric in METRICS
+        (method, metric) for method in ("single", "best_single", "first_cycle", "bma") for metric in METRICS
     }
 
 
@@ -200,7 +202,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     # The first cycle's pictures have the step of its end, the last ones the fit's.
     assert [picture.step for picture in events.Images("posterior/energy")] == [10, 20]
     assert set(events.Tags()["histograms"]) == HISTOGRAMS
-    assert [h.histogram_value.num for h in events.Histograms("posterior/weight_histogram")] == [2, 4]
+    assert [h.histogram_value.num for h in events.Histograms("posterior/energy_histogram")] == [2, 4]
     assert set(events.Tags()["tensors"]) == {f"{name}/text_summary" for name in (*TABLES, "settings")}
     text = events.Tensors("posterior/sample_table/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert text.splitlines()[0].startswith("| step | chain | cycle | energy | log_weight | accuracy |")
@@ -242,7 +244,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in FIGURES:
         assert all((files / value["path"]).read_bytes().startswith(b"\x89PNG") for value in typed[name])
     assert [value["step"] for value in typed["posterior/energy"]] == [10, 20]
-    assert [sum(value["values"]) for value in typed["posterior/weight_histogram"]] == [2, 4]
+    assert [sum(value["values"]) for value in typed["posterior/energy_histogram"]] == [2, 4]
     tables = [json.loads((files / value["path"]).read_text()) for value in typed["posterior/sample_table"]]
     assert tables[0]["columns"] == ["step", "chain", "cycle", "energy", "log_weight", *METRICS]
     assert [[row[0] for row in table["data"]] for table in tables] == [[8, 10], [8, 10, 18, 20]]

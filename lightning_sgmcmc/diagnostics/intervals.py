@@ -1,0 +1,96 @@
+"""Intervals over the data: bootstrap of a mean, Wilson's of a share, and the calibration error that chance makes."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.diagnostics.metrics import CALIBRATION_BINS
+
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+MOST_BLOCKS = 4000
+"""More data than this are resampled in blocks of neighbours, so that memory and time are bounded."""
+MOST_SIMULATED = 20_000
+"""For more data than this, the sums of correct predictions in a bin are drawn from their normal law."""
+
+
+def mean_interval(values: Tensor, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Return the bootstrap percentile interval of a mean over data; NaN for fewer than two data.
+
+    For the paired difference of two predictions pass the difference of each datum. The resamples have a fixed seed.
+
+    Args:
+        values: one number for each datum, shape (n,), in an order without meaning.
+        confidence: the interval's probability.
+
+    >>> low, high = mean_interval(torch.arange(100.0))
+    >>> 43 < low < 45 and 54 < high < 56
+    True
+    """
+    values = values.detach().double().cpu()
+    count = len(values)
+    if count < 2:
+        return math.nan, math.nan
+    if count > MOST_BLOCKS:
+        blocks = count // MOST_BLOCKS
+        values = values[: MOST_BLOCKS * blocks].reshape(blocks, MOST_BLOCKS).mean(0)
+    generator = torch.Generator().manual_seed(0)
+    means = []
+    for size in (RESAMPLES // 8,) * 8:
+        places = torch.randint(len(values), (size, len(values)), generator=generator)
+        means.append(values[places].mean(1))
+    tails = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
+    low, high = torch.cat(means).quantile(tails).tolist()
+    return low, high
+
+
+def share_interval(share: float, count: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Return Wilson's interval of a share of independent data.
+
+    Args:
+        share: the share.
+        count: number of data, at least 1.
+        confidence: the interval's probability.
+
+    >>> [round(end, 3) for end in share_interval(0.9, 100)]
+    [0.826, 0.945]
+    """
+    from scipy.special import ndtri
+
+    z = float(ndtri((1 + confidence) / 2))
+    centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    width = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return max(centre - width, 0.0), min(centre + width, 1.0)
+
+
+def calibration_error_by_chance(
+    confidence: Tensor, bins: int = CALIBRATION_BINS, draws: int = 400
+) -> tuple[float, float]:
+    """Return the mean and the 95 % quantile of the calibration error of a calibrated model with these confidences.
+
+    Each prediction is correct with the probability that it states, so the error is above 0 by chance alone.
+
+    Args:
+        confidence: probability of the predicted class of each datum, shape (n,).
+        bins: number of equal bins of (0, 1].
+        draws: number of simulated data sets.
+
+    Source: Vaicenavicius et al. 2019, consistency resampling.
+    """
+    confidence = confidence.detach().double().cpu()
+    count = len(confidence)
+    place = (confidence * bins).ceil().long().clamp(1, bins) - 1
+    generator = torch.Generator().manual_seed(0)
+    if count <= MOST_SIMULATED:
+        errors = []
+        member = torch.nn.functional.one_hot(place, bins).double()
+        for size in (draws // 8,) * 8:
+            correct = torch.rand(size, count, generator=generator, dtype=torch.float64) < confidence
+            errors.append(((correct.double() - confidence) @ member).abs().sum(1) / count)
+        found = torch.cat(errors)
+    else:
+        variance = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, confidence * (1 - confidence))
+        noise = torch.randn(draws, bins, generator=generator, dtype=torch.float64)
+        found = (noise * variance.sqrt()).abs().sum(1) / count
+    return float(found.mean()), float(found.quantile(0.95))

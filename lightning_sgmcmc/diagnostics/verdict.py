@@ -1,0 +1,265 @@
+"""The verdict on a run as a whole: is it at chance, relaxed, too hot for its data, mixed, better with more samples?"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lightning_sgmcmc.diagnostics.chains import MIXED, ChainDiagnostics
+from lightning_sgmcmc.diagnostics.estimates import Estimates
+from lightning_sgmcmc.diagnostics.findings import SMALLER_LR, Finding, FindingKind
+from lightning_sgmcmc.diagnostics.health import COLD, DEEP, POSTERIOR, SNAPSHOT, HealthReport, RunMeasures, Temperatures
+
+AT_CHANCE = 0.05
+"""A model gains less than this share of the energy of chance (in regression, this many nats) over a guess."""
+LEAST_TIMES, WANTED_TIMES = 1.0, 3.0
+"""Relaxation times below which a run is a cold ensemble, and those that a posterior sample should cover."""
+LONGEST = 10.0
+"""A run is not advised to be longer than this many times."""
+HOT_SHARE, LOST_SHARE = 0.5, 0.25
+"""A target is too hot for its data if it takes up this share of the energy of chance, and its samples lose that one."""
+LEAST_SHARE = 2e-3
+"""A configurational temperature below this share of τ is called near 0, and measures no relaxation time."""
+COLD_SHARE = 0.5
+"""A configurational temperature below this share of τ makes a cold ensemble."""
+WORSE_BY = 0.1
+"""The average is worse with more samples if it loses this share of what averaging gains."""
+TREND = 3.0
+"""Standard errors by which the later half of the samples is worse."""
+
+
+@dataclass(frozen=True)
+class AverageGrowth:
+    """How the model average's NLL changed with the number of samples.
+
+    Attributes:
+        best: number of samples with the lowest NLL.
+        count: number of all samples.
+        best_nll, nll: NLL of the average of the best number, and of all, in nats per datum.
+        single: NLL of each sample, in the order of drawing.
+        certain: whether the difference's interval over the data is off zero.
+    """
+
+    best: int
+    count: int
+    best_nll: float
+    nll: float
+    single: Sequence[float]
+    certain: bool = True
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of a run besides its steps; an unknown part is None.
+
+    Attributes:
+        temperature: τ of the sampling stages, 0 for an optimization; None uses the observed one.
+        num_chains: chains of the run.
+        num_data: N.
+        chance_nll: NLL per datum of a model that knows the labels' frequencies alone, in nats.
+        has_classes: whether that is an entropy, so that a share of it is meaningful.
+        prior_norm: the factors (a, b) with ‖θ‖²/(d·σ²) = a - b·log p(θ).
+        relaxation_times: those that the plan expects.
+        is_cyclical: whether a schedule explores between its sampling stages.
+        is_flattened: whether a contour flattens the density of energies.
+        predictions: diagnostics of the predictions along the chains.
+        rhat_limit: R-hat that mixed chains of this length rarely exceed.
+        growth: how the average changed with its samples.
+        cold_below: a temperature at most this is a cold posterior's by intention.
+    """
+
+    temperature: float | None = None
+    num_chains: int = 1
+    num_data: int | None = None
+    chance_nll: float | None = None
+    has_classes: bool = True
+    prior_norm: tuple[float, float] | None = None
+    relaxation_times: float | None = None
+    is_cyclical: bool = False
+    is_flattened: bool = False
+    predictions: ChainDiagnostics | None = None
+    rhat_limit: float = math.inf
+    growth: AverageGrowth | None = None
+    cold_below: float = 0.1
+
+    @property
+    def chance_energy(self) -> float | None:
+        """N times the NLL of chance, None unless there are classes."""
+        if self.num_data is None or self.chance_nll is None or not self.has_classes:
+            return None
+        return self.num_data * self.chance_nll
+
+    def covered(self, total: Temperatures | None, tau: float) -> float | None:
+        """Return the relaxation times of the plan, else those that the measured temperature shows.
+
+        A chain that starts at an optimum has T = τ·(1 - e^(-2t)) after t relaxation times.
+        """
+        if self.relaxation_times is not None:
+            return self.relaxation_times
+        if total is None or total.configurational is None or total.configurational_interval is None:
+            return None
+        share = total.configurational / tau
+        return -math.log1p(-share) / 2 if LEAST_SHARE < share < 0.95 else None
+
+    def relaxation_remedy(self, covered: float | None, reached: float, heat: float) -> str:
+        """Return what to do about a chain that has not relaxed.
+
+        Args:
+            covered: relaxation times covered.
+            reached: its configurational temperature.
+            heat: τ·d/2 in nats.
+        """
+        at = "near 0" if reached <= 0 else f"{reached:.2g}"
+        cold = f"call the samples a cold ensemble of temperature {at}"
+        chance = self.chance_energy
+        if chance is not None and heat > chance:
+            return f"{cold}: longer runs take up {heat:,.0f} nats of heat, and guessing costs {chance:,.0f}"
+        factor = WANTED_TIMES / covered if covered else math.inf
+        if factor > LONGEST:
+            return f"{cold} (the posterior needs {f'{factor:.0f} times' if factor < 1e6 else 'far more'} the steps)"
+        return f"sample {math.ceil(factor)} times as long" if factor > 1 else "use a longer burn-in"
+
+
+def judge(report: HealthReport, facts: RunFacts, estimates: Estimates | None) -> HealthReport:
+    """Return the report with the findings on the run as a whole, its numbers, and what its samples are.
+
+    Args:
+        report: the report with the findings on the steps.
+        facts: what is known of the run.
+        estimates: estimates of a record long enough for findings, else None.
+    """
+    measures = _measures(report, facts, estimates)
+    report = replace(report, run=measures)
+    kind, reason = _kind(report, facts)
+    report = replace(report, kind=kind, reason=reason)
+    if estimates is not None:
+        report = report.with_findings(_at_chance(report, facts, estimates), _target(report, facts, estimates))
+    return report.with_findings(_chains(report, facts), _average(facts))
+
+
+def _measures(report: HealthReport, facts: RunFacts, estimates: Estimates | None) -> RunMeasures:
+    nll = estimates.mean_nll(facts.num_data) if estimates is not None and facts.num_data is not None else None
+    heat = report.temperature * estimates.observations.dimension / 2 if estimates is not None else None
+    norm = None
+    if facts.prior_norm is not None and estimates is not None and (log_prior := estimates.mean_log_prior()) is not None:
+        norm = facts.prior_norm[0] - facts.prior_norm[1] * log_prior
+    found = facts.predictions
+    return RunMeasures(
+        nll=None if nll is None else nll[0],
+        chance_nll=facts.chance_nll,
+        heat=heat,
+        relaxation_times=facts.covered(report.total, report.temperature),
+        prior_norm=norm,
+        rhat=found.rhat if found is not None and math.isfinite(found.rhat) else None,
+        ess=found.ess_bulk if found is not None and math.isfinite(found.ess_bulk) else None,
+    )
+
+
+# -- what the samples are ---------------------------------------------------------------------------------------------
+
+
+def _kind(report: HealthReport, facts: RunFacts) -> tuple[str | None, str]:
+    """Return the kind of the samples and the measurement that says so."""
+    tau = report.temperature if facts.temperature is None else facts.temperature
+    if tau == 0:
+        return (DEEP if facts.num_chains > 1 else SNAPSHOT), "the states are those of an optimization (temperature 0)"
+    total, planned, measured = report.total, facts.relaxation_times, report.run.relaxation_times
+    reached = total.configurational if total is not None and total.configurational_interval is not None else None
+    if reached is None and planned is not None and planned < LEAST_TIMES:
+        return COLD, f"a sampling stage covers {planned:.2g} relaxation times of {WANTED_TIMES:g}"
+    if reached is None:
+        return None, "its temperatures were not measurable in this run"
+    if reached < COLD_SHARE * tau:
+        times = "" if measured is None else f", as after {measured:.2g} relaxation times of {WANTED_TIMES:g}"
+        at = "near 0" if reached <= LEAST_SHARE * tau else f"{reached:.2g}"
+        return COLD, f"its configurational temperature is {at} of {tau:.3g}{times}"
+    if tau < 1:
+        return COLD, f"the target's temperature is {tau:.3g}, the posterior's 1"
+    return POSTERIOR, f"the configurational temperature is {reached:.3g}, the target's {tau:.3g}"
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+
+
+def _at_chance(report: HealthReport, facts: RunFacts, estimates: Estimates) -> Finding | None:
+    nll = None if facts.num_data is None else estimates.mean_nll(facts.num_data)
+    if nll is None or facts.chance_nll is None:
+        return None
+    least_gain = AT_CHANCE * (facts.chance_nll if facts.has_classes else 1.0)
+    if facts.chance_nll - (nll[0] - nll[1]) >= least_gain:
+        return None
+    known = "labels' frequencies" if facts.has_classes else "mean of the targets"
+    sentence = (
+        f"at chance: the training data's mean NLL is {nll[0]:.3g} nats per datum, and guessing by the "
+        f"{known} has {facts.chance_nll:.3g}"
+    )
+    heat, chance = report.run.heat, facts.chance_energy
+    remedy = f"{SMALLER_LR} and start again, since dead units do not recover"
+    is_heated = any(finding.is_heat for finding in report.findings)
+    if heat is not None and chance is not None and heat > HOT_SHARE * chance and not is_heated:
+        remedy = _cooler(report, heat, chance)
+    return Finding(FindingKind.AT_CHANCE, sentence, "above", remedy=remedy)
+
+
+def _target(report: HealthReport, facts: RunFacts, estimates: Estimates) -> Finding | None:
+    """Return the finding of a target that takes up so much heat that its samples lose what the data say."""
+    heat, chance, nll = report.run.heat, facts.chance_energy, report.run.nll
+    if heat is None or chance is None or nll is None or facts.num_data is None or heat < HOT_SHARE * chance:
+        return None
+    if any(finding.is_heat for finding in report.findings) or facts.is_flattened:
+        return None  # the step may be the cause, or the contour raises energies
+    if nll * facts.num_data < LOST_SHARE * chance or (estimates.drift() <= 0 and report.kind != POSTERIOR):
+        return None
+    sentence = (
+        f"target: at temperature {report.temperature:.3g} it takes up {heat:,.0f} nats of heat, and guessing costs "
+        f"{chance:,.0f}: its samples have an NLL of {nll:.3g} on the training data, guesses {facts.chance_nll:.3g}, "
+        "and no step size changes that"
+    )
+    return Finding(FindingKind.TARGET, sentence, "above", remedy=_cooler(report, heat, chance))
+
+
+def _cooler(report: HealthReport, heat: float, chance: float) -> str:
+    """Return the remedy for a target with too much heat: the temperature at which it is a tenth of chance's energy."""
+    return f"lower the temperature (to {report.temperature * 0.1 * chance / heat:.1g}), or use a narrower prior"
+
+
+def _chains(report: HealthReport, facts: RunFacts) -> Finding | None:
+    found = facts.predictions
+    if found is None or facts.num_chains < 2 or facts.is_cyclical or report.kind not in (POSTERIOR, None):
+        return None  # an ensemble's members should differ
+    if not math.isfinite(found.rhat) or found.rhat <= facts.rhat_limit:
+        return None
+    sentence = (
+        f"chains: they disagree on their predictions: R-hat is {found.rhat:.2f}, but should be below "
+        f"{facts.rhat_limit:.2f} (effective sample size {found.ess_bulk:.0f})"
+    )
+    factor = (found.rhat**2 - 1) / (MIXED**2 - 1)
+    longer = f"sample {math.ceil(factor)} times as long"
+    remedy = longer if factor <= LONGEST else f"treat them as separate modes, or {longer}"
+    return Finding(FindingKind.CHAINS, sentence, "above", remedy=remedy)
+
+
+def _average(facts: RunFacts) -> Finding | None:
+    growth = facts.growth
+    if growth is None or not growth.certain or growth.best >= growth.count:
+        return None
+    single = np.asarray(growth.single)
+    gain = float(single.mean()) - growth.best_nll
+    if growth.nll - growth.best_nll <= WORSE_BY * max(gain, 0.0) or not _is_worsening(single):
+        return None
+    sentence = (
+        f"average: its NLL is {growth.nll:.4f} with all {growth.count} samples, and was {growth.best_nll:.4f} with the "
+        f"first {growth.best}: later samples are worse"
+    )
+    return Finding(FindingKind.AVERAGE, sentence, "above", remedy=f"stop after about {growth.best} samples")
+
+
+def _is_worsening(single: np.ndarray) -> bool:
+    """Return whether the later half of the samples is certainly worse than the earlier one."""
+    half = len(single) // 2
+    if half < 3:
+        return False
+    parts = single[:half], single[-half:]
+    error = math.hypot(*(float(part.std(ddof=1)) / math.sqrt(half) for part in parts))
+    return bool(parts[1].mean() - parts[0].mean() > TREND * error)

@@ -1,0 +1,109 @@
+"""What a run's health report needs to know besides its steps: data, prior, schedule, predictions."""
+
+import math
+from typing import Any
+
+import torch
+
+from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.diagnostics.chains import ChainDiagnostics, ChainGrid, rhat_limit
+from lightning_sgmcmc.diagnostics.verdict import AverageGrowth, RunFacts
+from lightning_sgmcmc.evaluation.comparison import FOLLOWED, prediction_diagnostics
+from lightning_sgmcmc.evaluation.loader_average import Evaluation
+from lightning_sgmcmc.likelihoods import Bernoulli, Categorical
+from lightning_sgmcmc.priors import GaussianPrior
+
+RHAT_FALSE_ALARMS = 0.01
+"""Probability that the worst R-hat of independent draws is a finding."""
+FEWEST_DRAWS = 20
+"""With fewer draws of a chain, R-hat and ESS of predictions are not measurable."""
+
+
+def facts_of(
+    chains: Chains,
+    evaluation: Evaluation | None,
+    plan: Any = None,
+    is_flattened: bool = False,
+    is_optimization: bool = False,
+) -> RunFacts:
+    """Return what is known of a running fit besides its steps.
+
+    Args:
+        chains: the run's.
+        evaluation: that of the samples on the validation data, None without.
+        plan: the run's plan, None without.
+        is_flattened: whether a contour flattens the energies.
+        is_optimization: whether the samples are states at temperature 0.
+    """
+    predictions, limit = _predictions(evaluation)
+    return RunFacts(
+        temperature=0.0 if is_optimization else None,
+        num_chains=chains.layout.total_chains,
+        num_data=chains.observed.num_data,
+        chance_nll=chance_nll(chains),
+        has_classes=isinstance(chains.model.likelihood, Categorical | Bernoulli),
+        prior_norm=prior_norm(chains),
+        relaxation_times=getattr(plan, "relaxation_times", None),
+        is_cyclical=chains.progress.num_cycles is not None,
+        is_flattened=is_flattened,
+        predictions=predictions,
+        rhat_limit=limit,
+        growth=_growth(evaluation),
+    )
+
+
+def chance_nll(chains: Chains) -> float | None:
+    """Return the NLL per datum of a model that knows the labels' frequencies alone, by the fit's first batches."""
+    energies, likelihood = chains.energies, chains.model.likelihood
+    first = None if energies is None else energies.first_batches
+    if first is None or likelihood is None or not first.targets:
+        return None
+    try:
+        found = likelihood.chance_nll(torch.cat(first.targets))
+    except (RuntimeError, ValueError):  # targets of a form of the user's own
+        return None
+    return found if found is not None and math.isfinite(found) else None
+
+
+def prior_norm(chains: Chains) -> tuple[float, float] | None:
+    """Return (a, b) with ‖θ‖²/(d·σ²) = a - b·log p(θ) for a Gaussian prior around 0, None for another.
+
+    log p(θ) = log p(0) - Σ_j θ_j²/(2·σ_j²)
+    """
+    prior = chains.model.prior
+    if type(prior) is not GaussianPrior or getattr(prior, "center", None) is not None:
+        return None
+    zeros = {name: torch.zeros_like(p if chains.stacked is None else p[0]) for name, p in chains.trainable.items()}
+    dimension = sum(p.numel() for p in zeros.values())
+    if dimension == 0:
+        return None
+    with torch.no_grad():
+        peak = float(prior.log_prob(zeros))
+    return 2 * peak / dimension, 2 / dimension
+
+
+def _predictions(evaluation: Evaluation | None) -> tuple[ChainDiagnostics | None, float]:
+    """Return the worst diagnostics of the predictions, and the R-hat that independent draws rarely exceed."""
+    if evaluation is None or not evaluation.chains.chains:
+        return None, math.inf
+    grid = ChainGrid.of_chains(evaluation.chains.chains)
+    if grid.draws < FEWEST_DRAWS:
+        return None, math.inf
+    found = prediction_diagnostics(evaluation.chains)
+    return found, rhat_limit(len(grid.chains), grid.draws, RHAT_FALSE_ALARMS / FOLLOWED)
+
+
+def _growth(evaluation: Evaluation | None) -> AverageGrowth | None:
+    """Return how the average changed with its samples, None for weighted ones, whose worth differs."""
+    if evaluation is None or evaluation.average is None or evaluation.weight_efficiency is not None:
+        return None
+    best = evaluation.per_datum.kept.get("best_average")
+    gain = evaluation.per_datum.gain("best_average", evaluation.average.log_density)
+    if best is None or gain is None or best.index + 1 >= len(evaluation.members):
+        return None
+    nll = -float(evaluation.average.log_density.double().mean())
+    single = [member["nll"] for member in evaluation.members]
+    shift = evaluation.running[-1]["nll"] - nll  # the units of the targets
+    return AverageGrowth(
+        best.index + 1, len(single), best.nll, nll, [value - shift for value in single], gain[1][1] < 0
+    )

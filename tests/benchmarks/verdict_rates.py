@@ -1,0 +1,174 @@
+"""How often ChainHealth is right: `python -m tests.benchmarks.verdict_rates --seeds 20 --out FILE`.
+
+Runs through `Trainer.fit` whose truth is known: right runs, on the conjugate model (whose exact temperature is within
+12 % of the target's) and on small networks, must get no warning; wrong ones must get the right finding first.
+"""
+
+import argparse
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior
+from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, CyclicalSchedule, SamplingSchedule
+from lightning_sgmcmc.diagnostics.findings import FindingKind
+from lightning_sgmcmc.diagnostics.health import HealthReport
+from lightning_sgmcmc.samplers import SGHMC, SGLD, UnderdampedLangevin
+from tests.support.problems import ConjugateRegression
+from tests.support.trainers import quiet_trainer
+
+PROBLEM = ConjugateRegression()
+HEAT = (FindingKind.KINETIC, FindingKind.CONFIGURATIONAL, FindingKind.GRADIENT_NOISE)
+UNDERDAMPED = functools.partial(UnderdampedLangevin, friction=10.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Runs of one kind.
+
+    Attributes:
+        name: what is right or wrong about them.
+        run: returns the report of the run with a seed.
+        expected: kinds of which one should come first; empty for a right run.
+        kind: what the samples should be called, None if either will do.
+    """
+
+    name: str
+    run: Callable[[int], HealthReport]
+    expected: tuple[FindingKind, ...] = ()
+    kind: str | None = None
+
+
+def _conjugate(
+    sampler: Any, lr: float, seed: int, steps: int = 1500, offset: float = 0.0, **options: Any
+) -> HealthReport:
+    """Return the report on conjugate regression, from the posterior's mean plus an offset."""
+    module = PROBLEM.module(sampler=sampler, lr=lr, seed=seed, **options)
+    with torch.no_grad():
+        module.net.weight.add_(offset)
+    burn_in = 0 if offset else 100
+    schedule = SamplingSchedule(burn_in_steps=burn_in, every_n_steps=40)
+    health = ChainHealth(every_n_steps=2, warn=False)
+    trainer = quiet_trainer(max_steps=steps, callbacks=[schedule, BayesianModelAverage(), health])
+    data = PROBLEM.dataset()
+    trainer.fit(module, PROBLEM.loader(50, seed), DataLoader(data, 200))
+    assert module.health is not None
+    return module.health
+
+
+def _network(
+    seed: int,
+    lr: float = 0.01,
+    std: float = 0.5,
+    hidden: int = 8,
+    num_data: int = 400,
+    steps: int = 1500,
+    dead: bool = False,
+    schedule: Any = None,
+    temperature: float = 1.0,
+) -> HealthReport:
+    """Return the report on three classes in two dimensions, labelled by a plane for each class."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_data + 200, 2, generator=generator)
+    y = (x @ torch.tensor([[3.0, 0.0, -3.0], [0.0, 3.0, -3.0]])).argmax(1)
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(2, hidden), nn.ReLU(), nn.Linear(hidden, 3))
+    if dead:
+        with torch.no_grad():
+            net[0].bias.fill_(-100.0)  # type: ignore[union-attr]
+    prior = GaussianPrior({"*.0.bias": 100.0, "*": std}) if dead else GaussianPrior(std)
+    module = BayesianModule(
+        net=net, likelihood=Categorical(), prior=prior, sampler=SGHMC, lr=lr, seed=seed, temperature=temperature
+    )
+    train = TensorDataset(x[:num_data], y[:num_data])
+    val = DataLoader(TensorDataset(x[num_data:], y[num_data:]), 200)
+    schedule = SamplingSchedule(burn_in_steps=steps // 2, every_n_steps=25) if schedule is None else schedule
+    health = ChainHealth(every_n_steps=2, warn=False)
+    trainer = quiet_trainer(max_steps=steps, callbacks=[schedule, BayesianModelAverage(), health])
+    trainer.fit(module, DataLoader(train, 100, shuffle=True), val)
+    assert module.health is not None
+    return module.health
+
+
+def cases(steps: int) -> list[Case]:
+    """Return the cases, right ones first.
+
+    Args:
+        steps: optimizer steps of each run.
+    """
+    conjugate, network = (functools.partial(run, steps=steps) for run in (_conjugate, _network))
+    cyclical = functools.partial(CyclicalSchedule, num_cycles=4, exploration=0.5, samples_per_cycle=3)
+    return [
+        Case("conjugate, SGLD, right", lambda s: conjugate(SGLD, 0.025, s), kind="posterior sample"),
+        Case("conjugate, SGHMC, right", lambda s: conjugate(SGHMC, 0.004, s), kind="posterior sample"),
+        Case("conjugate, underdamped, right", lambda s: conjugate(UNDERDAMPED, 0.0015, s), kind="posterior sample"),
+        Case("conjugate, 2 chains, right", lambda s: conjugate(SGHMC, 0.004, s, num_chains=2), kind="posterior sample"),
+        Case("network, relaxed, right", lambda s: _network(s, lr=0.05, steps=8 * steps)),
+        Case("network, cyclical: a note", lambda s: network(s, std=3.0, schedule=cyclical()), kind="cold ensemble"),
+        Case("conjugate, SGLD, lr 8 times", lambda s: conjugate(SGLD, 0.2, s), HEAT),
+        Case("conjugate, SGHMC, lr 8 times", lambda s: conjugate(SGHMC, 0.03, s), HEAT),
+        Case("conjugate, far start", lambda s: conjugate(SGLD, 5e-4, s, offset=1.0), (FindingKind.ENERGY, *HEAT)),
+        Case(
+            "network, wide prior, short",
+            lambda s: network(s, lr=0.002, std=30.0),
+            (FindingKind.RELAXATION, FindingKind.ENERGY),
+            "cold ensemble",
+        ),
+        Case("network, dead", lambda s: network(s, dead=True), (FindingKind.AT_CHANCE,)),
+        Case(
+            "network, more heat than data",
+            lambda s: network(s, lr=0.02, std=5.0, hidden=100, num_data=100),
+            (FindingKind.TARGET, FindingKind.AT_CHANCE, FindingKind.ENERGY, FindingKind.RELAXATION),
+        ),
+    ]
+
+
+def rates(case: Case, seeds: int) -> tuple[int, int, int, str]:
+    """Return the runs with a warning, with the right finding first, with the right name, and the first findings."""
+    warned = first = named = 0
+    seen: dict[str, int] = {}
+    for seed in range(seeds):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report = case.run(seed)
+        problems = [finding.kind for finding in report.findings if finding.severity == "problem"]
+        warned += bool(problems)
+        first += bool(problems) and problems[0] in case.expected
+        named += case.kind is None or report.kind == case.kind
+        if problems:
+            seen[problems[0].value] = seen.get(problems[0].value, 0) + 1
+    return warned, first, named, ", ".join(f"{name} {count}" for name, count in seen.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--only", default="", help="part of the cases' names")
+    parser.add_argument("--out", type=Path, help="Markdown file of the table")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = ["| run | warned | right finding first | right name | first findings |", "|---|---|---|---|---|"]
+    print("\n".join(lines), flush=True)
+    for case in cases(options.steps):
+        if options.only not in case.name:
+            continue
+        warned, first, named, seen = rates(case, options.seeds)
+        right = f"{first} of {options.seeds}" if case.expected else "–"
+        line = f"| {case.name} | {warned} of {options.seeds} | {right} | {named} of {options.seeds} | {seen} |"
+        lines.append(line)
+        print(line, flush=True)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""RunSummary through the trainer: five sentences, rows of single samples and cycles, and the name of the run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+
+from lightning_sgmcmc.callbacks import (
+    BayesianModelAverage,
+    ChainHealth,
+    CyclicalSchedule,
+    RunSummary,
+    SampleCollector,
+    SamplingSchedule,
+)
+from lightning_sgmcmc.evaluation.sentences import NAMES
+from lightning_sgmcmc.report.page import write_report
+from tests.support.problems import classifier, loaders
+from tests.support.trainers import quiet_trainer
+
+
+def results(folder: str = "sgmcmc") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(folder, "results.json").read_text())
+    return found
+
+
+def test_a_fit_a_test_in_another_process_and_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    train, val = loaders()
+    folder = "sgmcmc/samples"
+    callbacks: list[pl.Callback] = [CyclicalSchedule(3, 0.5, 2), SampleCollector(folder), BayesianModelAverage()]
+    module = classifier(num_chains=2)
+    quiet_trainer(max_epochs=15, callbacks=[*callbacks, ChainHealth(every_n_steps=1), RunSummary()]).fit(
+        module, train, val
+    )
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    found = results()
+    assert tuple(found["sentences"]) == NAMES
+    assert printed.startswith("Accuracy ")
+    rows = {(row["method"], row["metric"]): row["value"] for row in found["rows"]}
+    evaluation = module.evaluations["val"]
+    assert rows["best_single", "nll"] == min(member["nll"] for member in evaluation.members)
+    assert rows["first_cycle", "nll"] == evaluation.running[3]["nll"], "two samples of each of two chains"
+    assert module.health is not None
+    assert found["kind"] == module.health.kind
+    assert found["verdict"] == {"verdict": module.health.verdict, "advice": module.health.advice}
+    assert "ess" not in {row["metric"] for row in found["rows"]}, "all weights are equal"
+    page = write_report("sgmcmc").read_text()
+    assert page.index("In five sentences") < page.index("Optimizer steps")
+
+    test = quiet_trainer(callbacks=[SampleCollector(folder), BayesianModelAverage(), RunSummary()])
+    test.test(classifier(), val, verbose=False)
+    again = results()
+    assert again["stage"] == "test"
+    assert again["kind"] == found["kind"], "read from the run's health.json"
+    assert again["sentences"]["gain"] == found["sentences"]["gain"]
+
+
+def test_one_sample_of_an_optimization_without_health(capsys: pytest.CaptureFixture[str]) -> None:
+    callbacks = [SamplingSchedule(burn_in_steps=3, every_n_steps=1), BayesianModelAverage(), RunSummary()]
+    with pytest.warns(UserWarning, match="temperature=0 is optimization"):
+        quiet_trainer(max_epochs=1, callbacks=callbacks).fit(classifier(temperature=0.0), *loaders())
+    said = results()["sentences"]
+    assert said["gain"] == "There is one sample, so the model average is that sample."
+    assert said["sampled"].startswith("Sampled the posterior? No, this is a snapshot ensemble")
+    assert "add ChainHealth" in said["next"]

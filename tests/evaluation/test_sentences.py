@@ -1,0 +1,135 @@
+"""Five sentences of a run: their numbers are those of the data, with their truths."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc import Categorical, Gaussian
+from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.diagnostics.findings import Finding, FindingKind
+from lightning_sgmcmc.diagnostics.health import HealthReport
+from lightning_sgmcmc.evaluation.loader_average import Evaluation, LoaderAverage
+from lightning_sgmcmc.evaluation.sentences import NAMES, Claim, five_sentences
+from lightning_sgmcmc.evaluation.share import EvaluationShare
+from lightning_sgmcmc.model import EnergyModel
+
+DATA = 400
+
+
+class Silent(EnergyModel):
+    """A model of which only the likelihood is used."""
+
+
+def evaluated(
+    likelihood: Any, outputs: list[Tensor], target: Tensor, cycles: list[int] | None = None, own: bool = False
+) -> Evaluation:
+    """Return the evaluation of samples with these outputs on the targets."""
+    module = Silent(torch.nn.Identity(), likelihood, None)
+    average = LoaderAverage("uniform")
+    for index, output in enumerate(outputs):
+        cycle = 0 if cycles is None else cycles[index]
+        sample = PosteriorSample(index, cycle, 0, 0.0, 0.0, {"w": torch.zeros(1)}, {})
+        terms = likelihood.terms(output) | likelihood.target_terms(output, target)
+        density = likelihood.log_prob(output, target)
+        scores = ({}, density, None) if own else (terms, density, target)
+        average.add(module, sample, scores, EvaluationShare([], math.inf, 1), (1.0, 0.0), 0.0, {})
+    return average.evaluation
+
+
+def classified(count: int = 6, sharpen: float = 1.0, cycles: list[int] | None = None) -> Evaluation:
+    """Samples whose average is calibrated if not sharpened: labels are drawn from the logits' own softmax."""
+    generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(DATA, 5, generator=generator)
+    target = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+    noise = 0.0 if count == 1 else 1.0
+    outputs = [sharpen * (logits + noise * torch.randn(DATA, 5, generator=generator)) for _ in range(count)]
+    return evaluated(Categorical(), outputs, target, cycles)
+
+
+def test_classes() -> None:
+    evaluation = classified(6, cycles=[0, 0, 1, 1, 2, 2])
+    said = five_sentences(evaluation, "test data", None, Claim())
+    assert tuple(said) == NAMES
+    assert said["quality"].startswith(f"Accuracy {evaluation.bma['accuracy']:.1%} (95 %: ")
+    assert f"NLL {evaluation.bma['nll']:.3g} (95 %: " in said["quality"]
+    assert f"on {DATA} test data." in said["quality"]
+    best = min(member["nll"] for member in evaluation.members)
+    assert evaluation.best_single["nll"] == pytest.approx(best)
+    assert evaluation.first_cycle == evaluation.running[1]
+    assert f"better than its best single sample by {best - evaluation.bma['nll']:.3g} (95 %: " in said["gain"]
+    assert f"first cycle's average by {evaluation.running[1]['nll'] - evaluation.bma['nll']:.3g} (" in said["gain"]
+    assert "ChainHealth" in said["sampled"] + said["next"]
+
+
+def test_calibration_is_judged_against_chance() -> None:
+    """The exact predictive is within chance (a seed of the 95 %), the sharpened one is not."""
+    right, sharp = (five_sentences(classified(1, s), "test data", None, Claim())["calibration"] for s in (1.0, 3.0))
+    assert right.endswith("calibrated within chance.")
+    assert sharp.endswith("overconfident.")
+
+
+def test_what_is_not_better_is_said() -> None:
+    """A sample added to its own copies changes nothing; worse samples make the average worse than the first."""
+    torch.manual_seed(0)
+    target = torch.randint(5, (DATA,))
+    good = 4.0 * torch.nn.functional.one_hot(target, 5)
+    bad = good.roll(1, 1)
+    same = five_sentences(evaluated(Categorical(), [good, good], target), "test data", None, Claim())
+    assert "not certainly different from its best single sample" in same["gain"]
+    worse = five_sentences(evaluated(Categorical(), [good, bad], target, [0, 1]), "test data", None, Claim())
+    assert "worse than its best single sample by" in worse["gain"]
+    assert "worse than the first cycle's average by" in worse["gain"]
+    one = five_sentences(classified(1), "test data", None, Claim())
+    assert one["gain"] == "There is one sample, so the model average is that sample."
+
+
+def test_regression_and_a_likelihood_of_its_own() -> None:
+    """Targets have noise 1, 0.98 in this draw; intervals of std 1 are right, those of std 3 too wide."""
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(DATA, 1, generator=generator)
+    outputs = [0.1 * torch.randn(DATA, 1, generator=generator) for _ in range(3)]
+    right = five_sentences(evaluated(Gaussian(1.0), outputs, target), "test data", None, Claim())
+    assert right["quality"].startswith("RMSE 0.98")
+    assert "NLL 1.4" in right["quality"]
+    assert "where chance gives 87.1% to 92.9%: calibrated within chance." in right["calibration"]
+    wide = five_sentences(evaluated(Gaussian(3.0), outputs, target), "test data", None, Claim())
+    assert wide["calibration"].endswith("too wide.")
+    own = five_sentences(evaluated(Gaussian(1.0), outputs, target, own=True), "validation data", None, Claim())
+    assert own["quality"].startswith("NLL 1.4")
+    assert own["calibration"].startswith("Calibration: not measured")
+    assert "best single sample" in own["gain"]
+
+
+def test_what_was_sampled_and_what_next() -> None:
+    evaluation = classified(2)
+
+    def said(health: HealthReport | None, claim: Claim) -> tuple[str, str]:
+        found = five_sentences(evaluation, "test data", health, claim)
+        return found["sampled"], found["next"]
+
+    fine = HealthReport(verdict="ok")
+    yes, go = said(fine, Claim("posterior sample", "it is warm"))
+    assert yes == "Sampled the posterior? Yes, this is a posterior sample: it is warm."
+    assert "nothing is wrong" in go
+    no, _ = said(fine, Claim("cold ensemble", "its temperature is 0.04"))
+    assert no == "Sampled the posterior? No, this is a cold ensemble: its temperature is 0.04."
+    hot = fine.with_findings(Finding(FindingKind.KINETIC, "kinetic temperature: 2", "above", None, "use a smaller lr"))
+    doubt, cool = said(hot, Claim("posterior sample", "it is warm"))
+    assert "Not shown; kinetic temperature: 2." in doubt
+    assert cool == "Next: use a smaller lr."
+    assert said(HealthReport(), Claim())[0] == "Sampled the posterior? Not known: no ChainHealth callback measured it."
+
+
+def test_state_survives() -> None:
+    average = LoaderAverage("uniform")
+    evaluation = classified(4, cycles=[0, 1, 1, 0])
+    assert evaluation.first_cycle == {}, "the first cycle's samples did not come first"
+    state = evaluation.per_datum.state_dict()
+    average.evaluation.per_datum.load_state_dict(state)
+    assert average.evaluation.per_datum.kept.keys() == evaluation.per_datum.kept.keys()
+    sizes = [len(one.density) for one in evaluation.per_datum.kept.values()]
+    assert sizes == [DATA] * len(sizes)
+    assert len(sizes) <= 3, "memory does not grow with the samples"
