@@ -6,7 +6,7 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls
+from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls, run_length
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count, check_number, check_within
 from lightning_sgmcmc.module import BayesianModule
@@ -65,6 +65,7 @@ class CyclicalSchedule(Schedule):
         return (math.cos(math.pi * self.exploration) + 1) / 2
 
     def reset(self) -> None:
+        super().reset()
         self._planned_steps = None
 
     def lay_out(self, length: RunLength) -> None:
@@ -80,9 +81,9 @@ class CyclicalSchedule(Schedule):
             self._plan = CyclicalPlan(total, self.num_cycles, self.exploration, self.samples_per_cycle)
         self._sample_steps = frozenset(self._plan.sample_steps())
 
-    def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
-        super().plan(trainer, module)
-        total = self.laid_out.total_steps
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        total = int(run_length(trainer))
         enders = (pl.callbacks.EarlyStopping, pl.callbacks.Timer)
         ender = next((c for c in callbacks_of(trainer) if isinstance(c, enders)), None)
         if ender is not None:
@@ -96,6 +97,9 @@ class CyclicalSchedule(Schedule):
                 "cycles end elsewhere: resume with the same max_epochs or max_steps to continue the same schedule."
             )
         self._planned_steps = total
+
+    def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        super().plan(trainer, module)
         module.chains.progress.num_cycles = self.laid_out.num_cycles
 
     @property
@@ -122,7 +126,8 @@ class CyclicalSchedule(Schedule):
         return step in self._sample_steps
 
     def state_dict(self) -> dict[str, Any]:
-        return {"total_steps": self._planned_steps}
+        return super().state_dict() | {"total_steps": self._planned_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self._planned_steps = state_dict["total_steps"]

@@ -48,13 +48,32 @@ class RunLength(NamedTuple):
     is_trial: bool = False
 
 
+class FirstStage(SamplerCallback):
+    """Base class of a stage of the run before its schedule begins; a run has at most one."""
+
+    def begin(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        """Set `module.chains.progress.warm_steps`, the steps after which the schedule begins; repeated calls do
+        nothing."""
+        raise NotImplementedError
+
+    def advance(self, trainer: pl.Trainer, module: BayesianModule, batch_idx: int) -> None:
+        """Let the schedule begin with the coming step, if the stage is over; repeated calls do nothing.
+
+        Args:
+            trainer: the run's.
+            module: the run's.
+            batch_idx: index of the coming micro-batch in the epoch.
+        """
+        raise NotImplementedError
+
+
 class Schedule(SamplerCallback):
     """Base class of schedules, which decide when samples are drawn; a run has exactly one.
 
     Subclasses implement `lay_out`, `controls` and `draws`, which need no trainer: after
     `schedule.lay_out(RunLength(steps))`, `schedule.controls(k)` are the controls of step k = 1, …, steps. In a run, k
-    is the number of the next optimizer step, from the sampler's own counter: it survives a resume, and excludes steps
-    that a loss scaler skipped.
+    is the number of the next optimizer step, less those of a warm start, from the sampler's own counter: it survives a
+    resume, and excludes steps that a loss scaler skipped.
     """
 
     setting = "schedule"
@@ -63,8 +82,13 @@ class Schedule(SamplerCallback):
     """τ of the target; None uses the module's."""
 
     _sampler: Sampler
+    _first_stage: FirstStage | None = None
+    _saved_warm_steps: int = 0
     _step: int = 0
     _target_temperature: Control = 1.0
+
+    def reset(self) -> None:
+        self._saved_warm_steps = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -96,9 +120,11 @@ class Schedule(SamplerCallback):
 
     def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
         """Lay the schedule out over the run, before the first step."""
-        lr = self._sampler.param_groups[0]["initial_lr"]
-        self.lay_out(RunLength(run_length(trainer), epoch_length(trainer), lr, is_trial(trainer)))
-        module.chains.progress.first_sample = self.first_sample
+        lr, progress = self._sampler.param_groups[0]["initial_lr"], module.chains.progress
+        self._saved_warm_steps = progress.warm_steps
+        steps = run_length(trainer) - progress.warm_steps
+        self.lay_out(RunLength(steps, epoch_length(trainer), lr, is_trial(trainer)))
+        progress.first_sample = progress.warm_steps + self.first_sample
         self._target_temperature = module.target_temperature if self.temperature is None else self.temperature
 
     def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:
@@ -134,6 +160,9 @@ class Schedule(SamplerCallback):
         for group in self._sampler.param_groups:
             group.setdefault("initial_lr", group["lr"])
         module.chains.progress.schedule = type(self).__name__
+        self._first_stage = begin_first_stage(trainer, module)
+        if self._first_stage is None:
+            self._continue_after_warm_start(module)
         self.plan(trainer, module)
         if is_optimization(trainer, module):
             rank_zero_warn(
@@ -141,21 +170,49 @@ class Schedule(SamplerCallback):
                 "and their average is a snapshot ensemble."
             )
 
+    def _continue_after_warm_start(self, module: BayesianModule) -> None:
+        """Count from the end of the checkpoint's warm start, in a run without that callback."""
+        if self._saved_warm_steps > self._sampler.step_count:
+            raise ValueError(
+                f"the checkpoint is in the middle of a WarmStart of {self._saved_warm_steps} steps, and this run has "
+                "none: add the same WarmStart to the trainer's callbacks"
+            )
+        module.chains.progress.warm_steps = self._saved_warm_steps
+
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._step = self._sampler.step_count + 1
-        self.apply(self._step, pl_module, self._sampler)  # type: ignore[arg-type]
+        module: BayesianModule = pl_module  # type: ignore[assignment]
+        if self._first_stage is not None:
+            self._first_stage.advance(trainer, module, batch_idx)
+        self._step = self._sampler.step_count + 1 - module.chains.progress.warm_steps
+        if self._step > 0:
+            self.apply(self._step, module, self._sampler)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         # Micro-batches that only accumulate, and steps that a loss scaler skipped, do not advance the counter.
-        if self._sampler.step_count == self._step and self.draws(self._step):
-            chains_of(pl_module).progress.sample_due = True
+        progress = chains_of(pl_module).progress
+        if self._sampler.step_count == self._step + progress.warm_steps and self._step > 0 and self.draws(self._step):
+            progress.sample_due = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"warm_steps": self._saved_warm_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved_warm_steps = state_dict.get("warm_steps", 0)  # version 0.1.0 has none
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         pass_on(trainer, exception)  # the process that started the ranks has only the user's callbacks
+
+
+def begin_first_stage(trainer: pl.Trainer, module: BayesianModule) -> FirstStage | None:
+    """Begin the run's first stage, if it has one, and return it."""
+    stage = next((c for c in callbacks_of(trainer) if isinstance(c, FirstStage)), None)
+    if stage is not None:
+        stage.begin(trainer, module)
+    return stage
 
 
 def is_optimization(trainer: pl.Trainer, module: BayesianModule) -> bool:

@@ -271,6 +271,7 @@ class BayesianModule(EnergyModel):
         for chain in range(self.num_chains):
             with self.at_chain(chain):
                 each.append(self.log_likelihood(batch))
+        self.chains.observed.validation.add(torch.stack(each))
         self.log(f"{stage}/nll", -torch.stack(each).mean(), batch_size=len(each[0]), sync_dist=True)
 
     def on_predict_start(self) -> None:
