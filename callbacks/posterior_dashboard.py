@@ -20,7 +20,7 @@ from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.segments import SegmentWalk
 from lightning_sgmcmc.report import drawings as parts
 from lightning_sgmcmc.run.folder import run_folder
-from lightning_sgmcmc.run.history import RunHistory
+from lightning_sgmcmc.run.history import SCALARS, RunHistory
 from lightning_sgmcmc.run.loggers import log_figure, log_histogram, log_scalars, log_table, write_output
 from lightning_sgmcmc.run.trainer import is_trial, log_interval
 from lightning_sgmcmc.samplers import Sampler
@@ -165,19 +165,18 @@ class PosteriorDashboard(SamplerCallback):
         if step == self._last_step or (step != 1 and step % self._interval):
             return
         self._last_step = step
-        group = self._sampler.param_groups[0]
+        group, progress = self._sampler.param_groups[0], self._chains.progress
         controls = [_mean(group[name]) for name in ("lr", "temperature", "gradient_multiplier")]
         energies = self._chains.layout.gather(self._chains.observed.energy)
         on_device = [energies.mean(), *(weight[index] for weight, index in self._traced.values())]
         energy, *traces = torch.stack([value.detach().float() for value in on_device]).tolist()
-        lr, temperature, multiplier = controls
+        lr, temperature, multiplier = [progress.warm_lr or controls[0], *controls[1:]]
+        self.history.warm_steps = progress.warm_steps
         self.history.add_scalars(step, (lr, temperature, energy), traces)
-        scalars = {
-            "sampler/lr": lr,
-            "sampler/temperature": temperature,
-            "sampler/energy": energy,
-            "sampler/cycle": self._chains.progress.cycle,
-        }
+        scalars = dict(zip(SCALARS, (lr, temperature, energy), strict=True)) | {"sampler/cycle": progress.cycle}
+        for named in self._sampler.param_groups if progress.warm_lr is None else ():
+            if "name" in named:  # a step size by name pattern
+                scalars[f"sampler/lr/{named['name']}"] = _mean(named["lr"])
         if 1 < len(energies) <= MOST_CHAINS:
             scalars |= {f"sampler/energy_chain_{chain}": value for chain, value in enumerate(energies.tolist())}
         if multiplier != 1:

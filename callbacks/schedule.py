@@ -215,6 +215,14 @@ def begin_first_stage(trainer: pl.Trainer, module: BayesianModule) -> FirstStage
     return stage
 
 
+def is_warming_up(trainer: pl.Trainer, module: BayesianModule, batch_idx: int) -> bool:
+    """Return whether the step of a coming micro-batch belongs to the run's first stage."""
+    for stage in callbacks_of(trainer) if module.chains.progress.stage is Stage.WARM_START else ():
+        if isinstance(stage, FirstStage):
+            stage.advance(trainer, module, batch_idx)
+    return module.chains.progress.stage is Stage.WARM_START
+
+
 def is_optimization(trainer: pl.Trainer, module: BayesianModule) -> bool:
     """Return whether a run collects its states at temperature 0, so that they are not samples of a posterior."""
     own = getattr(schedule_of(trainer), "temperature", None)

@@ -9,11 +9,12 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import AdamW, Optimizer
 
 from lightning_sgmcmc.callbacks.schedule import FirstStage, epoch_length, run_length, schedule_of
+from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.warm_start import BestStates, ChainOptimizers, check_optimizer, make_optimizer
 from lightning_sgmcmc.checks import check_choice, check_count, check_kind, check_positive
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
+from lightning_sgmcmc.run.trainer import is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.schedules import Patience, cyclical_lr_factor
 
@@ -97,11 +98,8 @@ class WarmStart(FirstStage):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            return
-        if sum(isinstance(callback, FirstStage) for callback in callbacks_of(trainer)) > 1:
-            raise ValueError("a run has one WarmStart, got two: remove one of them")
-        pl_module.chains.claims.claim("draw momenta", self, self._draw_momenta)
+        if stage == "fit":
+            chains_of(pl_module).claims.claim("draw momenta", self, self._draw_momenta)
 
     def begin(self, trainer: pl.Trainer, module: BayesianModule) -> None:
         if self._begun:

@@ -84,7 +84,7 @@ CALLBACKS = {
         module={"sampler": functools.partial(UnderdampedLangevin, friction=2.0), "lr": 0.002},
     ),
     "WarmStart": Case(
-        lambda: WarmStart(lr=0.3, epochs=3, early_stopping=Patience(4)),  # a chain has stopped at SAVED, one has not
+        lambda: WarmStart(lr=0.3, epochs=3, early_stopping=Patience(3)),  # a chain has stopped at SAVED, one has not
         trainer={"accumulate_grad_batches": 2, "val_check_interval": 3, "gradient_clip_val": 1.0},
         interacting=True,  # chains wait for one another
     ),
