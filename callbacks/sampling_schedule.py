@@ -92,6 +92,8 @@ class SamplingSchedule(Schedule):
             )
         self._steps_per_epoch = length.steps_per_epoch
         self._first_lr, self._largest_lr = length.lr, float(torch.as_tensor(length.lr).max())
+        if self.lr_decay is not None and self._largest_lr == 0:
+            raise ValueError("lr_decay sets step sizes in proportion to the first one, which is 0: pass a positive lr")
         self._burn_in = self.burn_in_steps or (self.burn_in_epochs or 0) * length.steps_per_epoch
         self._every = self.every_n_steps or (self.every_n_epochs or 0) * length.steps_per_epoch
         if length.is_trial:

@@ -85,6 +85,9 @@ def check_optimizer(factory: Any) -> None:
     name = name_of(factory)
     if not callable(factory):
         raise TypeError(f"optimizer must be a class of torch.optim or a partial of one, got {factory!r}")
+    made = getattr(factory, "func", factory)
+    if isinstance(made, type) and issubclass(made, Sampler):
+        raise TypeError(f"optimizer={name} is a sampler, which the module has already: pass a class of torch.optim")
     if "lr" in chosen_options(factory):
         raise ValueError(
             f"optimizer=partial({name}, lr=…) has no effect, since WarmStart sets lr: pass WarmStart(lr=…)"
@@ -98,7 +101,7 @@ def check_optimizer(factory: Any) -> None:
             f"optimizer={name} cannot be made from parameters and lr ({error}): pass a class of torch.optim, or a "
             "functools.partial with its other arguments"
         ) from error
-    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, Sampler):
+    if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer={name} makes a {type(optimizer).__name__}: pass a class of torch.optim")
     try:
         optimizer.step()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from jsonargparse import ArgumentParser
 from torch import Tensor
 
 from lightning_sgmcmc import SGHMC, SGLD, SGNHT, ContourRules, Patience, UnderdampedLangevin
@@ -22,6 +23,7 @@ from lightning_sgmcmc.callbacks import (
     WarmStart,
 )
 from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.chains.warm_start import make_optimizer
 from lightning_sgmcmc.seeding import derive_seed
 from tests.support.comparisons import check_law
 from tests.support.problems import PROBLEM, Data, Even, Net, Plain
@@ -310,3 +312,27 @@ def test_a_checkpoint_of_a_run_with_another_beginning_is_refused(tmp_path: Path)
         run(10, tmp_path / "within.ckpt")
     with pytest.raises(ValueError, match="has no WarmStart, and its chains have made 4 steps: remove WarmStart"):
         run(10, tmp_path / "without.ckpt", WarmStart(steps=6))
+
+
+# -- YAML -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "decay"),
+    [
+        ("torch.optim.AdamW", torch.optim.AdamW, 0.0),
+        ({"class_path": "torch.optim.AdamW", "init_args": {"weight_decay": 0.1}}, torch.optim.AdamW, 0.1),
+        ({"class_path": "torch.optim.SGD", "init_args": {"momentum": 0.9}}, torch.optim.SGD, 0.0),
+    ],
+    ids=["name", "partial", "SGD"],
+)
+def test_a_configuration_names_the_optimizer(given: Any, kind: type, decay: float) -> None:
+    """The command line's partial holds AdamW's default decay of 0.01, which no one has chosen."""
+    parser = ArgumentParser()
+    parser.add_class_arguments(WarmStart, "warm_start")
+    options = {"optimizer": given, "steps": 5, "early_stopping": {"validations": 2}}
+    start = parser.instantiate_classes(parser.parse_object({"warm_start": options})).warm_start
+    made = make_optimizer(start.optimizer, [torch.nn.Parameter(torch.zeros(2))], start.lr)
+    assert type(made) is kind
+    assert (made.param_groups[0]["lr"], made.param_groups[0]["weight_decay"]) == (1e-3, decay)
+    assert start.early_stopping == Patience(2)
