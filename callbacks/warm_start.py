@@ -36,8 +36,8 @@ class WarmStart(FirstStage):
     Contours, replica exchange, control variates, `EWSG`'s choice and `ChainHealth` begin after it.
 
     Args:
-        optimizer: a class of `torch.optim`, or a partial of one, whose `step` needs no closure. Its weight decay is 0
-            unless the partial sets one, since the prior is in the loss.
+        optimizer: a class of `torch.optim`, or a partial of one, whose `step` needs no closure. Its weight decay is 0,
+            since the prior is in the loss.
         lr: step size of the optimizer.
         steps: the largest number of optimizer steps.
         epochs: the same in epochs; pass exactly one of the two.

@@ -220,7 +220,8 @@ class _ShortRuns:
         # The last step alone is not burn-in, since a schedule without a sample is refused.
         schedule = SamplingSchedule(burn_in_steps=max(steps - 1, 0), every_n_steps=1, temperature=0.0)
         self._fit(max(steps, 1), schedule, energy)
-        lr = self.module.lr if self.module.lr is not None else float(self.module.sampler.defaults["lr"])
+        given = self.module.lr
+        lr = float(given if isinstance(given, int | float) else self.module.sampler.defaults["lr"])
         return lr, energy.mean if steps > 0 else None
 
     def probe(self, lr: float, steps: int, lowest: float | None) -> Probe:

@@ -67,10 +67,10 @@ def groups_by_pattern(
         control = own_control(f"lr of '{pattern}'", value)
         groups[pattern] = {"params": [], "lr": control, "name": pattern}
     for name, parameter in parameters.items():
-        pattern = _pattern_of(name, lr)
-        if pattern is None:
+        first = _pattern_of(name, lr)
+        if first is None:
             raise ValueError(f"lr has no pattern for the parameter '{name}': add one, or '*' for the rest")
-        groups[pattern]["params"].append(parameter)
+        groups[first]["params"].append(parameter)
     for pattern, group in groups.items():
         if not group["params"] and pattern != "*":
             raise ValueError(_why_unused(pattern, lr, parameters))

@@ -66,13 +66,16 @@ class ChainOptimizers:
 
 
 def make_optimizer(factory: Callable[..., Optimizer], parameters: list[Tensor], lr: float) -> Optimizer:
-    """Return an optimizer; its weight decay is 0 unless the user has chosen one."""
+    """Return an optimizer without weight decay, since the prior is in the loss."""
     optimizer = factory(parameters, lr=lr)
-    if "weight_decay" not in chosen_options(factory):
-        for group in optimizer.param_groups:
-            if "weight_decay" in group:
-                group["weight_decay"] = 0.0
+    for group in optimizer.param_groups:
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0
     return optimizer
+
+
+DEFAULT_LR = 1e-3
+"""The default lr of AdamW, which the command line's partial holds."""
 
 
 def check_optimizer(factory: Any) -> None:
@@ -80,7 +83,7 @@ def check_optimizer(factory: Any) -> None:
 
     Raises:
         TypeError: if it does not.
-        ValueError: if it sets its own lr.
+        ValueError: if it sets its own lr, or a weight decay, which would count the prior twice.
     """
     name = name_of(factory)
     if not callable(factory):
@@ -88,7 +91,14 @@ def check_optimizer(factory: Any) -> None:
     made = getattr(factory, "func", factory)
     if isinstance(made, type) and issubclass(made, Sampler):
         raise TypeError(f"optimizer={name} is a sampler, which the module has already: pass a class of torch.optim")
-    if "lr" in chosen_options(factory):
+    # The command line's partial also holds the default optimizer's options, AdamW's decay of 0.01 among them.
+    accepted = (0, 0.01) if not isinstance(getattr(factory, "func", type), type) else (0,)
+    if chosen_options(factory).get("weight_decay", 0) not in accepted:
+        raise ValueError(
+            "weight decay is a Gaussian prior, which the loss already contains: omit weight_decay of the optimizer, "
+            "and pass prior=GaussianPrior(std=…) to the module"
+        )
+    if chosen_options(factory).get("lr", DEFAULT_LR) != DEFAULT_LR:
         raise ValueError(
             f"optimizer=partial({name}, lr=…) has no effect, since WarmStart sets lr: pass WarmStart(lr=…)"
         )

@@ -61,6 +61,7 @@ WARM_STARTS: list[Mistake] = [
     (WARM, {"optimizer": torch.optim.LBFGS}, TypeError, "optimizer=LBFGS needs a closure that computes the loss sev"),
     (WARM, {"optimizer": SGHMC}, TypeError, "optimizer=SGHMC is a sampler, which the module has already: pass a c"),
     (WARM, {"optimizer": functools.partial(torch.optim.SGD, lr=1)}, ValueError, "lr=…) has no effect, since Warm"),
+    (WARM, {"optimizer": functools.partial(torch.optim.SGD, weight_decay=0.1)}, ValueError, "weight decay is a Gau"),
     (WARM, {"optimizer": functools.partial(torch.optim.SGD, beta=1)}, TypeError, "optimizer=SGD cannot be made from p"),
     (Patience, {"validations": 0}, ValueError, "validations must be at least 1, got 0"),
     (Patience, {"min_improvement": -1.0}, ValueError, r"min_improvement must be in [0, inf), got -1.0"),
