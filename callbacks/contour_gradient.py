@@ -45,14 +45,9 @@ class _Run:
     on_host: bool  # for one chain a number is cheaper than a tensor
 
     @property
-    def begin(self) -> int:
-        """Steps of the sampler before the warm-up, which follows a warm start."""
-        return max(self.begun, self.chains.progress.warm_steps)
-
-    @property
     def first_step(self) -> int:
-        """Steps of the sampler before the contour begins."""
-        return self.begin + self.warm_up
+        """Steps of the sampler before the contour begins; its warm-up follows a warm start."""
+        return max(self.begun, self.chains.progress.warm_steps) + self.warm_up
 
 
 class ContourGradient(StepClaimant):
@@ -149,7 +144,7 @@ class ContourGradient(StepClaimant):
     def reset(self) -> None:
         self._run: _Run | None = None
         self._begun = 0
-        """Steps of the sampler before this callback."""
+        """Steps of the sampler before this callback, where a run continues from a checkpoint without it."""
         self._record: EnergyRecord | None = None
         """The energies of a warm-up, from which the range will be learned."""
         self._learner: ContourLearner | None = None
@@ -183,7 +178,6 @@ class ContourGradient(StepClaimant):
         module = bayesian(pl_module, self)
         warm_up = 0 if is_trial(trainer) else self.warm_up_steps
         begin_first_stage(trainer, module)
-        # The run may continue from a checkpoint without this callback.
         self._begun = module.sampler.step_count if self._restored is None else int(self._restored["begun"])
         run = self._run = _Run(
             trainer=trainer,
@@ -259,7 +253,7 @@ class ContourGradient(StepClaimant):
         step = run.sampler.step_count
         if step < run.first_step:
             if self._record is not None:
-                self._record.add(step + 1 - run.begin, self._energy(run))
+                self._record.add(step + 1 - run.first_step + run.warm_up, self._energy(run))
             return
         learner = self._learner or self._learn_range(run)
         if learner is None:
