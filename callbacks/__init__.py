@@ -14,6 +14,7 @@ from lightning_sgmcmc.callbacks.replica_exchange import ReplicaExchange
 from lightning_sgmcmc.callbacks.run_summary import RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
 from lightning_sgmcmc.callbacks.sampling_schedule import SamplingSchedule
+from lightning_sgmcmc.callbacks.warm_start import WarmStart
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.run.resume import ExactResume
 
@@ -35,4 +36,5 @@ __all__ = [
     "SamplerCallback",
     "SamplingSchedule",
     "VarianceReducedEnergy",
+    "WarmStart",
 ]

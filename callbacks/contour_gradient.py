@@ -8,7 +8,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
-from lightning_sgmcmc.callbacks.schedule import run_length, schedule_of
+from lightning_sgmcmc.callbacks.schedule import begin_first_stage, run_length, schedule_of
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag, check_kind
@@ -40,8 +40,14 @@ class _Run:
     sampler: Sampler
     chains: Chains
     group: ChainGroup
-    first_step: int  # steps of the sampler before the contour begins
+    begun: int  # steps of the sampler before this callback
+    warm_up: int  # steps without contour
     on_host: bool  # for one chain a number is cheaper than a tensor
+
+    @property
+    def first_step(self) -> int:
+        """Steps of the sampler before the contour begins; its warm-up follows a warm start."""
+        return max(self.begun, self.chains.progress.warm_steps) + self.warm_up
 
 
 class ContourGradient(StepClaimant):
@@ -138,7 +144,7 @@ class ContourGradient(StepClaimant):
     def reset(self) -> None:
         self._run: _Run | None = None
         self._begun = 0
-        """Steps of the sampler before this callback."""
+        """Steps of the sampler before this callback, where a run continues from a checkpoint without it."""
         self._record: EnergyRecord | None = None
         """The energies of a warm-up, from which the range will be learned."""
         self._learner: ContourLearner | None = None
@@ -172,7 +178,7 @@ class ContourGradient(StepClaimant):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)
         warm_up = 0 if is_trial(trainer) else self.warm_up_steps
-        # The run may continue from a checkpoint without this callback.
+        begin_first_stage(trainer, module)
         self._begun = module.sampler.step_count if self._restored is None else int(self._restored["begun"])
         run = self._run = _Run(
             trainer=trainer,
@@ -180,7 +186,8 @@ class ContourGradient(StepClaimant):
             sampler=module.sampler,
             chains=module.chains,
             group=ChainGroup.of_layout(module.chains.layout, module.device),
-            first_step=self._begun + warm_up,
+            begun=self._begun,
+            warm_up=warm_up,
             on_host=module.device.type == "cpu" and module.num_chains == 1,
         )
         self._check_run(run)
@@ -201,7 +208,7 @@ class ContourGradient(StepClaimant):
         steps, warm_up = run_length(run.trainer), run.first_step
         if steps <= warm_up:
             raise ValueError(
-                f"the run has {steps:.0f} steps, and the contour warms up for {warm_up} of them: shorten "
+                f"the run has {steps:.0f} steps, and the contour begins after {warm_up} of them: shorten "
                 "warm_up_steps or lengthen the run"
             )
         self._energy_kind = available_kind(self.sample_energy, run.trainer, run.module)
@@ -247,7 +254,7 @@ class ContourGradient(StepClaimant):
         step = run.sampler.step_count
         if step < run.first_step:
             if self._record is not None:
-                self._record.add(step + 1 - self._begun, self._energy(run))
+                self._record.add(step + 1 - run.first_step + run.warm_up, self._energy(run))
             return
         learner = self._learner or self._learn_range(run)
         if learner is None:

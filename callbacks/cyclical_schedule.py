@@ -6,13 +6,12 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from lightning_sgmcmc.callbacks.schedule import Schedule, run_length
+from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls, run_length
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count, check_number, check_within
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
+from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.samplers.base import Control
 from lightning_sgmcmc.schedules import CyclicalPlan
 
 
@@ -59,7 +58,6 @@ class CyclicalSchedule(Schedule):
         self.temperature = temperature
         self._plan: CyclicalPlan | None = None
         self._sample_steps: frozenset[int] = frozenset()
-        self._target_temperature: Control = 1.0
         self._planned_steps: int | None = None
 
     @property
@@ -67,16 +65,25 @@ class CyclicalSchedule(Schedule):
         return (math.cos(math.pi * self.exploration) + 1) / 2
 
     def reset(self) -> None:
+        super().reset()
         self._planned_steps = None
 
-    def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
-        length = run_length(trainer)
-        if not math.isfinite(length):
+    def lay_out(self, length: RunLength) -> None:
+        if not math.isfinite(length.steps):
             raise ValueError(
                 "CyclicalSchedule needs a run with an end: set the trainer's max_steps, or max_epochs and a loader "
                 "that has a length"
             )
-        total = int(length)
+        total = int(length.steps)
+        if length.is_trial:
+            self._plan = CyclicalPlan(total, num_cycles=1, exploration=0.0, samples_per_cycle=1)
+        else:
+            self._plan = CyclicalPlan(total, self.num_cycles, self.exploration, self.samples_per_cycle)
+        self._sample_steps = frozenset(self._plan.sample_steps())
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        total = int(run_length(trainer))
         enders = (pl.callbacks.EarlyStopping, pl.callbacks.Timer)
         ender = next((c for c in callbacks_of(trainer) if isinstance(c, enders)), None)
         if ender is not None:
@@ -90,33 +97,37 @@ class CyclicalSchedule(Schedule):
                 "cycles end elsewhere: resume with the same max_epochs or max_steps to continue the same schedule."
             )
         self._planned_steps = total
-        if is_trial(trainer):
-            self._plan = CyclicalPlan(total, num_cycles=1, exploration=0.0, samples_per_cycle=1)
-        else:
-            self._plan = CyclicalPlan(total, self.num_cycles, self.exploration, self.samples_per_cycle)
-        self._sample_steps = frozenset(self._plan.sample_steps())
-        module.chains.progress.num_cycles = self._plan.num_cycles
-        module.chains.progress.first_sample = min(self._sample_steps)
-        self._target_temperature = module.target_temperature if self.temperature is None else self.temperature
+
+    def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        super().plan(trainer, module)
+        module.chains.progress.num_cycles = self.laid_out.num_cycles
+
+    @property
+    def laid_out(self) -> CyclicalPlan:
+        """The cycles over the run's length."""
+        assert self._plan is not None, "the schedule has no length yet: call lay_out(RunLength(steps))"
+        return self._plan
+
+    @property
+    def first_sample(self) -> int:
+        return min(self._sample_steps)
+
+    def controls(self, step: int) -> StepControls:
+        plan = self.laid_out
+        exploring = plan.is_exploration(step)
+        stage = Stage.EXPLORATION if exploring else Stage.SAMPLING
+        return StepControls(plan.lr_factor(step), 0.0 if exploring else self.temperature, stage)
 
     def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:
-        plan = self._plan
-        assert plan is not None
-        factor = plan.lr_factor(step)
-        exploring = plan.is_exploration(step)
-        temperature = 0.0 if exploring else self._target_temperature
-        for group in sampler.param_groups:
-            group["lr"] = group["initial_lr"] * factor
-            group["temperature"] = temperature
-        progress = module.chains.progress
-        progress.cycle = plan.cycle_of(step)
-        progress.stage = Stage.EXPLORATION if exploring else Stage.SAMPLING
+        super().apply(step, module, sampler)
+        module.chains.progress.cycle = self.laid_out.cycle_of(step)
 
     def draws(self, step: int) -> bool:
         return step in self._sample_steps
 
     def state_dict(self) -> dict[str, Any]:
-        return {"total_steps": self._planned_steps}
+        return super().state_dict() | {"total_steps": self._planned_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self._planned_steps = state_dict["total_steps"]

@@ -168,27 +168,31 @@ class PosteriorDashboard(SamplerCallback):
         if step == self._last_step or (step != 1 and step % self._interval):
             return
         self._last_step = step
-        group = self._sampler.param_groups[0]
+        group, progress = self._sampler.param_groups[0], self._chains.progress
         controls = [mean_of(group[name]) for name in ("lr", "temperature", "gradient_multiplier")]
         observed, gather = self._chains.observed, self._chains.layout.gather
         energies, log_priors = gather(observed.energy), gather(observed.log_prior.reshape(-1))
         weights = (weight[index] for weight, index in self._traced.values())
         on_device = [energies.mean(), log_priors.mean(), *weights]
         energy, log_prior, *traces = torch.stack([value.detach().float() for value in on_device]).tolist()
-        lr, temperature, multiplier = controls
+        lr, temperature, multiplier = [progress.warm_lr or controls[0], *controls[1:]]
         if self._prior_norm is not None:
             peak, factor = self._prior_norm
             traces.append(peak - factor * log_prior)
+        self.history.warm_steps = progress.warm_steps
         self.history.add_scalars(step, (lr, temperature, energy), traces)
         scalars = {
             "sampler/lr": lr,
             "sampler/temperature": temperature,
             "sampler/energy": energy,
             "sampler/log_posterior": -energy,
-            "sampler/cycle": self._chains.progress.cycle,
+            "sampler/cycle": progress.cycle,
         }
         if self._prior_norm is not None:
             scalars["sampler/prior_norm"] = traces[-1]
+        for named in self._sampler.param_groups if progress.warm_lr is None else ():
+            if "name" in named:  # a step size by name pattern
+                scalars[f"sampler/lr/{named['name']}"] = mean_of(named["lr"])
         if 1 < len(energies) <= MOST_CHAINS:
             scalars |= {f"sampler/energy_chain_{chain}": value for chain, value in enumerate(energies.tolist())}
         if multiplier != 1:

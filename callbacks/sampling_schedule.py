@@ -1,15 +1,12 @@
 """Burn-in and thinning, with a constant, decaying or annealed step size."""
 
-import math
+from typing import Any
 
-import pytorch_lightning as pl
+import torch
 
-from lightning_sgmcmc.callbacks.schedule import Schedule, run_length
+from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count, check_kind, check_number
-from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.run.trainer import is_trial
-from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.base import Control
 from lightning_sgmcmc.schedules import Annealing, PolynomialDecay
 
@@ -80,53 +77,57 @@ class SamplingSchedule(Schedule):
         self._burn_in = 0
         self._every = 1
         self._steps_per_epoch = 0
-        self._target_temperature: Control = 1.0
+        self._first_lr: Control = 1.0
+        self._largest_lr = 1.0
 
     @property
     def sets_lr(self) -> bool:  # type: ignore[override]
         return self.lr_decay is not None or self.lr_annealing is not None
 
-    def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
-        total = run_length(trainer)
-        self._steps_per_epoch = self._epoch_length(trainer)
-        self._burn_in = self.burn_in_steps or (self.burn_in_epochs or 0) * self._steps_per_epoch
-        self._every = self.every_n_steps or (self.every_n_epochs or 0) * self._steps_per_epoch
-        if is_trial(trainer):
-            self._burn_in, self._every = 0, 1
-        if self._burn_in + self._every > total:
-            raise ValueError(
-                f"no sample would be drawn: the run has {total} steps, the first sample comes after {self._burn_in} "
-                f"of burn-in and {self._every} more"
-            )
-        module.chains.progress.first_sample = self._burn_in + self._every
-        self._target_temperature = module.target_temperature if self.temperature is None else self.temperature
-
-    def _epoch_length(self, trainer: pl.Trainer) -> int:
-        batches = trainer.num_training_batches
-        if math.isfinite(batches):
-            return math.ceil(batches / trainer.accumulate_grad_batches)
-        if self.burn_in_epochs or self.every_n_epochs or self.lr_annealing or self.temperature_annealing:
+    def lay_out(self, length: RunLength) -> None:
+        by_epoch = self.burn_in_epochs or self.every_n_epochs or self.lr_annealing or self.temperature_annealing
+        if by_epoch and length.steps_per_epoch == 0:
             raise ValueError(
                 "the training loader has no length, so epochs cannot be counted in steps: pass steps instead"
             )
-        return 0
+        self._steps_per_epoch = length.steps_per_epoch
+        self._first_lr, self._largest_lr = length.lr, float(torch.as_tensor(length.lr).max())
+        if self.lr_decay is not None and self._largest_lr == 0:
+            raise ValueError("lr_decay sets step sizes in proportion to the first one, which is 0: pass a positive lr")
+        self._burn_in = self.burn_in_steps or (self.burn_in_epochs or 0) * length.steps_per_epoch
+        self._every = self.every_n_steps or (self.every_n_epochs or 0) * length.steps_per_epoch
+        if length.is_trial:
+            self._burn_in, self._every = 0, 1
+        if self._burn_in + self._every > length.steps:
+            raise ValueError(
+                f"no sample would be drawn: the run has {length.steps} steps, the first sample comes after "
+                f"{self._burn_in} of burn-in and {self._every} more"
+            )
 
-    def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:
+    @property
+    def first_sample(self) -> int:
+        return self._burn_in + self._every
+
+    def controls(self, step: int) -> StepControls:
         epoch = (step - 1) // self._steps_per_epoch if self._steps_per_epoch else 0
         burning_in = step <= self._burn_in
-        temperature = self._target_temperature
-        if burning_in and self.burn_in_temperature is not None:
-            temperature = self.burn_in_temperature
-        if self.temperature_annealing is not None:
-            temperature = temperature * self.temperature_annealing.factor(epoch)
-        first_lr = sampler.param_groups[0]["initial_lr"]
-        for group in sampler.param_groups:
-            group["temperature"] = temperature
-            if self.lr_decay is not None:
-                group["lr"] = self.lr_decay(step) * (group["initial_lr"] / first_lr)
-            elif self.lr_annealing is not None:
-                group["lr"] = group["initial_lr"] * self.lr_annealing.factor(epoch)
-        module.chains.progress.stage = Stage.BURN_IN if burning_in else Stage.SAMPLING
+        cold = burning_in and self.burn_in_temperature is not None
+        lr_factor = 1.0
+        if self.lr_decay is not None:
+            lr_factor = self.lr_decay(step) / self._largest_lr
+        elif self.lr_annealing is not None:
+            lr_factor = self.lr_annealing.factor(epoch)
+        return StepControls(
+            lr_factor,
+            self.burn_in_temperature if cold else self.temperature,
+            Stage.BURN_IN if burning_in else Stage.SAMPLING,
+            1.0 if self.temperature_annealing is None else self.temperature_annealing.factor(epoch),
+        )
+
+    def _lr(self, group: dict[str, Any], step: int, controls: StepControls) -> Control:
+        if self.lr_decay is None:
+            return super()._lr(group, step, controls)
+        return self.lr_decay(step) * (group["initial_lr"] / self._first_lr)  # type: ignore[no-any-return]
 
     def draws(self, step: int) -> bool:
         return step > self._burn_in and (step - self._burn_in) % self._every == 0

@@ -1,29 +1,94 @@
 """Base class of schedules: when to draw samples, and with which controls."""
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.interruption import pass_on
-from lightning_sgmcmc.run.trainer import callbacks_of
+from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.samplers.base import Control
+
+
+class StepControls(NamedTuple):
+    """The controls that a schedule sets for a step.
+
+    Attributes:
+        lr_factor: the step size over the configured lr.
+        temperature: τ, None for the target's.
+        stage: the stage of the step.
+        temperature_factor: multiplies the temperature (annealing).
+    """
+
+    lr_factor: float
+    temperature: float | None
+    stage: Stage
+    temperature_factor: float = 1.0
+
+
+class RunLength(NamedTuple):
+    """The parts of a run that a schedule depends on.
+
+    Attributes:
+        steps: optimizer steps of the schedule, infinite if unknown.
+        steps_per_epoch: optimizer steps of an epoch, 0 if unknown.
+        lr: the configured step size of the first parameter group.
+        is_trial: whether this is a `fast_dev_run`.
+    """
+
+    steps: float
+    steps_per_epoch: int = 0
+    lr: Control = 1.0
+    is_trial: bool = False
+
+
+class FirstStage(SamplerCallback):
+    """Base class of a stage of the run before its schedule begins; a run has at most one."""
+
+    def begin(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        """Set `module.chains.progress.warm_steps`, the steps after which the schedule begins; repeated calls do
+        nothing."""
+        raise NotImplementedError
+
+    def advance(self, trainer: pl.Trainer, module: BayesianModule, batch_idx: int) -> None:
+        """Let the schedule begin with the coming step, if the stage is over; repeated calls do nothing.
+
+        Args:
+            trainer: the run's.
+            module: the run's.
+            batch_idx: index of the coming micro-batch in the epoch.
+        """
+        raise NotImplementedError
 
 
 class Schedule(SamplerCallback):
     """Base class of schedules, which decide when samples are drawn; a run has exactly one.
 
-    Subclasses implement `plan`, `controls` and `draws`. The step k = 1, 2, … is the number of the next optimizer
-    step, from the sampler's own counter: it survives a resume, and excludes steps that a loss scaler skipped.
+    Subclasses implement `lay_out`, `controls` and `draws`, which need no trainer: after
+    `schedule.lay_out(RunLength(steps))`, `schedule.controls(k)` are the controls of step k = 1, …, steps. In a run, k
+    is the number of the next optimizer step, less those of a warm start, from the sampler's own counter: it survives a
+    resume, and excludes steps that a loss scaler skipped.
     """
 
     setting = "schedule"
 
+    temperature: float | None = None
+    """τ of the target; None uses the module's."""
+
     _sampler: Sampler
+    _first_stage: FirstStage | None = None
+    _saved_warm_steps: int = 0
     _step: int = 0
+    _target_temperature: Control = 1.0
+
+    def reset(self) -> None:
+        self._saved_warm_steps = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -32,18 +97,51 @@ class Schedule(SamplerCallback):
             names = " and ".join(type(c).__name__ for c in schedules)
             raise ValueError(f"a run has one schedule, got {names}: remove one of them")
 
-    def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
-        """Compute the parts that depend on the run's length, and set `module.chains.progress.first_sample`; called
-        once, before the first step."""
+    def lay_out(self, length: RunLength) -> None:
+        """Compute the parts that depend on the run's length.
+
+        Raises:
+            ValueError: if the run has no end that the schedule needs, or is too short for its samples.
+        """
         raise NotImplementedError
 
-    def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:
-        """Set the controls for step k."""
+    def controls(self, step: int) -> StepControls:
+        """Return the controls of step k, a pure function once the schedule is laid out."""
         raise NotImplementedError
 
     def draws(self, step: int) -> bool:
         """Return whether the states after step k are samples."""
         raise NotImplementedError
+
+    @property
+    def first_sample(self) -> int:
+        """The step after which the first sample is drawn, once the schedule is laid out."""
+        raise NotImplementedError
+
+    def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        """Lay the schedule out over the run, before the first step."""
+        lr, progress = self._sampler.param_groups[0]["initial_lr"], module.chains.progress
+        self._saved_warm_steps = progress.warm_steps
+        steps = run_length(trainer) - progress.warm_steps
+        self.lay_out(RunLength(steps, epoch_length(trainer), lr, is_trial(trainer)))
+        progress.first_sample = progress.warm_steps + self.first_sample
+        self._target_temperature = module.target_temperature if self.temperature is None else self.temperature
+
+    def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:
+        """Set the controls for step k."""
+        controls = self.controls(step)
+        temperature = self._target_temperature if controls.temperature is None else controls.temperature
+        if controls.temperature_factor != 1:
+            temperature = temperature * controls.temperature_factor
+        for group in sampler.param_groups:
+            group["temperature"] = temperature
+            if self.sets_lr:
+                group["lr"] = self._lr(group, step, controls)
+        module.chains.progress.stage = controls.stage
+
+    def _lr(self, group: dict[str, Any], step: int, controls: StepControls) -> Control:
+        """Return the step size of a parameter group at step k."""
+        return group["initial_lr"] * controls.lr_factor  # type: ignore[no-any-return]
 
     sets_lr = True
     """Whether the schedule sets the step size."""
@@ -62,6 +160,9 @@ class Schedule(SamplerCallback):
         for group in self._sampler.param_groups:
             group.setdefault("initial_lr", group["lr"])
         module.chains.progress.schedule = type(self).__name__
+        self._first_stage = begin_first_stage(trainer, module)
+        if self._first_stage is None:
+            self._continue_after_warm_start(module)
         self.plan(trainer, module)
         if is_optimization(trainer, module):
             rank_zero_warn(
@@ -69,21 +170,57 @@ class Schedule(SamplerCallback):
                 "and their average is a snapshot ensemble."
             )
 
+    def _continue_after_warm_start(self, module: BayesianModule) -> None:
+        """Count from the end of the checkpoint's warm start, in a run without that callback."""
+        if self._saved_warm_steps > self._sampler.step_count:
+            raise ValueError(
+                f"the checkpoint is in the middle of a WarmStart of {self._saved_warm_steps} steps, and this run has "
+                "none: add the same WarmStart to the trainer's callbacks"
+            )
+        module.chains.progress.warm_steps = self._saved_warm_steps
+
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._step = self._sampler.step_count + 1
-        self.apply(self._step, pl_module, self._sampler)  # type: ignore[arg-type]
+        module: BayesianModule = pl_module  # type: ignore[assignment]
+        if self._first_stage is not None:
+            self._first_stage.advance(trainer, module, batch_idx)
+        self._step = self._sampler.step_count + 1 - module.chains.progress.warm_steps
+        if self._step > 0:
+            self.apply(self._step, module, self._sampler)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         # Micro-batches that only accumulate, and steps that a loss scaler skipped, do not advance the counter.
-        if self._sampler.step_count == self._step and self.draws(self._step):
-            chains_of(pl_module).progress.sample_due = True
+        progress = chains_of(pl_module).progress
+        if self._sampler.step_count == self._step + progress.warm_steps and self._step > 0 and self.draws(self._step):
+            progress.sample_due = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"warm_steps": self._saved_warm_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved_warm_steps = state_dict.get("warm_steps", 0)  # version 0.1.0 has none
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         pass_on(trainer, exception)  # the process that started the ranks has only the user's callbacks
+
+
+def begin_first_stage(trainer: pl.Trainer, module: BayesianModule) -> FirstStage | None:
+    """Begin the run's first stage, if it has one, and return it."""
+    stage = next((c for c in callbacks_of(trainer) if isinstance(c, FirstStage)), None)
+    if stage is not None:
+        stage.begin(trainer, module)
+    return stage
+
+
+def is_warming_up(trainer: pl.Trainer, module: BayesianModule, batch_idx: int) -> bool:
+    """Return whether the step of a coming micro-batch belongs to the run's first stage."""
+    for stage in callbacks_of(trainer) if module.chains.progress.stage is Stage.WARM_START else ():
+        if isinstance(stage, FirstStage):
+            stage.advance(trainer, module, batch_idx)
+    return module.chains.progress.stage is Stage.WARM_START
 
 
 def is_optimization(trainer: pl.Trainer, module: BayesianModule) -> bool:
@@ -97,6 +234,12 @@ def run_length(trainer: pl.Trainer) -> float:
     """Return the number of optimizer steps in the run, infinite if unknown."""
     steps = trainer.estimated_stepping_batches
     return steps if steps >= 0 else float("inf")  # -1 for epochs of a loader without length
+
+
+def epoch_length(trainer: pl.Trainer) -> int:
+    """Return the number of optimizer steps in an epoch, 0 if unknown."""
+    batches = trainer.num_training_batches
+    return math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else 0
 
 
 def schedule_of(trainer: pl.Trainer) -> Schedule | None:

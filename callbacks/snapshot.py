@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, refuse_loss_scaler
+from lightning_sgmcmc.callbacks.schedule import is_warming_up
 from lightning_sgmcmc.chains.chains import Chains, chains_of
 from lightning_sgmcmc.chains.stateless import undisturbed_generators
 from lightning_sgmcmc.checks import check_count, check_flag
@@ -133,7 +134,7 @@ class SnapshotCallback(SamplerCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         since = trainer.current_epoch - self.start_epoch
-        if since < 0 or self.is_idle():
+        if since < 0 or is_warming_up(trainer, self._module, batch_idx) or self.is_idle():
             return
         position = batch_idx % trainer.accumulate_grad_batches
         present = since // self.every_n_epochs, self.chains.observed.num_data

@@ -22,7 +22,7 @@ from lightning_sgmcmc.priors import (
 )
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGLD
-from lightning_sgmcmc.schedules import Annealing, PolynomialDecay
+from lightning_sgmcmc.schedules import Annealing, Patience, PolynomialDecay
 
 __version__ = version("lightning-sgmcmc")
 
@@ -49,6 +49,7 @@ __all__ = [
     "LearnedContour",
     "Likelihood",
     "NonFiniteEnergyError",
+    "Patience",
     "PolynomialDecay",
     "Posterior",
     "PosteriorSample",

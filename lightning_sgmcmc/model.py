@@ -306,16 +306,26 @@ def check_sampler(sampler: Any, lr: Any = None) -> None:
 
 def _set_twice(sampler: Any, lr: Any) -> dict[str, Any]:
     """Return the keyword arguments of a partial that the module overrides."""
-    if not isinstance(sampler, functools.partial):
+    chosen = chosen_options(sampler, Sampler)
+    return {n: v for n, v in chosen.items() if n in SET_BY_MODULE and (n != "lr" or lr is not None)}
+
+
+def chosen_options(factory: Any, base: type | None = None) -> dict[str, Any]:
+    """Return the keyword arguments that a user has chosen in a partial; {} for other factories.
+
+    Args:
+        factory: a class, a function, or a partial of one.
+        base: a class whose constructor's defaults the made class shares.
+    """
+    if not isinstance(factory, functools.partial):
         return {}
-    overridden = {n: v for n, v in sampler.keywords.items() if n in SET_BY_MODULE and (n != "lr" or lr is not None)}
-    if isinstance(sampler.func, type):
-        return overridden
+    if isinstance(factory.func, type):
+        return dict(factory.keywords)
     # The command line's partial holds all arguments, those that the user left out by their defaults.
-    cls = next((part for part in sampler.args if isinstance(part, type)), None)
-    signatures = [inspect.signature(kind).parameters for kind in (cls, Sampler) if kind is not None]
+    cls = next((part for part in factory.args if isinstance(part, type)), None)
+    signatures = [inspect.signature(kind).parameters for kind in (cls, base) if kind is not None]
     defaults = {n: p.default for parameters in reversed(signatures) for n, p in parameters.items()}
-    return {n: v for n, v in overridden.items() if v != defaults.get(n)}
+    return {n: v for n, v in factory.keywords.items() if n not in defaults or v != defaults[n]}
 
 
 def name_of(factory: Any) -> str:

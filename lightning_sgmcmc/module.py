@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.count import resolve_num_data
 from lightning_sgmcmc.chains.chains import Chains, sampler_of
-from lightning_sgmcmc.chains.energies import Execution
+from lightning_sgmcmc.chains.energies import Execution, each_log_likelihood
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.stacked import clip_each_chain
 from lightning_sgmcmc.chains.starts import redraw
+from lightning_sgmcmc.chains.step_sizes import check_step_size
 from lightning_sgmcmc.checks import check_choice, check_control, check_count
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.diagnostics.health import HealthReport
@@ -52,14 +53,16 @@ class BayesianModule(EnergyModel):
             `temperature`, `num_data`, `num_chains`, `seed` and, in a process that does not hold the run's first
             chain, `first_chain` (`functools.partial(SGHMC, friction=0.05)`).
         lr: step size in units of the mean potential, `lr = ε·N` for a paper's ε; None uses the sampler's default.
-            A sequence sets one per chain of the run.
+            A sequence sets one per chain of the run, a mapping one by name pattern (`{"*.fc.*": 0.1, "*": 1e-3}`, the
+            first that matches), each a number or a sequence.
         temperature: τ of the target exp(-U/τ); schedules use it in their sampling stages. A sequence sets one
             per chain of the run.
         num_data: N, the number of training data; None uses the datamodule's `num_data`, or the length of the
             training data set, and reads it again when an epoch begins, for data that grow (see `StreamDataModule`).
         num_chains: number of chains C in this process.
         chain_start: "own" draws a start for each chain except the first, which keeps the network's values (see
-            `initialise_chain`); "same" starts all chains from those values.
+            `initialise_chain`); "same" starts all chains from those values; a list has a state dict for each chain of
+            the run, or the path of a checkpoint (of one chain, or of as many as the run has), torch or sample file.
         shared_batch: whether all chains see the same mini-batches; otherwise each has its own data order, if the loader
             supports it (`ResumableLoader`, and so the library's datamodules).
         chain_execution: "loop" computes one chain after another, bit for bit as each alone; "vmap" all at once;
@@ -83,11 +86,11 @@ class BayesianModule(EnergyModel):
         likelihood: Likelihood | None = None,
         prior: Prior | None = None,
         sampler: Callable[..., Sampler] = SGLD,
-        lr: float | Sequence[float] | None = None,
+        lr: float | Sequence[float] | Mapping[str, float | Sequence[float]] | None = None,
         temperature: float | Sequence[float] = 1.0,
         num_data: int | None = None,
         num_chains: int = 1,
-        chain_start: Literal["own", "same"] = "own",
+        chain_start: Literal["own", "same"] | Sequence[Any] = "own",
         shared_batch: bool = False,
         chain_execution: Execution = "auto",
         compile: bool = False,
@@ -98,8 +101,8 @@ class BayesianModule(EnergyModel):
         super().__init__(net, likelihood, prior)
         check_methods(self, BayesianModule)
         check_sampler(sampler, lr)
-        for name, value in (("temperature", temperature), ("lr", lr)):
-            check_control(name, value)
+        check_control("temperature", temperature)
+        check_step_size(lr)
         check_count("num_data", num_data)
         check_count("max_skipped_in_a_row", max_skipped_in_a_row)
         check_choice("nonfinite_energy", nonfinite_energy, ("stop", "skip"))
@@ -268,11 +271,9 @@ class BayesianModule(EnergyModel):
     def _log_nll(self, batch: Any, stage: str) -> None:
         if self.trainer.state.fn != "fit" and self.posterior is not None and len(self.posterior) > 0:
             return  # after a fit the samples are evaluated, not the chain's last state
-        each = []
-        for chain in range(self.num_chains):
-            with self.at_chain(chain):
-                each.append(self.log_likelihood(batch))
-        self.log(f"{stage}/nll", -torch.stack(each).mean(), batch_size=len(each[0]), sync_dist=True)
+        each = each_log_likelihood(self, self.num_chains, batch)
+        self.chains.observed.validation.add(each)
+        self.log(f"{stage}/nll", -each.mean(), batch_size=each.shape[1], sync_dist=True)
 
     def on_predict_start(self) -> None:
         """Read the samples into memory, once for all batches.

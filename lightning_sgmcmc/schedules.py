@@ -153,3 +153,23 @@ class Annealing:
     def factor(self, epoch: int) -> float:
         """Return the factor of the value in an epoch, counted from 0."""
         return self.divisor ** -max(0, epoch - self.start_epoch)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Early stopping: stop once this many validations in a row have brought no improvement.
+
+    Args:
+        validations: number of validations without improvement.
+        min_improvement: how far the loss has to fall to count as an improvement, in nats per datum, ≥ 0.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    validations: int = 3
+    min_improvement: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_count("validations", self.validations, optional=False)
+        check_within("min_improvement", self.min_improvement, "[0, inf)")

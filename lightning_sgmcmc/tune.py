@@ -146,6 +146,11 @@ def _check_arguments(module: Any, steps: int, burn_in_steps: int, max_probes: in
     check_count("max_probes", max_probes)
     if module.temperature == 0:
         raise ValueError("at temperature 0 the chain does not sample, so no step is too hot: set temperature")
+    if not (module.lr is None or isinstance(module.lr, int | float)):
+        raise ValueError(
+            f"propose_lr finds one step size for all chains and parameters, got lr={module.lr}: pass the module one "
+            "number, or none"
+        )
     if module.lr == 0:
         raise ValueError("lr is 0: set the module's lr to a step size to start the search from")
 
@@ -216,11 +221,8 @@ class _ShortRuns:
         # The last step alone is not burn-in, since a schedule without a sample is refused.
         schedule = SamplingSchedule(burn_in_steps=max(steps - 1, 0), every_n_steps=1, temperature=0.0)
         self._fit(max(steps, 1), schedule, energy)
-        lr = self.module.lr if self.module.lr is not None else float(self.module.sampler.defaults["lr"])
-        if not isinstance(lr, int | float):
-            raise ValueError(
-                f"propose_lr finds one step size for all chains, got lr={lr}: pass the module one number, or none"
-            )
+        given = self.module.lr
+        lr = float(given if isinstance(given, int | float) else self.module.sampler.defaults["lr"])
         return lr, energy.mean if steps > 0 else None
 
     def probe(self, lr: float, steps: int, lowest: float | None) -> Probe:

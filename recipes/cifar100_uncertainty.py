@@ -54,6 +54,7 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
     VarianceReducedEnergy,
 )
+from lightning_sgmcmc.callbacks.schedule import StepControls
 from lightning_sgmcmc.datamodules import CIFAR100DataModule, SVHNDataModule
 from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
 from lightning_sgmcmc.figures.evaluation import entropy_figure, growth_figure
@@ -204,13 +205,11 @@ def module_of(method: str, setting: Setting, options: Options) -> BayesianModule
 class FlatEndedCycles(CyclicalSchedule):
     """Cycles of a cosine step size that stays constant in the sampling stage."""
 
-    def apply(self, step: int, module: Any, sampler: Any) -> None:
-        super().apply(step, module, sampler)
-        assert self._plan is not None
-        if not self._plan.is_exploration(step):
-            start = round(self.exploration * self._plan.period) + 1
-            for group in sampler.param_groups:
-                group["lr"] = group["initial_lr"] * cyclical_lr_factor(start, self._plan.period)
+    def controls(self, step: int) -> StepControls:
+        controls, plan = super().controls(step), self.laid_out
+        start = round(self.exploration * plan.period) + 1
+        flat = cyclical_lr_factor(start, plan.period)
+        return controls if plan.is_exploration(step) else controls._replace(lr_factor=flat)
 
 
 def callbacks_of(method: str, setting: Setting, unknown: Any) -> list[pl.Callback]:

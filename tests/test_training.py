@@ -31,6 +31,7 @@ from lightning_sgmcmc.callbacks import (
     SampleCollector,
     SamplingSchedule,
 )
+from lightning_sgmcmc.callbacks.schedule import RunLength
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from tests.support.problems import blob_network, blobs, classifier, loaders
 from tests.support.recorders import Samples
@@ -126,6 +127,8 @@ def test_cyclical_schedule_follows_equation_2_and_the_stages() -> None:
         r = ((k - 1) % period) / period
         assert controls.lr[k - 1] == pytest.approx(0.05 / 2 * (np.cos(np.pi * r) + 1), abs=1e-15)
         assert controls.temperature[k - 1] == (0.0 if r < 0.6 else 0.5)
+    schedule.lay_out(RunLength(total))
+    assert [0.05 * c.lr_factor for c in map(schedule.controls, range(1, total + 1))] == controls.lr
     # stages are the steps 10..14, 24..28 and 38..40 (the last cycle is two short)
     assert [s.step for s in samples.samples] == [12, 14, 26, 28, 39, 40]
     assert [s.cycle for s in samples.samples] == [0, 0, 1, 1, 2, 2]
@@ -157,12 +160,20 @@ def test_sampling_schedule_in_epochs_with_annealing() -> None:
         lr_annealing=Annealing(2.0, start_epoch=1),
         temperature_annealing=Annealing(1.5),
     )
-    quiet_trainer(max_epochs=6, callbacks=[schedule, controls, samples]).fit(classifier(), *loaders())
+    module = classifier()
+    quiet_trainer(max_epochs=6, callbacks=[schedule, controls, samples]).fit(module, *loaders())
     assert [s.step for s in samples.samples] == [16, 24]
     for k in range(24):
         epoch = k // 4
         assert controls.lr[k] == pytest.approx(0.05 / 2 ** max(0, epoch - 1))
         assert controls.temperature[k] == pytest.approx(0 if epoch < 2 else 1.5**-epoch)
+    schedule.lay_out(RunLength(24, steps_per_epoch=4))
+    laid_out = [schedule.controls(k) for k in range(1, 25)]
+    assert [0.05 * c.lr_factor for c in laid_out] == controls.lr
+    target = module.temperature  # None stands for it
+    found = [c.temperature_factor * (target if c.temperature is None else c.temperature) for c in laid_out]
+    assert found == controls.temperature
+    assert [c.stage.value for c in laid_out] == ["burn-in"] * 8 + ["sampling"] * 16
 
 
 def test_polynomial_decay() -> None:
@@ -170,6 +181,8 @@ def test_polynomial_decay() -> None:
     schedule = SamplingSchedule(every_n_steps=1, lr_decay=PolynomialDecay(a=0.1, b=5, gamma=0.6))
     quiet_trainer(max_epochs=3, callbacks=[schedule, controls]).fit(classifier(), *loaders())
     assert controls.lr == pytest.approx([0.1 * (5 + k) ** -0.6 for k in range(1, 13)])
+    schedule.lay_out(RunLength(12, lr=0.05))
+    assert controls.lr == pytest.approx([0.05 * schedule.controls(k).lr_factor for k in range(1, 13)])
 
 
 def test_torch_schedulers_and_learning_rate_monitor_work(tmp_path: Path) -> None:

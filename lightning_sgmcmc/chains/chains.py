@@ -15,15 +15,14 @@ from lightning_sgmcmc.chains.energies import ChainEnergies, Execution
 from lightning_sgmcmc.chains.first_batches import FirstBatches
 from lightning_sgmcmc.chains.layout import ChainLayout, layout_of
 from lightning_sgmcmc.chains.stacked import StackedChains
+from lightning_sgmcmc.chains.starts import ChainStart, check_start, start_chain
 from lightning_sgmcmc.chains.state import Accumulation, Counters, ObservedEnergy, Progress, Pulse, SampleTags
 from lightning_sgmcmc.chains.stateless import state_of
+from lightning_sgmcmc.chains.step_sizes import StepSize, groups_by_pattern, values_of
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag
 from lightning_sgmcmc.model import EnergyModel, check_layers, name_of, named_trainable
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.seeding import derive_seed, reseed
 from lightning_sgmcmc.tensors import as_rows
-
-Start = Literal["own", "same"]
 
 
 class Chains:
@@ -35,7 +34,7 @@ class Chains:
     Args:
         model: the model; `BayesianModule` creates this object itself.
         num_chains: C, chains in this process.
-        start: "own" draws a start for each chain except the first, "same" starts all chains at the model's values.
+        start: "own" draws a start for each chain except the first, "same" starts all at the model's values; or states.
         shared_batch: whether all chains see the same mini-batches.
         execution: "loop", "vmap" or "auto", which loops on a CPU.
         compiled: whether to compile the network by `torch.compile`.
@@ -54,7 +53,7 @@ class Chains:
         self,
         model: EnergyModel,
         num_chains: int = 1,
-        start: Start = "own",
+        start: ChainStart = "own",
         shared_batch: bool = False,
         execution: Execution = "auto",
         compiled: bool = False,
@@ -62,7 +61,7 @@ class Chains:
     ) -> None:
         check_count("num_chains", num_chains, optional=False)
         check_count("seed", seed, least=0)
-        check_choice("chain_start", start, ("own", "same"))
+        check_start(start)
         check_choice("chain_execution", execution, ("auto", "loop", "vmap"))
         check_flag("shared_batch", shared_batch)
         check_flag("compile", compiled)
@@ -113,19 +112,14 @@ class Chains:
                     "same states: create a new module for a run on several processes."
                 )
             return
-        if self.num_chains == 1 and (self.start == "same" or self.layout.first_chain == 0):
+        if self.num_chains == 1 and (self.start == "same" or (self.start == "own" and self.layout.first_chain == 0)):
             return
         check_layers(self.model)
         self.resolve_seed(trainer)
         self._started = self.layout.chains
 
         def start(index: int) -> None:
-            chain = self.layout.chains[index]
-            if chain == 0 or self.start == "same":
-                return
-            with torch.random.fork_rng([]):
-                reseed(derive_seed(self.seed or 0, "start", chain))
-                initialise(chain)
+            start_chain(self.model, self.start, self.layout, index, self.seed or 0, initialise)
 
         if self.num_chains > 1:
             self.stacked = StackedChains(self.model, self.num_chains, start)
@@ -191,13 +185,13 @@ class Chains:
         return own if len(own) > 1 else own.item()
 
     def make_sampler(
-        self, factory: Callable[..., Any], lr: float | Sequence[float] | None, temperature: float | Sequence[float]
+        self, factory: Callable[..., Any], lr: "StepSize | None", temperature: float | Sequence[float]
     ) -> Sampler:
         """Return a sampler for the trainable parameters, with N, the seed and the number of chains filled in.
 
         Args:
             factory: a sampler class, or a callable that returns a sampler for parameters and keyword arguments.
-            lr: step size, or one per chain of the run; None uses the sampler's default.
+            lr: step size, one per chain of the run, or by name pattern; None uses the sampler's default.
             temperature: τ, or one per chain of the run.
 
         Raises:
@@ -211,9 +205,13 @@ class Chains:
         }
         if self.layout.first_chain:
             options["first_chain"] = self.layout.first_chain
-        if lr is not None:
+        parameters: Any = self.trainable.values()
+        if isinstance(lr, Mapping):
+            parameters = groups_by_pattern(self.trainable, lr, self.own_control)
+            options["lr"] = max(values_of(lr))
+        elif lr is not None:
             options["lr"] = self.own_control("lr", lr)
-        sampler = factory(self.trainable.values(), **options)
+        sampler = factory(parameters, **options)
         if not isinstance(sampler, Sampler):
             raise TypeError(
                 f"sampler={name_of(factory)} returned a {type(sampler).__name__}, which adds no noise: use one of "

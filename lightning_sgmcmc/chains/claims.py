@@ -11,6 +11,7 @@ SUBJECTS = {
     "belong to no single temperature",
     "chain temperatures": "one gives each chain its own temperature, and the other compares all chains with "
     "the temperature of the run",
+    "draw momenta": "both draw the momenta with which sampling begins",
     "choose gradient": "both choose the gradient of a step",
     "observe step": "both observe a step before its update",
     "prepare samples": "both set what samples carry",
@@ -19,9 +20,9 @@ SUBJECTS = {
 }
 """The subjects, in the order of a step, and why two callbacks cannot share one."""
 
-BEFORE_UPDATE = ("set controls", "choose gradient", "observe step")
-"""Subjects called before an update, in this order: the choice of a gradient depends on the controls, and observers see
-the step as it will be made. Clipping follows."""
+BEFORE_UPDATE = ("set controls", "draw momenta", "choose gradient", "observe step")
+"""Subjects called before an update, in this order: momenta depend on the controls, the choice of a gradient on both,
+and observers see the step as it will be made. Clipping follows."""
 
 
 class Claims:

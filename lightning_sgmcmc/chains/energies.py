@@ -206,3 +206,12 @@ class ChainEnergies:
             if parameter.requires_grad:
                 kept = self._kept.get(parameter)
                 self._kept[parameter] = parameter.grad = torch.zeros_like(parameter) if kept is None else kept.zero_()
+
+
+def each_log_likelihood(model: EnergyModel, num_chains: int, batch: Any) -> Tensor:
+    """Return log p(y|x,θ) of each datum of a batch at every chain's state, shape (C, n)."""
+    each = []
+    for chain in range(num_chains):
+        with model.at_chain(chain):
+            each.append(model.log_likelihood(batch))
+    return torch.stack(each)

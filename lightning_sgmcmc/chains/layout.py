@@ -78,6 +78,17 @@ class ChainLayout:
         own = self.own(tensor)
         return own if self.num_chains > 1 else own[0]
 
+    def collect(self, own: list[Any]) -> list[Any]:
+        """Return an object of plain values and tensors for each chain of the run, for a checkpoint.
+
+        All processes call it; other processes than the first, which writes the checkpoint, may return their own.
+
+        Args:
+            own: one object for each chain of this process, of one structure for all chains.
+        """
+        groups = self.strategy.collect(own) if self.is_spread else None
+        return own if groups is None else [one for group in groups for one in group]
+
     def gather_unreduced(self, tensor: Tensor) -> Tensor:
         """Return each rank's unreduced value of a stored tensor (see `gather_stored`), for `own_unreduced`.
 

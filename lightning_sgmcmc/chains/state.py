@@ -28,6 +28,29 @@ class StepEnergy:
 
 
 @dataclass
+class ValidationLoss:
+    """The mean of -log p(y|x,θ) over validation data, for each chain, added up batch by batch.
+
+    Attributes:
+        total: the sum so far, shape (C,), float64; None before the first batch.
+        count: number of data.
+    """
+
+    total: Tensor | None = None
+    count: int = 0
+
+    def add(self, log_likelihood: Tensor) -> None:
+        """Add a batch's log p(y|x,θ), shape (C, n)."""
+        batch = log_likelihood.detach().double().sum(1).neg()
+        self.total = batch if self.total is None else self.total + batch
+        self.count += log_likelihood.shape[1]
+
+    def clear(self) -> None:
+        """Begin a validation."""
+        self.total, self.count = None, 0
+
+
+@dataclass
 class ObservedEnergy:
     """The last step's energies, on the device.
 
@@ -41,6 +64,7 @@ class ObservedEnergy:
         correction: a control variate's term in the energies that callbacks read, shape (C,); None means 0.
         keeps_each: whether log_likelihood is stored.
         batch_size: data of each chain in the last micro-batch, in this process.
+        validation: the validation data's loss at the chains' states.
     """
 
     num_data: int = 1
@@ -51,6 +75,7 @@ class ObservedEnergy:
     correction: Tensor | None = None
     keeps_each: bool = False
     batch_size: int = 0
+    validation: ValidationLoss = field(default_factory=ValidationLoss)
 
     @property
     def energy(self) -> Tensor:
@@ -130,8 +155,9 @@ class Accumulation:
 
 
 class Stage(str, Enum):
-    """Stage of a schedule."""
+    """Stage of a run."""
 
+    WARM_START = "warm start"
     EXPLORATION = "exploration"
     BURN_IN = "burn-in"
     SAMPLING = "sampling"
@@ -144,10 +170,12 @@ class Progress:
     Attributes:
         cycle: index of the cycle, from 0.
         num_cycles: number of cycles of the run; None without cycles.
-        stage: exploration (temperature 0), burn-in or sampling.
+        stage: warm start, exploration (temperature 0), burn-in or sampling.
         schedule: class name of the run's schedule; None without one.
         first_sample: the step after which the schedule draws its first sample, None if unknown.
         sample_due: whether the current states are samples; set by a schedule in `on_train_batch_end`.
+        warm_steps: steps of a warm start, after which the schedule begins to count; as planned, until it ends.
+        warm_lr: the step size of the warm start's optimizer, None outside it.
     """
 
     cycle: int = 0
@@ -156,6 +184,8 @@ class Progress:
     schedule: str | None = None
     first_sample: int | None = None
     sample_due: bool = False
+    warm_steps: int = 0
+    warm_lr: float | None = None
 
 
 @dataclass

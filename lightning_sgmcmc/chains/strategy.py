@@ -208,7 +208,7 @@ class ChainStrategy(DDPStrategy):
     def _layout(self) -> ChainLayout:
         return self.chain_layout(getattr(self.lightning_module, "num_chains", 1))
 
-    def _collect(self, tree: Any) -> list[Any] | None:
+    def collect(self, tree: Any) -> list[Any] | None:
         """Return every group's tree of tensors and plain values on the first process, None on the others."""
         if not dist.is_initialized():
             raise RuntimeError(
@@ -244,7 +244,7 @@ class ChainStrategy(DDPStrategy):
         layout = self._layout()
         if not layout.is_spread:
             return state
-        everyone = self._collect(dict(state))
+        everyone = self.collect(dict(state))
         return state if everyone is None else join_tensors(everyone, layout.num_chains)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -252,7 +252,7 @@ class ChainStrategy(DDPStrategy):
         layout = self._layout()
         if not layout.is_spread or "sampler" not in state:
             return state
-        everyone = self._collect(state)
+        everyone = self.collect(state)
         return state if everyone is None else join_sampler(everyone, layout.num_chains, _shapes(optimizer))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -20,10 +20,17 @@ if TYPE_CHECKING:
 
 
 def schedule_figure(
-    steps: Sequence[float], lr: Sequence[float], temperature: Sequence[float], sample_steps: Sequence[float]
+    steps: Sequence[float],
+    lr: Sequence[float],
+    temperature: Sequence[float],
+    sample_steps: Sequence[float],
+    warm_steps: int = 0,
 ) -> "Figure":
-    """Draw step size and temperature against the step, with the samples marked."""
+    """Draw step size and temperature against the step, with the samples and a warm start's steps marked."""
     figure, (upper, lower) = canvas(2, height=4.5)
+    if warm_steps:
+        for axes in (upper, lower):
+            axes.axvspan(0, warm_steps, color="0.9", label="warm start" if axes is upper else None)
     upper.plot(steps, lr, color="black", linewidth=1, marker=point_marker(steps))
     if len(sample_steps):
         heights = np.interp(sample_steps, steps, lr)

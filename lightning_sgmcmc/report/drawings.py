@@ -30,7 +30,7 @@ def schedule(history: RunHistory) -> Figures:
         return {}
     steps, marks = history.scalars.column(0), history.samples.column(0)
     lr, temperature = history.scalar("sampler/lr"), history.scalar("sampler/temperature")
-    return {"schedule": figures.schedule_figure(steps, lr, temperature, marks)}
+    return {"schedule": figures.schedule_figure(steps, lr, temperature, marks, history.warm_steps)}
 
 
 def energy(history: RunHistory) -> Figures:

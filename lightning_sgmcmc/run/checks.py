@@ -1,6 +1,5 @@
 """Checks of the trainer's settings before the first step: errors and warnings."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -11,6 +10,7 @@ from torch.utils.data import SequentialSampler
 
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.layout import layout_of
+from lightning_sgmcmc.chains.step_sizes import is_per_chain
 from lightning_sgmcmc.checks import is_of_other_namespace
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial, repeated_batches
 from lightning_sgmcmc.samplers import SGNHT, Sampler
@@ -84,14 +84,10 @@ def _check_chains(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "a loss scaler skips steps of one process's chains, so the chains' schedules diverge: use "
             "precision='bf16-mixed' for chains on several processes"
         )
-    if len(_values(getattr(module, "lr", None))) > 1 and any(
+    if is_per_chain(getattr(module, "lr", None)) and any(
         isinstance(c, lightning_callbacks.LearningRateMonitor) for c in callbacks_of(trainer)
     ):
         raise ValueError("LearningRateMonitor logs one number, but lr has one per chain: remove it")
-
-
-def _values(control: Any) -> tuple[Any, ...]:
-    return tuple(control) if isinstance(control, Sequence) else (control,)
 
 
 def _check_callbacks(trainer: pl.Trainer) -> None:

@@ -22,6 +22,7 @@ from lightning_sgmcmc.samplers import Sampler
 NonFiniteEnergy: TypeAlias = Literal["stop", "skip"]
 
 SMALLER_STEP = "use a smaller lr, or clip the gradients"
+SMALLER_WARM_START = "use a smaller WarmStart(lr=…), or clip the gradients"
 
 SCALER_LIMIT = 200
 """Steps that a loss scaler may skip in a row: from any scale it reaches the smallest number earlier."""
@@ -174,7 +175,7 @@ class EnergyGuard:
         step = self._sampler.step_count
         message = (
             f"'{name}' of chain {chain} holds NaN or infinite numbers after step {step} ({self._controls()}), so "
-            f"{what}; {describe_checkpoint(self._trainer)}; {SMALLER_STEP}"
+            f"{what}; {describe_checkpoint(self._trainer)}; {self._smaller_step}"
         )
         return NonFiniteEnergyError(message, step, chain, energy, last_good_checkpoint(self._trainer))
 
@@ -223,18 +224,18 @@ class EnergyGuard:
         """Return the cause and the remedy in words; called only after a failure."""
         lost = bad_tensor(dict(self._model.named_parameters()), {})
         if lost is not None:
-            return f"'{lost}' became NaN or infinite in earlier steps", SMALLER_STEP
+            return f"'{lost}' became NaN or infinite in earlier steps", self._smaller_step
         if _first(~self._finite_inputs()):
             return "the batch holds NaN or infinite numbers", "clean the data, or pass nonfinite_energy='skip'"
         if not _is_finite(potential) and (fault := self._fault_of_targets()) is not None:
             return fault, "correct the data, or pass nonfinite_energy='skip'"
         if not _is_finite(potential):
             value = _first_bad(potential)[1] * self._chains.observed.num_data
-            return f"the energy is {value}", f"{SMALLER_STEP}, or pass nonfinite_energy='skip'"
+            return f"the energy is {value}", f"{self._smaller_step}, or pass nonfinite_energy='skip'"
         named = ((n, p.grad) for n, p in self._model.named_parameters() if p.grad is not None)
         name = first_not_finite(named)
         where = f"the gradient of '{name}'" if name is not None else "another rank's energy"
-        return f"{where} is not finite", f"{SMALLER_STEP}, or pass nonfinite_energy='skip'"
+        return f"{where} is not finite", f"{self._smaller_step}, or pass nonfinite_energy='skip'"
 
     def _fault_of_targets(self) -> str | None:
         """Return what is wrong with the batch's targets, by the likelihood, or None."""
@@ -264,11 +265,18 @@ class EnergyGuard:
         message = (
             f"the energy of chain {chain} was {energy} at step {step} ({self._controls()}), so the run stops; the "
             f"parameters in memory are lost, but not samples and checkpoints: {describe_checkpoint(self._trainer)}; "
-            f"{SMALLER_STEP}, or pass nonfinite_energy='skip'"
+            f"{self._smaller_step}, or pass nonfinite_energy='skip'"
         )
         raise NonFiniteEnergyError(message, step, chain, energy, last_good_checkpoint(self._trainer))
 
+    @property
+    def _smaller_step(self) -> str:
+        return SMALLER_STEP if self._chains.progress.warm_lr is None else SMALLER_WARM_START
+
     def _controls(self) -> str:
+        warm_lr = self._chains.progress.warm_lr
+        if warm_lr is not None:
+            return f"WarmStart's lr {warm_lr:.6g}"
         group = self._sampler.param_groups[0]
         numbers = {name: _first(torch.as_tensor(group[name])) for name in ("lr", "temperature")}
         return ", ".join(f"{name} {value:.6g}" for name, value in numbers.items())

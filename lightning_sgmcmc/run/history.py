@@ -28,6 +28,8 @@ class RunHistory:
     def __init__(self, max_points: int = 20_000, max_sketches: int = 200, sketch_dimension: int = 1024) -> None:
         self.trace_names: list[str] = []
         """Names of quantities traced in addition to the scalars, such as single weights."""
+        self.warm_steps = 0
+        """Steps of the run's warm start."""
         self.scalars = ThinnedSeries(max_points)
         self.samples = ThinnedSeries(max_points)
         self.sketches = ThinnedSeries(max(2, max_sketches))
@@ -105,6 +107,7 @@ class RunHistory:
         """Return plain data for `history.json`; a number that is not finite is None."""
         return {
             "steps": [int(step) for step in self.scalars.column(0)],
+            "warm_steps": self.warm_steps,
             "scalars": {name: _finite(self.scalar(name)) for name in SCALARS},
             "traces": {name: _finite(self.scalar(name)) for name in self.trace_names},
             "samples": [

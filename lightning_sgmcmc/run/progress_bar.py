@@ -9,7 +9,7 @@ from rich.table import Column
 from torch import Tensor
 
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
-from lightning_sgmcmc.chains.state import ObservedEnergy
+from lightning_sgmcmc.chains.state import ObservedEnergy, Stage
 from lightning_sgmcmc.run.safeguards import Safeguards
 
 SECONDS_BETWEEN_READINGS = 0.25
@@ -23,7 +23,8 @@ class SamplingProgress(pl.Callback):
 
     `nll` is the last mini-batch's mean negative log likelihood in nats per datum, `val` the model average's on the
     validation data (before the first sample, the current state's), `n` the number of samples. A terminal of
-    120 columns or more also has temperature, cycle and stage, and calls the samples `samples`.
+    120 columns or more also has temperature, cycle and stage, and calls the samples `samples`; a narrower one has the
+    stage only in a warm start.
 
     `BayesianModule` adds it if the trainer has a bar. Both of Lightning's bars, and any other whose items come from
     `get_metrics`, show the entries without configuration; they replace Lightning's version number. Entries are computed
@@ -80,6 +81,8 @@ class SamplingProgress(pl.Callback):
             if self._is_wide:
                 self._from_device["temperature"] = f"{_mean(sampler.param_groups[0]['temperature']):.3g}"
         samples = str(self._safeguards.samples)
+        if not self._is_wide and progress.stage is Stage.WARM_START:
+            return {**self._from_device, "stage": progress.stage.value}
         if not self._is_wide:
             return {**self._from_device, "n": samples}
         cycle = {} if progress.num_cycles is None else {"cycle": f"{progress.cycle + 1}/{progress.num_cycles}"}

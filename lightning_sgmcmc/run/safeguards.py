@@ -7,6 +7,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.samples import draw_samples
+from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
 from lightning_sgmcmc.run.checkpoints import keep_constructor_arguments, protect_checkpoints
 from lightning_sgmcmc.run.checks import check_data, check_run, check_step_size, check_thermostat
@@ -64,6 +65,8 @@ class Safeguards(pl.Callback):
         chains, sampler = chains_of(pl_module), sampler_of(pl_module)
         take_centers(chains)
         check_data(trainer)
+        if not trainer.ckpt_path:  # otherwise the states are the checkpoint's
+            check_files(chains.start, chains.layout.chains)
         check_step_size(sampler)
         check_thermostat(trainer, sampler)
         chains.begin_energies(trainer)

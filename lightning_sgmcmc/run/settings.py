@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.chains.starts import text_of_start
 from lightning_sgmcmc.model import name_of
 from lightning_sgmcmc.run.fingerprint import fingerprint, is_divided, is_same_data
 from lightning_sgmcmc.run.trainer import callbacks_of
@@ -37,6 +38,7 @@ def settings_of(trainer: pl.Trainer, module: Any, sampler: Sampler) -> Settings:
         "lr": _lr(module.lr, sampler),
         "seed": chains_of(module).seed,
         "sampler": name_of(type(sampler)),
+        "chain_start": text_of_start(chains_of(module).start),
     }
     for name in inspect.signature(type(sampler)).parameters:
         values = [group[name] for group in sampler.param_groups if name in group]
@@ -155,7 +157,7 @@ def _plain(value: Any) -> Any:
 def _lr(given: Any, sampler: Sampler) -> Any:
     """Return the step size, or one for each chain of the run, or one for each parameter group."""
     values = [group["lr"] for group in sampler.param_groups]
-    if isinstance(given, Sequence) or any(isinstance(value, Tensor) for value in values):
+    if isinstance(given, Sequence | Mapping) or any(isinstance(value, Tensor) for value in values):
         return _plain(given)
     return _collapsed([float(value) for value in values])
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sgmcmc.checks import check_count, check_flag, check_number
+from lightning_sgmcmc.checks import check_count, check_flag
+from lightning_sgmcmc.samplers.checks import check_initial_control, check_parameters, checked_state
 from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.samplers.noise import ChainNoise
-from lightning_sgmcmc.tensors import Control, for_each_tensor
+from lightning_sgmcmc.tensors import Control, for_each_tensor, square_root
 
 CONTROLS = ("lr", "temperature", "gradient_multiplier")
 
@@ -60,6 +61,9 @@ class Sampler(Optimizer):
     guard: "Guard | None" = None
     """Asked before every update whether it may be made; None outside a trainer."""
 
+    stand_in: "Callable[[], None] | None" = None
+    """Makes the update instead of the rule while it is set (a warm start's optimizer); the step counts as one."""
+
     momentum_buffer: ClassVar[str | None] = None
     """Name of the state tensor that holds a parameter's momentum; None for rules without momentum."""
 
@@ -93,7 +97,7 @@ class Sampler(Optimizer):
         """Number of updates made. It is saved in checkpoints and does not count steps that a loss scaler skipped."""
         super().__init__(params, {"lr": lr, "temperature": temperature, "gradient_multiplier": 1.0})
         parameters = [p for group in self.param_groups for p in group["params"]]
-        _check_parameters(parameters, num_chains)
+        check_parameters(parameters, num_chains)
         self._noise = ChainNoise(parameters, num_chains, seed, first_chain, noise_ahead)
 
     def _add_defaults(self, **defaults: Any) -> None:
@@ -114,7 +118,7 @@ class Sampler(Optimizer):
                 "parameters cannot be added to a running chain: pass all of them to the sampler's constructor"
             )
         for name in CONTROLS[:2]:
-            _check_control(name, param_group.get(name, self.defaults[name]))
+            check_initial_control(name, param_group.get(name, self.defaults[name]))
         super().add_param_group(param_group)
 
     def _needs_num_data(self, temperature: Control) -> bool:
@@ -156,6 +160,10 @@ class Sampler(Optimizer):
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         if self.guard is not None and not self.guard.allows_update():
+            return loss
+        if self.stand_in is not None:
+            self.stand_in()
+            self.step_count += 1
             return loss
         noise: list[Tensor] | None = None
         if any(self.is_noisy(group) for group in self.param_groups):
@@ -242,6 +250,26 @@ class Sampler(Optimizer):
         if held:
             self._scale(held, factor)
 
+    @torch.no_grad()
+    def draw_momenta(self) -> None:
+        """Draw all momenta from their stationary law at the present controls, N(0, `law.momentum_variance()`).
+
+        Each chain draws from its own generator. Momenta of a group without noise become zero, the law at τ = 0.
+        """
+        draws = self._noise.draw() if any(map(self.is_noisy, self.param_groups)) else []
+        start = 0
+        for group in self.param_groups:
+            stop = start + len(group["params"])
+            law = self.law(group) if self.is_noisy(group) else None
+            variance = None if law is None else law.momentum_variance()
+            momenta = None if variance is None else self.momenta(group)
+            if momenta is not None and variance is not None:
+                torch._foreach_copy_(momenta, draws[start:stop])
+                self._scale(momenta, square_root(variance))
+            elif held := [momentum for momentum in self.stored_momenta(group) if momentum is not None]:
+                torch._foreach_zero_(held)
+            start = stop
+
     # -- helpers for the update rules ---------------------------------------------------------------------------------
 
     def _buffers(self, params: Sequence[Tensor], name: str) -> list[Tensor]:
@@ -300,18 +328,10 @@ class Sampler(Optimizer):
         """Restore from `state_dict()`.
 
         Raises:
-            ValueError: if the state is not a sampler's, belongs to another rule or has another number of chains.
+            ValueError: if the state is not a sampler's, belongs to another rule, or has another number of chains or
+                other name patterns of its groups.
         """
-        if "sampler" not in state_dict:
-            raise ValueError(
-                "this state is not a sampler's: it has no step counter and no noise generators, so "
-                f"{type(self).__name__} cannot continue from it"
-            )
-        saved = state_dict["sampler"]
-        if saved["rule"] != type(self).__name__:
-            raise ValueError(f"this state is a {saved['rule']}'s, so {type(self).__name__} cannot continue from it")
-        if saved["num_chains"] != self.num_chains:
-            raise ValueError(f"the saved sampler has {saved['num_chains']} chains, this one has {self.num_chains}")
+        saved = checked_state(state_dict, type(self).__name__, self.num_chains, self.param_groups)
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "sampler"})
         self.step_count = saved["step_count"]
         self._noise.load_state_dict(saved["noise"])
@@ -328,23 +348,3 @@ class Sampler(Optimizer):
         if made_by is not None:  # a copy, not torch's own use of this method in load_state_dict
             self._noise = ChainNoise([p for group in self.param_groups for p in group["params"]], *made_by)
             self._noise.load_state_dict(noise_state)
-
-
-def _check_control(name: str, value: Control) -> None:
-    if not isinstance(value, Tensor):
-        check_number(name, value, optional=False)
-
-
-def _check_parameters(parameters: Sequence[Tensor], num_chains: int) -> None:
-    dtypes = {p.dtype for p in parameters}
-    if dtypes & {torch.float16, torch.bfloat16}:
-        raise ValueError(
-            "parameters in half precision lose the injected noise to rounding: keep them in float32 and use "
-            "Trainer(precision='bf16-mixed') or '16-mixed' instead of 'bf16-true' or '16-true'"
-        )
-    if not dtypes <= {torch.float32, torch.float64} or len(dtypes) > 1:
-        raise ValueError(f"parameters must all be float32 or all float64, got {sorted(map(str, dtypes))}")
-    if len({p.device for p in parameters}) > 1:
-        raise ValueError("parameters must all be on one device")
-    if num_chains > 1 and any(p.dim() == 0 or p.shape[0] != num_chains for p in parameters):
-        raise ValueError(f"with num_chains={num_chains} every parameter needs a leading axis of that size")

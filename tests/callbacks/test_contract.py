@@ -14,7 +14,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc import ChainStrategy, ContourRules, Posterior, UnderdampedLangevin
+from lightning_sgmcmc import ChainStrategy, ContourRules, Patience, Posterior, UnderdampedLangevin
 from lightning_sgmcmc.callbacks import (
     EWSG,
     BayesianModelAverage,
@@ -30,6 +30,7 @@ from lightning_sgmcmc.callbacks import (
     SamplerCallback,
     SamplingSchedule,
     VarianceReducedEnergy,
+    WarmStart,
 )
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from tests.support.comparisons import assert_same, differences
@@ -81,6 +82,11 @@ CALLBACKS = {
     "CovarianceFriction": Case(
         lambda: CovarianceFriction(0, 2),
         module={"sampler": functools.partial(UnderdampedLangevin, friction=2.0), "lr": 0.002},
+    ),
+    "WarmStart": Case(
+        lambda: WarmStart(lr=0.3, epochs=3, early_stopping=Patience(3)),  # a chain has stopped at SAVED, one has not
+        trainer={"accumulate_grad_batches": 2, "val_check_interval": 3, "gradient_clip_val": 1.0},
+        interacting=True,  # chains wait for one another
     ),
 }
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from lightning_sgmcmc import ChainStrategy, ContourRules, DecayingStepSize, EnergyPartition
+from lightning_sgmcmc import SGHMC, ChainStrategy, ContourRules, DecayingStepSize, EnergyPartition, Patience
 from lightning_sgmcmc.callbacks import (
     EWSG,
     BayesianModelAverage,
@@ -22,6 +23,7 @@ from lightning_sgmcmc.callbacks import (
     SampleCollector,
     SamplingSchedule,
     VarianceReducedEnergy,
+    WarmStart,
 )
 from tests.support.small_run import data, loader
 
@@ -45,6 +47,24 @@ SCHEDULES: list[Mistake] = [
     (EVERY, {"lr_decay": 0.5}, TypeError, "lr_decay must be an object of class PolynomialDecay, got 0.5"),
     (EVERY, {"lr_annealing": 0.5}, TypeError, "lr_annealing must be an object of class Annealing, got 0.5"),
     (EVERY, {"temperature_annealing": 1.01}, TypeError, "temperature_annealing must be an object of class Annealing"),
+]
+
+WARM: Made = functools.partial(WarmStart, steps=5)
+WARM_STARTS: list[Mistake] = [
+    (WarmStart, {}, ValueError, "pass exactly one of steps and epochs, the length of the warm start"),
+    (WARM, {"epochs": 2}, ValueError, "pass exactly one of steps and epochs"),
+    (WarmStart, {"steps": 0}, ValueError, "steps must be at least 1, got 0"),
+    (WARM, {"lr": 0.0}, ValueError, "lr must be positive, got 0.0"),
+    (WARM, {"early_stopping": 5}, TypeError, "early_stopping must be an object of class Patience, got 5"),
+    (WARM, {"lr_schedule": "step"}, ValueError, "lr_schedule must be 'constant' or 'cosine', got 'step'"),
+    (WARM, {"optimizer": "AdamW"}, TypeError, "optimizer must be a class of torch.optim or a partial of one, got 'A"),
+    (WARM, {"optimizer": torch.optim.LBFGS}, TypeError, "optimizer=LBFGS needs a closure that computes the loss sev"),
+    (WARM, {"optimizer": SGHMC}, TypeError, "optimizer=SGHMC is a sampler, which the module has already: pass a c"),
+    (WARM, {"optimizer": functools.partial(torch.optim.SGD, lr=1)}, ValueError, "lr=…) has no effect, since Warm"),
+    (WARM, {"optimizer": functools.partial(torch.optim.SGD, weight_decay=0.1)}, ValueError, "weight decay is a Gau"),
+    (WARM, {"optimizer": functools.partial(torch.optim.SGD, beta=1)}, TypeError, "optimizer=SGD cannot be made from p"),
+    (Patience, {"validations": 0}, ValueError, "validations must be at least 1, got 0"),
+    (Patience, {"min_improvement": -1.0}, ValueError, r"min_improvement must be in [0, inf), got -1.0"),
 ]
 
 SAMPLES: list[Mistake] = [
@@ -120,7 +140,9 @@ GRADIENTS: list[Mistake] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "options", "error", "sentence"), [*SCHEDULES, *SAMPLES, *CONTOURS, *GRADIENTS])
+@pytest.mark.parametrize(
+    ("make", "options", "error", "sentence"), [*SCHEDULES, *WARM_STARTS, *SAMPLES, *CONTOURS, *GRADIENTS]
+)
 def test_construction(make: Made, options: dict[str, Any], error: type[Exception], sentence: str) -> None:
     with pytest.raises(error) as caught:
         make(**options)

@@ -1,0 +1,209 @@
+"""A warm start's optimizers and early stopping, one for each chain."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.chains.stateless import state_of
+from lightning_sgmcmc.model import chosen_options, name_of
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.schedules import Patience
+
+
+class ChainOptimizers:
+    """A torch optimizer for each chain of this process, over slices of the stacked parameters.
+
+    Each chain is optimized as it would be alone, by any optimizer whose `step` needs no closure: no optimizer sees the
+    tensors of two chains.
+
+    Args:
+        parameters: the sampled parameters, with a leading axis of size C where C > 1.
+        num_chains: C.
+        make: returns an optimizer for one chain's parameters.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], num_chains: int, make: Callable[[list[Tensor]], Optimizer]
+    ) -> None:
+        self._parameters = list(parameters)
+        self._own: list[list[Tensor]] = [self._parameters]
+        if num_chains > 1:
+            self._own = [[nn.Parameter(p.detach()[c]) for p in self._parameters] for c in range(num_chains)]
+        self._optimizers = [make(own) for own in self._own]
+        self._lrs = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]
+
+    def step(self, chains: Iterable[int], lr_factor: float = 1.0) -> None:
+        """Update chains with the gradients that the parameters hold.
+
+        Args:
+            chains: their indices in this process.
+            lr_factor: factor of the step size.
+        """
+        for chain in chains:
+            optimizer, own = self._optimizers[chain], self._own[chain]
+            if len(self._own) > 1:
+                for piece, whole in zip(own, self._parameters, strict=True):
+                    piece.grad = None if whole.grad is None else whole.grad[chain]
+            for group, lr in zip(optimizer.param_groups, self._lrs[chain], strict=True):
+                group["lr"] = lr * lr_factor
+            optimizer.step()
+            if len(self._own) > 1:
+                optimizer.zero_grad()
+
+    def state_dict(self, chain: int) -> dict[str, Any]:
+        """Return the state of a chain's optimizer."""
+        return self._optimizers[chain].state_dict()
+
+    def load_state_dict(self, chain: int, state: dict[str, Any]) -> None:
+        """Restore a chain's optimizer from `state_dict()`."""
+        self._optimizers[chain].load_state_dict(state)
+
+
+def make_optimizer(factory: Callable[..., Optimizer], parameters: list[Tensor], lr: float) -> Optimizer:
+    """Return an optimizer without weight decay, since the prior is in the loss."""
+    optimizer = factory(parameters, lr=lr)
+    for group in optimizer.param_groups:
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0
+    return optimizer
+
+
+DEFAULT_LR = 1e-3
+"""The default lr of AdamW, which the command line's partial holds."""
+
+
+def check_optimizer(factory: Any) -> None:
+    """Raise unless a factory makes optimizers that step without a closure.
+
+    Raises:
+        TypeError: if it does not.
+        ValueError: if it sets its own lr, or a weight decay, which would count the prior twice.
+    """
+    name = name_of(factory)
+    if not callable(factory):
+        raise TypeError(f"optimizer must be a class of torch.optim or a partial of one, got {factory!r}")
+    made = getattr(factory, "func", factory)
+    if isinstance(made, type) and issubclass(made, Sampler):
+        raise TypeError(f"optimizer={name} is a sampler, which the module has already: pass a class of torch.optim")
+    # The command line's partial also holds the default optimizer's options, AdamW's decay of 0.01 among them.
+    accepted = (0, 0.01) if not isinstance(getattr(factory, "func", type), type) else (0,)
+    if chosen_options(factory).get("weight_decay", 0) not in accepted:
+        raise ValueError(
+            "weight decay is a Gaussian prior, which the loss already contains: omit weight_decay of the optimizer, "
+            "and pass prior=GaussianPrior(std=…) to the module"
+        )
+    if chosen_options(factory).get("lr", DEFAULT_LR) != DEFAULT_LR:
+        raise ValueError(
+            f"optimizer=partial({name}, lr=…) has no effect, since WarmStart sets lr: pass WarmStart(lr=…)"
+        )
+    probe = nn.Parameter(torch.zeros(2, 2))
+    probe.grad = torch.ones(2, 2)
+    try:
+        optimizer = make_optimizer(factory, [probe], 1e-3)
+    except TypeError as error:
+        raise TypeError(
+            f"optimizer={name} cannot be made from parameters and lr ({error}): pass a class of torch.optim, or a "
+            "functools.partial with its other arguments"
+        ) from error
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer={name} makes a {type(optimizer).__name__}: pass a class of torch.optim")
+    try:
+        optimizer.step()
+    except TypeError as error:
+        raise TypeError(
+            f"optimizer={name} needs a closure that computes the loss several times in a step ({error}): pass AdamW, "
+            "SGD, or another optimizer whose step needs none"
+        ) from error
+
+
+@dataclass
+class Watch:
+    """Early stopping of one chain.
+
+    Attributes:
+        best_loss: the lowest validation loss so far, in nats per datum; None before the first validation.
+        best_step: the step of its validation.
+        waited: validations since then.
+        stopped_at: the step at which the chain stopped, None while it is optimized.
+    """
+
+    best_loss: float | None = None
+    best_step: int = 0
+    waited: int = 0
+    stopped_at: int | None = None
+
+    def see(self, loss: float, step: int, patience: Patience) -> bool:
+        """Record a validation; return whether its state is the best so far. The first one is."""
+        best = self.best_loss
+        improved = best is None or math.isnan(best) or loss < best - patience.min_improvement
+        if improved:
+            self.best_loss, self.best_step, self.waited = loss, step, 0
+        else:
+            self.waited += 1
+            if self.waited >= patience.validations:
+                self.stopped_at = step
+        return improved
+
+    def __str__(self) -> str:
+        return "none" if self.best_loss is None else f"{self.best_loss:.4g} (step {self.best_step})"
+
+
+class BestStates:
+    """The best validated state of each chain of this process.
+
+    Args:
+        chains: the chains.
+        patience: when a chain stops.
+    """
+
+    def __init__(self, chains: Chains, patience: Patience) -> None:
+        self._chains = chains
+        self._patience = patience
+        self.watches = [Watch() for _ in range(chains.num_chains)]
+        self._best: list[dict[str, Tensor]] = [{} for _ in self.watches]
+
+    @property
+    def active(self) -> list[int]:
+        """Indices of the chains that have not stopped."""
+        return [chain for chain, watch in enumerate(self.watches) if watch.stopped_at is None]
+
+    def validated(self, losses: Sequence[float], step: int) -> None:
+        """Record the losses of a validation after this many steps; chains whose patience is over return to their best
+        state."""
+        for chain in self.active:
+            watch = self.watches[chain]
+            if watch.see(losses[chain], step, self._patience):
+                self._best[chain] = {name: tensor.detach().clone() for name, tensor in self._state_of(chain).items()}
+            elif watch.stopped_at is not None:
+                self.restore(chain)
+
+    def restore(self, chain: int) -> None:
+        """Set a chain to its best state, if it has been validated."""
+        best = self._best[chain]
+        with torch.no_grad():
+            for name, tensor in self._state_of(chain).items() if best else ():
+                tensor.copy_(best[name])
+
+    def _state_of(self, chain: int) -> dict[str, Tensor]:
+        """Return a chain's sampled parameters and its buffers, by name."""
+        model, trainable = self._chains.model, self._chains.trainable
+        parameters = {name for name, _ in model.named_parameters()}
+        with self._chains.at(chain):
+            state = state_of(model)
+        return {name: tensor for name, tensor in state.items() if name in trainable or name not in parameters}
+
+    def state_dict(self, chain: int) -> dict[str, Any]:
+        """Return the state of a chain's early stopping."""
+        return {"best": dict(self._best[chain]), "watch": asdict(self.watches[chain])}
+
+    def load_state_dict(self, chain: int, state: dict[str, Any]) -> None:
+        """Restore from `state_dict()`."""
+        self.watches[chain] = Watch(**state["watch"])
+        own = self._state_of(chain)
+        self._best[chain] = {name: tensor.to(own[name], copy=True) for name, tensor in state["best"].items()}

@@ -1,0 +1,70 @@
+"""Checks of a sampler's arguments and of saved states."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.checks import check_number
+from lightning_sgmcmc.tensors import Control
+
+
+def check_initial_control(name: str, value: Control) -> None:
+    """Raise unless a control is a tensor, or a finite number ≥ 0."""
+    if not isinstance(value, Tensor):
+        check_number(name, value, optional=False)
+
+
+def check_parameters(parameters: Sequence[Tensor], num_chains: int) -> None:
+    """Raise for parameters that a sampler cannot update.
+
+    Raises:
+        ValueError: for half precision, mixed dtypes or devices, or a missing chain axis.
+    """
+    dtypes = {p.dtype for p in parameters}
+    if dtypes & {torch.float16, torch.bfloat16}:
+        raise ValueError(
+            "parameters in half precision lose the injected noise to rounding: keep them in float32 and use "
+            "Trainer(precision='bf16-mixed') or '16-mixed' instead of 'bf16-true' or '16-true'"
+        )
+    if not dtypes <= {torch.float32, torch.float64} or len(dtypes) > 1:
+        raise ValueError(f"parameters must all be float32 or all float64, got {sorted(map(str, dtypes))}")
+    if len({p.device for p in parameters}) > 1:
+        raise ValueError("parameters must all be on one device")
+    if num_chains > 1 and any(p.dim() == 0 or p.shape[0] != num_chains for p in parameters):
+        raise ValueError(f"with num_chains={num_chains} every parameter needs a leading axis of that size")
+
+
+def checked_state(
+    state: Mapping[str, Any], rule: str, num_chains: int, groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the sampler's own part of a saved state.
+
+    Args:
+        state: a sampler's `state_dict()`.
+        rule: class name of the sampler that would continue from it.
+        num_chains: its number of chains.
+        groups: its parameter groups.
+
+    Raises:
+        ValueError: if the state is not a sampler's, belongs to another rule, or has another number of chains or other
+            name patterns of its groups, so that tensors would be mixed up.
+    """
+    if "sampler" not in state:
+        raise ValueError(
+            "this state is not a sampler's: it has no step counter and no noise generators, so "
+            f"{rule} cannot continue from it"
+        )
+    saved: dict[str, Any] = state["sampler"]
+    if saved["rule"] != rule:
+        raise ValueError(f"this state is a {saved['rule']}'s, so {rule} cannot continue from it")
+    if saved["num_chains"] != num_chains:
+        raise ValueError(f"the saved sampler has {saved['num_chains']} chains, this one has {num_chains}")
+    theirs, ours = ([group.get("name") for group in each] for each in (state["param_groups"], groups))
+    if theirs != ours:
+        raise ValueError(
+            f"the saved state's groups of parameters are {theirs}, this sampler's are {ours}: pass lr with the same "
+            "name patterns, in the same order"
+        )
+    return saved
