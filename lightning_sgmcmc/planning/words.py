@@ -37,15 +37,15 @@ def _temperature(plan: "RunPlan") -> str:
 def _heat(plan: "RunPlan") -> str:
     if plan.heat is None:
         return ""
-    chance = "" if plan.chance is None else f"; guessing costs {plan.chance:,.0f} nats"
-    return f"Heat at the target's temperature: {plan.heat:,.0f} nats{chance}."
+    chance = "" if plan.chance is None else f"; guessing costs {_short(plan.chance)} nats"
+    return f"Heat at the target's temperature: {_short(plan.heat)} nats{chance}."
 
 
 def _cost(plan: "RunPlan") -> str:
-    passes = None if plan.data_passes is None else f"{plan.data_passes:,.0f} data passes"
+    passes = None if plan.data_passes is None else f"{_short(plan.data_passes)} data passes"
     disk = None if plan.disk_bytes is None else f"{size(plan.disk_bytes)} of samples"
     memory = None if plan.memory_bytes is None else f"{size(plan.memory_bytes)} in memory"
-    steps = None if plan.steps is None else f"{plan.steps:,} steps"
+    steps = None if plan.steps is None else f"{_short(plan.steps)} steps"
     return f"Cost: {', '.join(part for part in (steps, passes, disk, memory) if part)}."
 
 
@@ -125,6 +125,10 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def _short(value: float) -> str:
+    return f"{value:.2g}" if value >= 1e6 else f"{value:,.0f}"
+
+
 def _rounded(value: float) -> str:
     """Return a number with two digits and without an exponent.
 
@@ -143,4 +147,4 @@ def _number(value: int | None) -> str | None:
 
 
 def _counted(count: int, name: str) -> str:
-    return f"{count:,} {name}{'' if count == 1 else 's'}"
+    return f"{_short(count)} {name}{'' if count == 1 else 's'}"
