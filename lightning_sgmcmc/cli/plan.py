@@ -13,6 +13,7 @@ from lightning_sgmcmc.callbacks import BayesianModelAverage, PosteriorDashboard,
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.layout import layout_of
+from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.cli.config_file import ConfigFile
 from lightning_sgmcmc.cli.exits import Mistake
 from lightning_sgmcmc.module import BayesianModule
@@ -43,10 +44,12 @@ class _Planned(Exception):
 class _Plan(pl.Callback):
     """Makes the plan when the fit would begin, and ends it."""
 
-    plan: RunPlan | None = None
+    def __init__(self, curvature_batches: int) -> None:
+        self.plan: RunPlan | None = None
+        self.curvature_batches = curvature_batches
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.plan = plan_of(trainer, pl_module)
+        self.plan = plan_of(trainer, pl_module, self.curvature_batches)
         raise _Planned
 
 
@@ -55,6 +58,7 @@ def plan(
     make_trainer: Callable[..., pl.Trainer],
     model: BayesianModule,
     datamodule: pl.LightningDataModule | None = None,
+    curvature_batches: int = 0,
 ) -> RunPlan:
     """Print the plan of a configuration's fit as a table, and return it; nothing is trained or written.
 
@@ -63,11 +67,14 @@ def plan(
         make_trainer: makes a trainer of the same configuration; keyword arguments replace entries.
         model: the module.
         datamodule: its data.
+        curvature_batches: batches on which the likelihood's curvature at the start is estimated, 0 for none.
 
     Raises:
+        ValueError: for a negative number of batches.
         Mistake: for a configuration without a schedule, or with `fast_dev_run`.
     """
-    planner = _Plan()
+    check_count("curvature_batches", curvature_batches, least=0, optional=False)
+    planner = _Plan(curvature_batches)
     ranks = {"devices": 1, "num_nodes": 1, "strategy": "auto"} if trainer.world_size > 1 else {}
     alone = make_trainer(
         callbacks=[*(c for c in callbacks_of(trainer) if not isinstance(c, AFTERWARDS)), planner],
@@ -100,11 +107,13 @@ def _on_all_ranks(found: RunPlan, trainer: pl.Trainer, model: BayesianModule) ->
     note = "Planned on one device: ranks that share their data make fewer steps in an epoch."
     if times <= 1:
         return replace(found, notes=(*found.notes, note))
-    many = {
-        name: None if (value := getattr(found, name)) is None else value * times
-        for name in ("chains", "samples", "independent_draws", "disk_bytes")
-    }
-    return replace(found, **many)
+    return replace(
+        found,
+        chains=found.chains * times,
+        samples=None if found.samples is None else found.samples * times,
+        independent_draws=None if found.independent_draws is None else found.independent_draws * times,
+        disk_bytes=None if found.disk_bytes is None else found.disk_bytes * times,
+    )
 
 
 def _print(found: RunPlan) -> None:

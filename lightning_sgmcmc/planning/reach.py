@@ -119,11 +119,12 @@ def _of_chain(
         return None
     weights = torch.where(temperatures > 0, curvature * num_data / temperatures.clamp_min(1e-300), 0.0)
     quiet = LinearRule(rule.move, rule.damping, rule.force, rule.variance * 0, rule.time_step, rule.scale)
-    both = [_joined(rule, quiet), blocks.counts, blocks.is_sampling, curvature.repeat(2)]
     start = torch.cat([torch.zeros_like(curvature), torch.ones_like(curvature)])
-    anchored = stage_moments(*both, start, weights.repeat(1, 2)).anchored  # type: ignore[arg-type]
+    joined, twice = _joined(rule, quiet), curvature.repeat(2)
+    moments = stage_moments(joined, blocks.counts, blocks.is_sampling, twice, start, weights.repeat(1, 2))
+    noise, decay = moments.anchored.chunk(2)
     times = rule.relaxation(curvature).clamp_min(0) * torch.tensor(blocks.counts)[:, None]
-    return *anchored.chunk(2), _stretches(times, temperatures[:, 0] > 0, blocks.is_sampling)
+    return noise, decay, _stretches(times, temperatures[:, 0] > 0, blocks.is_sampling)
 
 
 def _rule(sampler: Sampler, groups: Tensor, lrs: Tensor, temperatures: Tensor, num_data: int) -> LinearRule | None:

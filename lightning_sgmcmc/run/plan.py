@@ -17,8 +17,10 @@ from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical
 from lightning_sgmcmc.planning import Blocks, RunFacts, RunPlan, StepControls, TensorFacts, blocks_of, make_plan
+from lightning_sgmcmc.planning.reach import PRIOR_ALONE, Spectrum
 from lightning_sgmcmc.planning.words import duration_sentence
 from lightning_sgmcmc.priors import LaplacePrior, Prior, StudentTPrior
+from lightning_sgmcmc.run.curvature import likelihood_spectrum
 from lightning_sgmcmc.run.hyperparameters import log_plan
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import SGNHT, Sampler
@@ -27,7 +29,7 @@ TIMED = (20, 120)
 """The steps between which a step's duration is measured."""
 
 
-def plan_of(trainer: pl.Trainer, module: Any) -> RunPlan | None:
+def plan_of(trainer: pl.Trainer, module: Any, curvature_batches: int = 0) -> RunPlan | None:
     """Return the plan of a fit that is about to begin; None without a schedule or in a trial.
 
     A plan never stops a run: what cannot be planned is None and noted.
@@ -35,13 +37,16 @@ def plan_of(trainer: pl.Trainer, module: Any) -> RunPlan | None:
     Args:
         trainer: the run's, after its schedule was made.
         module: its `BayesianModule`.
+        curvature_batches: batches on which the likelihood's curvature at the start is estimated; 0 plans for the
+            prior's directions alone.
     """
     schedule = _part(trainer, "schedule")
     if schedule is None or is_trial(trainer):
         return None
     chains, sampler = chains_of(module), sampler_of(module)
     blocks = _blocks(trainer, module, schedule)
-    tensors, approximate = _tensors(module, sampler)
+    spectrum = likelihood_spectrum(trainer, module, curvature_batches) if curvature_batches else PRIOR_ALONE
+    tensors, approximate = _tensors(module, sampler, spectrum)
     ladder = _part(trainer, "replica_exchange")
     total = sampled = chains.layout.total_chains
     if ladder is not None:
@@ -56,7 +61,7 @@ def plan_of(trainer: pl.Trainer, module: Any) -> RunPlan | None:
         gradient_evaluations=None if blocks is None else _evaluations(trainer, module),
         disk_bytes_of_sample=_bytes(module.state_dict().values()) // chains.num_chains,
         memory_bytes=_memory(trainer, module, sampler),
-        notes=tuple(_notes(trainer, module, sampler, approximate)),
+        notes=(*_notes(trainer, module, sampler, approximate), *_curvature_note(curvature_batches)),
     )
     return make_plan(sampler, blocks, tensors, facts)
 
@@ -125,7 +130,7 @@ def _temperature(module: Any, blocks: Blocks | None) -> float:
 # -- tensors and their priors -----------------------------------------------------------------------------------------
 
 
-def _tensors(module: Any, sampler: Sampler) -> tuple[dict[str, TensorFacts], bool]:
+def _tensors(module: Any, sampler: Sampler, spectrum: Spectrum) -> tuple[dict[str, TensorFacts], bool]:
     """Return the facts of the sampled tensors, and whether a prior's scale is approximate."""
     chains = chains_of(module)
     groups = {p: i for i, group in enumerate(sampler.param_groups) for p in group["params"]}
@@ -137,7 +142,9 @@ def _tensors(module: Any, sampler: Sampler) -> tuple[dict[str, TensorFacts], boo
         is_centered = getattr(module.prior, "center", None) is not None  # the start is near the centre
         start = 0.0 if is_centered else float(parameter.detach().double().square().mean())
         numel = parameter.numel() // chains.num_chains
-        found[name] = TensorFacts(numel, std, groups.get(parameter, 0), start if math.isfinite(start) else 0.0)
+        found[name] = TensorFacts(
+            numel, std, groups.get(parameter, 0), start if math.isfinite(start) else 0.0, spectrum
+        )
     return found, approximate
 
 
@@ -181,6 +188,12 @@ def _notes(trainer: pl.Trainer, module: Any, sampler: Sampler, approximate: bool
     if hasattr(getattr(trainer, "datamodule", None), "append"):
         notes.append(f"The data may grow; the plan has N = {module.num_data:,}, that of the start.")
     return notes
+
+
+def _curvature_note(batches: int) -> list[str]:
+    if batches == 0:
+        return []
+    return [f"The likelihood's curvature is that of {batches} batches at the start; training changes it."]
 
 
 def _sets_lr(trainer: pl.Trainer) -> bool:

@@ -140,7 +140,9 @@ def test_blocks_do_not_change_the_result() -> None:
     facts = {"w": TensorFacts(3, STD, start=1.0)}
     whole, single = (reach(sampler, blocks, facts, NUM_DATA)["w"] for blocks in (coarse, one_by_one))
     assert float(whole.configurational) == pytest.approx(float(single.configurational), rel=1e-9)
-    assert (whole.burn_in, whole.sampling, whole.whole) == pytest.approx((single.burn_in, single.sampling, single.whole))
+    assert (whole.burn_in, whole.sampling, whole.whole) == pytest.approx(
+        (single.burn_in, single.sampling, single.whole)
+    )
 
 
 def test_a_rule_without_a_linear_law_is_not_planned() -> None:
