@@ -76,9 +76,8 @@ def command_help(name: str) -> str:
     if name == "fit":
         parts += [_section("model (--model.init_args.NAME VALUE)", _arguments(BayesianModule)), *_choices()]
         parts.append(_section("trainer (--trainer.NAME VALUE), of Lightning's", TRAINER))
-    if name in ("plan", "tune"):
-        own = getattr(TuningTrainer, name)
-        parts.append(_section(f"{name} (--NAME VALUE)", _arguments(own, ("self", "model", "datamodule"))))
+    if name == "tune":
+        parts.append(_section("tune (--NAME VALUE)", _arguments(TuningTrainer.tune, ("self", "model", "datamodule"))))
     options = {o: text for o, text in OPTIONS.items() if name == "fit" or o not in ONLY_IN_FIT}
     parts += [_section("options", options), EXIT_CODES]
     return "\n".join(parts) + "\n"

@@ -13,7 +13,6 @@ from lightning_sgmcmc.callbacks import BayesianModelAverage, PosteriorDashboard,
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.layout import layout_of
-from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.cli.config_file import ConfigFile
 from lightning_sgmcmc.cli.exits import Mistake
 from lightning_sgmcmc.module import BayesianModule
@@ -44,12 +43,10 @@ class _Planned(Exception):
 class _Plan(pl.Callback):
     """Makes the plan when the fit would begin, and ends it."""
 
-    def __init__(self, curvature_batches: int) -> None:
-        self.plan: RunPlan | None = None
-        self.curvature_batches = curvature_batches
+    plan: RunPlan | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.plan = plan_of(trainer, pl_module, self.curvature_batches)
+        self.plan = plan_of(trainer, pl_module)
         raise _Planned
 
 
@@ -58,7 +55,6 @@ def plan(
     make_trainer: Callable[..., pl.Trainer],
     model: BayesianModule,
     datamodule: pl.LightningDataModule | None = None,
-    curvature_batches: int = 0,
 ) -> RunPlan:
     """Print the plan of a configuration's fit as a table, and return it; nothing is trained or written.
 
@@ -67,14 +63,11 @@ def plan(
         make_trainer: makes a trainer of the same configuration; keyword arguments replace entries.
         model: the module.
         datamodule: its data.
-        curvature_batches: batches on which the likelihood's curvature at the start is estimated, 0 for none.
 
     Raises:
-        ValueError: for a negative number of batches.
         Mistake: for a configuration without a schedule, or with `fast_dev_run`.
     """
-    check_count("curvature_batches", curvature_batches, least=0, optional=False)
-    planner = _Plan(curvature_batches)
+    planner = _Plan()
     ranks = {"devices": 1, "num_nodes": 1, "strategy": "auto"} if trainer.world_size > 1 else {}
     alone = make_trainer(
         callbacks=[*(c for c in callbacks_of(trainer) if not isinstance(c, AFTERWARDS)), planner],

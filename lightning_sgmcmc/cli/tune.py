@@ -21,16 +21,12 @@ OUTPUT = "tune.json"
 class TuningTrainer(pl.Trainer):
     """Lightning's trainer, with the arguments of `sgmcmc plan` and `sgmcmc tune` for the command line's parser."""
 
-    def plan(
-        self, model: BayesianModule, datamodule: pl.LightningDataModule | None = None, curvature_batches: int = 0
-    ) -> None:
+    def plan(self, model: BayesianModule, datamodule: pl.LightningDataModule | None = None) -> None:
         """Print what a fit will reach and cost, without training.
 
         Args:
             model: the module.
             datamodule: its data.
-            curvature_batches: batches on which the likelihood's curvature at the start is estimated; 0 plans for the
-                prior's directions alone.
         """
         raise NotImplementedError("plan is a command: call sgmcmc plan, or read module.plan during or after a fit")
 

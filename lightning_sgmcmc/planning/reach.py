@@ -14,9 +14,6 @@ from lightning_sgmcmc.samplers import Sampler
 
 MOST_CHAINS = 4
 """Chains with controls of their own that are followed; of more, this many, evenly spread over their lr·τ."""
-Spectrum = Sequence[tuple[float, float]]
-"""Share of a tensor's directions, and the curvature of the potential -log p(data|θ) in them."""
-PRIOR_ALONE: Spectrum = ((1.0, 0.0),)
 
 
 @dataclass(frozen=True)
@@ -28,19 +25,17 @@ class TensorFacts:
         std: standard deviation of its prior; None if unknown.
         group: index of its parameter group.
         start: mean square of its elements' distance from the prior's centre at the start.
-        spectrum: curvatures of the likelihood.
     """
 
     numel: int
     std: float | None
     group: int = 0
     start: float = 0.0
-    spectrum: Spectrum = PRIOR_ALONE
 
 
 @dataclass(frozen=True)
 class Reached:
-    """What one tensor reaches, a mean over its directions and the chains' own numbers.
+    """What one tensor reaches, the mean over the followed chains.
 
     Attributes:
         burn_in: relaxation times of the longest stretch of noisy steps before the sampling stage, in the prior's
@@ -67,7 +62,7 @@ def reach(sampler: Sampler, blocks: Blocks, tensors: Mapping[str, TensorFacts], 
     """
     chains = _followed(blocks)
     known = {name: facts for name, facts in tensors.items() if facts.std is not None and facts.std > 0}
-    classes = list(dict.fromkeys((f.std, f.group, share) for f in known.values() for share in _curvatures(f)))
+    classes = list(dict.fromkeys((facts.std or 0.0, facts.group) for facts in known.values()))
     if not classes:
         return {}
     numbers = []
@@ -80,18 +75,10 @@ def reach(sampler: Sampler, blocks: Blocks, tensors: Mapping[str, TensorFacts], 
     place_of = {key: place for place, key in enumerate(classes)}
     result = {}
     for name, facts in known.items():
-        configurational = torch.zeros(len(chains), dtype=torch.float64)
-        for share, curvature in facts.spectrum:
-            place = place_of[facts.std, facts.group, curvature]
-            start = facts.start if curvature == 0 else 0.0  # the likelihood's optimum is elsewhere
-            configurational += share * (temperatures[:, place] + start * decays[:, place])
-        burn_in, sampling, whole = parts[:, :, place_of[facts.std, facts.group, 0.0]].mean(0).tolist()
-        result[name] = Reached(burn_in, sampling, whole, configurational)
+        place = place_of[facts.std or 0.0, facts.group]
+        burn_in, sampling, whole = parts[:, :, place].mean(0).tolist()
+        result[name] = Reached(burn_in, sampling, whole, temperatures[:, place] + facts.start * decays[:, place])
     return result
-
-
-def _curvatures(facts: TensorFacts) -> set[float]:
-    return {0.0, *(curvature for _, curvature in facts.spectrum)}
 
 
 def _followed(blocks: Blocks) -> list[int]:
@@ -107,11 +94,11 @@ def _followed(blocks: Blocks) -> list[int]:
 
 
 def _of_chain(
-    sampler: Sampler, blocks: Blocks, chain: int, classes: Sequence[tuple[float | None, int, float]], num_data: int
+    sampler: Sampler, blocks: Blocks, chain: int, classes: Sequence[tuple[float, int]], num_data: int
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return for each class the temperature from a start at rest, that of a unit start, and relaxation times (3, H)."""
-    curvature = torch.tensor([(1 / (std or math.inf) ** 2 + own) / num_data for std, _, own in classes]).double()
-    groups = torch.tensor([group for _, group, _ in classes])
+    curvature = torch.tensor([1 / (std**2 * num_data) for std, _ in classes], dtype=torch.float64)
+    groups = torch.tensor([group for _, group in classes])
     lrs = blocks.lrs[:, groups, chain]
     temperatures = blocks.temperatures[:, chain][:, None].expand_as(lrs)
     rule = _rule(sampler, groups, lrs, temperatures, num_data)

@@ -17,10 +17,8 @@ from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical
 from lightning_sgmcmc.planning import Blocks, RunFacts, RunPlan, StepControls, TensorFacts, blocks_of, make_plan
-from lightning_sgmcmc.planning.reach import PRIOR_ALONE, Spectrum
 from lightning_sgmcmc.planning.words import duration_sentence
 from lightning_sgmcmc.priors import LaplacePrior, Prior, StudentTPrior
-from lightning_sgmcmc.run.curvature import likelihood_spectrum
 from lightning_sgmcmc.run.hyperparameters import log_plan
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import SGNHT, Sampler
@@ -29,7 +27,7 @@ TIMED = (20, 120)
 """The steps between which a step's duration is measured."""
 
 
-def plan_of(trainer: pl.Trainer, module: Any, curvature_batches: int = 0) -> RunPlan | None:
+def plan_of(trainer: pl.Trainer, module: Any) -> RunPlan | None:
     """Return the plan of a fit that is about to begin; None without a schedule or in a trial.
 
     A plan never stops a run: what cannot be planned is None and noted.
@@ -37,16 +35,13 @@ def plan_of(trainer: pl.Trainer, module: Any, curvature_batches: int = 0) -> Run
     Args:
         trainer: the run's, after its schedule was made.
         module: its `BayesianModule`.
-        curvature_batches: batches on which the likelihood's curvature at the start is estimated; 0 plans for the
-            prior's directions alone.
     """
     schedule = _part(trainer, "schedule")
     if schedule is None or is_trial(trainer):
         return None
     chains, sampler = chains_of(module), sampler_of(module)
     blocks = _blocks(trainer, module, schedule)
-    spectrum = likelihood_spectrum(trainer, module, curvature_batches) if curvature_batches else PRIOR_ALONE
-    tensors, approximate = _tensors(module, sampler, spectrum)
+    tensors, approximate = _tensors(module, sampler)
     ladder = _part(trainer, "replica_exchange")
     total = sampled = chains.layout.total_chains
     if ladder is not None:
@@ -61,7 +56,7 @@ def plan_of(trainer: pl.Trainer, module: Any, curvature_batches: int = 0) -> Run
         gradient_evaluations=None if blocks is None else _evaluations(trainer, module),
         disk_bytes_of_sample=_bytes(module.state_dict().values()) // chains.num_chains,
         memory_bytes=_memory(trainer, module, sampler),
-        notes=(*_notes(trainer, module, sampler, approximate), *_curvature_note(curvature_batches)),
+        notes=tuple(_notes(trainer, module, sampler, approximate)),
     )
     return make_plan(sampler, blocks, tensors, facts)
 
@@ -130,7 +125,7 @@ def _temperature(module: Any, blocks: Blocks | None) -> float:
 # -- tensors and their priors -----------------------------------------------------------------------------------------
 
 
-def _tensors(module: Any, sampler: Sampler, spectrum: Spectrum) -> tuple[dict[str, TensorFacts], bool]:
+def _tensors(module: Any, sampler: Sampler) -> tuple[dict[str, TensorFacts], bool]:
     """Return the facts of the sampled tensors, and whether a prior's scale is approximate."""
     chains = chains_of(module)
     groups = {p: i for i, group in enumerate(sampler.param_groups) for p in group["params"]}
@@ -142,9 +137,7 @@ def _tensors(module: Any, sampler: Sampler, spectrum: Spectrum) -> tuple[dict[st
         is_centered = getattr(module.prior, "center", None) is not None  # the start is near the centre
         start = 0.0 if is_centered else float(parameter.detach().double().square().mean())
         numel = parameter.numel() // chains.num_chains
-        found[name] = TensorFacts(
-            numel, std, groups.get(parameter, 0), start if math.isfinite(start) else 0.0, spectrum
-        )
+        found[name] = TensorFacts(numel, std, groups.get(parameter, 0), start if math.isfinite(start) else 0.0)
     return found, approximate
 
 
@@ -188,12 +181,6 @@ def _notes(trainer: pl.Trainer, module: Any, sampler: Sampler, approximate: bool
     if hasattr(getattr(trainer, "datamodule", None), "append"):
         notes.append(f"The data may grow; the plan has N = {module.num_data:,}, that of the start.")
     return notes
-
-
-def _curvature_note(batches: int) -> list[str]:
-    if batches == 0:
-        return []
-    return [f"The likelihood's curvature is that of {batches} batches at the start; training changes it."]
 
 
 def _sets_lr(trainer: pl.Trainer) -> bool:

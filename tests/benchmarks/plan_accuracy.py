@@ -37,8 +37,6 @@ from lightning_sgmcmc.callbacks import ChainHealth, CyclicalSchedule, SamplerCal
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.diagnostics.estimates import ANCHORED, PLAIN
-from lightning_sgmcmc.planning import RunPlan
-from lightning_sgmcmc.run.plan import plan_of
 from lightning_sgmcmc.run.results import markdown_table
 
 LANGEVIN_FRICTION = 100.0
@@ -146,7 +144,7 @@ def run(setting: Setting) -> dict[str, Any]:
         seed=0,
     )
     loader = ResumableLoader(TensorBatches(x, y), batch_size=BATCH)
-    ends, informed, health_callback = Ends(), Informed(), ChainHealth(every_n_steps=2, warn=False)
+    ends, health_callback = Ends(), ChainHealth(every_n_steps=2, warn=False)
     trainer = pl.Trainer(
         accelerator="cpu",
         max_steps=setting.steps,
@@ -155,7 +153,7 @@ def run(setting: Setting) -> dict[str, Any]:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[schedule(setting.schedule, setting.steps), health_callback, ends, informed],
+        callbacks=[schedule(setting.schedule, setting.steps), health_callback, ends],
     )
     begun = time.monotonic()
     with warnings.catch_warnings():
@@ -166,13 +164,11 @@ def run(setting: Setting) -> dict[str, Any]:
     assert health is not None
     assert health.total is not None
     assert ends.first is not None
-    assert informed.plan is not None
     last = weights(module)
     ratio = float(last @ ends.first / (ends.first @ ends.first))
     return {
         **asdict(setting),
         "predicted": plan.configurational_temperature,
-        "informed": informed.plan.configurational_temperature,
         "measured": measured_temperature(health_callback),
         "reported": health.total.configurational,
         "kinetic": health.total.kinetic,
@@ -215,16 +211,6 @@ def settings() -> list[Setting]:
     return found
 
 
-class Informed(SamplerCallback):
-    """Plans with the likelihood's curvature at the start, on all data."""
-
-    def __init__(self) -> None:
-        self.plan: RunPlan | None = None
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.plan = plan_of(trainer, pl_module, curvature_batches=100)
-
-
 def error(row: dict[str, Any], name: str, truth: str = "measured") -> float | None:
     """Return the relative error of a prediction."""
     if row[name] is None or row[truth] is None:
@@ -239,9 +225,9 @@ def median_error(rows: list[dict[str, Any]], name: str, truth: str = "measured")
 
 def as_table(rows: list[dict[str, Any]]) -> str:
     """Return the settings with predicted and measured numbers, as Markdown."""
-    names = ["sampler", "data", "num_data", "prior_std", "schedule", "lr", "predicted", "informed", "measured"]
+    names = ["sampler", "data", "num_data", "prior_std", "schedule", "lr", "predicted", "measured"]
     names += ["predicted_relaxation", "measured_relaxation", "noise", "kind"]
-    titles = ["sampler", "data", "N", "prior std", "schedule", "lr", "T planned", "T with curvature", "T measured"]
+    titles = ["sampler", "data", "N", "prior std", "schedule", "lr", "T planned", "T measured"]
     titles += ["relaxation planned", "relaxation measured", "noise share", "kind"]
     return markdown_table(titles, [[_shown(row[name]) for name in names] for row in rows])
 
@@ -257,10 +243,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4.4), constrained_layout=True)
+    figure, axes = pyplot.subplots(1, 2, figsize=(9.5, 4.6), constrained_layout=True)
     panels = (
-        ("predicted", "measured", "configurational temperature, prior directions"),
-        ("informed", "measured", "configurational temperature, with curvature at the start"),
+        ("predicted", "measured", "configurational temperature"),
         ("predicted_relaxation", "measured_relaxation", "relaxation times of the last stage"),
     )
     for axis, (name, truth, title) in zip(axes, panels, strict=True):
@@ -298,8 +283,7 @@ def write(rows: list[dict[str, Any]], out: Path) -> None:
     draw(rows, out / "plan_accuracy.png")
     summary = [
         f"{len(rows)} settings. Median relative error of the configurational temperature: "
-        f"{median_error(rows, 'predicted'):.1%} by the prior's directions alone, "
-        f"{median_error(rows, 'informed'):.1%} with the likelihood's curvature at the start.",
+        f"{median_error(rows, 'predicted'):.1%}.",
     ]
     (out / "plan_accuracy.md").write_text("\n".join([*summary, "", as_table(rows)]))
     print("\n".join(summary))

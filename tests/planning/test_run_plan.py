@@ -28,7 +28,6 @@ from lightning_sgmcmc.diagnostics.estimates import ANCHORED, PLAIN
 from lightning_sgmcmc.planning import WANTED, RunKind, RunPlan
 from lightning_sgmcmc.planning.words import warnings as warnings_of
 from lightning_sgmcmc.report import write_report
-from lightning_sgmcmc.run.curvature import likelihood_spectrum
 from tests.support.paths import RECIPE
 from tests.support.problems import ConjugateRegression
 from tests.support.small_run import COUNT, loader, module
@@ -263,34 +262,6 @@ def test_a_module_with_a_plan_can_be_copied_and_the_duration_is_measured() -> No
     assert plan.seconds == pytest.approx(150 * plan.seconds_per_step)
     assert copy.deepcopy(plan) == plan
     json.dumps(plan.as_json())
-
-
-def test_the_curvature_at_the_start_is_that_of_the_likelihood() -> None:
-    """A conjugate regression has the Hessian XᵀX/σ² for each output; parameters and draws are as without it."""
-    problem = ConjugateRegression(num_data=40, features=3, outputs=2)
-    found = {}
-
-    class Look(pl.Callback):
-        def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            before = [p.detach().clone() for p in pl_module.parameters()]
-            found["spectrum"] = likelihood_spectrum(trainer, pl_module, batches=1)
-            assert all(torch.equal(p, q) for p, q in zip(pl_module.parameters(), before, strict=True))
-
-    run = problem.module(sampler=SGHMC, lr=0.001, seed=0)
-    data = torch.utils.data.TensorDataset(torch.tensor(problem.x).float(), torch.tensor(problem.y).float())
-    full = torch.utils.data.DataLoader(data, batch_size=40)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        quiet_trainer(max_steps=4, callbacks=[SamplingSchedule(every_n_steps=2), Look()]).fit(run, full)
-    hessian = torch.tensor(problem.x.T @ problem.x) / problem.noise_std**2
-    spectrum = found["spectrum"]
-    assert sum(share for share, _ in spectrum) == pytest.approx(1)
-    values = torch.linalg.eigvalsh(hessian)
-    curvatures = [curvature for share, curvature in spectrum if share > 1e-6]
-    assert min(curvatures) > 0.97 * float(values[0])
-    assert max(curvatures) == pytest.approx(float(values[-1]), rel=0.03)
-    for curvature in curvatures:
-        assert float((values - curvature).abs().min()) < 0.03 * curvature, "each is an eigenvalue"
 
 
 def test_an_unwatched_network_of_one_scalar() -> None:
