@@ -249,6 +249,15 @@ def _memory(trainer: pl.Trainer, module: Any, sampler: Sampler) -> int:
 # -- the fit ----------------------------------------------------------------------------------------------------------
 
 
+def _plan_or_warning(trainer: pl.Trainer, module: Any) -> RunPlan | None:
+    """Return the plan; an error while planning warns, since a run that works must not stop for it."""
+    try:
+        return plan_of(trainer, module)
+    except Exception as error:
+        rank_zero_warn(f"The run has no plan ({type(error).__name__}: {error}); it continues without one.")
+        return None
+
+
 class Planner:
     """Plans a fit at its start, prints the plan, and adds its duration once steps have been timed."""
 
@@ -259,7 +268,7 @@ class Planner:
     def begin(self, trainer: pl.Trainer, module: Any) -> None:
         """Set `module.plan`, and print it on rank 0."""
         self._begun = None
-        plan = module.plan = plan_of(trainer, module)
+        plan = module.plan = _plan_or_warning(trainer, module)
         self.is_timing = plan is not None and plan.steps is not None and plan.steps > TIMED[1]
         if plan is None:
             return

@@ -39,7 +39,7 @@ from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.diagnostics.estimates import ANCHORED, PLAIN
 from lightning_sgmcmc.run.results import markdown_table
 
-LANGEVIN_FRICTION = 100.0
+LANGEVIN_FRICTION = 40.0
 SAMPLERS: dict[str, Any] = {
     "SGLD": SGLD,
     "SGHMC": functools.partial(SGHMC, friction=0.1),

@@ -210,6 +210,7 @@ def test_kinds(options: dict[str, Any], measured: float | None, kind: Any) -> No
     assert RunKind.of(facts(**options), measured) == kind
 
 
+@pytest.mark.slow
 def test_the_numbers_to_change_are_the_right_ones() -> None:
     """What the warning proposes covers the wanted relaxation times: they are proportional to steps·lr/std²."""
     std, lr, steps = 0.25, 0.02, 100
