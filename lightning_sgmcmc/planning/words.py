@@ -109,7 +109,7 @@ def rows(plan: "RunPlan", wanted: float) -> list[tuple[str, str]]:
 
 def duration_sentence(seconds: float, seconds_per_step: float) -> str:
     """Return the line that reports the measured time."""
-    return f"Plan: about {seconds:,.0f} s at {seconds_per_step * 1e3:.2g} ms a step, without evaluations."
+    return f"Plan: about {seconds:,.0f} s at {_rounded(seconds_per_step * 1e3)} ms a step, without evaluations."
 
 
 def size(count: float) -> str:
