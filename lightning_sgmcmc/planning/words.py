@@ -1,17 +1,14 @@
 """A plan in words: the lines at the start of a run, the warning, and the table."""
 
 import math
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from lightning_sgmcmc.planning.plan import RunPlan
+from typing import Any
 
 HOT_SHARE = 0.5
 """A target whose heat exceeds this share of the energy of chance is called hot for its data."""
 UNKNOWN = "unknown"
 
 
-def sentences(plan: "RunPlan", wanted: float) -> list[str]:
+def sentences(plan: Any, wanted: float) -> list[str]:
     """Return the plan in at most four lines of under 80 characters."""
     name = "of unknown kind" if plan.kind is None else plan.kind.value
     count = "" if plan.samples is None else f"{_counted(plan.samples, 'sample')} of "
@@ -26,7 +23,7 @@ def sentences(plan: "RunPlan", wanted: float) -> list[str]:
     return [line for line in lines if line]
 
 
-def _temperature(plan: "RunPlan") -> str:
+def _temperature(plan: Any) -> str:
     if plan.temperature == 0:
         return "temperature 0 is optimization"
     if plan.configurational_temperature is None:
@@ -34,14 +31,14 @@ def _temperature(plan: "RunPlan") -> str:
     return f"temperature {plan.configurational_temperature:.2g} of {plan.temperature:.3g}"
 
 
-def _heat(plan: "RunPlan") -> str:
+def _heat(plan: Any) -> str:
     if plan.heat is None:
         return ""
     chance = "" if plan.chance is None else f"; guessing costs {_short(plan.chance)} nats"
     return f"Heat at the target's temperature: {_short(plan.heat)} nats{chance}."
 
 
-def _cost(plan: "RunPlan") -> str:
+def _cost(plan: Any) -> str:
     passes = None if plan.data_passes is None else f"{_short(plan.data_passes)} data passes"
     disk = None if plan.disk_bytes is None else f"{size(plan.disk_bytes)} of samples"
     memory = None if plan.memory_bytes is None else f"{size(plan.memory_bytes)} in memory"
@@ -49,7 +46,7 @@ def _cost(plan: "RunPlan") -> str:
     return f"Cost: {', '.join(part for part in (steps, passes, disk, memory) if part)}."
 
 
-def warnings(plan: "RunPlan", wanted: float) -> list[str]:
+def warnings(plan: Any, wanted: float) -> list[str]:
     """Return at most one sentence with the numbers to change, for a run that claims a posterior."""
     if plan.temperature == 0:
         return []
@@ -61,7 +58,7 @@ def warnings(plan: "RunPlan", wanted: float) -> list[str]:
             remedies.append(f"lr {plan.lr * times:.2g} at the noisy steps (check it with sgmcmc tune)")
         if plan.prior_std is not None and times < math.inf:
             remedies.append(f"prior std {plan.prior_std / math.sqrt(times):.2g}")
-        cold = "" if reached is None else f" with temperature {reached:.2g}"
+        cold = "" if reached is None or reached <= 0 else f" with temperature {reached:.2g}"
         return [
             f"{covered:.2g} relaxation times of {wanted:g} wanted in the prior's directions: {', or '.join(remedies)}, "
             f"or call it a cold ensemble{cold}"
@@ -76,7 +73,7 @@ def warnings(plan: "RunPlan", wanted: float) -> list[str]:
     return []
 
 
-def rows(plan: "RunPlan", wanted: float) -> list[tuple[str, str]]:
+def rows(plan: Any, wanted: float) -> list[tuple[str, str]]:
     """Return names and values of a table of the whole plan."""
     reached, between = plan.configurational_temperature, plan.configurational_range
     spread = "" if between is None else f" ({between[0]:.2g} to {between[1]:.2g} over the chains)"
