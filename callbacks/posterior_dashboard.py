@@ -80,7 +80,8 @@ class PosteriorDashboard(SamplerCallback):
 
     Histograms: `posterior/energy_histogram` and `posterior/weight_histogram` of the samples;
     `posterior/entropy_histogram`, and `posterior/entropy_histogram_…` for each out-of-distribution set. Tables:
-    `posterior/sample_table`, one row per sample, and `posterior/metric_table`, single against averaged metrics.
+    `posterior/sample_table`, one row per sample, and `posterior/metric_table`, single against averaged metrics, and
+    `posterior/plan_table`, the run's plan.
 
     After `trainer.test`, the parts that depend on data are repeated on the test data: `posterior/test_running_…`,
     `posterior/test_reliability`, `posterior/test_entropy`, `posterior/test_segments`,
@@ -318,6 +319,9 @@ class PosteriorDashboard(SamplerCallback):
             tables["chain_table"] = parts.chain_table(self.history, evaluation)
         if evaluation is not None:
             tables["metric_table"] = parts.metric_table(evaluation)
+        plan = bayesian(trainer.lightning_module, self).plan
+        if plan is not None and prefix == "posterior/":
+            tables["plan_table"] = (["quantity", "value"], [[*row] for row in plan.rows()])
         for name, (columns, rows) in tables.items():
             if rows:
                 log_table(trainer, prefix + name, columns, rows, step, self._folder)

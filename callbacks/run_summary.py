@@ -96,6 +96,7 @@ class RunSummary(SamplerCallback):
             "verdict": None if health is None else {"verdict": health.verdict, "advice": health.advice},
             "rows": rows,
             "seconds": round(self._seconds, 3),
+            "plan": None if module.plan is None else module.plan.as_json(),
         }
         keep_earlier_results(folder, results)
         write_results(folder, results, _markdown(rows))

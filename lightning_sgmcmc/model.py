@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.checks import names_other_lightning
 from lightning_sgmcmc.likelihoods import Likelihood
+from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.priors import GaussianPrior, Prior
 from lightning_sgmcmc.priors.state import begin_prior_state, prior_state, with_own_state
 from lightning_sgmcmc.samplers import Sampler
@@ -54,6 +55,8 @@ class EnergyModel(pl.LightningModule):
 
     def __init__(self, net: nn.Module | None, likelihood: Likelihood | None, prior: Prior | None) -> None:
         super().__init__()
+        self.plan: RunPlan | None = None
+        """What the fit reaches and costs by its settings, once it begins; None without a schedule."""
         if names_other_lightning(type(self).__module__):
             warnings.warn(
                 "lightning's Trainer does not accept this module (`model` must be a `LightningModule`), since "

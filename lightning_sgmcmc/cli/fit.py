@@ -1,4 +1,4 @@
-"""The commands of Lightning: `sgmcmc fit|validate|test|predict|tune --config …`."""
+"""The commands of Lightning: `sgmcmc fit|validate|test|predict|plan|tune --config …`."""
 
 import os
 import sys
@@ -18,6 +18,7 @@ from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.cli.config_file import ConfigFile
 from lightning_sgmcmc.cli.exits import Mistake, NoSamplesError
 from lightning_sgmcmc.cli.folders import no_folder_left_behind
+from lightning_sgmcmc.cli.plan import plan
 from lightning_sgmcmc.cli.tune import TuningTrainer, tune
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.early_stopping import why_without_samples
@@ -133,8 +134,13 @@ class SamplingCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return Lightning's subcommands and `tune`, each with the arguments that the parser leaves out."""
-        return LightningCLI.subcommands() | {"tune": {"model", "datamodule"}}
+        """Return Lightning's subcommands, `plan` and `tune`, each with the arguments that the parser leaves out."""
+        return LightningCLI.subcommands() | {"plan": {"model", "datamodule"}, "tune": {"model", "datamodule"}}
+
+    def plan(self, **options: Any) -> None:
+        """Print what the configuration's fit will reach and cost, without training."""
+        config = self._get(self.config_init, "trainer", default={})
+        plan(self.trainer, lambda **changes: self.trainer_class(**{**config, **changes}), **options)
 
     def tune(self, **options: Any) -> None:
         """Propose a step size from short runs with the configuration's trainer, without its callbacks."""

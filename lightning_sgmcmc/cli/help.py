@@ -26,6 +26,7 @@ COMMANDS = {
     "validate": "evaluate the newest run's samples on the validation data",
     "test": "evaluate the newest run's samples on the test data",
     "predict": "write the predictive distribution of the newest run's samples",
+    "plan": "print what a fit will reach and cost, and what to call it, without training",
     "tune": "propose a step size from short runs",
     "report": "write one HTML page of a run",
     "example": "print a configuration that runs as it is",
@@ -69,7 +70,7 @@ def command_help(name: str) -> str:
     """Return the short help of a command that takes a configuration: the model's arguments first.
 
     Args:
-        name: "fit", "validate", "test", "predict" or "tune".
+        name: "fit", "validate", "test", "predict", "plan" or "tune".
     """
     parts = [f"usage: sgmcmc {name} --config FILE [--SECTION.OPTION VALUE …]\n", _wrapped(_about(name)) + "\n"]
     if name == "fit":
@@ -86,7 +87,7 @@ def _about(name: str) -> str:
     text = COMMANDS[name][0].upper() + COMMANDS[name][1:] + "."
     if name == "fit":
         return text + " An option replaces an entry of the configuration."
-    if name == "tune":
+    if name in ("plan", "tune"):
         return text + " It takes the configuration of the fit (see `sgmcmc fit --help`)."
     return text + (
         f" It takes the configuration of the fit (see `sgmcmc fit --help`), and writes to the folder `{name}` in that "

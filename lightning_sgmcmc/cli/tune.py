@@ -19,7 +19,16 @@ OUTPUT = "tune.json"
 
 
 class TuningTrainer(pl.Trainer):
-    """Lightning's trainer, with the arguments of `sgmcmc tune` for the command line's parser."""
+    """Lightning's trainer, with the arguments of `sgmcmc plan` and `sgmcmc tune` for the command line's parser."""
+
+    def plan(self, model: BayesianModule, datamodule: pl.LightningDataModule | None = None) -> None:
+        """Print what a fit will reach and cost, without training.
+
+        Args:
+            model: the module.
+            datamodule: its data.
+        """
+        raise NotImplementedError("plan is a command: call sgmcmc plan, or read module.plan during or after a fit")
 
     def tune(
         self,

@@ -14,6 +14,7 @@ from lightning_sgmcmc.report.chains import Chains
 from lightning_sgmcmc.report.health import tensors
 from lightning_sgmcmc.report.html_page import bullets, folded, is_finite, paragraph
 from lightning_sgmcmc.report.pictures import pictures
+from lightning_sgmcmc.report.plan import plan
 from lightning_sgmcmc.report.results import facts, results
 from lightning_sgmcmc.report.run_record import RunRecord, find_run, read_run
 from lightning_sgmcmc.report.samples import equal_weights, samples, weights
@@ -53,6 +54,7 @@ def render(run: RunRecord, parameters: Sequence[str] | None = None) -> str:
         ("In five sentences", _sentences(run)),
         ("Health", _verdict(run, chains)),
         ("Run", facts(run)),
+        ("Plan", plan(run)),
         ("Results", results(run)),
         ("Samples", samples(run)),
         ("Weights", weights(run.records)),

@@ -11,6 +11,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.run.results import markdown_table
 from lightning_sgmcmc.run.settings import Settings
 from lightning_sgmcmc.run.trainer import callbacks_of
@@ -33,6 +34,19 @@ def log_settings(trainer: pl.Trainer, model: EnergyModel, settings: Settings) ->
         logger.log_hyperparams(hyperparameters)
         if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
             _update_tensorboard(logger, hyperparameters)
+
+
+def log_plan(trainer: pl.Trainer, plan: RunPlan) -> None:
+    """Write a run's plan to every logger: its kind and its known numbers, as `plan.…`."""
+    kind = "unknown" if plan.kind is None else plan.kind.value
+    values = {"plan.kind": kind, **{f"plan.{name}": value for name, value in plan.scalars().items()}}
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.hparams.update(values)
+            if trainer.is_global_zero:
+                _update_tensorboard(logger, values, "plan")
+        else:
+            logger.log_hyperparams(values)
 
 
 def hyperparameters_of(trainer: pl.Trainer, model: EnergyModel, settings: Settings) -> dict[str, Any]:
@@ -58,13 +72,13 @@ def hyperparameters_of(trainer: pl.Trainer, model: EnergyModel, settings: Settin
     }
 
 
-def _update_tensorboard(logger: TensorBoardLogger, hyperparameters: dict[str, Any]) -> None:
-    """Show the settings as text and write them to `hparams.yaml`.
+def _update_tensorboard(logger: TensorBoardLogger, hyperparameters: dict[str, Any], name: str = "settings") -> None:
+    """Show values as text and write them to `hparams.yaml`.
 
     TensorBoard keeps a run's first hyperparameters, which Lightning logs before N and the seed are known.
     """
     rows = [[name, str(value)] for name, value in hyperparameters.items()]
-    logger.experiment.add_text("settings", markdown_table(["setting", "value"], rows))
+    logger.experiment.add_text(name, markdown_table(["setting", "value"], rows))
     save_hparams_to_yaml(str(Path(logger.log_dir) / logger.NAME_HPARAMS_FILE), logger.hparams)
 
 

@@ -15,6 +15,7 @@ from lightning_sgmcmc.run.early_stopping import why_without_samples
 from lightning_sgmcmc.run.growth import follow_data
 from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
 from lightning_sgmcmc.run.interruption import Interruption
+from lightning_sgmcmc.run.plan import Planner
 from lightning_sgmcmc.run.prior_scales import PriorScales, begin_scales, take_centers
 from lightning_sgmcmc.run.rank_watch import RankWatch, watch_ranks
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
@@ -45,6 +46,7 @@ class Safeguards(pl.Callback):
         self._nonfinite_energy: NonFiniteEnergy = nonfinite_energy
         self._max_skipped_in_a_row = max_skipped_in_a_row
         self._interruption = Interruption()
+        self._planner = Planner()
         self._guard: EnergyGuard | None = None
         self._sampler: Sampler | None = None
         self._counters = Counters()
@@ -78,6 +80,7 @@ class Safeguards(pl.Callback):
         self._interruption.begin(trainer, self._pulse, self._watch)
         if chains.progress.schedule is None and _is_noisy(sampler) and not is_trial(trainer):
             rank_zero_warn(f"This fit draws no posterior samples: {why_without_samples(trainer, chains.progress)}.")
+        self._planner.begin(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         follow_data(trainer, pl_module)
@@ -104,6 +107,8 @@ class Safeguards(pl.Callback):
             self._pass_samples_on(trainer, pl_module)
         pulse.count += 1
         pulse.busy = trainer.is_last_batch  # what comes after an epoch may take long
+        if self._planner.is_timing and self._sampler is not None:
+            self._planner.after_step(pl_module, self._sampler.step_count)
         self._interruption.after_step(trainer)
 
     def _pass_samples_on(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

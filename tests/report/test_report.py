@@ -183,7 +183,7 @@ def test_a_real_run_in_a_real_browser(tmp_path: Path, capsys: pytest.CaptureFixt
     rows = page.table("sample", "step", "cycle", "chain", "energy (nats)", "log weight", "weight")
     assert [int(row[1]) for row in rows] == [r.step for r in records]
     assert page.tags["img"] == len(list(path.parent.glob("*.png"))) >= 5
-    assert page.tags["details"] == 3, "the samples, config.yaml and hparams.yaml"
+    assert page.tags["details"] == 4, "the samples, the tensors' plan, config.yaml and hparams.yaml"
 
     dom = browse(path, tmp_path, "--dump-dom")
     assert dom.count("<table>") == page.tags["table"] == 4, (

@@ -55,6 +55,7 @@ HISTOGRAMS = {
     "posterior/test_entropy_histogram",
 }
 TABLES = {f"posterior/{prefix}{name}_table" for prefix in ("", "test_") for name in ("sample", "metric")}
+TABLES |= {"posterior/plan_table"}
 
 
 SETTINGS = {
@@ -203,7 +204,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [picture.step for picture in events.Images("posterior/energy")] == [10, 20]
     assert set(events.Tags()["histograms"]) == HISTOGRAMS
     assert [h.histogram_value.num for h in events.Histograms("posterior/energy_histogram")] == [2, 4]
-    assert set(events.Tags()["tensors"]) == {f"{name}/text_summary" for name in (*TABLES, "settings")}
+    assert set(events.Tags()["tensors"]) == {f"{name}/text_summary" for name in (*TABLES, "settings", "plan")}
     text = events.Tensors("posterior/sample_table/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert text.splitlines()[0].startswith("| step | chain | cycle | energy | log_weight | accuracy |")
     assert len(text.splitlines()) == 6

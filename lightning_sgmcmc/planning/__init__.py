@@ -1,0 +1,32 @@
+"""The plan of a run: what it reaches and costs, and what it is called, before its first step.
+
+`recursion.py` has the exact second moments of linear sampler steps, `plan.py` the result.
+"""
+
+from lightning_sgmcmc.planning.controls import Blocks, StepControls, blocks_of
+from lightning_sgmcmc.planning.kind import RunKind
+from lightning_sgmcmc.planning.make import RunFacts, make_plan
+from lightning_sgmcmc.planning.plan import WANTED, RunPlan, TensorPlan
+from lightning_sgmcmc.planning.reach import Reached, TensorFacts, independent_draws, reach
+from lightning_sgmcmc.planning.recursion import LinearRule, StageMoments, stage_moments
+from lightning_sgmcmc.planning.rules import linear_rule
+
+__all__ = [
+    "WANTED",
+    "Blocks",
+    "LinearRule",
+    "Reached",
+    "RunFacts",
+    "RunKind",
+    "RunPlan",
+    "StageMoments",
+    "StepControls",
+    "TensorFacts",
+    "TensorPlan",
+    "blocks_of",
+    "independent_draws",
+    "linear_rule",
+    "make_plan",
+    "reach",
+    "stage_moments",
+]

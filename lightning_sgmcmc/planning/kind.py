@@ -1,0 +1,64 @@
+"""What a run is called: a posterior sample or one of three ensembles."""
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+COLD_BELOW = 0.5
+"""A configurational temperature below this share of the target's makes a run a cold ensemble."""
+LEAST_RELAXATION_TIMES = 1.0
+"""With fewer relaxation times a run is a cold ensemble: its states have kept most of their start."""
+
+
+class RunKind(str, Enum):
+    """What the states that a run collects are, together."""
+
+    POSTERIOR_SAMPLE = "posterior sample"
+    COLD_ENSEMBLE = "cold ensemble"
+    SNAPSHOT_ENSEMBLE = "snapshot ensemble"
+    DEEP_ENSEMBLE = "deep ensemble"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @classmethod
+    def of(cls, plan: "PlanFacts", measured_configurational_temperature: float | None = None) -> "RunKind | None":
+        """Return what a run is called, by its plan and by what was measured.
+
+        At temperature 0 it is a deep ensemble of several chains, or a snapshot ensemble of one. Above 0 it is a cold
+        ensemble if it covers less than one relaxation time, or if its configurational temperature is below half of the
+        target's; else it is a posterior sample. A measured temperature replaces the expected one.
+
+        Args:
+            plan: the run's plan.
+            measured_configurational_temperature: that of all tensors together in `ChainHealth`'s report; None without.
+
+        Returns:
+            the kind; None if neither is known.
+        """
+        if plan.temperature == 0:
+            return cls.DEEP_ENSEMBLE if plan.chains > 1 else cls.SNAPSHOT_ENSEMBLE
+        reached = plan.configurational_temperature
+        if measured_configurational_temperature is not None:
+            reached = measured_configurational_temperature
+        covered = plan.relaxation_times
+        if covered is not None and covered < LEAST_RELAXATION_TIMES:
+            return cls.COLD_ENSEMBLE
+        if reached is None:
+            return None
+        return cls.COLD_ENSEMBLE if reached < COLD_BELOW * plan.temperature else cls.POSTERIOR_SAMPLE
+
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    class PlanFacts(Protocol):
+        """The part of a `RunPlan` that decides its kind."""
+
+        @property
+        def temperature(self) -> float: ...
+        @property
+        def chains(self) -> int: ...
+        @property
+        def relaxation_times(self) -> float | None: ...
+        @property
+        def configurational_temperature(self) -> float | None: ...

@@ -1,0 +1,152 @@
+"""Make a plan from a run's facts."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lightning_sgmcmc.planning.controls import Blocks
+from lightning_sgmcmc.planning.plan import RunPlan, TensorPlan
+from lightning_sgmcmc.planning.reach import Reached, TensorFacts, independent_draws, reach
+from lightning_sgmcmc.samplers import Sampler
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of a run before its first step.
+
+    Attributes:
+        chains: chains of the run.
+        sampled_chains: those of them that draw samples.
+        num_data: N.
+        temperature: τ of the target, the mean over chains.
+        draws: samples of each sampled chain, None if unknown.
+        classes: K, the number of classes; None without.
+        gradient_evaluations: per-datum gradients for each chain, None if unknown.
+        disk_bytes_of_sample: size of one sample.
+        memory_bytes: memory of this process's chains.
+        notes: sentences on what is approximate or unknown.
+    """
+
+    chains: int
+    num_data: int
+    temperature: float
+    sampled_chains: int = 1
+    draws: int | None = None
+    classes: int | None = None
+    gradient_evaluations: int | None = None
+    disk_bytes_of_sample: int = 0
+    memory_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def make_plan(sampler: Sampler, blocks: Blocks | None, tensors: Mapping[str, TensorFacts], facts: RunFacts) -> RunPlan:
+    """Return the plan of a run.
+
+    Args:
+        sampler: the run's.
+        blocks: the controls of its steps; None if its length is unknown.
+        tensors: its parameter tensors by name.
+        facts: the rest.
+    """
+    d = sum(tensor.numel for tensor in tensors.values())
+    reached = {} if blocks is None or facts.temperature == 0 else reach(sampler, blocks, tensors, facts.num_data)
+    samples = None if facts.draws is None else facts.draws * facts.sampled_chains
+    chance = None if facts.classes is None else facts.num_data * math.log(facts.classes)
+    evaluations = facts.gradient_evaluations
+    plan = RunPlan(
+        steps=None if blocks is None else blocks.steps,
+        samples=samples,
+        chains=facts.chains,
+        num_data=facts.num_data,
+        parameters=d,
+        temperature=facts.temperature,
+        lr=None if blocks is None else _largest_lr(blocks),
+        stages=None if blocks is None else _stages(blocks.is_sampling),
+        heat=facts.temperature * d / 2,
+        chance=chance,
+        gradient_evaluations=evaluations,
+        data_passes=None if evaluations is None else evaluations / facts.num_data,
+        disk_bytes=None if samples is None else samples * facts.disk_bytes_of_sample,
+        memory_bytes=facts.memory_bytes,
+        tensors={name: _tensor_plan(tensor, reached.get(name), facts.temperature) for name, tensor in tensors.items()},
+        notes=_notes(facts, blocks, tensors, reached),
+    )
+    return _with_reached(plan, tensors, reached, facts) if reached else plan
+
+
+def _with_reached(
+    plan: RunPlan, tensors: Mapping[str, TensorFacts], reached: Mapping[str, Reached], facts: RunFacts
+) -> RunPlan:
+    sizes = {name: tensors[name].numel for name in reached}
+    middle = reached[_median(reached, sizes)]
+    total = torch.zeros((), dtype=torch.float64)
+    for name, own in reached.items():
+        total = total + own.configurational * (sizes[name] / sum(sizes.values()))
+    each = (total * facts.temperature).tolist()
+    slowest = min(reached, key=lambda name: reached[name].burn_in + reached[name].sampling)
+    draws = facts.draws if facts.draws is not None else 10**9
+    stds = {name: tensors[name].std or 0.0 for name in reached}
+    return replace(
+        plan,
+        burn_in_relaxation_times=middle.burn_in,
+        sampling_relaxation_times=middle.sampling,
+        relaxation_times=middle.burn_in + middle.sampling,
+        slowest_tensor=slowest,
+        configurational_temperature=_finite(sum(each) / len(each)),
+        configurational_range=(min(each), max(each)) if max(each) > 1.001 * min(each) else None,
+        independent_draws=facts.sampled_chains * independent_draws(middle.whole, draws),
+        prior_std=sorted(stds.values())[_place_of_median([sizes[n] for n in sorted(stds, key=lambda n: stds[n])])],
+    )
+
+
+def _median(reached: Mapping[str, Reached], sizes: Mapping[str, int]) -> str:
+    """Return the tensor with the element-weighted median of the relaxation times."""
+    names = sorted(reached, key=lambda name: reached[name].burn_in + reached[name].sampling)
+    return names[_place_of_median([sizes[name] for name in names])]
+
+
+def _place_of_median(weights: Sequence[int]) -> int:
+    half, so_far = sum(weights) / 2, 0
+    for place, weight in enumerate(weights):
+        so_far += weight
+        if so_far >= half:
+            return place
+    return len(weights) - 1
+
+
+def _tensor_plan(tensor: TensorFacts, reached: Reached | None, temperature: float) -> TensorPlan:
+    if reached is None:
+        return TensorPlan(tensor.numel, tensor.std)
+    share = float(reached.configurational.mean())
+    return TensorPlan(tensor.numel, tensor.std, reached.burn_in + reached.sampling, _finite(share * temperature))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _largest_lr(blocks: Blocks) -> float | None:
+    """Return the largest step size of the sampling blocks, the mean over groups and chains."""
+    means = blocks.lrs.mean((1, 2)).tolist()
+    return max((lr for lr, sampling in zip(means, blocks.is_sampling, strict=True) if sampling), default=None)
+
+
+def _stages(is_sampling: Sequence[bool]) -> int:
+    return sum(now and not before for now, before in zip(is_sampling, [False, *is_sampling[:-1]], strict=True))
+
+
+def _notes(
+    facts: RunFacts, blocks: Blocks | None, tensors: Mapping[str, TensorFacts], reached: Mapping[str, Reached]
+) -> tuple[str, ...]:
+    notes = list(facts.notes)
+    unknown = [name for name, tensor in tensors.items() if tensor.std is None]
+    if blocks is None:
+        notes.append("The run's length is unknown, so relaxation times, samples and cost are too.")
+    elif facts.temperature > 0 and unknown:
+        which = "all tensors" if len(unknown) == len(tensors) else ", ".join(unknown[:3])
+        notes.append(f"The prior's scale is unknown for {which}: relaxation and temperature are not planned there.")
+    elif facts.temperature > 0 and not reached:
+        notes.append("The sampler's steps depend on the gradients, so relaxation and temperature are not planned.")
+    return tuple(notes)

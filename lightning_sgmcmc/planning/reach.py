@@ -1,0 +1,166 @@
+"""What a schedule reaches: relaxation times and configurational temperatures of each parameter tensor."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.planning.controls import Blocks
+from lightning_sgmcmc.planning.recursion import LinearRule, stage_moments
+from lightning_sgmcmc.planning.rules import linear_rule
+from lightning_sgmcmc.samplers import Sampler
+
+MOST_CHAINS = 4
+"""Chains with controls of their own that are followed; of more, this many, evenly spread over their lr·τ."""
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """What a plan knows of a tensor.
+
+    Attributes:
+        numel: its elements in one chain.
+        std: standard deviation of its prior; None if unknown.
+        group: index of its parameter group.
+        start: mean square of its elements' distance from the prior's centre at the start.
+    """
+
+    numel: int
+    std: float | None
+    group: int = 0
+    start: float = 0.0
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What one tensor reaches, the mean over the followed chains.
+
+    Attributes:
+        burn_in: relaxation times of the longest stretch of noisy steps before the sampling stage, in the prior's
+            directions.
+        sampling: those in its sampling stage.
+        whole: those from the first sampling step to the end, with and without noise.
+        configurational: expected configurational temperature over τ for each followed chain, shape (C,).
+    """
+
+    burn_in: float
+    sampling: float
+    whole: float
+    configurational: Tensor
+
+
+def reach(sampler: Sampler, blocks: Blocks, tensors: Mapping[str, TensorFacts], num_data: int) -> dict[str, Reached]:
+    """Return what each tensor with a known prior scale reaches; empty for a sampler without a linear law.
+
+    Args:
+        sampler: the run's.
+        blocks: the controls of the run's steps.
+        tensors: the tensors by name.
+        num_data: N.
+    """
+    chains = _followed(blocks)
+    known = {name: facts for name, facts in tensors.items() if facts.std is not None and facts.std > 0}
+    classes = list(dict.fromkeys((facts.std or 0.0, facts.group) for facts in known.values()))
+    if not classes:
+        return {}
+    numbers = []
+    for chain in chains:
+        found = _of_chain(sampler, blocks, chain, classes, num_data)
+        if found is None:
+            return {}
+        numbers.append(found)
+    temperatures, decays, parts = (torch.stack([chain[place] for chain in numbers]) for place in range(3))
+    place_of = {key: place for place, key in enumerate(classes)}
+    result = {}
+    for name, facts in known.items():
+        place = place_of[facts.std or 0.0, facts.group]
+        burn_in, sampling, whole = parts[:, :, place].mean(0).tolist()
+        result[name] = Reached(burn_in, sampling, whole, temperatures[:, place] + facts.start * decays[:, place])
+    return result
+
+
+def _followed(blocks: Blocks) -> list[int]:
+    """Return one chain of each kind of controls."""
+    columns = torch.cat([blocks.lrs, blocks.temperatures[:, None]], 1).flatten(0, 1).T
+    kinds, place = columns.unique(dim=0, return_inverse=True)
+    first = [int((place == kind).nonzero()[0]) for kind in range(len(kinds))]
+    if len(first) <= MOST_CHAINS:
+        return sorted(first)
+    heat = blocks.lrs.sum((0, 1)) * blocks.temperatures.sum(0)
+    ordered = sorted(first, key=heat.tolist().__getitem__)
+    return [ordered[round(i * (len(ordered) - 1) / (MOST_CHAINS - 1))] for i in range(MOST_CHAINS)]
+
+
+def _of_chain(
+    sampler: Sampler, blocks: Blocks, chain: int, classes: Sequence[tuple[float, int]], num_data: int
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return for each class the temperature from a start at rest, that of a unit start, and relaxation times (3, H)."""
+    curvature = torch.tensor([1 / (std**2 * num_data) for std, _ in classes], dtype=torch.float64)
+    groups = torch.tensor([group for _, group in classes])
+    lrs = blocks.lrs[:, groups, chain]
+    temperatures = blocks.temperatures[:, chain][:, None].expand_as(lrs)
+    rule = _rule(sampler, groups, lrs, temperatures, num_data)
+    if rule is None:
+        return None
+    weights = torch.where(temperatures > 0, curvature * num_data / temperatures.clamp_min(1e-300), 0.0)
+    quiet = LinearRule(rule.move, rule.damping, rule.force, rule.variance * 0, rule.time_step, rule.scale)
+    start = torch.cat([torch.zeros_like(curvature), torch.ones_like(curvature)])
+    joined, twice = _joined(rule, quiet), curvature.repeat(2)
+    moments = stage_moments(joined, blocks.counts, blocks.is_sampling, twice, start, weights.repeat(1, 2))
+    noise, decay = moments.anchored.chunk(2)
+    times = rule.relaxation(curvature).clamp_min(0) * torch.tensor(blocks.counts)[:, None]
+    return noise, decay, _stretches(times, temperatures[:, 0] > 0, blocks.is_sampling)
+
+
+def _rule(sampler: Sampler, groups: Tensor, lrs: Tensor, temperatures: Tensor, num_data: int) -> LinearRule | None:
+    """Return the rule of all classes, whose parameter groups may have options of their own."""
+    joined: LinearRule | None = None
+    for index, group in enumerate(sampler.param_groups):
+        rule = linear_rule(sampler, group, lrs, temperatures, num_data)
+        if rule is None:
+            return None
+        joined = rule if joined is None else _chosen(groups == index, rule, joined)
+    return joined
+
+
+def _chosen(where: Tensor, one: LinearRule, other: LinearRule) -> LinearRule:
+    pairs = zip(one.tensors(), other.tensors(), strict=True)
+    return LinearRule(one.move, *(torch.where(where, a, b) for a, b in pairs))
+
+
+def _joined(one: LinearRule, other: LinearRule) -> LinearRule:
+    return LinearRule(one.move, *(torch.cat(pair, 1) for pair in zip(one.tensors(), other.tensors(), strict=True)))
+
+
+def _stretches(times: Tensor, is_hot: Tensor, is_sampling: Sequence[bool]) -> Tensor:
+    """Return the relaxation times of the longest stretch of noisy blocks, before and in sampling, and of all blocks
+    from the first sampling one, shape (3, H)."""
+    best, now = torch.zeros(2, times.shape[1]).double(), torch.zeros(2, times.shape[1]).double()
+    for row, hot, sampling in zip(times, is_hot.tolist(), is_sampling, strict=True):
+        if not hot:
+            now = torch.zeros_like(now)
+            continue
+        now[int(sampling)] += row
+        best = torch.where(now.sum(0) > best.sum(0), now, best)
+    first = next((place for place, sampling in enumerate(is_sampling) if sampling), len(times))
+    return torch.cat([best, times[first:].sum(0, keepdim=True)])
+
+
+def independent_draws(relaxation_times: float, draws: int) -> float:
+    """Return the independent draws that a chain's mean is worth, at most its number of draws.
+
+    The mean of a stationary process with correlation e^-t over a time T has the variance of T²/(2·(T - 1 + e^-T))
+    independent draws: one for a short run, T/2 for a long one.
+
+    Args:
+        relaxation_times: T.
+        draws: draws of the chain.
+
+    >>> [round(independent_draws(t, 1000), 2) for t in (0.0, 0.01, 100.0)]
+    [1.0, 1.0, 50.51]
+    """
+    time = relaxation_times
+    worth = 1 + time / 3 if time < 1e-3 else time**2 / (2 * (time + math.expm1(-time)))
+    return min(worth, float(draws))

@@ -1,0 +1,205 @@
+"""The exact second moments of a sampler's linear recursion, for coordinates of given curvature.
+
+With the gradient g = h·θ of a harmonic mean potential h·θ²/2, a step of a linear rule is z ← A·z + s·w·ξ for the state
+z = (θ, m). Its second moments follow M ← A·M·Aᵀ + s²·w·wᵀ, which is exact for any sequence of step sizes and
+temperatures. A block of equal steps is a power of one matrix.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Move = Literal["alone", "after", "before", "baoab"]
+"""How the position moves: without a momentum, by the new one, by the old one, or by halves of both (BAOAB)."""
+
+SIZE = 6
+SQUARE, CROSS, MOMENTUM, ANCHOR, ANCHOR_MOMENTUM, ONE = range(SIZE)
+"""Entries of a state: E[θ²], E[θm], E[m²], E[cθ], E[cm], 1, with c the position when the stage began."""
+
+
+@dataclass(frozen=True)
+class LinearRule:
+    """A linear update of position and momentum, m ← (1-a)·m - b·h·θ + s·ξ, in each of B blocks and H coordinates.
+
+    Attributes:
+        move: how the position follows.
+        damping: a, shape (B, H).
+        force: b for the gradient of the mean potential, shape (B, H).
+        variance: s², shape (B, H).
+        time_step: the factor of the momentum in the position's move, shape (B, H).
+        scale: factor of the momentum before a block, shape (B, H): rules that store m over lr rescale it.
+    """
+
+    move: Move
+    damping: Tensor
+    force: Tensor
+    variance: Tensor
+    time_step: Tensor
+    scale: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors, in their order."""
+        return self.damping, self.force, self.variance, self.time_step, self.scale
+
+    def step(self, curvature: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A, shape (B, H, 2, 2), and the noise's covariance, shape (B, H, 2, 2).
+
+        Args:
+            curvature: h of the mean potential, shape (H,).
+        """
+        keep, zero = 1 - self.damping, torch.zeros_like(self.damping)
+        kick, one, dt = self.force * curvature, torch.ones_like(self.damping), self.time_step
+        if self.move == "alone":
+            entries, noise = (1 - kick, zero, zero, zero), (one, zero)
+        elif self.move == "after":
+            entries, noise = (1 - kick, keep, -kick, keep), (one, one)
+        elif self.move == "before":
+            entries, noise = (one, dt, -kick, keep), (zero, one)
+        else:  # the force of BAOAB's law is damped already
+            half = dt / 2 * (1 + keep)
+            entries, noise = (1 - half * kick / keep, half, -kick, keep), (dt / 2, one)
+        matrix = torch.stack(entries, -1).unflatten(-1, (2, 2))
+        vector = torch.stack(noise, -1)
+        return matrix, self.variance[..., None, None] * vector[..., :, None] * vector[..., None, :]
+
+    def relaxation(self, curvature: Tensor) -> Tensor:
+        """Return the relaxation times that one step covers, -log of the largest modulus of A's eigenvalues, (B, H).
+
+        A negative number is an unstable step.
+        """
+        matrix, _ = self.step(curvature)
+        trace, determinant = matrix.diagonal(dim1=-2, dim2=-1).sum(-1) / 2, torch.det(matrix)
+        root = torch.sqrt((trace.square() - determinant).to(torch.complex128))
+        largest = torch.maximum((trace + root).abs(), (trace - root).abs())
+        return -largest.clamp_min(1e-300).log()
+
+
+@dataclass(frozen=True)
+class StageMoments:
+    """Weighted second moments of H coordinates, averaged over the observed steps of the sampling stages.
+
+    Attributes:
+        plain: mean of E[θ²] before the observed steps, shape (H,).
+        anchored: mean of E[(θ-c)·θ], with c the position when the stage began, shape (H,).
+    """
+
+    plain: Tensor
+    anchored: Tensor
+
+
+def stage_moments(
+    rule: LinearRule,
+    counts: Sequence[int],
+    is_sampling: Sequence[bool],
+    curvature: Tensor,
+    start: Tensor,
+    weights: Tensor,
+    warm_up: float = 0.25,
+) -> StageMoments:
+    """Propagate the second moments over a run and average them over its sampling stages.
+
+    Args:
+        rule: the update in B blocks of steps, for H coordinates.
+        counts: steps of each block.
+        is_sampling: whether each block belongs to a sampling stage.
+        curvature: h of the mean potential for each coordinate, shape (H,).
+        start: E[θ²] at the first step, shape (H,); the momentum is 0.
+        weights: factor of the moments in each block, shape (B, H), such as h·N/τ for temperatures over τ.
+        warm_up: share of each sampling stage, at its beginning, that is not averaged, as in `ChainHealth`.
+
+    Returns:
+        the weighted averages over all observed steps; NaN without any.
+    """
+    maps = _maps(rule, counts, curvature)
+    state = torch.zeros(len(curvature), SIZE, dtype=torch.float64)
+    state[:, SQUARE], state[:, ONE] = start, 1.0
+    ignored = _ignored(counts, is_sampling, warm_up)
+    sums = torch.zeros(2, len(curvature), dtype=torch.float64)
+    observed, was_sampling = 0.0, False
+    rescaled = (rule.scale != 1).any(1).tolist()
+    for block, (count, sampling) in enumerate(zip(counts, is_sampling, strict=True)):
+        if sampling and not was_sampling:
+            state[:, ANCHOR], state[:, ANCHOR_MOMENTUM] = state[:, SQUARE], state[:, CROSS]
+        was_sampling = sampling
+        if rescaled[block]:
+            factor = rule.scale[block]
+            state = state * torch.stack([factor**0, factor, factor**2, factor**0, factor, factor**0], -1)
+        advanced, summed = maps[block]
+        if sampling and ignored[block] < 1:
+            total = (summed @ state[..., None])[..., 0]
+            share = 1 - ignored[block]
+            if ignored[block] > 0:  # the block's later part alone
+                total = _later_part(rule, block, count, ignored[block], curvature, state)
+            weighted = weights[block] * torch.stack([total[:, SQUARE], total[:, SQUARE] - total[:, ANCHOR]])
+            sums += weighted
+            observed += share * count
+        state = (advanced @ state[..., None])[..., 0]
+    plain, anchored = sums / observed if observed else sums * torch.nan
+    return StageMoments(plain, anchored)
+
+
+def _ignored(counts: Sequence[int], is_sampling: Sequence[bool], warm_up: float) -> list[float]:
+    """Return the share of each block's steps that belongs to the warm-up of its stage."""
+    shares, block = [1.0] * len(counts), 0
+    while block < len(counts):
+        end = block
+        while end < len(counts) and is_sampling[end] == is_sampling[block]:
+            end += 1
+        if is_sampling[block]:
+            left = warm_up * sum(counts[block:end])
+            for place in range(block, end):
+                shares[place] = min(left / counts[place], 1.0)
+                left = max(left - counts[place], 0.0)
+        block = end
+    return shares
+
+
+def _later_part(rule: LinearRule, block: int, count: int, ignored: float, curvature: Tensor, state: Tensor) -> Tensor:
+    """Return the sum of the states before the later steps of a block, shape (H, 6)."""
+    skipped = round(ignored * count)
+    if skipped >= count:
+        return torch.zeros_like(state)
+    one = LinearRule(rule.move, *(field[block : block + 1] for field in rule.tensors()))
+    advanced, _ = _maps(one, [skipped], curvature)[0] if skipped else (torch.eye(SIZE, dtype=torch.float64), None)
+    _, summed = _maps(one, [count - skipped], curvature)[0]
+    later: Tensor = (summed @ (advanced @ state[..., None]))[..., 0]
+    return later
+
+
+def _maps(rule: LinearRule, counts: Sequence[int], curvature: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return for each block the map of the state over it, and the sum of the maps to before each of its steps."""
+    maps = _one_step(*rule.step(curvature))
+    result: list[tuple[Tensor, Tensor]] = [(maps, maps)] * len(counts)
+    identity = torch.eye(SIZE, dtype=torch.float64)
+    steps = torch.tensor(counts)
+    for count in steps.unique().tolist():
+        places = (steps == count).nonzero()[:, 0]
+        if count == 1:
+            of_blocks = maps[places]
+            sums = identity.expand_as(of_blocks)
+        else:
+            doubled = torch.zeros(*maps[places].shape[:2], 2 * SIZE, 2 * SIZE, dtype=torch.float64)
+            doubled[..., :SIZE, :SIZE] = maps[places]
+            doubled[..., SIZE:, :SIZE] = doubled[..., SIZE:, SIZE:] = identity
+            power = torch.linalg.matrix_power(doubled, count)
+            of_blocks, sums = power[..., :SIZE, :SIZE], power[..., SIZE:, :SIZE]
+        for row, place in enumerate(places.tolist()):
+            result[place] = (of_blocks[row], sums[row])
+    return result
+
+
+def _one_step(matrix: Tensor, noise: Tensor) -> Tensor:
+    """Return the map of the state over one step, shape (B, H, 6, 6)."""
+    a, b, c, d = matrix[..., 0, 0], matrix[..., 0, 1], matrix[..., 1, 0], matrix[..., 1, 1]
+    step = torch.zeros(*a.shape, SIZE, SIZE, dtype=torch.float64)
+    step[..., SQUARE, SQUARE], step[..., SQUARE, CROSS], step[..., SQUARE, MOMENTUM] = a * a, 2 * a * b, b * b
+    step[..., CROSS, SQUARE], step[..., CROSS, CROSS], step[..., CROSS, MOMENTUM] = a * c, a * d + b * c, b * d
+    step[..., MOMENTUM, SQUARE], step[..., MOMENTUM, CROSS], step[..., MOMENTUM, MOMENTUM] = c * c, 2 * c * d, d * d
+    step[..., ANCHOR, ANCHOR], step[..., ANCHOR, ANCHOR_MOMENTUM] = a, b
+    step[..., ANCHOR_MOMENTUM, ANCHOR], step[..., ANCHOR_MOMENTUM, ANCHOR_MOMENTUM] = c, d
+    step[..., SQUARE, ONE], step[..., CROSS, ONE] = noise[..., 0, 0], noise[..., 0, 1]
+    step[..., MOMENTUM, ONE], step[..., ONE, ONE] = noise[..., 1, 1], 1.0
+    return step

@@ -1,0 +1,289 @@
+"""The plan of a fit, from its trainer and module, and the measured duration of its first steps."""
+
+import copy
+import inspect
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_sgmcmc.chains.chains import chains_of, sampler_of
+from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.likelihoods import Bernoulli, Categorical
+from lightning_sgmcmc.planning import Blocks, RunFacts, RunPlan, StepControls, TensorFacts, blocks_of, make_plan
+from lightning_sgmcmc.planning.words import duration_sentence
+from lightning_sgmcmc.priors import LaplacePrior, Prior, StudentTPrior
+from lightning_sgmcmc.run.hyperparameters import log_plan
+from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
+from lightning_sgmcmc.samplers import SGNHT, Sampler
+
+TIMED = (20, 120)
+"""The steps between which a step's duration is measured."""
+
+
+def plan_of(trainer: pl.Trainer, module: Any) -> RunPlan | None:
+    """Return the plan of a fit that is about to begin; None without a schedule or in a trial.
+
+    A plan never stops a run: what cannot be planned is None and noted.
+
+    Args:
+        trainer: the run's, after its schedule was made.
+        module: its `BayesianModule`.
+    """
+    schedule = _part(trainer, "schedule")
+    if schedule is None or is_trial(trainer):
+        return None
+    chains, sampler = chains_of(module), sampler_of(module)
+    blocks = _blocks(trainer, module, schedule)
+    tensors, approximate = _tensors(module, sampler)
+    ladder = _part(trainer, "replica_exchange")
+    total = sampled = chains.layout.total_chains
+    if ladder is not None:
+        sampled = total * ladder.sampled_slots // len(ladder.temperatures)
+    facts = RunFacts(
+        chains=total,
+        sampled_chains=sampled,
+        num_data=module.num_data,
+        temperature=_temperature(module, blocks),
+        draws=None if blocks is None else sum(map(schedule.draws, range(1, blocks.steps + 1))),
+        classes=_classes(trainer, module),
+        gradient_evaluations=None if blocks is None else _evaluations(trainer, module),
+        disk_bytes_of_sample=_bytes(module.state_dict().values()) // chains.num_chains,
+        memory_bytes=_memory(trainer, module, sampler),
+        notes=tuple(_notes(trainer, module, sampler, approximate)),
+    )
+    return make_plan(sampler, blocks, tensors, facts)
+
+
+def _part(trainer: pl.Trainer, setting: str) -> Any:
+    """Return the callback of a setting, None without it."""
+    return next((c for c in callbacks_of(trainer) if getattr(c, "setting", None) == setting), None)
+
+
+# -- controls ---------------------------------------------------------------------------------------------------------
+
+
+class _Shadow:
+    """A sampler's parameter groups that a schedule may set without an effect on the sampler."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.param_groups: list[dict[str, Any]] = [
+            {name: value for name, value in group.items() if name != "params"} for group in sampler.param_groups
+        ]
+
+
+def _blocks(trainer: pl.Trainer, module: Any, schedule: Any) -> Blocks | None:
+    """Return the controls of the run's steps over all chains, None for a run without a known length."""
+    chains, shadow = chains_of(module), _Shadow(sampler_of(module))
+    progress, ladder = chains.progress, _part(trainer, "replica_exchange")
+    steps = trainer.estimated_stepping_batches - getattr(progress, "warm_steps", 0)  # a warm start is no sampler
+    if steps < 1 or not math.isfinite(steps):
+        return None
+    factors = (1.0, 1.0) if ladder is None else (ladder.lrs[0], ladder.temperatures[0])
+
+    def controls(step: int) -> StepControls:
+        schedule.apply(step, module, shadow)
+        lrs = torch.stack([_of_chains(group["lr"], chains.num_chains) for group in shadow.param_groups])
+        temperatures = _of_chains(shadow.param_groups[0]["temperature"], chains.num_chains)
+        return StepControls(factors[0] * lrs, factors[1] * temperatures, chains.progress.stage is Stage.SAMPLING)
+
+    chains.progress = copy.copy(progress)
+    try:
+        blocks = blocks_of(int(steps), controls)
+    finally:
+        chains.progress = progress
+    layout = chains.layout
+    if layout.is_spread and layout.strategy is not None:
+        device = module.device
+        return replace(
+            blocks,
+            lrs=layout.gather(blocks.lrs.float().to(device), 2).double().cpu(),
+            temperatures=layout.gather(blocks.temperatures.float().to(device), 1).double().cpu(),
+        )
+    return blocks
+
+
+def _of_chains(value: Any, chains: int) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64).cpu().reshape(-1).expand(chains)
+
+
+def _temperature(module: Any, blocks: Blocks | None) -> float:
+    """Return the target's temperature: the mean over chains of the last sampling step."""
+    if blocks is not None:
+        sampling = [row for row, stage in zip(blocks.temperatures, blocks.is_sampling, strict=True) if stage]
+        if sampling:
+            return float(torch.stack(sampling).amax(0).mean())
+    return float(torch.as_tensor(module.temperature, dtype=torch.float64).mean())
+
+
+# -- tensors and their priors -----------------------------------------------------------------------------------------
+
+
+def _tensors(module: Any, sampler: Sampler) -> tuple[dict[str, TensorFacts], bool]:
+    """Return the facts of the sampled tensors, and whether a prior's scale is approximate."""
+    chains = chains_of(module)
+    groups = {p: i for i, group in enumerate(sampler.param_groups) for p in group["params"]}
+    found, approximate = {}, False
+    for name, parameter in chains.trainable.items():
+        shape = parameter.shape[1:] if chains.num_chains > 1 else parameter.shape
+        std, is_exact = prior_std(module.prior, name, tuple(shape))
+        approximate |= std is not None and not is_exact
+        is_centered = getattr(module.prior, "center", None) is not None  # the start is near the centre
+        start = 0.0 if is_centered else float(parameter.detach().double().square().mean())
+        numel = parameter.numel() // chains.num_chains
+        found[name] = TensorFacts(numel, std, groups.get(parameter, 0), start if math.isfinite(start) else 0.0)
+    return found, approximate
+
+
+def prior_std(prior: Prior, name: str, shape: Sequence[int] | None = None) -> tuple[float | None, bool]:
+    """Return the standard deviation of a parameter's Gaussian prior, and whether that is exact.
+
+    A Student-t prior has that of the Gaussian with its curvature at the centre, s·√(ν/(ν+1)); a Laplace prior its own
+    standard deviation √2·s; a hierarchical prior the scale that it begins with. Another prior has None.
+
+    Args:
+        prior: the prior.
+        name: the parameter's name.
+        shape: the shape of the parameter in one chain, for scales that depend on it.
+    """
+    kinds = {cls.__name__ for cls in type(prior).__mro__}
+    scale_of = getattr(prior, "scale_of", None)
+    if scale_of is None or not kinds & {"GaussianPrior", "LaplacePrior", "StudentTPrior", "HierarchicalPrior"}:
+        return None, False
+    try:
+        by_shape = "shape" in inspect.signature(scale_of).parameters
+        scale = float(scale_of(name, shape) if by_shape else scale_of(name))
+    except (TypeError, ValueError, KeyError):
+        return None, False
+    if isinstance(prior, StudentTPrior):
+        return scale * math.sqrt(prior.df / (prior.df + 1)), False
+    return (scale * math.sqrt(2), False) if isinstance(prior, LaplacePrior) else (scale, "GaussianPrior" in kinds)
+
+
+def _notes(trainer: pl.Trainer, module: Any, sampler: Sampler, approximate: bool) -> list[str]:
+    notes = []
+    if approximate:
+        notes.append(f"{type(module.prior).__name__} is planned as a Gaussian of its scale, which is approximate.")
+    if isinstance(sampler, SGNHT):
+        notes.append("SGNHT is planned with its initial friction, which mini-batch noise raises.")
+    if trainer.lr_scheduler_configs and not _sets_lr(trainer):
+        notes.append("A scheduler of torch sets lr; the plan has its first value.")
+    if any(type(c).__name__ == "ContourGradient" for c in callbacks_of(trainer)):
+        notes.append("A contour scales the gradient; the plan is for the unflattened target.")
+    if _part(trainer, "replica_exchange") is not None:
+        notes.append("The plan is for the coldest slot of the ladder, without swaps.")
+    if hasattr(getattr(trainer, "datamodule", None), "append"):
+        notes.append(f"The data may grow; the plan has N = {module.num_data:,}, that of the start.")
+    return notes
+
+
+def _sets_lr(trainer: pl.Trainer) -> bool:
+    return any(getattr(c, "sets_lr", False) for c in callbacks_of(trainer))
+
+
+# -- cost -------------------------------------------------------------------------------------------------------------
+
+
+def _classes(trainer: pl.Trainer, module: Any) -> int | None:
+    """Return the number of classes: of the datamodule, else the outputs of the last linear layer."""
+    if isinstance(module.likelihood, Bernoulli):
+        return 2
+    if not isinstance(module.likelihood, Categorical):
+        return None
+    known = getattr(getattr(trainer, "datamodule", None), "num_classes", None)
+    if isinstance(known, int) and known > 1:
+        return known
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    return layers[-1].out_features if layers and layers[-1].out_features > 1 else None
+
+
+def _evaluations(trainer: pl.Trainer, module: Any) -> int | None:
+    """Return the per-datum gradients of each chain, those of control variates included."""
+    steps = int(trainer.estimated_stepping_batches)
+    loader: Any = trainer.train_dataloader
+    size = getattr(loader, "batch_size", None)
+    batches = float(trainer.num_training_batches)
+    ranks = chains_of(module).layout.ranks_per_chain
+    if not isinstance(size, int):
+        return None
+    data = steps * size * trainer.accumulate_grad_batches * ranks
+    length = getattr(getattr(loader, "dataset", None), "__len__", None)
+    epochs = math.nan
+    if math.isfinite(batches) and batches > 0:
+        epochs = steps / max(math.ceil(batches / trainer.accumulate_grad_batches), 1)
+        if length is not None:
+            data = round(epochs * min(length(), batches * size * ranks))  # the last batch may be smaller
+    for callback in callbacks_of(trainer):
+        every = getattr(callback, "every_n_epochs", None)
+        if getattr(callback, "setting", None) in ("control_variates", "covariance_friction") and every:
+            share = max(epochs - getattr(callback, "start_epoch", 0), 0.0)
+            if math.isnan(share):
+                return None
+            data += round(data * share / epochs + math.ceil(share / every) * module.num_data)
+    return data
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+
+def _memory(trainer: pl.Trainer, module: Any, sampler: Sampler) -> int:
+    """Return the bytes of parameters, buffers, gradients, sampler state, noise and the copies of callbacks."""
+    own = _bytes(p for group in sampler.param_groups for p in group["params"])
+    copies = 2  # noise, and the next step's
+    copies += 1  # gradients
+    copies += 1 if sampler.momentum_buffer is not None or type(sampler).__name__ == "pSGLD" else 0
+    for callback in callbacks_of(trainer):
+        copies += 3 if type(callback).__name__ == "ChainHealth" else 0
+        copies += getattr(callback, "num_proposals", -1) + 1 if type(callback).__name__ == "EWSG" else 0
+        copies += 3 if getattr(callback, "setting", None) == "control_variates" else 0
+    return _bytes([*module.parameters(), *module.buffers()]) + copies * own
+
+
+# -- the fit ----------------------------------------------------------------------------------------------------------
+
+
+def _plan_or_warning(trainer: pl.Trainer, module: Any) -> RunPlan | None:
+    """Return the plan; an error while planning warns, since a run that works must not stop for it."""
+    try:
+        return plan_of(trainer, module)
+    except Exception as error:
+        rank_zero_warn(f"The run has no plan ({type(error).__name__}: {error}); it continues without one.")
+        return None
+
+
+class Planner:
+    """Plans a fit at its start, prints the plan, and adds its duration once steps have been timed."""
+
+    def __init__(self) -> None:
+        self._begun: tuple[int, float] | None = None
+        self.is_timing = False
+
+    def begin(self, trainer: pl.Trainer, module: Any) -> None:
+        """Set `module.plan`, and print it on rank 0."""
+        self._begun = None
+        plan = module.plan = _plan_or_warning(trainer, module)
+        self.is_timing = plan is not None and plan.steps is not None and plan.steps > TIMED[1]
+        if plan is None:
+            return
+        log_plan(trainer, plan)
+        rank_zero_info("\n".join(plan.sentences()))
+        for sentence in plan.warnings:
+            rank_zero_warn(f"RunPlan: {sentence}.")
+
+    def after_step(self, module: Any, step: int) -> None:
+        """Time the first steps; called after each of them while `is_timing`."""
+        if self._begun is None:
+            if step >= TIMED[0]:
+                self._begun = step, time.monotonic()
+        elif step - self._begun[0] >= TIMED[1] - TIMED[0]:
+            self.is_timing = False
+            each = (time.monotonic() - self._begun[1]) / (step - self._begun[0])
+            module.plan = replace(module.plan, seconds=each * module.plan.steps, seconds_per_step=each)
+            rank_zero_info(duration_sentence(each * module.plan.steps, each))

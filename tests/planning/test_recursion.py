@@ -1,0 +1,160 @@
+"""The recursion of second moments against the samplers' own updates, simulated."""
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sgmcmc.planning import (
+    Blocks,
+    StepControls,
+    TensorFacts,
+    blocks_of,
+    independent_draws,
+    linear_rule,
+    reach,
+    stage_moments,
+)
+from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGLD
+
+NUM_DATA, STD, COORDINATES = 50, 0.5, 20_000
+RULES = [
+    pytest.param(SGLD, {}, 0.4, id="SGLD"),
+    pytest.param(SGHMC, {"friction": 0.2}, 0.1, id="SGHMC"),
+    pytest.param(SGHMC, {"friction": 0.2, "noise_estimate": 0.05}, 0.1, id="SGHMC-estimate"),
+    pytest.param(SGNHT, {"friction": 0.2, "thermal_inertia": 1e12}, 0.1, id="SGNHT"),
+    pytest.param(UnderdampedLangevin, {"friction": 3.0}, 0.07, id="Euler"),
+    pytest.param(UnderdampedLangevin, {"friction": 3.0, "integrator": "baoab"}, 0.07, id="BAOAB"),
+]
+STEPS = 60
+
+
+def controls(lr: float, step: int) -> StepControls:
+    """Two cycles of a falling step size, each with a cold part and a noisy one, at a temperature of 0.7."""
+    position = (step - 1) % 30
+    tau = 0.0 if position < 12 else 0.7
+    return StepControls(torch.full((1, 1), lr * (1 - position / 40)), torch.full((1,), tau), position >= 12)
+
+
+def make(cls: Any, options: dict[str, Any], lr: float, theta: Tensor) -> tuple[Sampler, nn.Parameter]:
+    parameter = nn.Parameter(theta)
+    return cls([parameter], lr=lr, num_data=NUM_DATA, temperature=0.7, seed=1, **options), parameter
+
+
+@pytest.mark.parametrize(("cls", "options", "lr"), RULES)
+def test_the_recursion_is_the_samplers_own_law(cls: Any, options: dict[str, Any], lr: float) -> None:
+    """The averages over two sampling stages match 20,000 simulated coordinates.
+
+    Tolerance 5 standard errors of independent coordinates; with 12 comparisons the false-alarm rate is below 1e-5.
+    """
+    start = 0.6 * torch.randn(COORDINATES, generator=torch.Generator().manual_seed(0)).double()
+    sampler, theta = make(cls, options, lr, start.clone())
+    group = sampler.param_groups[0]
+    curvature = 1 / (NUM_DATA * STD**2)
+    sums = torch.zeros(2, COORDINATES).double()
+    observed, anchor, was_sampling = 0, start, False
+    for step in range(1, STEPS + 1):
+        now = controls(lr, step)
+        group["lr"], group["temperature"] = float(now.lrs), float(now.temperatures)
+        if now.is_sampling and not was_sampling:
+            anchor = theta.detach().clone()
+        was_sampling = now.is_sampling
+        if now.is_sampling and (step - 1) % 30 >= 12 + 0.25 * 18:
+            value = theta.detach()
+            sums += torch.stack([value * value, (value - anchor) * value]) / (0.7 * STD**2)
+            observed += 1
+        theta.grad = curvature * theta.detach()
+        sampler.step()
+    measured = sums.mean(1) / observed
+    error = sums.std(1) / observed / math.sqrt(COORDINATES)
+
+    blocks = blocks_of(STEPS, functools.partial(controls, lr))
+    rule = linear_rule(sampler, group, blocks.lrs[:, 0], blocks.temperatures, NUM_DATA)
+    assert rule is not None
+    found = stage_moments(
+        rule,
+        blocks.counts,
+        blocks.is_sampling,
+        torch.tensor([curvature]).double(),
+        start.square().mean()[None],
+        torch.full((len(blocks.counts), 1), 1 / (0.7 * STD**2)).double(),
+        warm_up=5 / 18,  # the first 5 of 18 steps
+    )
+    predicted = torch.cat([found.plain, found.anchored])
+    assert observed == 26
+    assert ((predicted - measured).abs() < 5 * error + 1e-12).all(), (predicted, measured, error)
+
+
+@pytest.mark.parametrize(("cls", "options", "lr"), RULES)
+def test_a_long_run_has_the_stationary_law(cls: Any, options: dict[str, Any], lr: float) -> None:
+    """The limits are closed forms: 1/(1 - lr·h/2) for SGLD, 1/(1 - lr·h/(4 - 2η)) for SGHMC, exactly 1 for BAOAB."""
+    sampler, _ = make(cls, options, lr, torch.zeros(3))
+    blocks = Blocks([200_000], torch.full((1, 1, 1), lr).double(), torch.ones(1, 1).double(), [True])
+    found = reach(sampler, blocks, {"w": TensorFacts(3, STD, start=4.0)}, NUM_DATA)["w"]
+    h = 1 / (NUM_DATA * STD**2)
+    share = 1 - options.get("noise_estimate", 0.0) / options.get("friction", 1.0)
+    if cls is SGLD:
+        wanted = 1 / (1 - lr * h / 2)
+    elif cls in (SGHMC, SGNHT):
+        wanted = share / (1 - lr * h / (4 - 2 * options["friction"]))
+    elif options.get("integrator") == "baoab":
+        wanted = 1.0
+    else:  # Euler's: solve the 2x2 Lyapunov equation
+        a = torch.tensor([[1.0, lr], [-lr / STD**2, 1 - lr * options["friction"]]]).double()
+        q = torch.zeros(2, 2).double()
+        q[1, 1] = 2 * options["friction"] * lr
+        wanted = float(torch.linalg.solve(torch.eye(4).double() - torch.kron(a, a), q.flatten())[0] / STD**2)
+    assert float(found.configurational[0]) == pytest.approx(wanted, rel=2e-3)
+
+
+@pytest.mark.parametrize(("cls", "options", "lr"), RULES)
+def test_relaxation_times_are_the_decay_of_the_mean(cls: Any, options: dict[str, Any], lr: float) -> None:
+    wide = 4 * STD  # overdamped, so the mean decays without oscillation
+    sampler, theta = make(cls, options, lr, torch.ones(1).double())
+    group = sampler.param_groups[0]
+    means = []
+    for _ in range(500):
+        gradient = theta.detach() / (NUM_DATA * wide**2)
+        with torch.no_grad():
+            sampler.update(group, [theta], [gradient], [torch.zeros(1).double()])
+        means.append(float(theta.detach()))
+    blocks = Blocks([300], torch.full((1, 1, 1), lr).double(), torch.ones(1, 1).double(), [True])
+    found = reach(sampler, blocks, {"w": TensorFacts(3, wide)}, NUM_DATA)["w"]
+    assert found.sampling == pytest.approx(math.log(means[199] / means[499]), rel=1e-6)
+    assert found.burn_in == 0
+
+
+def test_blocks_do_not_change_the_result() -> None:
+    sampler, _ = make(SGHMC, {}, 0.1, torch.zeros(3))
+    fine, coarse = (blocks_of(STEPS * 10, lambda k: controls(0.1, 1 + (k - 1) // 10), most) for most in (600, 300))
+    assert len(fine.counts) == len(coarse.counts) == STEPS, "equal neighbours are one block"
+    one_by_one = Blocks(
+        [1] * 600,
+        fine.lrs.repeat_interleave(10, 0),
+        fine.temperatures.repeat_interleave(10, 0),
+        [stage for stage in fine.is_sampling for _ in range(10)],
+    )
+    facts = {"w": TensorFacts(3, STD, start=1.0)}
+    whole, single = (reach(sampler, blocks, facts, NUM_DATA)["w"] for blocks in (coarse, one_by_one))
+    assert float(whole.configurational) == pytest.approx(float(single.configurational), rel=1e-9)
+    assert (whole.burn_in, whole.sampling, whole.whole) == pytest.approx(
+        (single.burn_in, single.sampling, single.whole)
+    )
+
+
+def test_a_rule_without_a_linear_law_is_not_planned() -> None:
+    sampler, _ = make(pSGLD, {}, 0.1, torch.zeros(3))
+    assert reach(sampler, blocks_of(60, functools.partial(controls, 0.1)), {"w": TensorFacts(3, STD)}, NUM_DATA) == {}
+
+
+def test_independent_draws_match_the_variance_of_a_mean() -> None:
+    """Against the sum of correlations of an AR(1) process, exact for its mean."""
+    steps, time = 4000, 7.0
+    correlation = torch.exp(-torch.arange(steps) * time / steps).double()
+    weights = 2 * (1 - torch.arange(steps).double() / steps) * correlation
+    exact = steps / float(weights.sum() - 1)
+    assert independent_draws(time, 10**9) == pytest.approx(exact, rel=1e-3)
+    assert independent_draws(time, 3) == 3
