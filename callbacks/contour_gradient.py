@@ -41,7 +41,7 @@ class _Run:
     chains: Chains
     group: ChainGroup
     begun: int  # steps of the sampler before this callback
-    warm_up: int  # steps without contour
+    warm_up: int
     on_host: bool  # for one chain a number is cheaper than a tensor
 
     @property
@@ -149,7 +149,7 @@ class ContourGradient(StepClaimant):
         """The energies of a warm-up, from which the range will be learned."""
         self._learner: ContourLearner | None = None
         """None until the energy range is known; kept after the run, so that its state can still be saved."""
-        self._watch = ContourWatch(_warn)
+        self._watch = ContourWatch()
         self._restored: dict[str, Any] | None = None
         self._location: Location | None = None
         """κ of the coming update; None while the contour is idle."""
@@ -157,8 +157,6 @@ class ContourGradient(StepClaimant):
         self._energy_kind: Kind = self.sample_energy
         self._is_on = True
         """Whether the sampler's multiplier may differ from 1, as after loading a checkpoint."""
-
-    # -- the start ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -272,14 +270,12 @@ class ContourGradient(StepClaimant):
         return run.chains.layout.mean_over_data(run.chains.observed.corrected(self.include_prior))
 
     def _accept_scales(self, change: Tensor) -> Tensor:
-        """Return the log probability of accepting draws of a prior's scales that change the energies, shape (C,)."""
+        """Return the log probability of accepting a draw of a prior's scales that changes the energies, shape (C,)."""
         if self._learner is None or self._location is None or not self.include_prior:
             return change.new_zeros(change.shape)
         return self._learner.log_acceptance(self._location, change)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         run, learner, location = self._run, self._learner, self._location
         if run is None or learner is None or location is None:
             return
@@ -351,7 +347,3 @@ class ContourGradient(StepClaimant):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict
-
-
-def _warn(sentence: str) -> None:
-    rank_zero_warn(f"ContourGradient: {sentence}")

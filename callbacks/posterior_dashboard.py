@@ -22,7 +22,7 @@ from lightning_sgmcmc.run.facts import prior_norm
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.history import PRIOR_NORM, RunHistory
 from lightning_sgmcmc.run.loggers import log_figure, log_histogram, log_scalars, log_table, write_output
-from lightning_sgmcmc.run.traces import traced_weights
+from lightning_sgmcmc.run.traces import named_step_sizes, traced_weights
 from lightning_sgmcmc.run.trainer import is_trial, log_interval
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.tensors import mean_of
@@ -191,9 +191,8 @@ class PosteriorDashboard(SamplerCallback):
         }
         if self._prior_norm is not None:
             scalars["sampler/prior_norm"] = traces[-1]
-        for named in self._sampler.param_groups if progress.warm_lr is None else ():
-            if "name" in named:  # a step size by name pattern
-                scalars[f"sampler/lr/{named['name']}"] = mean_of(named["lr"])
+        if progress.warm_lr is None:
+            scalars |= named_step_sizes(self._sampler)
         if 1 < len(energies) <= MOST_CHAINS:
             scalars |= {f"sampler/energy_chain_{chain}": value for chain, value in enumerate(energies.tolist())}
         if multiplier != 1:
@@ -283,7 +282,8 @@ class PosteriorDashboard(SamplerCallback):
             yield "weights", lambda: parts.weights(history)
             yield "geometry", lambda: parts.geometry(history)
             yield "temperatures", lambda: parts.temperatures(module.health)
-            yield "contour", lambda: parts.contour(module.contour, self._temperature(module))
+            own = mean_of(torch.as_tensor(module.temperature))
+            yield "contour", lambda: parts.contour(module.contour, history.last_temperature(own))
         if evaluation is not None:
             yield "running", lambda: parts.running(evaluation)
             yield "reliability", lambda: parts.reliability_diagram(evaluation)
@@ -294,11 +294,6 @@ class PosteriorDashboard(SamplerCallback):
     def _compare_chains(self, trainer: pl.Trainer, evaluation: Evaluation | None) -> parts.Figures:
         log_scalars(trainer, parts.chain_scalars(self.history, evaluation), trainer.global_step)
         return parts.chains(self.history, evaluation)
-
-    def _temperature(self, module: BayesianModule) -> float:
-        """Return the last temperature above 0, for the multipliers; the module's if there was none."""
-        seen = [value for value in self.history.scalar("sampler/temperature") if value > 0]
-        return seen[-1] if seen else mean_of(torch.as_tensor(module.temperature))
 
     def _walk_segments(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> parts.Figures:
         segments = self._segments.walk(trainer, module, module.posterior, stage)

@@ -310,8 +310,7 @@ class BayesianModule(EnergyModel):
         return chains.make_sampler(self.sampler_factory, self.lr, self.temperature)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Add the callbacks that every run needs, after the user's and before the checkpoint callbacks: exact resume,
-        safeguards (which also dispatch samples) and progress-bar entries."""
+        """Add the callbacks that every run needs, after the user's and before the checkpoint callbacks."""
         stay_offline_without_login(self.trainer.loggers)  # the loggers start before any later hook
         self.chains.claims.clear()
         if any(isinstance(callback, Safeguards) for callback in callbacks_of(self.trainer)):

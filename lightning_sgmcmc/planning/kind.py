@@ -26,7 +26,7 @@ class RunKind(str, Enum):
 
         At temperature 0 it is a deep ensemble of several chains, or a snapshot ensemble of one. Above 0 it is a cold
         ensemble if it covers less than one relaxation time, or if its configurational temperature is below half of the
-        target's; else it is a posterior sample. A measured temperature replaces the expected one.
+        target's; else it is a posterior sample. A measured temperature decides alone.
 
         Args:
             plan: the run's plan.
@@ -37,12 +37,11 @@ class RunKind(str, Enum):
         """
         if plan.temperature == 0:
             return cls.DEEP_ENSEMBLE if plan.chains > 1 else cls.SNAPSHOT_ENSEMBLE
-        reached = plan.configurational_temperature
-        if measured_configurational_temperature is not None:
-            reached = measured_configurational_temperature
-        covered = plan.relaxation_times
-        if covered is not None and covered < LEAST_RELAXATION_TIMES:
+        reached, covered = measured_configurational_temperature, plan.relaxation_times
+        if reached is None and covered is not None and covered < LEAST_RELAXATION_TIMES:
             return cls.COLD_ENSEMBLE
+        if reached is None:
+            reached = plan.configurational_temperature
         if reached is None:
             return None
         return cls.COLD_ENSEMBLE if reached < COLD_BELOW * plan.temperature else cls.POSTERIOR_SAMPLE

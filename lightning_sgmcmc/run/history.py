@@ -103,6 +103,10 @@ class RunHistory:
         """Return the kept values of one of `SCALARS` or of the traced quantities."""
         return self.scalars.column(1 + [*SCALARS, *self.trace_names].index(name))
 
+    def last_temperature(self, otherwise: float) -> float:
+        """Return the last temperature above 0, another number if there was none."""
+        return next((value for value in reversed(self.scalar("sampler/temperature")) if value > 0), otherwise)
+
     def as_json(self) -> dict[str, Any]:
         """Return plain data for `history.json`; a number that is not finite is None."""
         return {

@@ -1,9 +1,11 @@
-"""The single weights whose paths a dashboard draws."""
+"""What a dashboard traces of a chain: single weights, and step sizes by name pattern."""
 
 import torch
 from torch import Tensor, nn
 
+from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.tensors import mean_of
 
 TRACED_WEIGHTS = 4
 
@@ -19,3 +21,8 @@ def traced_weights(module: nn.Module) -> dict[str, tuple[Tensor, tuple[int, ...]
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), tensor.shape))
         traced[f"{name}[{', '.join(map(str, index))}]"] = (tensor, index)
     return traced
+
+
+def named_step_sizes(sampler: Sampler) -> dict[str, float]:
+    """Return the step sizes by name pattern as scalars, none if all parameters have one."""
+    return {f"sampler/lr/{group['name']}": mean_of(group["lr"]) for group in sampler.param_groups if "name" in group}
