@@ -186,8 +186,8 @@ def test_a_real_run_in_a_real_browser(tmp_path: Path, capsys: pytest.CaptureFixt
     assert page.tags["details"] == 4, "the samples, the tensors' plan, config.yaml and hparams.yaml"
 
     dom = browse(path, tmp_path, "--dump-dom")
-    assert dom.count("<table>") == page.tags["table"] == 4, (
-        "results of the test and validation data, the samples, the chain"
+    assert dom.count("<table>") == page.tags["table"] == 5, (
+        "the tensors' plan, results of the test and validation data, the samples, the chain"
     )
     assert "model average" in dom
     check_layout(path, tmp_path)
