@@ -64,10 +64,14 @@ class Schedule(SamplerCallback):
         module.chains.progress.schedule = type(self).__name__
         self.plan(trainer, module)
         if is_optimization(trainer, module):
-            rank_zero_warn(
-                "temperature=0 is optimization: the states that this run collects are not samples of the posterior, "
-                "and their average is a snapshot ensemble."
-            )
+            self.announce_optimization(module)
+
+    def announce_optimization(self, module: BayesianModule) -> None:
+        """Say what a run at temperature 0 collects, since its states are not samples of the posterior."""
+        rank_zero_warn(
+            "temperature=0 is optimization: the states that this run collects are not samples of the posterior, "
+            "and their average is a snapshot ensemble."
+        )
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from lightning_sgmcmc.chains.masks import MASK_SEED
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.stateless import network_state
 from lightning_sgmcmc.finite import bad_tensor
@@ -23,7 +24,7 @@ def check_sample(sample: PosteriorSample, model: EnergyModel | None) -> None:
 
 def check_fits(sample: PosteriorSample, model: EnergyModel) -> None:
     """Raise ValueError unless a sample's tensors match the model's in names, shapes and types."""
-    found = {name: (tuple(t.shape), _kind(t)) for name, t in sample.state.items()}
+    found = {name: (tuple(t.shape), _kind(t)) for name, t in sample.state.items() if name != MASK_SEED}
     with model.at_chain(0):
         expected = {name: (tuple(t.shape), _kind(t)) for name, t in network_state(model).items()}
     odd = sorted(k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k))

@@ -14,6 +14,7 @@ from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
+from lightning_sgmcmc.evaluation.batch_norm import new_statistics
 from lightning_sgmcmc.evaluation.scoring import concatenate
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.checks import check_sample
@@ -88,30 +89,12 @@ def append_with_new_statistics(
     """Append samples with re-estimated BatchNorm statistics to a store; see `Posterior.update_batch_norm`."""
     device = next(model.parameters()).device
     batches = _repeatable(batches)
-    layers = {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.track_running_stats
-    }
     caller = StatelessCall(model, lambda m, x: m(x))
-    momenta = {name: layer.momentum for name, layer in layers.items()}
-    with evaluation_mode(model), torch.no_grad():
-        try:
-            for layer in layers.values():
-                layer.train()
-                layer.momentum = None  # the plain average over batches
-            for sample in samples:
-                state = {name: tensor.to(device, copy=True) for name, tensor in sample.state.items()}
-                for name in layers:
-                    state[f"{name}.running_mean"].zero_()
-                    state[f"{name}.running_var"].fill_(1)
-                    state[f"{name}.num_batches_tracked"].zero_()
-                for x in _inputs_of(batches, device, _dtype_of(sample)) if layers else ():
-                    caller.call(state, x)
-                store.append(replace(sample, buffers={name: state[name] for name in sample.buffers}))
-        finally:
-            for name, layer in layers.items():
-                layer.momentum = momenta[name]
+    with evaluation_mode(model):
+        for sample in samples:
+            state = {name: tensor.to(device) for name, tensor in sample.state.items()}
+            state = new_statistics(model, state, _inputs_of(batches, device, _dtype_of(sample)), caller.call)
+            store.append(replace(sample, buffers={name: state[name] for name in sample.buffers}))
 
 
 def warn_of_overflow(terms: Mapping[str, Tensor]) -> None:
