@@ -1,13 +1,14 @@
 """Checks that samples are finite and fit the model's network."""
 
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.chains.masks import MASK_SEED
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord
 from lightning_sgmcmc.chains.stateless import network_state
 from lightning_sgmcmc.finite import bad_tensor
 from lightning_sgmcmc.model import EnergyModel
-from lightning_sgmcmc.posterior.disk import LEAVE_OUT
+from lightning_sgmcmc.posterior.disk import LEAVE_OUT, DiskStore
 
 
 def check_sample(sample: PosteriorSample, model: EnergyModel | None) -> None:
@@ -20,6 +21,21 @@ def check_sample(sample: PosteriorSample, model: EnergyModel | None) -> None:
             f"the sample of step {sample.step}, chain {sample.chain} has NaN or infinite numbers in '{bad}'; "
             f"{LEAVE_OUT} it"
         )
+
+
+def sound_records(store: DiskStore, model: EnergyModel | None) -> list[SampleRecord]:
+    """Read all samples; return the records of usable ones, with a warning about the others."""
+    sound, reasons = [], [f"line {number} of the manifest is damaged" for number in store.damaged_lines]
+    for index, record in enumerate(store.records):
+        try:
+            check_sample(store[index], model)
+            sound.append(record)
+        except ValueError as error:
+            reasons.append(str(error))
+    if reasons:
+        total = len(store.records) + len(store.damaged_lines)
+        rank_zero_warn(f"{len(reasons)} of {total} samples in {store.path} are skipped, the first since {reasons[0]}")
+    return sound
 
 
 def check_fits(sample: PosteriorSample, model: EnergyModel) -> None:

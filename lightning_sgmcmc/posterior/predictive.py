@@ -15,7 +15,7 @@ from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.evaluation.batch_norm import new_statistics
-from lightning_sgmcmc.evaluation.scoring import concatenate
+from lightning_sgmcmc.evaluation.scoring import concatenate, evaluate
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.checks import check_sample
 from lightning_sgmcmc.posterior.store import SampleStore
@@ -81,6 +81,22 @@ def average_predictions(
     terms = concatenate(average.terms for average in averages)
     warn_of_overflow(terms)
     return likelihood.prediction(terms, torch.cat(kept, 1) if kept else None)
+
+
+def average_scores(
+    model: EnergyModel, samples: Iterable[PosteriorSample], log_weights: Sequence[float], batches: Sequence[Any]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the likelihood's terms, averaged over samples, and the targets of batches on the model's device."""
+    average, target = WeightedAverage(), torch.empty(0)
+    with evaluation_mode(model):
+        for sample, log_weight in zip(samples, log_weights, strict=True):
+            check_sample(sample, model)
+            state = {name: tensor.to(model.device) for name, tensor in sample.state.items()}
+            terms, _, found = evaluate(model, state, batches)
+            assert found is not None  # the model has a likelihood
+            average.add(terms, torch.empty(0, device=model.device), log_weight)
+            target = found
+    return average.terms, target
 
 
 def append_with_new_statistics(
