@@ -8,12 +8,14 @@ from typing import Any
 import pytorch_lightning as pl
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.run_kind import run_kind
 from lightning_sgmcmc.callbacks.schedule import is_optimization
 from lightning_sgmcmc.diagnostics.health import COLD, DEEP, SNAPSHOT, HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.evaluation.sentences import Claim, five_sentences
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.run.evaluation_file import StoredEvaluation, per_datum, write_evaluation
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.results import (
     METHODS,
@@ -70,6 +72,7 @@ class RunSummary(SamplerCallback):
         sentences = five_sentences(evaluation, STAGE_NAMES[stage], health, claim)
         if not is_trial(trainer):
             self._write_files(folder, module, stage, rows, what, sentences, claim, health)
+            self._write_evaluation(folder, trainer, module, stage)
         efficiency, count = evaluation.weight_efficiency, len(evaluation.members)
         counted = f"{count} {what}" + ("" if efficiency is None else f", worth {efficiency * count:.1f},")
         _print(evaluation, list(sentences.values()), f"{counted} on the {STAGE_NAMES[stage]}", folder)
@@ -99,6 +102,24 @@ class RunSummary(SamplerCallback):
         }
         keep_earlier_results(folder, results)
         write_results(folder, results, _markdown(rows))
+
+    def _write_evaluation(self, folder: Path, trainer: pl.Trainer, module: BayesianModule, stage: str) -> None:
+        """Write the per-datum results, for `sgmcmc compare`."""
+        evaluation, chains = module.evaluations[stage], module.chains
+        scale = float(getattr(getattr(trainer, "datamodule", None), "target_std", None) or 1.0)
+        columns, data = per_datum(evaluation, scale)
+        stored = StoredEvaluation(
+            stage=stage,
+            kind=run_kind(trainer, module),
+            samples=len(evaluation.members),
+            chains=len({member["chain"] for member in evaluation.members}),
+            gradient_evaluations=module.gradient_evaluations * chains.layout.total_chains,
+            seconds=round(self._seconds, 3),
+            data=data,
+            metrics=evaluation.bma,
+            columns=columns,
+        )
+        write_evaluation(folder, stored)
 
 
 def _rows(evaluation: Evaluation) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ COMMANDS = {
     "predict": "write the predictive distribution of the newest run's samples",
     "tune": "propose a step size from short runs",
     "report": "write one HTML page of a run",
+    "compare": "compare runs on the same data: paired differences with intervals, and cost",
     "example": "print a configuration that runs as it is",
     "recipe": "list the papers' experiments, or run one",
 }
