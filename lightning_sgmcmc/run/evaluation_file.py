@@ -77,7 +77,7 @@ def read_evaluation(path: Path) -> StoredEvaluation:
         stored = StoredEvaluation(**numbers | {"columns": columns})
         sizes = {tuple(column.shape) for column in columns.values()}
         sound = "nll" in columns and set(columns) <= set(COLUMNS) and len(sizes) == 1 and len(sizes.pop()) == 1
-        kinds = {"stage": str, "kind": str, "samples": int, "chains": int, "gradient_evaluations": int}
+        kinds: dict[str, Any] = {"stage": str, "kind": str, "samples": int, "chains": int, "gradient_evaluations": int}
         kinds |= {"seconds": int | float, "data": str, "metrics": dict}
         if not sound or not all(isinstance(getattr(stored, name), kind) for name, kind in kinds.items()):
             raise ValueError("it has other entries")
