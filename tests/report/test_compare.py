@@ -1,5 +1,6 @@
 """`sgmcmc compare`: intervals that cover, differences that are those of the stores, mistakes in one sentence."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ def test_runs_beside_one_another(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert change.high - change.low == pytest.approx(width, rel=0.25)
         assert change.low < change.value < change.high
         assert f"{change.value:+.4f}".replace("-", "−") in printed
+    assert json.loads((runs[2] / "results.json").read_text())["samples"] == "networks (SWAG)"
     page = (tmp_path / "page.html").read_text()
     assert "Paired differences" in page
     assert '<th scope="row">dropout</th>' in page
