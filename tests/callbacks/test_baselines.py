@@ -114,7 +114,7 @@ def check_draws(draws: np.ndarray[Any, Any], mean: np.ndarray[Any, Any], covaria
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_swag_draws_from_the_gaussian_of_its_iterates(rank: int) -> None:
-    """On a linear-Gaussian model, two chains: 200 draws of each have the law that numpy states for the same iterates.
+    """On a linear-Gaussian model, two chains: 120 draws of each have the law that numpy states for the same iterates.
 
     The step size falls by a cosine to its constant. Fixed seeds; false alarm below 10⁻³.
     """
@@ -125,7 +125,7 @@ def test_swag_draws_from_the_gaussian_of_its_iterates(rank: int) -> None:
         net=nn.Linear(3, 1), likelihood=Gaussian(), sampler=SGHMC, lr=0.1, num_chains=2, num_data=64, seed=0
     )
     recorder = Iterates()
-    swag = SWAG(rank, num_draws=200, collection=0.5, every_n_steps=3)
+    swag = SWAG(rank, num_draws=120, collection=0.5, every_n_steps=3)
     loader = DataLoader(data, 8, shuffle=True)
     posterior = fit(module, swag, recorder, data=loader, max_epochs=6)
     assert recorder.lrs[0] == pytest.approx(0.1)
@@ -138,7 +138,7 @@ def test_swag_draws_from_the_gaussian_of_its_iterates(rank: int) -> None:
         own = torch.cat([m[chain].reshape(-1) for m in swag.moments.variance.values()]).numpy()
         np.testing.assert_allclose(own, np.diag(stated_law(collected[:, chain], 0)[1]), rtol=1e-3)
         samples = [s for s in posterior if s.chain == chain]
-        assert [(s.step, s.draw) for s in samples] == [(48, draw) for draw in range(200)]
+        assert [(s.step, s.draw) for s in samples] == [(48, draw) for draw in range(120)]
         check_draws(np.stack([flat(s) for s in samples]), mean, covariance)
     assert swag.kind == "MultiSWAG"
 
@@ -208,7 +208,7 @@ def test_dropout_masks_are_samples_that_any_process_can_load(tmp_path: Path) -> 
 
     Frequencies of the eight masks within 5 standard errors of their probabilities (fixed seed; false alarm 10⁻⁵).
     """
-    p, draws, x = 0.3, 400, torch.tensor([[0.5, -1.0], [2.0, 0.3], [-0.7, 0.9]])
+    p, draws, x = 0.3, 200, torch.tensor([[0.5, -1.0], [2.0, 0.3], [-0.7, 0.9]])
 
     def module() -> BayesianModule:
         torch.manual_seed(0)

@@ -9,7 +9,6 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Bernoulli, Categorical, Gaussian, Likelihood, Posterior, PosteriorSample
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
@@ -42,7 +41,7 @@ def test_a_known_temperature_is_recovered() -> None:
     """Logits that are twice the true ones: T = 2, that is logits times 0.5 (standard error 0.01; 5 are allowed)."""
     labels = classes(X @ WEIGHT.T)
     sure = posterior(Categorical(), 2 * WEIGHT)
-    calibrated = sure.calibrate(DataLoader(TensorDataset(X, labels), 5_000))
+    calibrated = sure.calibrate(list(zip(X.split(5_000), labels.split(5_000), strict=True)))
     found = calibrated.calibration
     assert found is not None
     assert found.value == pytest.approx(2.0, abs=0.05)
