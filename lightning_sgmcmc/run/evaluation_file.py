@@ -99,19 +99,18 @@ def per_datum(evaluation: Evaluation, scale: float) -> tuple[dict[str, Tensor], 
     columns = {"nll": -average.log_density}
     if target is None:
         return _stored(columns), ""
-    if "probabilities" in terms:
-        columns |= _of_classes(terms, target)
-    elif "mean" in terms:
-        mean = terms["mean"]
+    probabilities, mean = terms.get("probabilities"), terms.get("mean")  # a likelihood of the user's may have others
+    if probabilities is not None and probabilities.dim() == 2 and target.numel() == len(probabilities):
+        columns |= _of_classes(probabilities, target)
+    elif mean is not None and mean.dim() == 2 and target.numel() == mean.numel():
         columns["nll"] = columns["nll"] + mean.shape[1] * math.log(scale)
         columns["square_error"] = (mean - target.reshape(mean.shape)).square().mean(1) * scale**2
     values = target.detach().cpu().double().contiguous()
     return _stored(columns), f"{len(values)}-{zlib.crc32(values.numpy().tobytes()):08x}"
 
 
-def _of_classes(terms: Mapping[str, Tensor], target: Tensor) -> dict[str, Tensor]:
-    probabilities = terms["probabilities"]
-    labels = target.reshape(len(target), -1)[:, 0].long()
+def _of_classes(probabilities: Tensor, target: Tensor) -> dict[str, Tensor]:
+    labels = target.reshape(-1).long()
     chosen = probabilities.gather(1, labels[:, None])[:, 0]
     brier = probabilities.square().sum(1) - 2 * chosen + 1
     return {"error": (probabilities.argmax(1) != labels).float(), "brier": brier}
