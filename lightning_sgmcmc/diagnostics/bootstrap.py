@@ -30,8 +30,8 @@ def resampled_means(values: Array, resamples: int = 2000, seed: int = 0) -> Arra
 def percentile_interval(draws: Array, level: float = 0.95) -> tuple[float, float]:
     """Return the central interval of bootstrap draws, shape (B,).
 
-    >>> percentile_interval(np.arange(101.0), level=0.9)
-    (5.0, 95.0)
+    >>> percentile_interval(np.arange(101.0), level=0.5)
+    (25.0, 75.0)
     """
     low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)

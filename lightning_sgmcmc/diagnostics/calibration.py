@@ -13,7 +13,7 @@ FLOOR = 1e-30
 def tempered(probabilities: Tensor, temperature: float) -> Tensor:
     """Return p_k^(1/T) / Σ_j p_j^(1/T), the softmax of log p / T, shape (n, K).
 
-    >>> tempered(torch.tensor([[0.9, 0.1]]), 2.0)
+    >>> tempered(Tensor([[0.9, 0.1]]), 2.0)
     tensor([[0.7500, 0.2500]])
     """
     return (probabilities.double().clamp_min(FLOOR).log() / temperature).softmax(-1).to(probabilities.dtype)
