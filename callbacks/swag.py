@@ -182,13 +182,16 @@ class SWAG(Schedule):
         """Yield networks drawn from the Gaussian of a sample's chain."""
         assert self._run is not None
         trainer, chains = self._run
-        row = None if chains.stacked is None else sample.chain - chains.layout.first_chain
+        index = sample.chain - chains.layout.first_chain
+        row = None if chains.stacked is None else index
         for draw in range(self.num_draws):
             seed = derive_seed(chains.seed or 0, "SWAG", sample.chain, sample.step, draw)
             drawn = self.moments.draw(torch.Generator().manual_seed(seed), self.scale, row)
             parameters = {name: drawn[name].to(p) if name in drawn else p for name, p in sample.parameters.items()}
             network = replace(sample, parameters=parameters, draw=draw)
-            yield refreshed(trainer, chains, network, seed, self.batch_norm_batches)
+            with chains.at(index):  # whose prior has its own scales, if it is hierarchical
+                network = refreshed(trainer, chains, network, seed, self.batch_norm_batches)
+            yield network
 
     # -- the end, checkpoints -----------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.masks import MASK_SEED
-from lightning_sgmcmc.chains.stateless import state_of
+from lightning_sgmcmc.chains.stateless import network_state
 from lightning_sgmcmc.checks import check_choice, check_count, check_within
 from lightning_sgmcmc.likelihoods import Categorical, Gaussian
 from lightning_sgmcmc.model import EnergyModel
@@ -87,7 +87,7 @@ def last_layer_laplace(
         if MASK_SEED in sample.buffers:
             raise ValueError("last_layer_laplace needs optima, and these samples are dropout masks: omit MCDropout")
         with torch.no_grad():
-            for name, tensor in state_of(network).items():
+            for name, tensor in network_state(network).items():
                 tensor.copy_(sample.state[name])
         fitted = _fit(network, loader, hessian, prior_precision)
         own = derive_seed(seed, "Laplace", sample.chain, sample.step)
