@@ -38,9 +38,9 @@ class RunSummary(SamplerCallback):
     by `ChainHealth`'s verdict. The table compares the model average with the mean and the best single sample and with
     the average of the first cycle; the best is chosen on the same data. Both need a `BayesianModelAverage`. It calls
     the samples of a baseline its networks, and those at temperature 0 states of an optimization. Results of another
-    stage in the folder are kept: a test renames those of the fit to `results-val.json` and `table-val.md`. Its
-    results for each datum go to `evaluation-val.safetensors` and `evaluation-test.safetensors`, for `sgmcmc compare`. A
-    `fast_dev_run` writes no files.
+    stage in the folder are kept: a test renames those of the fit to `results-val.json` and `table-val.md`.
+    Results for each datum go to `evaluation-val.safetensors` and `evaluation-test.safetensors`, for `sgmcmc compare`.
+    A `fast_dev_run` writes no files.
 
     Args:
         name: the run's name in `results.json`.
