@@ -7,27 +7,33 @@ from lightning_sgmcmc.callbacks.contour_gradient import ContourGradient
 from lightning_sgmcmc.callbacks.control_variates import ControlVariates, VarianceReducedEnergy
 from lightning_sgmcmc.callbacks.covariance_friction import CovarianceFriction
 from lightning_sgmcmc.callbacks.cyclical_schedule import CyclicalSchedule
+from lightning_sgmcmc.callbacks.deep_ensemble import DeepEnsemble
 from lightning_sgmcmc.callbacks.ewsg import EWSG
+from lightning_sgmcmc.callbacks.mc_dropout import MCDropout
 from lightning_sgmcmc.callbacks.posterior_dashboard import PosteriorDashboard
 from lightning_sgmcmc.callbacks.prediction_writer import PredictionWriter
 from lightning_sgmcmc.callbacks.replica_exchange import ReplicaExchange
 from lightning_sgmcmc.callbacks.run_summary import RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
 from lightning_sgmcmc.callbacks.sampling_schedule import SamplingSchedule
+from lightning_sgmcmc.callbacks.swag import SWAG
 from lightning_sgmcmc.callbacks.warm_start import WarmStart
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.run.resume import ExactResume
 
 __all__ = [
     "EWSG",
+    "SWAG",
     "BayesianModelAverage",
     "ChainHealth",
     "ContourGradient",
     "ControlVariates",
     "CovarianceFriction",
     "CyclicalSchedule",
+    "DeepEnsemble",
     "Evaluation",
     "ExactResume",
+    "MCDropout",
     "PosteriorDashboard",
     "PredictionWriter",
     "ReplicaExchange",

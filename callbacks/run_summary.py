@@ -8,12 +8,14 @@ from typing import Any
 import pytorch_lightning as pl
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.run_kind import baseline_of
 from lightning_sgmcmc.callbacks.schedule import is_optimization
 from lightning_sgmcmc.diagnostics.health import COLD, DEEP, SNAPSHOT, HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.evaluation.sentences import Claim, five_sentences
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.run.evaluation_file import StoredEvaluation, per_datum, write_evaluation
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.results import (
     METHODS,
@@ -34,9 +36,11 @@ class RunSummary(SamplerCallback):
     The sentences: how good is the model average, with an interval; is it better than its best single sample and than
     the first cycle, by a paired bootstrap over the data; is it calibrated; did the run sample the posterior; what next,
     by `ChainHealth`'s verdict. The table compares the model average with the mean and the best single sample and with
-    the average of the first cycle; the best is chosen on the same data. Both need a `BayesianModelAverage`. At
-    temperature 0 it calls the samples states of an optimization. Results of another stage in the folder are kept: a
-    test renames those of the fit to `results-val.json` and `table-val.md`. A `fast_dev_run` writes no files.
+    the average of the first cycle; the best is chosen on the same data. Both need a `BayesianModelAverage`. It calls
+    the samples of a baseline its networks, and those at temperature 0 states of an optimization. Results of another
+    stage in the folder are kept: a test renames those of the fit to `results-val.json` and `table-val.md`.
+    Results for each datum go to `evaluation-val.safetensors` and `evaluation-test.safetensors`, for `sgmcmc compare`.
+    A `fast_dev_run` writes no files.
 
     Args:
         name: the run's name in `results.json`.
@@ -70,6 +74,7 @@ class RunSummary(SamplerCallback):
         sentences = five_sentences(evaluation, STAGE_NAMES[stage], health, claim)
         if not is_trial(trainer):
             self._write_files(folder, module, stage, rows, what, sentences, claim, health)
+            self._write_evaluation(folder, trainer, module, stage, claim.kind or what)
         efficiency, count = evaluation.weight_efficiency, len(evaluation.members)
         counted = f"{count} {what}" + ("" if efficiency is None else f", worth {efficiency * count:.1f},")
         _print(evaluation, list(sentences.values()), f"{counted} on the {STAGE_NAMES[stage]}", folder)
@@ -100,6 +105,26 @@ class RunSummary(SamplerCallback):
         }
         keep_earlier_results(folder, results)
         write_results(folder, results, _markdown(rows))
+
+    def _write_evaluation(
+        self, folder: Path, trainer: pl.Trainer, module: BayesianModule, stage: str, kind: str
+    ) -> None:
+        """Write the per-datum results, for `sgmcmc compare`."""
+        evaluation, chains = module.evaluations[stage], module.chains
+        scale = float(getattr(getattr(trainer, "datamodule", None), "target_std", None) or 1.0)
+        columns, data = per_datum(evaluation, scale)
+        stored = StoredEvaluation(
+            stage=stage,
+            kind=kind,
+            samples=len(evaluation.members),
+            chains=len({member["chain"] for member in evaluation.members}),
+            gradient_evaluations=module.gradient_evaluations * chains.layout.total_chains,
+            seconds=round(self._seconds, 3),
+            data=data,
+            metrics=evaluation.bma,
+            columns=columns,
+        )
+        write_evaluation(folder, stored)
 
 
 def _rows(evaluation: Evaluation) -> list[dict[str, Any]]:
@@ -136,6 +161,9 @@ def _claim(trainer: pl.Trainer, module: BayesianModule) -> tuple[HealthReport | 
     store = getattr(module.posterior, "store", None)
     if health is None and isinstance(store, DiskStore):
         health = read_health(store.path.parent)
+    baseline = baseline_of(trainer)
+    if baseline is not None:
+        return health, Claim(baseline, "its networks come from an optimization (temperature 0)")
     if is_optimization(trainer, module):
         chains = {record.chain for record in module.posterior.records} if module.posterior is not None else set()
         kind = DEEP if max(len(chains), module.chains.layout.total_chains) > 1 else SNAPSHOT
@@ -150,6 +178,8 @@ def _claim(trainer: pl.Trainer, module: BayesianModule) -> tuple[HealthReport | 
 
 def _called(trainer: pl.Trainer, module: BayesianModule, claim: Claim) -> str:
     """Return what the table calls the samples."""
+    if baseline_of(trainer) is not None:
+        return f"networks ({claim.kind})"
     if is_optimization(trainer, module):
         return OPTIMIZED
     return "samples of a cold ensemble" if claim.kind == COLD else "posterior samples"

@@ -14,6 +14,7 @@ from lightning_sgmcmc.callbacks.schedule import require_schedule
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.posterior.calibration import saved_calibration
 from lightning_sgmcmc.posterior.description import describe_model
 from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
 from lightning_sgmcmc.posterior.lock import StoreLock
@@ -89,6 +90,8 @@ class SampleCollector(SamplerCallback):
                 self._store = DiskStore(path)
         if self._store is not None:
             self._publish(bayesian(pl_module, self))
+            if self.posterior is not None:
+                self.posterior.calibration = saved_calibration(self._store)
 
     def reset(self) -> None:
         self._restored = None

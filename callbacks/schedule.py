@@ -165,10 +165,14 @@ class Schedule(SamplerCallback):
             self._continue_after_warm_start(module)
         self.plan(trainer, module)
         if is_optimization(trainer, module):
-            rank_zero_warn(
-                "temperature=0 is optimization: the states that this run collects are not samples of the posterior, "
-                "and their average is a snapshot ensemble."
-            )
+            self.announce_optimization(module)
+
+    def announce_optimization(self, module: BayesianModule) -> None:
+        """Say what a run at temperature 0 collects, since its states are not samples of the posterior."""
+        rank_zero_warn(
+            "temperature=0 is optimization: the states that this run collects are not samples of the posterior, "
+            "and their average is a snapshot ensemble."
+        )
 
     def _continue_after_warm_start(self, module: BayesianModule) -> None:
         """Count from the end of the checkpoint's warm start, in a run without that callback."""

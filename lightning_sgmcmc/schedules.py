@@ -88,6 +88,89 @@ class CyclicalPlan:
         return steps
 
 
+@dataclass(frozen=True)
+class AveragingPlan:
+    """The schedule of SWAG: the step size falls to a constant, at which iterates are collected; in M equal cycles.
+
+        lr_k = lr_0·[f + (1-f)·(cos(π·j/S) + 1)/2] for j < S,   lr_0·f for j ≥ S,   j = mod(k-1, P), S = ⌈(1-c)·P⌉
+
+    P = ⌈K/M⌉ is the period. The last step of a cycle is collected, and before it every n-th of the stage j ≥ S.
+
+    Args:
+        total_steps: K.
+        num_cycles: M.
+        collection: c in (0, 1], the share of a cycle in which iterates are collected.
+        lr_factor: f.
+        every_n_steps: n.
+        least: smallest number of iterates of a cycle.
+
+    Raises:
+        ValueError: if a cycle has fewer iterates than `least`.
+
+    Source: Maddox et al. 2019 (SWAG), Algorithm 1; the cycles as in Zhang et al. 2020 (cSG-MCMC), eq. (2).
+
+    >>> plan = AveragingPlan(20, 2, collection=0.4, lr_factor=0.5, every_n_steps=2)
+    >>> [step for step in range(1, 21) if plan.collects(step)]
+    [8, 10, 18, 20]
+    >>> [round(plan.lr_factor_of(step), 2) for step in (1, 4, 7, 10, 11)]
+    [1.0, 0.75, 0.5, 0.5, 1.0]
+    """
+
+    total_steps: int
+    num_cycles: int
+    collection: float
+    lr_factor: float
+    every_n_steps: int
+    least: int = 2
+
+    def __post_init__(self) -> None:
+        last = self.total_steps - (self.num_cycles - 1) * self.period  # length of the shortest cycle
+        count = -(-max(last - self._start, 0) // self.every_n_steps)
+        if count < self.least:
+            raise ValueError(
+                f"a cycle collects {count} iterates, and a covariance needs {self.least}: {self.total_steps} steps in "
+                f"{self.num_cycles} cycles, of which the last share collection={self.collection:g} is collected every "
+                f"{self.every_n_steps} steps; train longer, or take fewer cycles, more collection or a smaller "
+                "every_n_steps"
+            )
+
+    @property
+    def period(self) -> int:
+        """P, the number of steps in a cycle."""
+        return math.ceil(self.total_steps / self.num_cycles)
+
+    @property
+    def _start(self) -> int:
+        return math.ceil(round((1 - self.collection) * self.period, 9))
+
+    def cycle_of(self, step: int) -> int:
+        """Return the cycle of step k, from 0."""
+        return (step - 1) // self.period
+
+    def lr_factor_of(self, step: int) -> float:
+        """Return lr_k/lr_0."""
+        position = (step - 1) % self.period
+        if position >= self._start:
+            return self.lr_factor
+        return self.lr_factor + (1 - self.lr_factor) * (math.cos(math.pi * position / self._start) + 1) / 2
+
+    def _steps_left(self, step: int) -> int:
+        end = min((self.cycle_of(step) + 1) * self.period, self.total_steps)
+        return end - step
+
+    def is_collecting(self, step: int) -> bool:
+        """Return whether step k is in the stage with the constant step size."""
+        return (step - 1) % self.period >= self._start
+
+    def collects(self, step: int) -> bool:
+        """Return whether the state after step k is collected."""
+        return self.is_collecting(step) and self._steps_left(step) % self.every_n_steps == 0
+
+    def ends_cycle(self, step: int) -> bool:
+        """Return whether step k is the last of its cycle."""
+        return self._steps_left(step) == 0
+
+
 def cyclical_lr_factor(step: int, period: int) -> float:
     """Return [cos(π·mod(k-1, P)/P) + 1]/2 for step k and period P (cSG-MCMC, eq. (2))."""
     return (math.cos(math.pi * ((step - 1) % period) / period) + 1) / 2

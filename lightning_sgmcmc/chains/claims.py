@@ -15,6 +15,7 @@ SUBJECTS = {
     "choose gradient": "both choose the gradient of a step",
     "observe step": "both observe a step before its update",
     "prepare samples": "both set what samples carry",
+    "expand samples": "both replace a sample by draws of their own",
     "energy correction": "both correct the same energies",
     "accept scales": "both decide which of the prior's scales are drawn",
 }

@@ -27,6 +27,8 @@ class PosteriorSample:
             own π; weights are then normalised within each chain, and chains count alike.
         scales: standard deviation of each parameter under a `HierarchicalPrior`, drawn with it, each of shape (), by
             the parameter's name; empty with other priors.
+        draw: its number, from 0, among the draws that a callback made of the chain's state at this step (networks from
+            a SWAG Gaussian, dropout masks); 0 if the state itself is the sample.
     """
 
     step: int
@@ -39,6 +41,7 @@ class PosteriorSample:
     bin: int | None = None
     comparable: bool = True
     scales: dict[str, Tensor] = field(default_factory=dict)
+    draw: int = 0
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -67,12 +70,13 @@ class SampleRecord:
     checksum: str = field(default="", compare=False)  # equal samples may be in files with another order
     bin: int | None = None
     comparable: bool = True
+    draw: int = 0
 
 
 def record_of(sample: PosteriorSample, file: str = "", checksum: str = "") -> SampleRecord:
     """Return a sample's record."""
     place = (sample.step, sample.cycle, sample.chain, sample.energy, sample.log_weight)
-    return SampleRecord(*place, file=file, checksum=checksum, bin=sample.bin, comparable=sample.comparable)
+    return SampleRecord(*place, file, checksum, sample.bin, sample.comparable, sample.draw)
 
 
 def comparable_log_weights(records: Sequence[SampleRecord]) -> Tensor:

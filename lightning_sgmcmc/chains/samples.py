@@ -14,7 +14,8 @@ from lightning_sgmcmc.priors.state import is_prior_state, prior_state
 def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], None]) -> Iterator[PosteriorSample]:
     """Return the chains' current states as samples, one per chain of the run, in their order.
 
-    Samples are made one at a time and own their tensors; all processes iterate over them together.
+    The claim "expand samples" turns each state into `tags.draws` samples. Samples are made one at a time and own their
+    tensors; all processes iterate over them together.
 
     Args:
         chains: the chains of this process.
@@ -33,9 +34,9 @@ def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], N
     prepare = chains.claims.get("prepare samples")
     if prepare is not None:
         prepare()
-    own = _own_samples(chains, step, check)
     layout, tags = chains.layout, chains.tags
-    everyone = layout.strategy.share_samples(own, chains.num_chains) if layout.is_spread else own
+    own = _own_samples(chains, step, check)
+    everyone = layout.strategy.share_samples(own, chains.num_chains * tags.draws) if layout.is_spread else own
     for sample in everyone:
         if tags.labels is not None:
             sample.chain = tags.labels[sample.chain]
@@ -67,7 +68,13 @@ def _own_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], N
             scales=scales,
         )
         check(sample)
-        yield sample
+        expand = chains.claims.get("expand samples")
+        if expand is None:
+            yield sample
+            continue
+        for drawn in expand(sample):
+            check(drawn)
+            yield drawn
 
 
 def present_scales(model: EnergyModel) -> dict[str, Tensor]:

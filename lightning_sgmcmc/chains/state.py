@@ -199,6 +199,7 @@ class SampleTags:
         energy: energy of each chain's state, shape (C,); None uses the last step's.
         labels: each chain's label in its samples, by its global index; None uses the index.
         sampled: labels of the chains that draw a sample when one is due.
+        draws: number of samples into which the claim "expand samples" turns each state; 1 without it.
     """
 
     log_weight: Tensor = field(default_factory=lambda: torch.zeros(1))
@@ -207,6 +208,7 @@ class SampleTags:
     energy: Tensor | None = None
     labels: Sequence[int] | None = None
     sampled: Container[int] = range(sys.maxsize)
+    draws: int = 1
 
 
 @dataclass

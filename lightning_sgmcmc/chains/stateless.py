@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_sgmcmc.chains.masks import MASK_SEED, masked
 from lightning_sgmcmc.priors.state import is_prior_state
 
 
@@ -39,8 +40,15 @@ class StatelessCall(nn.Module):
         return self._function(self.module, *args)
 
     def call(self, state: Mapping[str, Tensor], *args: Any) -> Any:
-        """Call the function with the tensors of `state`, by the module's own names."""
-        return functional_call(self, {f"module.{name}": tensor for name, tensor in state.items()}, args)
+        """Call the function with the tensors of `state`, by the module's own names.
+
+        If the state has the seed of dropout masks, dropout is active with these masks (see `chains/masks.py`).
+        """
+        own = {f"module.{name}": tensor for name, tensor in state.items() if name != MASK_SEED}
+        if len(own) == len(state):
+            return functional_call(self, own, args)
+        with masked(self.module, int(state[MASK_SEED])):
+            return functional_call(self, own, args)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import pytorch_lightning as pl
 
 from lightning_sgmcmc import __version__
-from lightning_sgmcmc.cli import example, report
+from lightning_sgmcmc.cli import compare, example, report
 from lightning_sgmcmc.cli.exits import Mistake, one_sentence
 from lightning_sgmcmc.cli.fit import SamplingCLI, run_command
 from lightning_sgmcmc.cli.help import COMMANDS, command_help, overview
@@ -56,4 +56,4 @@ def _run(given: list[str], trainers: list[pl.Trainer]) -> None:
         recipes: Any = importlib.import_module("lightning_sgmcmc.recipes.__main__")
         recipes.run_recipe(rest, "sgmcmc recipe")
     else:
-        {"report": report.main, "example": example.main}[name](rest)
+        {"report": report.main, "compare": compare.main, "example": example.main}[name](rest)

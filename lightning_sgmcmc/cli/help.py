@@ -29,6 +29,7 @@ COMMANDS = {
     "plan": "print what a fit will reach and cost, and what to call it, without training",
     "tune": "propose a step size from short runs",
     "report": "write one HTML page of a run",
+    "compare": "compare runs on the same data: paired differences with intervals, and cost",
     "example": "print a configuration that runs as it is",
     "recipe": "list the papers' experiments, or run one",
 }

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.diagnostics.health import KINDS, POSTERIOR, HealthReport
+from lightning_sgmcmc.diagnostics.health import POSTERIOR, HealthReport
 from lightning_sgmcmc.diagnostics.intervals import calibration_error_by_chance, mean_interval, share_interval
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 
@@ -20,7 +20,7 @@ class Claim(NamedTuple):
     """What the samples of a run are said to be.
 
     Attributes:
-        kind: one of `lightning_sgmcmc.diagnostics.health.KINDS`, None if it is not known.
+        kind: one of `lightning_sgmcmc.diagnostics.health.KINDS`, or the name of a baseline; None if it is not known.
         reason: the measurement or the plan that says so.
     """
 
@@ -154,7 +154,6 @@ def _of_classes(metrics: Mapping[str, float], probabilities: Tensor) -> str:
 
 def _sampled(health: HealthReport | None, claim: Claim) -> str:
     kind = claim.kind
-    assert kind is None or kind in KINDS, kind
     because = f": {claim.reason}" if claim.reason else ""
     problem = next((f for f in health.findings if f.severity == "problem"), None) if health is not None else None
     if kind == POSTERIOR and problem is None:

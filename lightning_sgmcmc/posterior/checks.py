@@ -1,12 +1,14 @@
 """Checks that samples are finite and fit the model's network."""
 
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.masks import MASK_SEED
+from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord
 from lightning_sgmcmc.chains.stateless import network_state
 from lightning_sgmcmc.finite import bad_tensor
 from lightning_sgmcmc.model import EnergyModel
-from lightning_sgmcmc.posterior.disk import LEAVE_OUT
+from lightning_sgmcmc.posterior.disk import LEAVE_OUT, DiskStore
 
 
 def check_sample(sample: PosteriorSample, model: EnergyModel | None) -> None:
@@ -21,9 +23,24 @@ def check_sample(sample: PosteriorSample, model: EnergyModel | None) -> None:
         )
 
 
+def sound_records(store: DiskStore, model: EnergyModel | None) -> list[SampleRecord]:
+    """Read all samples; return the records of usable ones, with a warning about the others."""
+    sound, reasons = [], [f"line {number} of the manifest is damaged" for number in store.damaged_lines]
+    for index, record in enumerate(store.records):
+        try:
+            check_sample(store[index], model)
+            sound.append(record)
+        except ValueError as error:
+            reasons.append(str(error))
+    if reasons:
+        total = len(store.records) + len(store.damaged_lines)
+        rank_zero_warn(f"{len(reasons)} of {total} samples in {store.path} are skipped, the first since {reasons[0]}")
+    return sound
+
+
 def check_fits(sample: PosteriorSample, model: EnergyModel) -> None:
     """Raise ValueError unless a sample's tensors match the model's in names, shapes and types."""
-    found = {name: (tuple(t.shape), _kind(t)) for name, t in sample.state.items()}
+    found = {name: (tuple(t.shape), _kind(t)) for name, t in sample.state.items() if name != MASK_SEED}
     with model.at_chain(0):
         expected = {name: (tuple(t.shape), _kind(t)) for name, t in network_state(model).items()}
     odd = sorted(k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k))

@@ -46,7 +46,7 @@ from lightning_sgmcmc.posterior.store import SampleStore, TargetScaling
 
 MANIFEST = "manifest.jsonl"
 CONTOUR = "contour.safetensors"
-ORIGIN = ("step", "cycle", "chain", "energy", "log_weight", "bin", "comparable")
+ORIGIN = ("step", "cycle", "chain", "energy", "log_weight", "bin", "comparable", "draw")
 """What a sample has of its record."""
 LARGEST_MANIFEST = 2**30
 """In bytes; ten thousand samples have about 2 MB."""
@@ -83,7 +83,7 @@ class DiskStore(SampleStore):
         self._dropped: list[SampleRecord] = []
         """Records that `keep_newest` has dropped and the manifest still contains."""
         self._manifest = Manifest()
-        self._places: set[tuple[int, int]] = set()
+        self._places: set[tuple[int, int, int]] = set()
         self._contour: bytes | None = None
         self.records = []
         self.reload()
@@ -194,12 +194,12 @@ class DiskStore(SampleStore):
         self._places = _places_of(self.records)
 
     def append(self, sample: PosteriorSample) -> None:
-        if (sample.step, sample.chain) in self._places:
+        if (sample.step, sample.chain, sample.draw) in self._places:
             raise ValueError(
                 f"{self.path} already has a sample of step {sample.step}, chain {sample.chain}: start each run in a "
                 "folder of its own"
             )
-        name = sample_name(sample.step, sample.chain)
+        name = sample_name(sample.step, sample.chain, sample.draw)
         sample = on_cpu(sample)
         content = sample_content(sample)
         record = record_of(sample, name, checksum(content))
@@ -214,7 +214,7 @@ class DiskStore(SampleStore):
                 "samples are complete: free space, and resume from the last checkpoint",
             ) from error
         self.records.append(record)
-        self._places.add((record.step, record.chain))
+        self._places.add((record.step, record.chain, record.draw))
         self._verified.add(name)
 
     def _add_line(self, line: str) -> None:
@@ -342,5 +342,5 @@ class DiskStore(SampleStore):
         self.records, self._dropped, self._places = records, [], _places_of(records)
 
 
-def _places_of(records: Iterable[SampleRecord]) -> set[tuple[int, int]]:
-    return {(record.step, record.chain) for record in records}
+def _places_of(records: Iterable[SampleRecord]) -> set[tuple[int, int, int]]:
+    return {(record.step, record.chain, record.draw) for record in records}

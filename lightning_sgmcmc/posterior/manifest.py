@@ -12,7 +12,7 @@ from lightning_sgmcmc.posterior.store import TargetScaling
 
 FORMAT = "lightning-sgmcmc samples"
 VERSION = 1
-SAMPLE_NAME = re.compile(r"sample-[0-9]{8,20}-chain-[0-9]{3,20}\.safetensors")
+SAMPLE_NAME = re.compile(r"sample-[0-9]{8,20}-chain-[0-9]{3,20}(-draw-[0-9]{3,20})?\.safetensors")
 """Names of sample files. A manifest or a checkpoint can come from anywhere, so no other file is read or deleted."""
 LARGEST_COUNT = 2**62
 
@@ -38,9 +38,9 @@ class Manifest:
     damaged_lines: list[int] = field(default_factory=list)
 
 
-def sample_name(step: int, chain: int) -> str:
+def sample_name(step: int, chain: int, draw: int = 0) -> str:
     """Return the name of a sample's file."""
-    return f"sample-{step:08d}-chain-{chain:03d}.safetensors"
+    return f"sample-{step:08d}-chain-{chain:03d}{f'-draw-{draw:03d}' if draw else ''}.safetensors"
 
 
 def write_manifest(
@@ -54,10 +54,12 @@ def write_manifest(
 
 
 def line_of(record: SampleRecord) -> str:
-    """Return a record's line, without its end; versions before `comparable` read that of an ordinary run too."""
+    """Return a record's line, without its end; versions before `comparable` and `draw` read that of an ordinary run."""
     fields = asdict(record)
     if record.comparable:
         del fields["comparable"]
+    if not record.draw:
+        del fields["draw"]
     return json.dumps(fields)
 
 
@@ -105,8 +107,9 @@ def record_from(entry: Any) -> SampleRecord:
     counts: list[Any] = [entry.get(name) for name in ("step", "cycle", "chain")]
     numbers: list[Any] = [entry.get(name) for name in ("energy", "log_weight")]
     place, checksum, file = entry.get("bin"), entry.get("checksum", ""), entry.get("file")
-    if not all(map(_is_count, counts)) or not (place is None or _is_count(place)):
-        raise ValueError("a sample's step, cycle, chain and bin should be integers, 0 or larger")
+    draw: Any = entry.get("draw", 0)
+    if not all(map(_is_count, (*counts, draw))) or not (place is None or _is_count(place)):
+        raise ValueError("a sample's step, cycle, chain, draw and bin should be integers, 0 or larger")
     if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
         raise ValueError("a sample's energy and log_weight should be numbers")
     if not isinstance(checksum, str) or not isinstance(file, str) or not SAMPLE_NAME.fullmatch(file):
@@ -121,7 +124,7 @@ def record_from(entry: Any) -> SampleRecord:
     except OverflowError:
         raise ValueError("a sample's energy and log_weight should be numbers below 1e308") from None
     step, cycle, chain = counts
-    return SampleRecord(step, cycle, chain, energy, log_weight, file, checksum, place, comparable)
+    return SampleRecord(step, cycle, chain, energy, log_weight, file, checksum, place, comparable, draw)
 
 
 def with_own_constants(records: list[SampleRecord], has_own_contours: Callable[[], bool]) -> list[SampleRecord]:

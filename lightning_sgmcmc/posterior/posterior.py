@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, comparable_log_weights
@@ -14,7 +13,14 @@ from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.diagnostics.samples import normalised_weights, resample, weight_efficiency
 from lightning_sgmcmc.evaluation.html_table import html_table
 from lightning_sgmcmc.model import EnergyModel
-from lightning_sgmcmc.posterior.checks import check_fits, check_sample
+from lightning_sgmcmc.posterior.calibration import (
+    Calibration,
+    fit_calibration,
+    identify,
+    save_calibration,
+    saved_calibration,
+)
+from lightning_sgmcmc.posterior.checks import check_fits, sound_records
 from lightning_sgmcmc.posterior.description import warn_of_other_network
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.display import SHOWN, samples_in, summary
@@ -51,6 +57,8 @@ class Posterior:
             )
         self.store = store
         self.model = model
+        self.calibration: Calibration | None = None
+        """What `calibrate` has fitted, which predictions use; None leaves them as they are."""
         self._why_no_model = "no model was given"
 
     @classmethod
@@ -95,26 +103,11 @@ class Posterior:
             warn_of_other_network(store.model_description, model)
         posterior.model = model
         if skip_damaged:
-            posterior._leave_out_damaged(store)
+            store.records = sound_records(store, model)  # in memory only
+        posterior.calibration = saved_calibration(store)
         if model is not None:
             model.to(device)
         return posterior
-
-    def _leave_out_damaged(self, store: DiskStore) -> None:
-        """Read all samples; drop unusable ones from `records`, in memory only."""
-        sound, reasons = [], [f"line {number} of the manifest is damaged" for number in store.damaged_lines]
-        for index, record in enumerate(store.records):
-            try:
-                check_sample(store[index], self.model)
-                sound.append(record)
-            except ValueError as error:
-                reasons.append(str(error))
-        if reasons:
-            total = len(store.records) + len(store.damaged_lines)
-            rank_zero_warn(
-                f"{len(reasons)} of {total} samples in {store.path} are skipped, the first since {reasons[0]}"
-            )
-        store.records = sound
 
     def __len__(self) -> int:
         return len(self.store)
@@ -136,7 +129,9 @@ class Posterior:
         return self._selected(chosen, [self.records[i].log_weight for i in chosen])
 
     def __repr__(self) -> str:
-        return f"Posterior({summary(self.records)}{f', {where}' if (where := getattr(self.store, 'path', '')) else ''})"
+        calibrated = f", calibrated: {self.calibration}" if self.calibration is not None else ""
+        where = f", {path}" if (path := getattr(self.store, "path", "")) else ""
+        return f"Posterior({summary(self.records)}{calibrated}{where})"
 
     def _repr_html_(self) -> str:
         rows = [(r.step, r.chain, r.cycle, r.energy, r.log_weight) for r in self.records[:SHOWN]]
@@ -242,12 +237,14 @@ class Posterior:
         for sample in self:
             store.append(sample)
         store.contour, store.scaling = self.store.contour, self.store.scaling
-        return Posterior(store, self.model)
+        kept = Posterior(store, self.model)
+        kept.calibration = self.calibration
+        return kept
 
     def standardised(self) -> "Posterior":
         """Return this posterior with predictions in the units of the standardised targets; nothing is copied."""
         chosen = self._selected(range(len(self)), [record.log_weight for record in self.records])
-        chosen.store.scaling = None
+        chosen.store.scaling, chosen.calibration = None, self.calibration
         return chosen
 
     def predict(self, x: Any, return_samples: bool = False) -> Prediction:
@@ -274,8 +271,38 @@ class Posterior:
         model = self._ready_model()
         _ = self.weights  # raises if they are NaN, or all zero
         prediction = average_predictions(model, self, self.log_weights.tolist(), x, return_samples)
+        if self.calibration is not None:
+            prediction = self.calibration.applied(prediction)
         scaling = self.store.scaling
         return prediction if scaling is None else prediction.rescaled(scaling.mean, scaling.std)
+
+    def calibrate(self, data: Any, save: bool = False) -> "Posterior":
+        """Return this posterior with calibrated predictions, by one number that minimizes the NLL of validation data.
+
+            classes: p_k ∝ p̄_k^(1/T), p̄ the averaged predictive;   regression: std → factor·std, by the NLL of
+            N(mean, (factor·std)²)
+
+        The average is scaled, not each sample: T = 2 halves the logits log p̄. For one sample this is temperature
+        scaling of its network. The samples' weights are respected. `trainer.test` evaluates the average without it;
+        selections of samples, and those with other weights, are calibrated again.
+
+        Args:
+            data: validation data with targets, not used in the fit: a loader or a list of batches as in training, or a
+                datamodule, whose validation data are used.
+            save: also write the number beside the samples (`calibration.json`), where `Posterior.load` finds it.
+
+        Raises:
+            ValueError: if there are no data; with save, if the samples are in no folder.
+            TypeError: if `data` has another type, or the likelihood predicts neither classes nor numbers.
+
+        Source: Guo et al. 2017; Rahaman & Thiery 2021, section 4 (scaling the average of an ensemble).
+        """
+        weights = self.log_weights.tolist()
+        chosen = self._selected(range(len(self)), [record.log_weight for record in self.records])
+        chosen.calibration = fit_calibration(self._ready_model(), self, weights, data, identify(self.records))
+        if save:
+            save_calibration(chosen.calibration, self.store)
+        return chosen
 
     def to_arviz(
         self,

@@ -14,7 +14,8 @@ from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
-from lightning_sgmcmc.evaluation.scoring import concatenate
+from lightning_sgmcmc.evaluation.batch_norm import new_statistics
+from lightning_sgmcmc.evaluation.scoring import concatenate, evaluate
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.checks import check_sample
 from lightning_sgmcmc.posterior.store import SampleStore
@@ -82,36 +83,34 @@ def average_predictions(
     return likelihood.prediction(terms, torch.cat(kept, 1) if kept else None)
 
 
+def average_scores(
+    model: EnergyModel, samples: Iterable[PosteriorSample], log_weights: Sequence[float], batches: Sequence[Any]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the likelihood's terms, averaged over samples, and the targets of batches on the model's device."""
+    average, target = WeightedAverage(), torch.empty(0)
+    with evaluation_mode(model):
+        for sample, log_weight in zip(samples, log_weights, strict=True):
+            check_sample(sample, model)
+            state = {name: tensor.to(model.device) for name, tensor in sample.state.items()}
+            terms, _, found = evaluate(model, state, batches)
+            assert found is not None  # the model has a likelihood
+            average.add(terms, torch.empty(0, device=model.device), log_weight)
+            target = found
+    return average.terms, target
+
+
 def append_with_new_statistics(
     store: SampleStore, model: nn.Module, samples: Iterable[PosteriorSample], batches: Iterable[Any]
 ) -> None:
     """Append samples with re-estimated BatchNorm statistics to a store; see `Posterior.update_batch_norm`."""
     device = next(model.parameters()).device
     batches = _repeatable(batches)
-    layers = {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.track_running_stats
-    }
     caller = StatelessCall(model, lambda m, x: m(x))
-    momenta = {name: layer.momentum for name, layer in layers.items()}
-    with evaluation_mode(model), torch.no_grad():
-        try:
-            for layer in layers.values():
-                layer.train()
-                layer.momentum = None  # the plain average over batches
-            for sample in samples:
-                state = {name: tensor.to(device, copy=True) for name, tensor in sample.state.items()}
-                for name in layers:
-                    state[f"{name}.running_mean"].zero_()
-                    state[f"{name}.running_var"].fill_(1)
-                    state[f"{name}.num_batches_tracked"].zero_()
-                for x in _inputs_of(batches, device, _dtype_of(sample)) if layers else ():
-                    caller.call(state, x)
-                store.append(replace(sample, buffers={name: state[name] for name in sample.buffers}))
-        finally:
-            for name, layer in layers.items():
-                layer.momentum = momenta[name]
+    with evaluation_mode(model):
+        for sample in samples:
+            state = {name: tensor.to(device) for name, tensor in sample.state.items()}
+            state = new_statistics(model, state, _inputs_of(batches, device, _dtype_of(sample)), caller.call)
+            store.append(replace(sample, buffers={name: state[name] for name in sample.buffers}))
 
 
 def warn_of_overflow(terms: Mapping[str, Tensor]) -> None:

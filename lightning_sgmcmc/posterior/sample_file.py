@@ -24,7 +24,7 @@ def sample_content(sample: PosteriorSample) -> bytes:
     tensors |= {f"buffer.{k}": v.contiguous() for k, v in sample.buffers.items()}
     tensors |= {f"scale.{k}": v.contiguous() for k, v in sample.scales.items()}
     record = asdict(record_of(sample))
-    metadata = {k: str(v) for k, v in record.items() if k not in ("file", "checksum", "comparable")}
+    metadata = {k: str(v) for k, v in record.items() if k not in ("file", "checksum", "comparable", "draw")}
     metadata["names"] = json.dumps(list(tensors))  # safetensors does not preserve their order
     return save(tensors, metadata)
 

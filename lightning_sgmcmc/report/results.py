@@ -32,6 +32,7 @@ def facts(run: RunRecord) -> str:
         ("Duration", _duration(results.get("seconds"))),
         ("Optimizer steps", steps),
         ("Samples", len(records)),
+        ("Samples are", results.get("samples")),
         ("Chains", len({r.chain for r in records}) or None),
         ("Cycles", cycles if cycles > 1 else None),
         *_hyperparameters(run),

@@ -17,12 +17,15 @@ from torch import Tensor, nn
 from lightning_sgmcmc import ChainStrategy, ContourRules, Patience, Posterior, UnderdampedLangevin
 from lightning_sgmcmc.callbacks import (
     EWSG,
+    SWAG,
     BayesianModelAverage,
     ChainHealth,
     ContourGradient,
     ControlVariates,
     CovarianceFriction,
     CyclicalSchedule,
+    DeepEnsemble,
+    MCDropout,
     PosteriorDashboard,
     ReplicaExchange,
     RunSummary,
@@ -59,6 +62,9 @@ CONTOUR = functools.partial(ContourGradient, ContourRules(zeta=0.75), first_edge
 CALLBACKS = {
     "SamplingSchedule": Case(lambda: SamplingSchedule(burn_in_steps=2, every_n_steps=3), is_schedule=True),
     "CyclicalSchedule": Case(lambda: CyclicalSchedule(2, 0.5, 2), is_schedule=True),
+    "DeepEnsemble": Case(DeepEnsemble, is_schedule=True),
+    "SWAG": Case(lambda: SWAG(rank=3, num_draws=2, num_cycles=2, collection=0.6, every_n_steps=2), is_schedule=True),
+    "MCDropout": Case(lambda: MCDropout(num_draws=2)),
     "SampleCollector": Case(lambda: SampleCollector(every_n_samples=2)),
     "BayesianModelAverage": Case(BayesianModelAverage),
     "ChainHealth": Case(lambda: ChainHealth(every_n_steps=2, warn=False)),

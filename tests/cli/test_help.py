@@ -29,7 +29,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_overview_lists_every_command_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--help")
-    for command in ("fit", "validate", "test", "predict", "tune", "report", "example", "recipe"):
+    for command in ("fit", "validate", "test", "predict", "tune", "report", "compare", "example", "recipe"):
         assert f"\n  {command} " in text
         assert command in COMMANDS
     for code in (0, 1, 2, 3, 143):

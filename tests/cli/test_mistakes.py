@@ -136,6 +136,7 @@ COMMANDS = [
         "sgmcmc test: test reads the samples that a fit collected: add SampleCollector to trainer.callbacks",
     ),
     (("report", "nowhere"), "sgmcmc report: there is no folder nowhere: pass a run's folder"),
+    (("compare", "nowhere", "."), "sgmcmc compare: there is no folder nowhere: pass a run's folder"),
     (("report", "."), "sgmcmc report: . holds no run: neither it nor a subfolder has "),
     (("example", "no"), "sgmcmc example: there is no example 'no': choose from digits_csghmc, digits_csghmc_contour"),
     (("recipe", "no"), "sgmcmc recipe: NAME must be one of "),

@@ -1,0 +1,61 @@
+"""The length of a run that a schedule must know in advance."""
+
+import math
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+
+from lightning_sgmcmc.callbacks.schedule import run_length
+from lightning_sgmcmc.run.trainer import callbacks_of
+
+
+class PlannedLength:
+    """The optimizer steps of a run, remembered in its checkpoints.
+
+    Args:
+        name: of the schedule, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._steps: int | None = None
+
+    def begin(self, trainer: pl.Trainer) -> int:
+        """Return the run's number of steps; warn if it may end earlier, or is not the checkpoint's.
+
+        Raises:
+            ValueError: if the run has no end.
+        """
+        length = run_length(trainer)
+        if not math.isfinite(length):
+            raise ValueError(
+                f"{self._name} needs a run with an end: set the trainer's max_steps, or max_epochs and a loader that "
+                "has a length"
+            )
+        total, enders = int(length), (pl.callbacks.EarlyStopping, pl.callbacks.Timer)
+        ender = next((c for c in callbacks_of(trainer) if isinstance(c, enders)), None)
+        if ender is not None:
+            rank_zero_warn(
+                f"{type(ender).__name__} may end the run before its last step, {total}, after which {self._name} draws "
+                "its samples, so they would be missing."
+            )
+        if self._steps not in (None, total):
+            rank_zero_warn(
+                f"The checkpoint's {self._name} was planned for {self._steps} steps, this run has {total}, so its step "
+                "size ends elsewhere: resume with the same max_epochs or max_steps to continue the same schedule."
+            )
+        self._steps = total
+        return total
+
+    def reset(self) -> None:
+        """Forget an earlier run."""
+        self._steps = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: plain numbers."""
+        return {"total_steps": self._steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore from `state_dict()`."""
+        self._steps = state["total_steps"]

@@ -1,0 +1,64 @@
+"""Post-hoc calibration of a predictive distribution by one number: pure functions of tensors."""
+
+import math
+
+from torch import Tensor
+
+SMALLEST, LARGEST = 1e-2, 1e2
+"""Bounds of a fitted temperature; data that are all right, or all wrong, have no finite optimum."""
+FLOOR = 1e-30
+"""Smallest probability whose logarithm is taken."""
+
+
+def tempered(probabilities: Tensor, temperature: float) -> Tensor:
+    """Return p_k^(1/T) / Σ_j p_j^(1/T), the softmax of log p / T, shape (n, K).
+
+    >>> tempered(Tensor([[0.9, 0.1]]), 2.0)
+    tensor([[0.7500, 0.2500]])
+    """
+    return (probabilities.double().clamp_min(FLOOR).log() / temperature).softmax(-1).to(probabilities.dtype)
+
+
+def fit_temperature(probabilities: Tensor, labels: Tensor) -> float:
+    """Return the temperature at which the tempered probabilities have the lowest mean NLL.
+
+    The NLL is convex in 1/T, so the optimum is the root of its derivative, mean(E_T[log p] - log p_y), found by
+    bisection.
+
+    Args:
+        probabilities: shape (n, K).
+        labels: in 0..K-1, shape (n,).
+
+    Source: Guo et al. 2017, section 4.2.
+    """
+    logs = probabilities.double().clamp_min(FLOOR).log()
+    chosen = logs.gather(1, labels[:, None])[:, 0]
+    low, high = math.log(1 / LARGEST), math.log(1 / SMALLEST)  # of 1/T
+    for _ in range(50):
+        middle = (low + high) / 2
+        expected = ((math.exp(middle) * logs).softmax(-1) * logs).sum(-1)
+        low, high = (low, middle) if float((expected - chosen).mean()) > 0 else (middle, high)
+    return math.exp(-(low + high) / 2)
+
+
+def fit_std_factor(mean: Tensor, std: Tensor, target: Tensor) -> float:
+    """Return the factor of the standard deviations at which N(target; mean, (factor·std)²) has the lowest mean NLL.
+
+        factor² = mean((target - mean)²/std²)
+
+    Args:
+        mean, std, target: shape (n, D).
+    """
+    return float(((target.double() - mean.double()) / std.double()).square().mean().sqrt())
+
+
+def class_nll(probabilities: Tensor, labels: Tensor) -> float:
+    """Return the mean of -log p_y, in nats per datum."""
+    return -float(probabilities.double().gather(1, labels[:, None]).clamp_min(FLOOR).log().mean())
+
+
+def gaussian_nll(mean: Tensor, std: Tensor, target: Tensor) -> float:
+    """Return the mean of -Σ_d log N(target_d; mean_d, std_d²), in nats per datum."""
+    standardised = (target.double() - mean.double()) / std.double()
+    each = standardised.square() / 2 + std.double().log() + math.log(2 * math.pi) / 2
+    return float(each.sum(-1).mean())

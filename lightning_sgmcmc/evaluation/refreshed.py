@@ -1,0 +1,89 @@
+"""Networks made during a run, such as draws from a Gaussian: their BatchNorm statistics and energy on training data."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.stateless import StatelessCall
+from lightning_sgmcmc.evaluation.batch_norm import batch_norm_layers, new_statistics
+from lightning_sgmcmc.evaluation.full_data import again, undisturbed
+from lightning_sgmcmc.evaluation.loader_average import loaders_of
+from lightning_sgmcmc.evaluation.sample_energy import has_fresh_batches
+from lightning_sgmcmc.evaluation.share import EvaluationShare
+from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything, unchanged_generators
+
+
+def check_statistics(trainer: pl.Trainer, model: EnergyModel, name: str) -> None:
+    """Raise if a network's BatchNorm statistics cannot be estimated again from the training data.
+
+    Args:
+        trainer: the run's, with its training loader.
+        model: the network.
+        name: of the callback that needs it, for the message.
+
+    Raises:
+        ValueError: if the network has BatchNorm, and the training data cannot be read again.
+    """
+    layers = batch_norm_layers(model)
+    if layers and not has_fresh_batches(trainer):
+        raise ValueError(
+            f"{name} estimates BatchNorm's statistics ('{next(iter(layers))}', …) again for each network that it "
+            "draws, on random training batches, and the training loader allows none: pass one loader with a "
+            "batch_size, of a data set with a length, or use a network without BatchNorm"
+        )
+
+
+def refreshed(
+    trainer: pl.Trainer, chains: Chains, sample: PosteriorSample, seed: int, batches: int | None
+) -> PosteriorSample:
+    """Return a sample with BatchNorm statistics and energy of its own weights, on random training data.
+
+    The energy is Ũ on the data of one step, in evaluation mode. Without data that can be read again, it remains the
+    step's. No random generator is advanced, and no process communicates.
+
+    Args:
+        trainer: the run's.
+        chains: the run's chains.
+        sample: new weights, with the buffers of another network.
+        seed: of the data's order and augmentation.
+        batches: training batches for the statistics; None takes a pass over the data.
+    """
+    if not has_fresh_batches(trainer):
+        return sample
+    model = chains.model
+    device, steps = model.device, trainer.accumulate_grad_batches
+    with unchanged_generators([device]), undisturbed(trainer, model), torch.no_grad():
+        likelihood = StatelessCall(model, type(model).log_likelihood)
+        state: Mapping[str, Tensor] = {name: tensor.to(device) for name, tensor in sample.state.items()}
+        state = new_statistics(model, state, _batches(trainer, model, seed, batches), likelihood.call)
+        means = [likelihood.call(state, batch).mean() for batch in _batches(trainer, model, seed, steps)]
+        # The prior is that of the tensors with requires_grad.
+        marked = {n: t.detach().requires_grad_() if n in chains.trainable else t for n, t in state.items()}
+        log_prior = StatelessCall(model, type(model).log_prior).call(marked)
+        energy = -(torch.stack(means).double().mean() * chains.observed.num_data + log_prior)
+    buffers = {name: state[name] for name in sample.buffers}
+    return replace(sample, buffers=buffers, energy=energy.item())
+
+
+def _batches(trainer: pl.Trainer, model: EnergyModel, seed: int, limit: int | None) -> Iterator[Any]:
+    """Yield random training batches of full size, with augmentation; they depend only on the seed."""
+    (loader,) = loaders_of(trainer.train_dataloader)
+    order = torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(derive_seed(seed, "order")))
+    whole = len(order) // loader.batch_size * loader.batch_size or len(order)  # BatchNorm refuses a single datum
+    part = again(loader, loader.dataset, order[:whole].tolist())
+    iterator = EvaluationShare(part, float("inf")).batches(trainer, model)
+    for number in itertools.count() if limit is None else range(limit):
+        reseed_everything(own := derive_seed(seed, number))
+        reseed(own, model.device)
+        batch = list(itertools.islice(iterator, 1))
+        if not batch:
+            return
+        yield batch[0]

@@ -1,0 +1,202 @@
+"""Calibration of a posterior's predictions by one number that is fitted on validation data."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_sgmcmc.batches.loader import is_shuffled
+from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord
+from lightning_sgmcmc.diagnostics.calibration import (
+    LARGEST,
+    SMALLEST,
+    class_nll,
+    fit_std_factor,
+    fit_temperature,
+    gaussian_nll,
+    tempered,
+)
+from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
+from lightning_sgmcmc.files import read_regular, write_atomically
+from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.predictive import average_scores
+from lightning_sgmcmc.posterior.store import SampleStore
+from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
+
+FILE = "calibration.json"
+LARGEST_FILE = 2**16
+"""In bytes."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """One number that calibrates the predictions of certain samples.
+
+    Attributes:
+        kind: "temperature" of class probabilities, or "std factor" of a predictive standard deviation.
+        value: the number; 1 changes nothing, above 1 the predictions were too sure.
+        count: number of validation data.
+        nll_before, nll_after: mean NLL of these data, in nats per datum.
+        samples: identifies the samples and their weights.
+    """
+
+    kind: Literal["temperature", "std factor"]
+    value: float
+    count: int
+    nll_before: float
+    nll_after: float
+    samples: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.value:.4g}"
+
+    def applied(self, prediction: Prediction) -> Prediction:
+        """Return a calibrated prediction; single samples' predictions and the mutual information are unchanged."""
+        if self.kind == "temperature":
+            probabilities = tempered(prediction.probabilities, self.value)
+            return prediction.replaced(probabilities=probabilities, entropy=predictive_entropy(probabilities))
+        return prediction.replaced(std=prediction.std * self.value, epistemic_std=prediction.epistemic_std * self.value)
+
+
+def identify(records: Iterable[SampleRecord]) -> str:
+    """Return a text that identifies samples with their weights."""
+    places = [(r.step, r.cycle, r.chain, r.draw, r.energy, r.log_weight) for r in records]
+    return hashlib.blake2b(repr(places).encode(), digest_size=16).hexdigest()
+
+
+def fit_calibration(
+    model: EnergyModel, samples: Iterable[PosteriorSample], log_weights: Sequence[float], data: Any, identity: str
+) -> Calibration:
+    """Fit the number; see `Posterior.calibrate`.
+
+    Raises:
+        TypeError: if the model has no likelihood, or one with another kind of predictive.
+        ValueError: if there are no data.
+    """
+    batches = _batches_of(data)
+    _warn_of_training_data(model, batches)
+    likelihood = model.likelihood
+    if likelihood is None:
+        raise TypeError(f"{type(model).__name__} has no likelihood object to define a predictive: pass likelihood=…")
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    converted = [_on(model.device, dtype, batch) for batch in batches]
+    if not converted:
+        raise ValueError("calibrate needs validation data, and the loader has none: pass a loader with some batches")
+    terms, target = average_scores(model, samples, log_weights, converted)
+    prediction = likelihood.prediction(terms, None)
+    if isinstance(prediction, ClassPrediction):
+        read = getattr(likelihood, "labels", None)
+        labels = (read(target) if read is not None else target).long()
+        value = fit_temperature(prediction.probabilities, labels)
+        before = class_nll(prediction.probabilities, labels)
+        after = class_nll(tempered(prediction.probabilities, value), labels)
+        _warn_of_bounds(value)
+        return Calibration("temperature", value, len(labels), before, after, identity)
+    if isinstance(prediction, RegressionPrediction):
+        mean, std = prediction.mean, prediction.std
+        target = target.reshape(mean.shape)
+        value = fit_std_factor(mean, std, target)
+        before, after = gaussian_nll(mean, std, target), gaussian_nll(mean, std * value, target)
+        return Calibration("std factor", value, len(target), before, after, identity)
+    raise TypeError(
+        f"calibrate scales class probabilities or a standard deviation, and {type(likelihood).__name__} predicts a "
+        f"{type(prediction).__name__}"
+    )
+
+
+def _batches_of(data: Any) -> Any:
+    """Return the batches of a loader, or of a datamodule's validation data."""
+    if isinstance(data, pl.LightningDataModule):
+        name = type(data).__name__
+        data.prepare_data()
+        data.setup("fit")
+        data = data.val_dataloader()
+        if isinstance(data, list | tuple) and len(data) == 1:
+            data = data[0]
+        if data is None or (isinstance(data, list | tuple) and not data):
+            raise ValueError(f"calibrate needs validation data, and {name} has none: pass a loader of other data")
+    if isinstance(data, tuple | Tensor | np.ndarray) or data is None or not isinstance(data, Iterable):
+        raise TypeError(
+            f"calibrate needs validation data with targets, got a {type(data).__name__}: pass a loader, a datamodule, "
+            "or a list of batches, [(x, y)]"
+        )
+    return data
+
+
+def _warn_of_training_data(model: EnergyModel, batches: Any) -> None:
+    trainer = getattr(model, "_trainer", None)
+    train = getattr(getattr(trainer, "train_dataloader", None), "dataset", None)
+    own = getattr(batches, "dataset", None)
+    if is_shuffled(batches) or (own is not None and own is train):
+        rank_zero_warn(
+            "calibrate seems to get training data (its loader shuffles, or has the fit's data set): predictions of "
+            "them are too sure, so the calibration would be wrong; pass validation data."
+        )
+
+
+def _warn_of_bounds(value: float) -> None:
+    if not SMALLEST * 1.001 < value < LARGEST / 1.001:
+        rank_zero_warn(
+            f"The calibration temperature {value:.3g} is at its bound, since the validation data have no finite "
+            "optimum (all predictions are right, or no better than chance): use more data."
+        )
+
+
+def _on(device: torch.device, dtype: torch.dtype, batch: Any) -> Any:
+    """Return a batch on a device, its floating-point numbers in a dtype."""
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor | np.ndarray):
+            return leaf
+        tensor = torch.as_tensor(leaf)
+        return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+
+    return pytree.tree_map(convert, batch)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def save_calibration(calibration: Calibration, store: SampleStore) -> None:
+    """Write a calibration beside the samples, for `Posterior.load`.
+
+    Raises:
+        ValueError: if the samples are in no folder.
+    """
+    if not isinstance(store, DiskStore):
+        raise ValueError(
+            "save=True needs samples in a folder, and these are in memory or a selection: use Posterior.load(path)"
+        )
+    write_atomically(store.path / FILE, (json.dumps(asdict(calibration), indent=2) + "\n").encode())
+
+
+def saved_calibration(store: SampleStore) -> Calibration | None:
+    """Return the calibration beside the samples; None, with a warning, if it is damaged or of other samples."""
+    if not isinstance(store, DiskStore):
+        return None
+    path = store.path / FILE
+    try:
+        content = json.loads(read_regular(path, LARGEST_FILE).decode())
+        calibration = Calibration(**content)
+        sound = calibration.kind in ("temperature", "std factor") and math.isfinite(calibration.value)
+        if not sound or calibration.value <= 0:
+            raise ValueError("it has no positive number")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        rank_zero_warn(f"{path} is not used, since it cannot be read: {error}; calibrate again.")
+        return None
+    if calibration.samples != identify(store.records):
+        rank_zero_warn(f"{path} is not used, since it was fitted for other samples: calibrate again.")
+        return None
+    return calibration
