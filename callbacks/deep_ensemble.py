@@ -6,11 +6,10 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from lightning_sgmcmc.callbacks.planned_length import PlannedLength
-from lightning_sgmcmc.callbacks.schedule import Schedule
+from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.schedules import cyclical_lr_factor
 
 
@@ -52,7 +51,11 @@ class DeepEnsemble(Schedule):
         return self.lr_decay == "cosine"
 
     def reset(self) -> None:
+        super().reset()
         self._length.reset()
+
+    def lay_out(self, length: RunLength) -> None:
+        self._total = self._length.steps_of(length)
 
     def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
         chains = module.chains
@@ -62,9 +65,9 @@ class DeepEnsemble(Schedule):
                 f"the {members} members of this DeepEnsemble would be equal, because chain_start='same' and "
                 "shared_batch=True give them one start and one data order: omit one of the two"
             )
-        self._total = self._length.begin(trainer)
+        super().plan(trainer, module)
+        self._length.begin(trainer)
         self.kind = "deep ensemble" if members > 1 else "single network"
-        chains.progress.first_sample = self._total
 
     def announce_optimization(self, module: BayesianModule) -> None:
         members = module.chains.layout.total_chains
@@ -76,18 +79,20 @@ class DeepEnsemble(Schedule):
                 "num_chains=… to BayesianModule for an ensemble."
             )
 
-    def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:
-        for group in sampler.param_groups:
-            group["temperature"] = 0.0
-            if self.lr_decay == "cosine":
-                group["lr"] = group["initial_lr"] * cyclical_lr_factor(step, self._total)
-        module.chains.progress.stage = Stage.SAMPLING if step == self._total else Stage.EXPLORATION
+    @property
+    def first_sample(self) -> int:
+        return self._total
+
+    def controls(self, step: int) -> StepControls:
+        factor = cyclical_lr_factor(step, self._total) if self.lr_decay == "cosine" else 1.0
+        return StepControls(factor, 0.0, Stage.SAMPLING if step == self._total else Stage.EXPLORATION)
 
     def draws(self, step: int) -> bool:
         return step == self._total
 
     def state_dict(self) -> dict[str, Any]:
-        return self._length.state_dict()
+        return super().state_dict() | self._length.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self._length.load_state_dict(state_dict)

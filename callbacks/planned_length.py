@@ -6,7 +6,7 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from lightning_sgmcmc.callbacks.schedule import run_length
+from lightning_sgmcmc.callbacks.schedule import RunLength, run_length
 from lightning_sgmcmc.run.trainer import callbacks_of
 
 
@@ -21,19 +21,22 @@ class PlannedLength:
         self._name = name
         self._steps: int | None = None
 
-    def begin(self, trainer: pl.Trainer) -> int:
-        """Return the run's number of steps; warn if it may end earlier, or is not the checkpoint's.
+    def steps_of(self, length: RunLength) -> int:
+        """Return the schedule's number of steps.
 
         Raises:
             ValueError: if the run has no end.
         """
-        length = run_length(trainer)
-        if not math.isfinite(length):
+        if not math.isfinite(length.steps):
             raise ValueError(
                 f"{self._name} needs a run with an end: set the trainer's max_steps, or max_epochs and a loader that "
                 "has a length"
             )
-        total, enders = int(length), (pl.callbacks.EarlyStopping, pl.callbacks.Timer)
+        return int(length.steps)
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Warn if the run may end early, or if its length is not the checkpoint's."""
+        total, enders = int(run_length(trainer)), (pl.callbacks.EarlyStopping, pl.callbacks.Timer)
         ender = next((c for c in callbacks_of(trainer) if isinstance(c, enders)), None)
         if ender is not None:
             rank_zero_warn(
@@ -46,7 +49,6 @@ class PlannedLength:
                 "size ends elsewhere: resume with the same max_epochs or max_steps to continue the same schedule."
             )
         self._steps = total
-        return total
 
     def reset(self) -> None:
         """Forget an earlier run."""

@@ -193,13 +193,17 @@ class Schedule(SamplerCallback):
         if self._step > 0:
             self.apply(self._step, module, self._sampler)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        # Micro-batches that only accumulate, and steps that a loss scaler skipped, do not advance the counter.
-        progress = chains_of(pl_module).progress
-        if self._sampler.step_count == self._step + progress.warm_steps and self._step > 0 and self.draws(self._step):
-            progress.sample_due = True
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        if self.has_stepped(pl_module) and self.draws(self._step):
+            chains_of(pl_module).progress.sample_due = True
+
+    def has_stepped(self, module: pl.LightningModule) -> bool:
+        """Return whether the batch that ends has completed a step of the schedule.
+
+        Micro-batches that only accumulate, and steps that a loss scaler skipped, do not advance the counter.
+        """
+        warm_steps = chains_of(module).progress.warm_steps
+        return self._step > 0 and self._sampler.step_count == self._step + warm_steps
 
     def state_dict(self) -> dict[str, Any]:
         return {"warm_steps": self._saved_warm_steps}

@@ -10,8 +10,8 @@ import torch
 
 from lightning_sgmcmc.callbacks.base import bayesian
 from lightning_sgmcmc.callbacks.planned_length import PlannedLength
-from lightning_sgmcmc.callbacks.schedule import Schedule
-from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls
+from lightning_sgmcmc.chains.chains import Chains, chains_of
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.state import Stage
@@ -19,7 +19,6 @@ from lightning_sgmcmc.checks import check_count, check_within
 from lightning_sgmcmc.diagnostics.iterates import IterateMoments
 from lightning_sgmcmc.evaluation.refreshed import check_statistics, refreshed
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.run.trainer import is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.schedules import AveragingPlan
 from lightning_sgmcmc.seeding import derive_seed
@@ -104,6 +103,7 @@ class SWAG(Schedule):
         return self.lr_factor
 
     def reset(self) -> None:
+        super().reset()
         self._length.reset()
         self.moments.clear()
         self._plan: AveragingPlan | None = None
@@ -120,63 +120,71 @@ class SWAG(Schedule):
             claims.claim("prepare samples", self)  # weights and energies would be those of an iterate
             claims.claim("expand samples", self, self._draw)
 
-    def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
-        total, chains = self._length.begin(trainer), module.chains
-        check_statistics(trainer, module, "SWAG")
-        plan = AveragingPlan(
+    def lay_out(self, length: RunLength) -> None:
+        total = self._length.steps_of(length)
+        self._plan = AveragingPlan(
             total_steps=total,
-            num_cycles=1 if is_trial(trainer) else self.num_cycles,
-            collection=1.0 if is_trial(trainer) else self.collection,
+            num_cycles=1 if length.is_trial else self.num_cycles,
+            collection=1.0 if length.is_trial else self.collection,
             lr_factor=self.lr_factor,
-            every_n_steps=self.every_n_steps or self._interval(trainer, total),
-            least=1 if is_trial(trainer) else 2,
+            every_n_steps=self.every_n_steps or self._interval(length),
+            least=1 if length.is_trial else 2,
         )
+
+    def _interval(self, length: RunLength) -> int:
+        stage = int(self.collection * math.ceil(length.steps / self.num_cycles))
+        interval = max(stage // (2 * max(self.rank, 1)), 1)
+        return min(interval, length.steps_per_epoch) if length.steps_per_epoch else interval
+
+    def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        chains = module.chains
+        check_statistics(trainer, module, "SWAG")
+        super().plan(trainer, module)
+        self._length.begin(trainer)
         layout = chains.layout
         self.kind = "cycSWAG" if self.num_cycles > 1 else "MultiSWAG" if layout.total_chains > 1 else "SWAG"
-        self._plan, self._run, self._layout = plan, (trainer, chains), layout
+        self._run, self._layout = (trainer, chains), layout
         chains.tags.draws = self.num_draws
-        chains.progress.first_sample = min(plan.period, total)
-        chains.progress.num_cycles = plan.num_cycles if plan.num_cycles > 1 else None
+        chains.progress.num_cycles = self.laid_out.num_cycles if self.laid_out.num_cycles > 1 else None
         if self._restored is not None:
             self._cycle = self._restored["cycle"]
             self.moments.load_state_dict(self._restored["moments"], layout.own_stored)
             self._restored = None
-
-    def _interval(self, trainer: pl.Trainer, total: int) -> int:
-        stage = int(self.collection * math.ceil(total / self.num_cycles))
-        interval = max(stage // (2 * max(self.rank, 1)), 1)
-        batches = trainer.num_training_batches
-        if math.isfinite(batches):
-            interval = min(interval, math.ceil(batches / trainer.accumulate_grad_batches))
-        return int(interval)
 
     def announce_optimization(self, module: BayesianModule) -> None:
         """Say nothing: the callback's name says what its draws are."""
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
+    @property
+    def laid_out(self) -> AveragingPlan:
+        """The cycles over the run's length."""
+        assert self._plan is not None, "the schedule has no length yet: call lay_out(RunLength(steps))"
+        return self._plan
+
+    @property
+    def first_sample(self) -> int:
+        return min(self.laid_out.period, self.laid_out.total_steps)
+
+    def controls(self, step: int) -> StepControls:
+        stage = Stage.SAMPLING if self.laid_out.is_collecting(step) else Stage.EXPLORATION
+        return StepControls(self.laid_out.lr_factor_of(step), 0.0, stage)
+
     def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:
-        plan = self._plan
-        assert plan is not None
-        factor = plan.lr_factor_of(step)
-        for group in sampler.param_groups:
-            group["temperature"] = 0.0
-            group["lr"] = group["initial_lr"] * factor
-        progress = module.chains.progress
-        progress.cycle = plan.cycle_of(step)
-        progress.stage = Stage.SAMPLING if plan.is_collecting(step) else Stage.EXPLORATION
+        super().apply(step, module, sampler)
+        module.chains.progress.cycle = self.laid_out.cycle_of(step)
 
     def draws(self, step: int) -> bool:
-        """Collect the state after step k if it is due; return whether networks are drawn then."""
-        plan = self._plan
-        assert plan is not None
-        assert self._run is not None
-        if plan.collects(step):
-            if plan.cycle_of(step) != self._cycle:
+        return self.laid_out.ends_cycle(step)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        if self.has_stepped(pl_module) and self.laid_out.collects(self._step):
+            cycle = self.laid_out.cycle_of(self._step)
+            if cycle != self._cycle:
                 self.moments.clear()
-            self._cycle = plan.cycle_of(step)
-            self.moments.add({name: p.detach().cpu() for name, p in self._run[1].trainable.items()})
-        return plan.ends_cycle(step)
+            self._cycle = cycle
+            self.moments.add({name: p.detach().cpu() for name, p in chains_of(pl_module).trainable.items()})
+        super().on_train_batch_end(trainer, pl_module, *args)
 
     def _draw(self, sample: PosteriorSample) -> Iterator[PosteriorSample]:
         """Yield networks drawn from the Gaussian of a sample's chain."""
@@ -204,8 +212,13 @@ class SWAG(Schedule):
 
     def state_dict(self) -> dict[str, Any]:
         gather = self._layout.gather_stored if self._layout is not None else torch.clone
-        return self._length.state_dict() | {"cycle": self._cycle, "moments": self.moments.state_dict(gather)}
+        return (
+            super().state_dict()
+            | self._length.state_dict()
+            | {"cycle": self._cycle, "moments": self.moments.state_dict(gather)}
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self._length.load_state_dict(state_dict)
         self._restored = state_dict
