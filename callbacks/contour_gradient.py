@@ -149,7 +149,7 @@ class ContourGradient(StepClaimant):
         """The energies of a warm-up, from which the range will be learned."""
         self._learner: ContourLearner | None = None
         """None until the energy range is known; kept after the run, so that its state can still be saved."""
-        self._watch = ContourWatch()
+        self._watch = ContourWatch(rank_zero_warn)
         self._restored: dict[str, Any] | None = None
         self._location: Location | None = None
         """κ of the coming update; None while the contour is idle."""

@@ -8,6 +8,7 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import AdamW, Optimizer
 
+from lightning_sgmcmc.callbacks.base import bayesian
 from lightning_sgmcmc.callbacks.schedule import FirstStage, epoch_length, run_length, schedule_of
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.state import Stage
@@ -126,7 +127,7 @@ class WarmStart(FirstStage):
         sampler.stand_in = self._update
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.begin(trainer, pl_module)  # type: ignore[arg-type]
+        self.begin(trainer, bayesian(pl_module, self))
 
     def _check_run(self, trainer: pl.Trainer, sampler: Sampler) -> None:
         if self._restored is None and sampler.step_count > 0:
@@ -167,7 +168,7 @@ class WarmStart(FirstStage):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self.advance(trainer, pl_module, batch_idx)  # type: ignore[arg-type]
+        self.advance(trainer, bayesian(pl_module, self), batch_idx)
         if not self._ended and self._module is not None:
             self._module.sampler.set_control("temperature", 0.0)
 
@@ -257,7 +258,7 @@ class WarmStart(FirstStage):
             self._module.sampler.draw_momenta()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.advance(trainer, pl_module, 0)  # type: ignore[arg-type]
+        self.advance(trainer, bayesian(pl_module, self), 0)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         module = self._module

@@ -1,10 +1,10 @@
 """Warnings of a contour run that does nothing, or whose weights are useless, each with a remedy."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.contour.learned import LearnedContour
@@ -22,9 +22,14 @@ FEW_SAMPLES = 10
 
 
 class ContourWatch:
-    """Checks the visited bins and the samples' weights, and warns once of each fault."""
+    """Checks the visited bins and the samples' weights, and warns once of each fault.
 
-    def __init__(self) -> None:
+    Args:
+        warn: called with each warning, a sentence.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._emit = warn
         self._next = FIRST_CHECK
         self._seen: Tensor | None = None
         self._given: set[str] = set()
@@ -108,7 +113,7 @@ class ContourWatch:
     def _warn(self, key: str, sentence: str) -> None:
         if key not in self._given:
             self._given.add(key)
-            rank_zero_warn(f"ContourGradient: {sentence}")
+            self._emit(f"ContourGradient: {sentence}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: numbers, names and a tensor."""
