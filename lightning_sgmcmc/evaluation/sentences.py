@@ -174,7 +174,9 @@ def _next(health: HealthReport | None, claim: Claim) -> str:
         return f"Next: see to the first finding ({health.findings[0].sentence})."
     if health.verdict == "unknown" and claim.kind in (POSTERIOR, None):
         return "Next: sample longer, since too few steps were observed for a verdict."
-    return "Next: nothing is wrong; more samples would narrow what is left to chance."
+    if claim.kind == COLD:
+        return "Next: nothing is wrong with this ensemble; the run's plan has what the posterior itself would take."
+    return "Next: nothing is wrong; more samples would reduce the Monte-Carlo error."
 
 
 def _within(low: float, high: float) -> str:

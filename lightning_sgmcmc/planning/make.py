@@ -27,6 +27,7 @@ class RunFacts:
         disk_bytes_of_sample: size of one sample.
         memory_bytes: memory of this process's chains.
         notes: sentences on what is approximate or unknown.
+        label: what a baseline calls itself, None for a run that samples.
     """
 
     chains: int
@@ -39,6 +40,7 @@ class RunFacts:
     disk_bytes_of_sample: int = 0
     memory_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    label: str | None = None
 
 
 def make_plan(sampler: Sampler, blocks: Blocks | None, tensors: Mapping[str, TensorFacts], facts: RunFacts) -> RunPlan:
@@ -72,6 +74,7 @@ def make_plan(sampler: Sampler, blocks: Blocks | None, tensors: Mapping[str, Ten
         memory_bytes=facts.memory_bytes,
         tensors={name: _tensor_plan(tensor, reached.get(name), facts.temperature) for name, tensor in tensors.items()},
         notes=_notes(facts, blocks, tensors, reached),
+        label=facts.label,
     )
     return _with_reached(plan, tensors, reached, facts) if reached else plan
 

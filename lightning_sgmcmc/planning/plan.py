@@ -69,6 +69,7 @@ class RunPlan:
         prior_std: the element-weighted median of the tensors' prior standard deviations.
         tensors: the plan of each parameter tensor, by name.
         notes: sentences on what is approximate or unknown.
+        label: what a baseline calls itself ("SWAG"), None for a run that samples.
     """
 
     steps: int | None
@@ -97,11 +98,17 @@ class RunPlan:
     prior_std: float | None = None
     tensors: Mapping[str, TensorPlan] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    label: str | None = None
 
     @property
     def kind(self) -> RunKind | None:
         """What the run will be called, None if the plan does not know."""
         return RunKind.of(self)
+
+    @property
+    def name(self) -> str | None:
+        """What the run is called: a baseline's own name, else its kind."""
+        return self.label or (None if self.kind is None else self.kind.value)
 
     @property
     def warnings(self) -> list[str]:

@@ -10,7 +10,7 @@ UNKNOWN = "unknown"
 
 def sentences(plan: Any, wanted: float) -> list[str]:
     """Return the plan in at most four lines of under 80 characters."""
-    name = "of unknown kind" if plan.kind is None else plan.kind.value
+    name = plan.name or "of unknown kind"
     count = "" if plan.samples is None else f"{_counted(plan.samples, 'sample')} of "
     lines = [f"Plan: {name}; {count}{_counted(plan.chains, 'chain')}; {_temperature(plan)}."]
     if plan.temperature > 0:
@@ -80,7 +80,7 @@ def rows(plan: Any, wanted: float) -> list[tuple[str, str]]:
     duration = None if plan.seconds is None else f"{plan.seconds:,.0f} s ({plan.seconds_per_step or 0:.2g} s a step)"
     evaluations = None if plan.gradient_evaluations is None else f"{plan.gradient_evaluations:,} of each chain"
     found = [
-        ("This run is called", None if plan.kind is None else plan.kind.value),
+        ("This run is called", plan.name),
         ("Optimizer steps", _number(plan.steps)),
         ("Samples", _number(plan.samples)),
         ("Chains", _number(plan.chains)),

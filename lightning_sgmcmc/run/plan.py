@@ -51,12 +51,13 @@ def plan_of(trainer: pl.Trainer, module: Any) -> RunPlan | None:
         sampled_chains=sampled,
         num_data=module.num_data,
         temperature=_temperature(module, blocks),
-        draws=None if blocks is None else sum(map(schedule.draws, range(1, blocks.steps + 1))),
+        draws=None if blocks is None else chains.tags.draws * sum(map(schedule.draws, range(1, blocks.steps + 1))),
         classes=_classes(trainer, module),
         gradient_evaluations=None if blocks is None else _evaluations(trainer, module),
         disk_bytes_of_sample=_bytes(module.state_dict().values()) // chains.num_chains,
         memory_bytes=_memory(trainer, module, sampler),
         notes=tuple(_notes(trainer, module, sampler, approximate)),
+        label=getattr(schedule, "kind", None),
     )
     return make_plan(sampler, blocks, tensors, facts)
 

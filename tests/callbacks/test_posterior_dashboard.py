@@ -259,7 +259,7 @@ class OwnLikelihood(BayesianModule):
 
 CHAIN = {
     *(f"{name}.png" for name in ("schedule", "energy", "traces", "geometry")),
-    *("energy_histogram.png", "sample_table.csv", "history.json"),
+    *("energy_histogram.png", "sample_table.csv", "plan_table.csv", "history.json"),
 }
 METRICS = {"running_nll.png", "segments.png", "metric_table.csv"}
 

@@ -304,7 +304,7 @@ def test_states_of_an_optimization_are_called_so(
         max_epochs=1, callbacks=[SamplingSchedule(every_n_steps=1), *callbacks], default_root_dir=tmp_path
     )
     trainer.fit(module(temperature=temperature), loader(), loader())
-    name = "states of an optimization (temperature 0)" if temperature == 0 else "posterior samples"
+    name = "states of an optimization (temperature 0)" if temperature == 0 else "samples of a cold ensemble"
     assert f"3 {name} on" in " ".join(capsys.readouterr().out.split())
     assert json.loads((tmp_path / "sgmcmc" / "results.json").read_text())["samples"] == name
     page = write_report(tmp_path / "sgmcmc").read_text()
