@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.diagnostics.health import POSTERIOR, HealthReport
+from lightning_sgmcmc.diagnostics.health import COLD, POSTERIOR, HealthReport
 from lightning_sgmcmc.diagnostics.intervals import calibration_error_by_chance, mean_interval, share_interval
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 

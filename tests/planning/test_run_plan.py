@@ -197,7 +197,8 @@ def facts(**options: Any) -> RunPlan:
     [
         ({"temperature": 0.0}, None, RunKind.SNAPSHOT_ENSEMBLE),
         ({"temperature": 0.0, "chains": 4}, None, RunKind.DEEP_ENSEMBLE),
-        ({"relaxation_times": 0.5, "configurational_temperature": 0.9}, 1.0, RunKind.COLD_ENSEMBLE),
+        ({"relaxation_times": 0.5, "configurational_temperature": 0.9}, None, RunKind.COLD_ENSEMBLE),
+        ({"relaxation_times": 0.5, "configurational_temperature": 0.4}, 1.0, RunKind.POSTERIOR_SAMPLE),
         ({"relaxation_times": 5.0, "configurational_temperature": 0.98}, None, RunKind.POSTERIOR_SAMPLE),
         ({"relaxation_times": 5.0, "configurational_temperature": 0.98}, 0.3, RunKind.COLD_ENSEMBLE),
         ({"temperature": 0.1, "relaxation_times": 5.0, "configurational_temperature": 0.09}, None, "posterior sample"),
