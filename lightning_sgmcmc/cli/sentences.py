@@ -16,7 +16,14 @@ NO_ATTRIBUTE = re.compile(r"module '.+?' has no attribute '.+?'")
 EXPECTED_TYPE = re.compile(r"Expected an? (.+)")
 SUBCOMMAND = re.compile(r"Subcommand '.+?' does not accept option '(.+?)'")
 REQUIRED = re.compile(r"the following arguments are required: (.+)")
-TYPES = {"float": "a number", "int": "a whole number", "str": "a text", "bool": "true or false", "Sequence": "a list"}
+TYPES = {
+    "float": "a number",
+    "int": "a whole number",
+    "str": "a text",
+    "bool": "true or false",
+    "Sequence": "a list",
+    "Mapping": "a mapping",
+}
 FRAME = (
     "Does not validate against",
     "Subtypes:",

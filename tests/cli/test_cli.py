@@ -23,7 +23,7 @@ def test_fit_test_and_predict(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     run = Path("runs/digits_csghmc/version_0")
     printed = capsys.readouterr().out
     assert "single sample" in printed
-    assert "model average" in printed
+    assert "samples of a cold ensemble" in printed
     results = json.loads((run / "results.json").read_text())
     assert results["recipe"] == "digits_csghmc"
     assert results["stage"] == "test"

@@ -46,7 +46,10 @@ CONFIGURATIONS = {
         TEXT.replace("lightning_sgmcmc.BayesianModule", "torch.nn.Linear"),
         "model: torch.nn.Linear is not a BayesianModule",
     ),
-    "a value of another type": (TEXT.replace("lr: 0.2", "lr: fast"), "model.lr must be a number or a list, got 'fast'"),
+    "a value of another type": (
+        TEXT.replace("lr: 0.2", "lr: fast"),
+        "model.lr must be a number or a list or a mapping, got 'fast'",
+    ),
     "a value out of range": (
         TEXT.replace("lr: 0.2", "lr: -1"),
         "lr must be a finite number and not negative, got -1.0",
@@ -112,7 +115,7 @@ def test_a_wrong_configuration(name: str, sentence: Callable[..., str]) -> None:
 FIT = ("fit", "--config", RECIPE)
 COMMANDS = [
     ((), "sgmcmc: a command is missing: choose from fit, "),
-    (("fitt",), "sgmcmc: there is no command 'fitt': choose from fit, validate, test, predict, tune, report, "),
+    (("fitt",), "sgmcmc: there is no command 'fitt': choose from fit, validate, test, predict, plan, tune, report, "),
     (("fit",), "sgmcmc fit: the configuration has no data and no model: pass --config FILE"),
     (("fit", "--config", "no.yaml"), "sgmcmc fit: there is no file no.yaml to configure the run: `sgmcmc example > "),
     ((*FIT, "--nonsense"), "sgmcmc fit: unrecognized arguments: --nonsense"),

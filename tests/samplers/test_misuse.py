@@ -90,13 +90,25 @@ SET_TWICE: list[Mistake] = [
 ]
 
 PRIORS: list[Mistake] = [
-    (made(GaussianPrior, "1"), TypeError, "the prior's std must be a number, got '1' of type str for '*'"),
-    (made(GaussianPrior, None), TypeError, "the prior's std must be a number, got None of type NoneType for '*'"),
-    (made(GaussianPrior, True), TypeError, "the prior's std must be a number, got True of type bool"),
-    (made(GaussianPrior, [1.0, 2.0]), TypeError, "the prior's std must be a number, got [1.0, 2.0] of type list"),
+    (made(GaussianPrior, "1"), TypeError, "the prior's std must be a number or 'fan_in', got '1' of type str for '*'"),
+    (
+        made(GaussianPrior, None),
+        TypeError,
+        "the prior's std must be a number or 'fan_in', got None of type NoneType for '*'",
+    ),
+    (made(GaussianPrior, True), TypeError, "the prior's std must be a number or 'fan_in', got True of type bool"),
+    (
+        made(GaussianPrior, [1.0, 2.0]),
+        TypeError,
+        "the prior's std must be a number or 'fan_in', got [1.0, 2.0] of type list",
+    ),
     (made(GaussianPrior, torch.ones(2)), TypeError, "std must be one number for each pattern, got 2 numbers for '*'"),
     (made(GaussianPrior, {}), ValueError, "the prior's std has no patterns: pass one number, or numbers by pattern"),
-    (made(GaussianPrior, {"a": "1"}), TypeError, "the prior's std must be a number, got '1' of type str for 'a'"),
+    (
+        made(GaussianPrior, {"a": "1"}),
+        TypeError,
+        "the prior's std must be a number or 'fan_in', got '1' of type str for 'a'",
+    ),
     (
         made(GaussianPrior, {0: 1.0}),
         TypeError,
