@@ -2,9 +2,9 @@
 
 Every setting is a fit through `Trainer.fit` at temperature 1, and the measure is the functions that its samples
 predict: W₁ between the laws of the network's output at an input, over the posterior's standard deviation there, the
-mean over a grid of inputs. The yardstick is the same distance between two NUTS chains. Parameters would not do, since hidden units
-can be exchanged. NUTS is NumPyro's (`uv pip install numpyro`), whose potential shares no code with the library. Writes
-truth.md, truth.json and truth.png; keeps the NUTS draws in DIR.
+mean over a grid of inputs. The yardstick is the same distance between two NUTS chains. Parameters would not do, since
+hidden units can be exchanged. NUTS is NumPyro's (`uv pip install numpyro`), and its potential shares no code with the
+library. Writes truth.md, truth.json and truth.png; keeps the NUTS draws in DIR.
 """
 
 import argparse
@@ -219,8 +219,6 @@ def compared(setting: Setting, draws: Array, facts: dict[str, Any], truth: Array
         "rhat": float(np.max([one.rhat for one in found])),
         "ess": float(np.median([one.ess_bulk for one in found])),
         "ess_of_nuts": float(np.median([one.ess_bulk for one in of_nuts])),
-            np.median([chain_diagnostics(truth[:, :, c]).ess_bulk for c in range(0, len(std), every)])
-        ),
         **facts,
     }
 
