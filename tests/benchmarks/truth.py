@@ -1,10 +1,9 @@
-"""Runs of the library against NUTS on small networks: `python -m tests.benchmarks.truth --out DIR`.
+"""Runs of the library against full-gradient HMC on small networks: `python -m tests.benchmarks.truth --out DIR`.
 
 Every setting is a fit through `Trainer.fit` at temperature 1, and the measure is the functions that its samples
 predict: W₁ between the laws of the network's output at an input, over the posterior's standard deviation there, the
-mean over a grid of inputs. The yardstick is the same distance between two NUTS chains. Parameters would not do, since
-hidden units can be exchanged. NUTS is NumPyro's (`uv pip install numpyro`), and its potential shares no code with the
-library. Writes truth.md, truth.json and truth.png; keeps the NUTS draws in DIR.
+mean over a grid of inputs. The yardstick is the same distance between two HMC chains. Parameters would not do, since
+hidden units can be exchanged. Writes truth.md, truth.json and truth.png; keeps the HMC draws in DIR.
 """
 
 import argparse
@@ -34,7 +33,7 @@ from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule, WarmSt
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.diagnostics.chains import chain_diagnostics
 from lightning_sgmcmc.run.results import markdown_table
-from tests.support.nuts import Array, Target, between_chains, distance, nuts
+from tests.support.hmc import Array, Target, between_chains, distance, hmc
 from tests.support.trainers import quiet_trainer
 
 
@@ -129,10 +128,10 @@ def functions(problem: Problem, outputs: Any) -> Array:
     return found
 
 
-def reference(problem: Problem, chains: int, warm_up: int, draws: int, depth: int = 9, seed: int = 0) -> Array:
-    """Return the functions of NUTS draws, shape (chains, draws, columns)."""
-    outputs = nuts(problem.target, problem.grid, chains, warm_up, draws, depth, seed)
-    return np.stack([functions(problem, chain) for chain in outputs])
+def reference(problem: Problem, chains: int, warm_up: int, draws: int, seed: int = 0) -> Array:
+    """Return the functions of HMC draws, shape (chains, draws, columns)."""
+    states, _ = hmc(problem.target, chains, warm_up, draws, seed=seed)
+    return np.stack([functions(problem, problem.target.outputs(chain, problem.grid)) for chain in states])
 
 
 def run(setting: Setting, seed: int = 0) -> tuple[Array, dict[str, Any]]:
@@ -197,12 +196,12 @@ def compared(setting: Setting, draws: Array, facts: dict[str, Any], truth: Array
         setting: of the fit.
         draws: functions of its samples, shape (chains, draws, columns).
         facts: of its plan.
-        truth: functions of the NUTS draws, of the same form.
+        truth: functions of the HMC draws, of the same form.
     """
     pooled = truth.reshape(-1, truth.shape[-1])
     std = pooled.std(0)
     every = max(1, truth.shape[-1] // 12)
-    found, of_nuts = (
+    found, of_hmc = (
         [chain_diagnostics(each[:, :, column]) for column in range(0, each.shape[-1], every)] for each in (draws, truth)
     )
     yardstick = between_chains(list(truth), std)
@@ -211,14 +210,14 @@ def compared(setting: Setting, draws: Array, facts: dict[str, Any], truth: Array
     return {
         **asdict(setting),
         "distance": ours,
-        "between_nuts": yardstick,
+        "between_hmc": yardstick,
         "ratio": ours / yardstick,
         "planned_distance": None if planned is None else GAUSSIAN / planned**0.5,
         "std_ratio": float((draws.reshape(-1, draws.shape[-1]).std(0) / std).mean()),
         "between_ours": between_chains(list(draws), std),
         "rhat": float(np.max([one.rhat for one in found])),
         "ess": float(np.median([one.ess_bulk for one in found])),
-        "ess_of_nuts": float(np.median([one.ess_bulk for one in of_nuts])),
+        "ess_of_hmc": float(np.median([one.ess_bulk for one in of_hmc])),
         **facts,
     }
 
@@ -237,7 +236,7 @@ def as_table(rows: list[dict[str, Any]]) -> str:
         "rhat": "R-hat",
         "distance": "distance",
         "planned_distance": "of so many draws",
-        "between_nuts": "NUTS to NUTS",
+        "between_hmc": "HMC to HMC",
         "ratio": "ratio",
         "std_ratio": "std over truth's",
     }
@@ -251,7 +250,7 @@ def _shown(value: Any) -> str:
 def draw(name: str, axis: Any, truth: Array, chains: Array, title: str) -> None:
     """Draw the central 90 % and the median of the functions along the grid."""
     at = PROBLEMS[name].grid[:, 0] if PROBLEMS[name].grid.shape[1] == 1 else np.arange(truth.shape[-1])
-    for draws, color, label in ((truth, "0.4", "NUTS"), (chains, "C1", "fit")):
+    for draws, color, label in ((truth, "0.4", "HMC"), (chains, "C1", "fit")):
         low, middle, high = np.quantile(draws.reshape(-1, draws.shape[-1]), (0.05, 0.5, 0.95), axis=0)
         axis.fill_between(at, low, high, color=color, alpha=0.3, linewidth=0)
         axis.plot(at, middle, color=color, linewidth=1, label=label)
@@ -275,7 +274,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="part of the problems' names")
-    parser.add_argument("--draws", type=int, default=300, help="draws of each NUTS chain, after as many to adapt")
+    parser.add_argument("--draws", type=int, default=300, help="draws of each HMC chain, after as many to adapt")
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -283,9 +282,9 @@ def main() -> None:
     for setting in SETTINGS:
         if options.only not in setting.problem:
             continue
-        kept = options.out / f"nuts_{setting.problem}.npy"
+        kept = options.out / f"hmc_{setting.problem}.npy"
         if not kept.exists():
-            np.save(kept, reference(PROBLEMS[setting.problem], 4, options.draws, options.draws, depth=8))
+            np.save(kept, reference(PROBLEMS[setting.problem], 4, options.draws, options.draws))
         truth = np.load(kept)
         chains, facts = run(setting)
         rows.append(compared(setting, chains, facts, truth))
