@@ -259,6 +259,8 @@ def draw(name: str, axis: Any, truth: Array, chains: Array, title: str) -> None:
 
 
 SETTINGS = [
+    Setting("smallest", 3_000, 3e-3, 2.0),
+    Setting("classification", 600, 0.05, 2.0, draws=150, warm_start=200),
     Setting("regression", 3_000, 1e-3, 2.0),
     Setting("regression", 20_000, 1e-3, 2.0),
     Setting("regression", 3_000, 3e-5, 0.1, batch=50),
