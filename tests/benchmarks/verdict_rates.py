@@ -1,4 +1,4 @@
-"""How often ChainHealth is right: `python -m tests.benchmarks.verdict_rates --seeds 20 --out FILE`.
+"""How often ChainHealth is right: `python -m tests.benchmarks.verdict_rates --seeds 20 --out FILE.jsonl`.
 
 Runs through `Trainer.fit` whose truth is known: right runs, on the conjugate model (whose exact temperature is within
 12 % of the target's) and on small networks, must get no warning; wrong ones must get the right finding first.
@@ -6,7 +6,9 @@ Runs through `Trainer.fit` whose truth is known: right runs, on the conjugate mo
 
 import argparse
 import functools
+import json
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,44 +132,50 @@ def cases(steps: int) -> list[Case]:
     ]
 
 
-def rates(case: Case, seeds: int) -> tuple[int, int, int, str]:
-    """Return the runs with a warning, with the right finding first, with the right name, and the first findings."""
-    warned = first = named = 0
-    seen: dict[str, int] = {}
-    for seed in range(seeds):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            report = case.run(seed)
-        problems = [finding.kind for finding in report.findings if finding.severity == "problem"]
-        warned += bool(problems)
-        first += bool(problems) and problems[0] in case.expected
-        named += case.kind is None or report.kind == case.kind
-        if problems:
-            seen[problems[0].value] = seen.get(problems[0].value, 0) + 1
-    return warned, first, named, ", ".join(f"{name} {count}" for name, count in seen.items())
+def outcome(case: Case, seed: int) -> dict[str, Any]:
+    """Return what the report of one run says: its problems, the most urgent first, and its name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = case.run(seed)
+    problems = [finding.kind.value for finding in report.findings if finding.severity == "problem"]
+    return {"case": case.name, "seed": seed, "problems": problems, "kind": report.kind}
+
+
+def table(chosen: list[Case], outcomes: list[dict[str, Any]]) -> str:
+    """Return for each case the runs with a warning, with the right finding first, and with the right name."""
+    lines = ["| run | runs | warned | right finding first | right name | first findings |", "|---|---|---|---|---|---|"]
+    for case in chosen:
+        own = [one for one in outcomes if one["case"] == case.name]
+        first = Counter(one["problems"][0] for one in own if one["problems"])
+        right = sum(first[kind.value] for kind in case.expected) if case.expected else "–"
+        named = sum(case.kind is None or one["kind"] == case.kind for one in own)
+        seen = ", ".join(f"{name} {count}" for name, count in first.most_common())
+        lines.append(f"| {case.name} | {len(own)} | {first.total()} | {right} | {named} | {seen} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first_seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--only", default="", help="part of the cases' names")
-    parser.add_argument("--out", type=Path, help="Markdown file of the table")
+    parser.add_argument("--out", type=Path, required=True, help="file of one line of JSON for each run, added to")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lines = ["| run | warned | right finding first | right name | first findings |", "|---|---|---|---|---|"]
-    print("\n".join(lines), flush=True)
-    for case in cases(options.steps):
-        if options.only not in case.name:
-            continue
-        warned, first, named, seen = rates(case, options.seeds)
-        right = f"{first} of {options.seeds}" if case.expected else "–"
-        line = f"| {case.name} | {warned} of {options.seeds} | {right} | {named} of {options.seeds} | {seen} |"
-        lines.append(line)
-        print(line, flush=True)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text("\n".join(lines) + "\n")
+    chosen = [case for case in cases(options.steps) if options.only in case.name]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    outcomes = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    done = {(one["case"], one["seed"]) for one in outcomes}
+    # Every case has a run before any has its second, so a table of a run that was stopped has all cases.
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
+        for case in chosen:
+            if (case.name, seed) in done:
+                continue
+            outcomes.append(outcome(case, seed))
+            with options.out.open("a") as file:
+                file.write(json.dumps(outcomes[-1]) + "\n")
+    print(table(chosen, outcomes))
 
 
 if __name__ == "__main__":
