@@ -94,4 +94,4 @@ def _print_setting(console: Console, proposal: StepProposal) -> None:
     console.print(f"{what.capitalize()}: {proposal.limit}. {proposal.reason}", highlight=False)
     share = "" if math.isinf(proposal.run_steps) else f", and the run has {proposal.run_steps:,.0f}"
     console.print(f"The short runs took {proposal.steps_made:,} steps{share}.", highlight=False)
-    console.print("Whether the run is long enough, ChainHealth reports.", highlight=False)
+    console.print("Whether the run is long enough at this lr, `sgmcmc plan` reports.", highlight=False)

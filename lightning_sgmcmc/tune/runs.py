@@ -197,7 +197,7 @@ def restored(module: BayesianModule) -> Iterator[None]:
     """
     tensors = [*module.parameters(), *module.buffers()]
     kept = [t.detach().clone() for t in tensors]
-    names = ("lr", "num_data", "posterior", "evaluations", "health")
+    names = ("lr", "num_data", "posterior", "evaluations", "health", "plan")
     plain = {name: getattr(module, name) for name in names}
     seed, trainable = module.chains.seed, module.chains.trainable
     training = module.training
