@@ -1,4 +1,4 @@
-"""`propose_lr` against the exact law of the conjugate model, and the command."""
+"""`propose_lr` against the exact law of the conjugate model, from wrong starts, and the command."""
 
 import functools
 import json
@@ -8,10 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
+from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior
+from lightning_sgmcmc.callbacks import CyclicalSchedule, SamplingSchedule, WarmStart
+from lightning_sgmcmc.callbacks.schedule import RunLength
 from lightning_sgmcmc.cli.commands import main
 from lightning_sgmcmc.samplers import SGHMC, SGLD
-from lightning_sgmcmc.tune import propose_lr
+from lightning_sgmcmc.schedules import PolynomialDecay
+from lightning_sgmcmc.tune import Limit, Probe, propose_lr
+from lightning_sgmcmc.tune.proposal import choose, search
+from lightning_sgmcmc.tune.short_form import RunForm
 from tests.support.paths import RECIPE
 from tests.support.problems import ConjugateRegression
 from tests.support.trainers import quiet_trainer
@@ -32,7 +40,8 @@ def largest_step(law: Any, tolerance: float = 0.2) -> float:
     ("sampler", "lr", "law"),
     [
         pytest.param(SGLD, 0.1, lambda h: PROBLEM.sgld_covariance(h, 50), id="SGLD-from-above"),
-        pytest.param(SGHMC, 0.002, lambda h: PROBLEM.sghmc_covariance(h, 50, 0.1), id="SGHMC-from-below"),
+        pytest.param(SGHMC, 1e-7, lambda h: PROBLEM.sghmc_covariance(h, 50, 0.1), id="SGHMC-from-far-below"),
+        pytest.param(SGHMC, 1e9, lambda h: PROBLEM.sghmc_covariance(h, 50, 0.1), id="SGHMC-from-far-above"),
     ],
 )
 def test_the_proposal_is_near_the_largest_right_step(sampler: Any, lr: float, law: Any) -> None:
@@ -40,8 +49,9 @@ def test_the_proposal_is_near_the_largest_right_step(sampler: Any, lr: float, la
     module = PROBLEM.module(sampler=sampler, lr=lr, seed=0)
     before = module.net.weight.detach().clone()
     proposal = propose(module, PROBLEM.loader(50), steps=300, burn_in_steps=50)
-    assert proposal.lr is not None
     assert 0.5 < proposal.lr / largest_step(law) < 1.5
+    assert proposal.setting == pytest.approx(proposal.lr)
+    assert proposal.is_healthy
     assert proposal.is_bounded
     steps = [probe.lr for probe in proposal.probes]
     assert steps == sorted(steps)
@@ -51,15 +61,91 @@ def test_the_proposal_is_near_the_largest_right_step(sampler: Any, lr: float, la
     assert (module.lr, module.posterior, module.health, module.evaluations) == (lr, None, None, {})
 
 
-def test_nothing_healthy_and_nothing_unhealthy() -> None:
-    module = PROBLEM.module(sampler=SGHMC, lr=5.0, seed=0)
-    none = propose(module, PROBLEM.loader(50), steps=100, burn_in_steps=0, max_probes=2)
-    assert none.lr is None
-    assert [probe.healthy for probe in none.probes] == [False, False]
-    module = PROBLEM.module(sampler=SGHMC, lr=1e-4, seed=0)
-    unbounded = propose(module, PROBLEM.loader(50), steps=100, burn_in_steps=0, max_probes=2)
-    assert unbounded.lr == pytest.approx(2e-4)
-    assert not unbounded.is_bounded
+def classes(num_data: int, seed: int) -> torch.utils.data.TensorDataset:
+    """Three classes in two dimensions, labelled by a plane for each class."""
+    x = torch.randn(num_data, 2, generator=torch.Generator().manual_seed(seed))
+    return torch.utils.data.TensorDataset(x, (x @ torch.tensor([[3.0, 0.0, -3.0], [0.0, 3.0, -3.0]])).argmax(1))
+
+
+def classifier(lr: Any, **options: Any) -> BayesianModule:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 3))
+    options = {"sampler": SGHMC, "prior": GaussianPrior(std=1.0), "seed": 0} | options
+    return BayesianModule(net=net, likelihood=Categorical(), lr=lr, **options)
+
+
+def tuned(module: BayesianModule, *callbacks: Any, **options: Any) -> Any:
+    """Tune for a run of 800 steps."""
+    generator = torch.Generator().manual_seed(0)
+    data = DataLoader(classes(400, 0), 50, shuffle=True, generator=generator), DataLoader(classes(200, 1), 200)
+    trainer = functools.partial(quiet_trainer, max_steps=800, callbacks=list(callbacks))
+    return propose_lr(module, data[0], val_dataloaders=data[1], make_trainer=trainer, **options)
+
+
+@pytest.mark.parametrize("start", [1e-6, 50.0])
+def test_a_cyclical_run_from_a_wrong_start_trains(start: float) -> None:
+    """A step is proposed whatever the module's lr is, and a run with it is far above chance (log 3 = 1.1 nats)."""
+    proposal = tuned(classifier(start), CyclicalSchedule(num_cycles=2, exploration=0.7), max_probes=6)
+    assert proposal.is_healthy
+    chosen = next(probe for probe in proposal.probes if probe.lr == proposal.lr)
+    assert chosen.nll is not None
+    assert chosen.nll < 0.5
+    assert proposal.run_steps == 800
+
+
+def test_patterns_chains_and_a_warm_start_are_scaled_together() -> None:
+    lr = {"net.2.*": [0.02, 0.01], "*": 0.001}
+    module = classifier(lr, num_chains=2)
+    schedule = SamplingSchedule(burn_in_steps=200, every_n_steps=100)
+    proposal = tuned(module, WarmStart(steps=100), schedule, max_probes=3, steps=100)
+    factor = proposal.lr / 0.02
+    expected = {"net.2.*": [0.02 * factor, 0.01 * factor], "*": 0.001 * factor}
+    assert {name: pytest.approx(value) for name, value in proposal.setting.items()} == expected
+    assert module.lr == lr
+
+
+def test_the_short_form_has_the_stages_of_the_run() -> None:
+    form = RunForm(CyclicalSchedule(num_cycles=4, exploration=0.75, samples_per_cycle=3), RunLength(4000))
+    short = form.short(200)
+    assert form.explores
+    assert form.lead == pytest.approx(1000 * (0.75 / 2 + np.sin(0.75 * np.pi) / (2 * np.pi)), rel=0.01)
+    controls = [short.controls(step) for step in range(1, 201)]
+    assert [control.temperature for control in controls] == [0.0] * 100 + [None] * 100
+    assert controls[0].lr_factor == 1
+    assert controls[100].lr_factor == pytest.approx((np.cos(0.75 * np.pi) + 1) / 2, rel=0.01)
+    assert short.draws(200)
+    with pytest.raises(ValueError, match="lr_decay"):
+        RunForm(SamplingSchedule(every_n_steps=1, lr_decay=PolynomialDecay(0.1, 1.0, 0.5)), RunLength(100))
+
+
+def of_verdicts(verdicts: dict[float, Limit | None]) -> Any:
+    return lambda lr: Probe(lr, energy=0.0, limit=next(v for least, v in verdicts.items() if lr >= least))
+
+
+def test_the_limit_binds() -> None:
+    limits = {4.0: Limit.EXPLORATION, 1.0: Limit.GRADIENT_NOISE, 0.0: None}
+    for start in (16.0, 0.25):
+        probes = search(of_verdicts(limits), start, 0.0, 10)
+        lr, limit, is_healthy, _ = choose(probes, 0.0, start)
+        assert 0.5 <= lr < 1
+        assert limit is Limit.GRADIENT_NOISE
+        assert is_healthy
+    lr, limit, is_healthy, _ = choose(search(of_verdicts({0.0: None}), 1.0, 0.0, 3), 0.0, 1.0)
+    assert (lr, limit, is_healthy) == (4.0, Limit.TRIED, True)
+    # nothing healthy: the coolest finite step, and what binds there
+    lr, limit, is_healthy, _ = choose(search(of_verdicts({0.0: Limit.GRADIENT_NOISE}), 1.0, 0.0, 3), 0.0, 1.0)
+    assert (lr, limit, is_healthy) == (0.25, Limit.GRADIENT_NOISE, False)
+    # all diverged: the step that trained
+    assert choose([Probe(8.0, limit=Limit.EXPLORATION)], 0.0, 2.0)[0] == 2.0
+
+
+def test_validation_data_choose_among_healthy_steps() -> None:
+    """The largest step as good as the best by paired differences."""
+    noise = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    shifts = {0.25: -0.5, 0.5: 0.0, 1.0: 0.01, 2.0: -0.3}
+    probes = [Probe(lr, energy=0.0, nll=-s, log_density=s + 0.2 * lr * noise) for lr, s in shifts.items()]
+    assert choose(probes, 0.0, 1.0)[:2] == (1.0, Limit.VALIDATION)
+    assert choose(probes, 2.0, 1.0)[:2] == (2.0, Limit.TRIED), "smaller steps do not train within the run"
 
 
 def test_mistakes() -> None:
@@ -75,11 +161,12 @@ def test_mistakes() -> None:
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     main(["tune", "--config", RECIPE, "--steps=100", "--burn_in_steps=100", "--max_probes=2"])
     printed = capsys.readouterr().out
-    assert "--model.init_args.lr=" in printed
     (file,) = Path("runs/digits_csghmc").glob("*/tune.json")
     result = json.loads(file.read_text())
-    assert result["setting"] == pytest.approx(result["lr"] / result["sampling_lr_factor"])
-    assert result["sampling_lr_factor"] == pytest.approx((np.cos(0.7 * np.pi) + 1) / 2)
+    assert f"--model.init_args.lr={result['setting']:.3g}" in printed
+    assert result["limit"] in printed
+    assert result["setting"] == pytest.approx(result["lr"])
+    assert max(len(line) for line in printed.splitlines() if "runs/" not in line) <= 80
     assert len(result["probes"]) == 2
     assert [path.name for path in Path.cwd().iterdir()] == ["runs"], "probes leave nothing behind"
 

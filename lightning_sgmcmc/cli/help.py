@@ -27,7 +27,7 @@ COMMANDS = {
     "test": "evaluate the newest run's samples on the test data",
     "predict": "write the predictive distribution of the newest run's samples",
     "plan": "print what a fit will reach and cost, and what to call it, without training",
-    "tune": "propose a step size from short runs",
+    "tune": "propose the setting of lr from short runs",
     "report": "write one HTML page of a run",
     "compare": "compare runs on the same data: paired differences with intervals, and cost",
     "example": "print a configuration that runs as it is",

@@ -73,7 +73,8 @@ def why_without_samples(trainer: pl.Trainer, progress: Progress, updates: int = 
     if progress.first_sample is not None and updates < progress.first_sample <= trainer.global_step:
         return (
             f"{trainer.global_step - updates} of {trainer.global_step} steps were skipped, since their energy or "
-            "gradient was not finite; use a smaller lr, clip the gradients, or use precision='bf16-mixed' instead of "
+            "gradient was not finite; use a smaller lr (`sgmcmc tune` finds one), clip the gradients, or use "
+            "precision='bf16-mixed' instead of "
             "'16-mixed'"
         )
     stopper = next((reason for c in callbacks_of(trainer) if (reason := _why_stopped(c))), "it stopped")

@@ -21,7 +21,7 @@ from lightning_sgmcmc.samplers import Sampler
 
 NonFiniteEnergy: TypeAlias = Literal["stop", "skip"]
 
-SMALLER_STEP = "use a smaller lr, or clip the gradients"
+SMALLER_STEP = "use a smaller lr, or clip the gradients (`sgmcmc tune` finds an lr)"
 SMALLER_WARM_START = "use a smaller WarmStart(lr=…), or clip the gradients"
 
 SCALER_LIMIT = 200

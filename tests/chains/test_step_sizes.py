@@ -15,7 +15,6 @@ from lightning_sgmcmc.callbacks import (
     SampleCollector,
     SamplingSchedule,
 )
-from lightning_sgmcmc.tune import propose_lr
 from tests.support.comparisons import assert_same
 from tests.support.problems import Data, Net, Plain
 from tests.support.trainers import quiet_trainer, seeded
@@ -127,8 +126,3 @@ WRONG = [
 def test_what_is_no_step_size_is_refused(lr: Any, error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=sentence):
         quiet_trainer(max_steps=1).fit(Net(2, lr=lr), datamodule=Data())
-
-
-def test_tune_wants_one_step_size() -> None:
-    with pytest.raises(ValueError, match=r"propose_lr finds one step size for all chains and parameters, got lr=\{"):
-        propose_lr(Net(1, lr={"*": 0.1}), datamodule=Data())

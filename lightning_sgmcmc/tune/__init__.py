@@ -1,0 +1,17 @@
+"""A step size from short runs: `propose_lr`, which `sgmcmc tune` calls.
+
+Three things limit the step of a stochastic-gradient sampler. The exploration stages of a cyclical schedule run at the
+full lr without noise, and must train. The mini-batch noise of the gradient adds lr·N·Var(g)/(2·η·τ) of the target's
+temperature (η the friction, 1 for SGLD), which falls with the batch size. The finite step adds about lr·λ/(4 - 2η) of
+it, with λ the curvature of the mean potential. All three appear within a few relaxation times of the sharp directions,
+so short runs find them. They cannot find how long a chain needs to spread over the flat directions, N·(prior
+variance)/lr steps.
+
+`lightning_sgmcmc.tune.short_form` shortens a run's schedule, `training` finds a warmed-up state, `probes` judges step
+sizes from there, and `proposal` chooses among them.
+"""
+
+from lightning_sgmcmc.tune.proposal import Limit, Probe, StepProposal
+from lightning_sgmcmc.tune.propose import MIN_STEPS, propose_lr
+
+__all__ = ["MIN_STEPS", "Limit", "Probe", "StepProposal", "propose_lr"]

@@ -1,0 +1,239 @@
+"""Probes of step sizes, and the choice among them."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NOISE = 1.0
+"""A step is as good as the best if its NLL is larger by at most this many standard errors of the paired difference."""
+LEAST_LOSS = 0.002
+"""A larger NLL by less than this, in nats per datum, is no difference."""
+
+
+class Limit(str, Enum):
+    """What bounds the proposed step."""
+
+    EXPLORATION = "exploration"
+    GRADIENT_NOISE = "gradient noise"
+    DISCRETIZATION = "discretization"
+    CHANCE = "at chance"
+    VALIDATION = "validation"
+    TRIED = "largest tried"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+SENTENCES = {
+    Limit.EXPLORATION: "Exploration at a larger lr does not train: it diverges, or undoes what was learned.",
+    Limit.GRADIENT_NOISE: "At a larger lr the mini-batch noise heats the chain: more data per batch allow one.",
+    Limit.DISCRETIZATION: "At a larger lr the discretization heats the chain.",
+    Limit.CHANCE: "At a larger lr the model does no better than chance.",
+    Limit.VALIDATION: "A larger lr is healthy, but its average predicts the validation data worse.",
+    Limit.TRIED: "It is the largest lr tried: a larger one may be healthy too (more probes find out).",
+}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A short run at one step size.
+
+    Attributes:
+        lr: the setting for the module's lr (the largest, if it has one for each pattern or chain).
+        kinetic: kinetic temperature of all tensors together, None if the run diverged.
+        configurational: configurational temperature of all tensors together, None if the run diverged.
+        noise_share: the largest share of mini-batch noise in a tensor's step.
+        energy: mean Ũ of the sampling stage in nats.
+        nll: NLL of the average on the validation data in nats per datum, None without such data.
+        limit: what makes it unhealthy, None if nothing does.
+        reason: a sentence on that, else "".
+        log_density: log density of the average at each validation datum, for paired comparisons.
+    """
+
+    lr: float
+    kinetic: float | None = None
+    configurational: float | None = None
+    noise_share: float | None = None
+    energy: float | None = None
+    nll: float | None = None
+    limit: Limit | None = None
+    reason: str = ""
+    log_density: Tensor | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing heats the chain beyond the tolerance, and the exploration stage trains."""
+        return self.limit is None
+
+    @property
+    def verdict(self) -> str:
+        """ "healthy", or the limit."""
+        return "healthy" if self.limit is None else self.limit.value
+
+    def is_worse(self, other: "Probe") -> bool:
+        """Return whether its average predicts the validation data worse than another's, beyond noise."""
+        if self.log_density is None or other.log_density is None:
+            return False
+        loss = (other.log_density - self.log_density).double()
+        error = float(loss.std()) / math.sqrt(len(loss)) if len(loss) > 1 else math.inf
+        return float(loss.mean()) > max(NOISE * error, LEAST_LOSS)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return its JSON form."""
+        names = ("lr", "kinetic", "configurational", "noise_share", "energy", "nll", "reason")
+        return {name: _finite(getattr(self, name)) for name in names} | {
+            "healthy": self.healthy,
+            "verdict": self.verdict,
+        }
+
+
+@dataclass(frozen=True)
+class StepProposal:
+    """The result of `propose_lr`.
+
+    Attributes:
+        lr: the proposed setting (the largest, if the module has one for each pattern or chain); never None.
+        setting: the value to write into the configuration: a number, or the module's patterns and chains, all scaled
+            by the same factor.
+        limit: what binds.
+        is_healthy: whether a short run at lr was healthy. If none was, lr is the best of those tried.
+        reason: a sentence on what binds.
+        probes: all probes, by step size.
+        steps_made: optimizer steps of the call.
+        run_steps: optimizer steps of the run, infinite if unknown.
+    """
+
+    lr: float
+    setting: Any
+    limit: Limit
+    is_healthy: bool
+    reason: str
+    probes: tuple[Probe, ...]
+    steps_made: int = 0
+    run_steps: float = math.inf
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a larger step was tried and was worse."""
+        return self.limit is not Limit.TRIED
+
+    def as_json(self) -> dict[str, Any]:
+        """Return its JSON form."""
+        return {
+            "setting": self.setting,
+            "lr": self.lr,
+            "limit": self.limit.value,
+            "is_healthy": self.is_healthy,
+            "reason": self.reason,
+            "steps_made": self.steps_made,
+            "run_steps": _finite(self.run_steps),
+            "probes": [probe.as_json() for probe in self.probes],
+        }
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def search(probe: Callable[[float], Probe], lr: float, least: float, max_probes: int) -> list[Probe]:
+    """Probe at lr, then up or down by factors of two until health changes, then between the last two.
+
+    With validation data it then continues downwards while a smaller step predicts better.
+
+    Args:
+        probe: makes a probe.
+        lr: the first step size.
+        least: the smallest step size that trains within the run.
+        max_probes: the largest number of probes.
+    """
+    probes = [probe(lr)]
+    factor = 2.0 if probes[0].healthy else 0.5
+    while len(probes) < max_probes and probes[-1].healthy == probes[0].healthy:
+        if factor < 1 and len(probes) == 4:
+            factor = 0.25  # far from it
+        probes.append(probe(probes[-1].lr * factor))
+    if len(probes) < max_probes and probes[-1].healthy != probes[0].healthy:
+        probes.append(probe(math.sqrt(probes[-1].lr * probes[-2].lr)))
+    while len(probes) < max_probes:
+        healthy = sorted(_below_limit(probes), key=lambda p: p.lr)
+        if not healthy or healthy[0].log_density is None or healthy[0].lr / 2 < least:
+            break
+        if len(healthy) > 1 and not healthy[1].is_worse(healthy[0]):
+            break
+        probes.append(probe(healthy[0].lr / 2))
+    return probes
+
+
+def _below_limit(probes: Sequence[Probe]) -> list[Probe]:
+    # Heat grows with the step, so a healthy probe beyond an unhealthy one was luck.
+    limit = min((p.lr for p in probes if not p.healthy), default=math.inf)
+    return [p for p in probes if p.healthy and p.lr < limit]
+
+
+def choose(probes: Sequence[Probe], least: float, fallback: float) -> tuple[float, Limit, bool, str]:
+    """Return the proposed step size, what binds, whether it is healthy, and a sentence.
+
+    Among the healthy steps below the smallest unhealthy one it is the largest whose average predicts the validation
+    data as well as the best; without such data the largest.
+
+    Args:
+        probes: the probes.
+        least: the smallest step size that trains within the run; smaller ones are chosen only if there is no other.
+        fallback: a step size that trained at temperature 0, for probes that all diverged.
+    """
+    below = _below_limit(probes)
+    if not below:
+        return _least_bad(probes, fallback)
+    candidates = [p for p in below if p.lr >= least] or [max(below, key=lambda p: p.lr)]
+    best = min(candidates, key=lambda p: math.inf if p.nll is None else p.nll)
+    found = max((p for p in candidates if not p.is_worse(best)), key=lambda p: p.lr)
+    if any(p.lr > found.lr for p in below):
+        return found.lr, Limit.VALIDATION, True, SENTENCES[Limit.VALIDATION]
+    above = min((p for p in probes if not p.healthy), key=lambda p: p.lr, default=None)
+    limit = Limit.TRIED if above is None or above.limit is None else above.limit
+    return found.lr, limit, True, SENTENCES[limit]
+
+
+def _least_bad(probes: Sequence[Probe], fallback: float) -> tuple[float, Limit, bool, str]:
+    finite = [p for p in probes if p.energy is not None]
+    lowest = min(probes, key=lambda p: p.lr)
+    limit = lowest.limit or Limit.DISCRETIZATION
+    trained = [p for p in finite if p.limit not in (Limit.EXPLORATION, Limit.CHANCE)]
+    if not finite:
+        lr = min(fallback, lowest.lr)
+    elif any(p.nll is not None for p in finite):
+        lr = min(finite, key=lambda p: math.inf if p.nll is None else p.nll).lr
+    else:  # heat falls with the step
+        lr = min(trained or finite, key=lambda p: p.lr).lr
+    binds = next((p.reason for p in probes if p.lr == lr and p.reason), lowest.reason)
+    return lr, limit, False, f"No step was healthy; at this one: {binds}" if binds else "No step was healthy."
+
+
+def scaled(setting: Any, factor: float) -> Any:
+    """Return a module's lr with all its numbers multiplied by a factor.
+
+    >>> scaled({"*.bias": 0.5, "*": [1.0, 2.0]}, 0.5)
+    {'*.bias': 0.25, '*': [0.5, 1.0]}
+    """
+    if isinstance(setting, dict):
+        return {name: scaled(value, factor) for name, value in setting.items()}
+    if isinstance(setting, list | tuple):
+        return [scaled(value, factor) for value in setting]
+    return float(setting) * factor
+
+
+def tail_mean(energies: Tensor, share: float = 1 / 3) -> float:
+    """Return the largest chain's mean energy over the last steps, infinite if it is not finite.
+
+    Args:
+        energies: shape (n, C).
+        share: of the steps.
+    """
+    last = energies[-max(1, round(share * len(energies))) :]
+    value = float(last.double().mean(0).max()) if len(energies) else math.inf
+    return value if math.isfinite(value) and bool(torch.isfinite(energies).all()) else math.inf

@@ -1,0 +1,141 @@
+"""`propose_lr`: the setting of lr for a run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
+
+from lightning_sgmcmc.chains.step_sizes import values_of
+from lightning_sgmcmc.checks import check_count, check_positive
+from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.tune.probes import Prober
+from lightning_sgmcmc.tune.proposal import Probe, StepProposal, choose, scaled, search, tail_mean
+from lightning_sgmcmc.tune.runs import ShortRuns, restored
+from lightning_sgmcmc.tune.short_form import RunForm
+from lightning_sgmcmc.tune.training import Training
+
+MIN_STEPS = 100
+"""The fewest steps of a probe."""
+MAX_STEPS = 500
+"""The most steps of a probe whose length is not given."""
+RUN_SHARE = 8
+"""A probe whose length is not given has the run's steps over this number."""
+
+
+def propose_lr(
+    module: BayesianModule,
+    train_dataloaders: Any = None,
+    datamodule: pl.LightningDataModule | None = None,
+    val_dataloaders: Any = None,
+    *,
+    steps: int | None = None,
+    burn_in_steps: int | None = None,
+    tolerance: float = 0.2,
+    max_probes: int = 10,
+    make_trainer: Callable[..., pl.Trainer] = pl.Trainer,
+) -> StepProposal:
+    """Return the setting of the module's lr for a run: the largest at which short runs are healthy.
+
+    `make_trainer` makes the run's trainer, so that its schedule, length, batches, accumulation, clipping, warm start
+    and the callbacks that change the gradient's noise (`EWSG`, `ControlVariates`, …) are known. The call first
+    optimizes from the run's start in some steps at several step sizes, and continues from the best with a step that
+    shrinks; so the module's own lr may be wrong by many powers of ten. From the state that it reached, each probe runs
+    the first cycle, or burn-in and sampling, in short form. A probe is unhealthy
+
+    * if the first steps from the run's start raise the energy, or the exploration stage (the full lr at temperature 0)
+      diverges or ends with less than half of what had been learned ("exploration");
+    * if `ChainHealth` finds heat in the sampling stage, if the kinetic temperature of all tensors together is above
+      τ·(1 + tolerance), or the energy above that of d harmonic coordinates, U_0 + τ·(1 + tolerance)·d/2, with U_0 the
+      energy of the warmed-up state ("gradient noise", "discretization"), or if the model is at chance.
+
+    Temperatures below τ do not count: they depend on the length of the run. Step sizes are tried by factors of two up
+    or down until health changes, and once between. Among the healthy ones that train within the run's first stage the
+    proposal is the largest whose average over the short run predicts the validation data as well as the best, within
+    noise; without validation data the largest. If none is healthy, it is the best of those tried.
+
+    The call restores the module: parameters and buffers, lr, evaluations.
+
+    Args:
+        module: the module; its lr is a number, or numbers by pattern and chain, which are scaled together.
+        train_dataloaders: training data, or
+        datamodule: the datamodule that has them and validation data.
+        val_dataloaders: validation data; the test data are never used.
+        steps: optimizer steps of a probe, at least 100; None is an eighth of the run's, between 100 and 500.
+        burn_in_steps: optimizer steps at temperature 0 before the probes; None is the same as steps.
+        tolerance: accepted relative deviation of temperatures.
+        max_probes: the largest number of probes.
+        make_trainer: makes the run's trainer, such as `functools.partial(Trainer, max_epochs=200, callbacks=[…])`;
+            keyword arguments replace its own.
+
+    Raises:
+        ValueError: for an argument out of range, or a module at temperature 0.
+        TypeError: if the module is not a `BayesianModule`.
+    """
+    _check_arguments(module, steps, burn_in_steps, tolerance, max_probes)
+    data: dict[str, Any] = {"train_dataloaders": train_dataloaders, "datamodule": datamodule}
+    if val_dataloaders is not None:
+        data["val_dataloaders"] = val_dataloaders
+    runs = ShortRuns(module, data, make_trainer)
+    _check_temperature(module, runs)
+    module.configure_model()  # stacks several chains, for good
+    with restored(module):
+        start = runs.state()
+        energies, setting = runs.look()
+        runs.set_state(start)
+        setting = dict(setting) if hasattr(setting, "items") else setting
+        given = max(values_of(setting))
+        form = RunForm(runs.schedule, runs.length._replace(lr=setting if isinstance(setting, int | float) else given))
+        length = steps or _length(runs.length.steps)
+        energy, error = tail_mean(energies, 1.0), float(energies.mean(1).std()) / len(energies) ** 0.5
+        training = Training(runs, setting, given, energy, error)
+        training.warm_up(length if burn_in_steps is None else burn_in_steps)
+        rank_zero_info(f"Warmed up: energy {energy:.6g} to {training.energy:.6g} nats.")
+        prober = Prober(runs, training, form, length, tolerance)
+
+        def probe(lr: float) -> Probe:
+            found = prober(lr)
+            rank_zero_info(f"lr={lr:.3g}: {found.verdict}")
+            return found
+
+        least = training.time / form.lead if form.lead > 1 else 0.0
+        probes = search(probe, training.lr, least, max_probes)
+        lr, limit, is_healthy, reason = choose(probes, least, training.lr)
+        return StepProposal(
+            lr,
+            scaled(setting, lr / given),
+            limit,
+            is_healthy,
+            reason,
+            tuple(sorted(probes, key=lambda p: p.lr)),
+            runs.steps_made,
+            runs.length.steps,
+        )
+
+
+def _length(run_steps: float) -> int:
+    return int(max(MIN_STEPS, min(MAX_STEPS, run_steps // RUN_SHARE)))
+
+
+def _check_arguments(
+    module: Any, steps: int | None, burn_in_steps: int | None, tolerance: float, max_probes: int
+) -> None:
+    if not isinstance(module, BayesianModule):
+        raise TypeError(
+            f"propose_lr works with a BayesianModule, got {type(module).__name__}: derive the module from "
+            "lightning_sgmcmc.BayesianModule"
+        )
+    check_count("steps", steps, least=MIN_STEPS)
+    check_count("burn_in_steps", burn_in_steps, least=0)
+    check_positive("tolerance", tolerance)
+    check_count("max_probes", max_probes, optional=False)
+    numbers = [number for number in values_of(module.lr) if number is not None]
+    if any(number == 0 for number in numbers):
+        raise ValueError("lr is 0: set the module's lr to a step size to start the search from")
+
+
+def _check_temperature(module: BayesianModule, runs: ShortRuns) -> None:
+    own = getattr(runs.schedule, "temperature", None)
+    temperature = module.temperature if own is None else own
+    if not any(values_of(temperature)):
+        raise ValueError("at temperature 0 the chain does not sample, so no step is too hot: set temperature")
