@@ -10,13 +10,14 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from lightning_sgmcmc.diagnostics.findings import Finding, ranked
+from lightning_sgmcmc.planning.kind import RunKind
 
 TemperatureKind = Literal["kinetic", "configurational"]
 Verdict = Literal["ok", "warning", "unknown"]
 Interval = tuple[float, float]
 
 VERDICTS: tuple[Verdict, ...] = ("ok", "warning", "unknown")
-POSTERIOR, COLD, SNAPSHOT, DEEP = KINDS = ("posterior sample", "cold ensemble", "snapshot ensemble", "deep ensemble")
+POSTERIOR, COLD, SNAPSHOT, DEEP = KINDS = tuple(kind.value for kind in RunKind)
 """What the samples of a run can be."""
 
 

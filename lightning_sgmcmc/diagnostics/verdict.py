@@ -10,19 +10,16 @@ from lightning_sgmcmc.diagnostics.chains import MIXED, ChainDiagnostics
 from lightning_sgmcmc.diagnostics.estimates import Estimates
 from lightning_sgmcmc.diagnostics.findings import SMALLER_LR, Finding, FindingKind
 from lightning_sgmcmc.diagnostics.health import COLD, DEEP, POSTERIOR, SNAPSHOT, HealthReport, RunMeasures, Temperatures
+from lightning_sgmcmc.planning.kind import COLD_BELOW, HOT_SHARE, LEAST_RELAXATION_TIMES, WANTED
 
 AT_CHANCE = 0.05
 """A model gains less than this share of the energy of chance (in regression, this many nats) over a guess."""
-LEAST_TIMES, WANTED_TIMES = 1.0, 3.0
-"""Relaxation times below which a run is a cold ensemble, and those that a posterior sample should cover."""
 LONGEST = 10.0
 """A run is not advised to be longer than this many times."""
-HOT_SHARE, LOST_SHARE = 0.5, 0.25
-"""A target is too hot for its data if it takes up this share of the energy of chance, and its samples lose that one."""
+LOST_SHARE = 0.25
+"""A target is too hot for its data if it takes up `HOT_SHARE` of the energy of chance, and its samples lose this."""
 LEAST_SHARE = 2e-3
 """A configurational temperature below this share of τ is called near 0, and measures no relaxation time."""
-COLD_SHARE = 0.5
-"""A configurational temperature below this share of τ makes a cold ensemble."""
 WORSE_BY = 0.1
 """The average is worse with more samples if it loses this share of what averaging gains."""
 TREND = 3.0
@@ -115,7 +112,7 @@ class RunFacts:
         chance = self.chance_energy
         if chance is not None and heat > chance:
             return f"{cold}: longer runs take up {heat:,.0f} nats of heat, and guessing costs {chance:,.0f}"
-        factor = WANTED_TIMES / covered if covered else math.inf
+        factor = WANTED / covered if covered else math.inf
         if factor > LONGEST:
             return f"{cold} (the posterior needs {f'{factor:.0f} times' if factor < 1e6 else 'far more'} the steps)"
         return f"sample {math.ceil(factor)} times as long" if factor > 1 else "use a longer burn-in"
@@ -166,12 +163,12 @@ def _kind(report: HealthReport, facts: RunFacts) -> tuple[str | None, str]:
         return (DEEP if facts.num_chains > 1 else SNAPSHOT), "the states are those of an optimization (temperature 0)"
     total, planned, measured = report.total, facts.relaxation_times, report.run.relaxation_times
     reached = total.configurational if total is not None and total.configurational_interval is not None else None
-    if reached is None and planned is not None and planned < LEAST_TIMES:
-        return COLD, f"a sampling stage covers {planned:.2g} relaxation times of {WANTED_TIMES:g}"
+    if reached is None and planned is not None and planned < LEAST_RELAXATION_TIMES:
+        return COLD, f"a sampling stage covers {planned:.2g} relaxation times of {WANTED:g}"
     if reached is None:
         return None, "its temperatures were not measurable in this run"
-    if reached < COLD_SHARE * tau:
-        times = "" if measured is None else f", as after {measured:.2g} relaxation times of {WANTED_TIMES:g}"
+    if reached < COLD_BELOW * tau:
+        times = "" if measured is None else f", as after {measured:.2g} relaxation times of {WANTED:g}"
         at = "near 0" if reached <= LEAST_SHARE * tau else f"{reached:.2g}"
         return COLD, f"its configurational temperature is {at} of {tau:.3g}{times}"
     if tau < 1:

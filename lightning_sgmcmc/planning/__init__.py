@@ -4,9 +4,9 @@
 """
 
 from lightning_sgmcmc.planning.controls import Blocks, StepControls, blocks_of
-from lightning_sgmcmc.planning.kind import RunKind
+from lightning_sgmcmc.planning.kind import WANTED, RunKind
 from lightning_sgmcmc.planning.make import RunFacts, make_plan
-from lightning_sgmcmc.planning.plan import WANTED, RunPlan, TensorPlan
+from lightning_sgmcmc.planning.plan import RunPlan, TensorPlan
 from lightning_sgmcmc.planning.reach import Reached, TensorFacts, independent_draws, reach
 from lightning_sgmcmc.planning.recursion import LinearRule, StageMoments, stage_moments
 from lightning_sgmcmc.planning.rules import linear_rule

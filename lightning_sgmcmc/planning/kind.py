@@ -7,6 +7,14 @@ COLD_BELOW = 0.5
 """A configurational temperature below this share of the target's makes a run a cold ensemble."""
 LEAST_RELAXATION_TIMES = 1.0
 """With fewer relaxation times a run is a cold ensemble: its states have kept most of their start."""
+WANTED = 3.0
+"""Relaxation times that burn-in and sampling should cover together for a posterior sample.
+
+After t of them a coordinate keeps e^-t of its start and has 1 - e^-2t of its variance: at 3 these are 5 % and 99.8 %,
+and the average over the last three quarters of a run without burn-in is above 0.85 of the target's temperature, which
+`ChainHealth` accepts."""
+HOT_SHARE = 0.5
+"""A target whose heat exceeds this share of the energy of chance is called hot for its data."""
 
 
 class RunKind(str, Enum):

@@ -5,14 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_sgmcmc.planning import words
-from lightning_sgmcmc.planning.kind import RunKind
-
-WANTED = 3.0
-"""Relaxation times that burn-in and sampling should cover together for a posterior sample.
-
-After t of them a coordinate keeps e^-t of its start and has 1 - e^-2t of its variance: at 3 these are 5 % and 99.8 %,
-and the average over the last three quarters of a run without burn-in is above 0.85 of the target's temperature, which
-`ChainHealth` accepts."""
+from lightning_sgmcmc.planning.kind import WANTED, RunKind
 
 
 @dataclass(frozen=True)

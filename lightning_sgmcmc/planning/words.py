@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-HOT_SHARE = 0.5
-"""A target whose heat exceeds this share of the energy of chance is called hot for its data."""
+from lightning_sgmcmc.planning.kind import HOT_SHARE
+
 UNKNOWN = "unknown"
 
 
