@@ -1,12 +1,13 @@
 """Step sizes by name pattern: parameter groups of a sampler."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_control
+from lightning_sgmcmc.priors.base import check_patterns
 from lightning_sgmcmc.tensors import Control
 
 EachChain: TypeAlias = "float | Sequence[float]"
@@ -67,29 +68,9 @@ def groups_by_pattern(
         control = own_control(f"lr of '{pattern}'", value)
         groups[pattern] = {"params": [], "lr": control, "name": pattern}
     for name, parameter in parameters.items():
-        first = _pattern_of(name, lr)
+        first = next((pattern for pattern in lr if fnmatchcase(name, pattern)), None)
         if first is None:
             raise ValueError(f"lr has no pattern for the parameter '{name}': add one, or '*' for the rest")
         groups[first]["params"].append(parameter)
-    for pattern, group in groups.items():
-        if not group["params"] and pattern != "*":
-            raise ValueError(_why_unused(pattern, lr, parameters))
+    check_patterns("lr", list(lr), parameters)
     return [group for group in groups.values() if group["params"]]
-
-
-def _pattern_of(name: str, patterns: Collection[str]) -> str | None:
-    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
-
-
-def _why_unused(pattern: str, patterns: Collection[str], names: Collection[str]) -> str:
-    shadowed = next((name for name in names if fnmatchcase(name, pattern)), None)
-    if shadowed is None:
-        return (
-            f"lr has the pattern '{pattern}', which no trainable parameter matches ({', '.join(list(names)[:4])}, …): "
-            "correct or remove it"
-        )
-    first = _pattern_of(shadowed, patterns)
-    return (
-        f"lr never uses the pattern '{pattern}', because '{first}' comes before it and also matches '{shadowed}': put "
-        f"'{pattern}' first"
-    )
