@@ -4,13 +4,12 @@ import math
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls, run_length
+from lightning_sgmcmc.callbacks.planned_length import PlannedLength
+from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count, check_number, check_within
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.schedules import CyclicalPlan
 
@@ -58,7 +57,12 @@ class CyclicalSchedule(Schedule):
         self.temperature = temperature
         self._plan: CyclicalPlan | None = None
         self._sample_steps: frozenset[int] = frozenset()
-        self._planned_steps: int | None = None
+        self._length = PlannedLength(
+            "CyclicalSchedule",
+            before=f"its {num_cycles} cycles over {{steps}} steps are complete, so the last samples would be missing",
+            planned="cycles were",
+            ends="cycles end",
+        )
 
     @property
     def sampling_lr_factor(self) -> float:
@@ -66,15 +70,10 @@ class CyclicalSchedule(Schedule):
 
     def reset(self) -> None:
         super().reset()
-        self._planned_steps = None
+        self._length.reset()
 
     def lay_out(self, length: RunLength) -> None:
-        if not math.isfinite(length.steps):
-            raise ValueError(
-                "CyclicalSchedule needs a run with an end: set the trainer's max_steps, or max_epochs and a loader "
-                "that has a length"
-            )
-        total = int(length.steps)
+        total = self._length.steps_of(length)
         if length.is_trial:
             self._plan = CyclicalPlan(total, num_cycles=1, exploration=0.0, samples_per_cycle=1)
         else:
@@ -83,20 +82,7 @@ class CyclicalSchedule(Schedule):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        total = int(run_length(trainer))
-        enders = (pl.callbacks.EarlyStopping, pl.callbacks.Timer)
-        ender = next((c for c in callbacks_of(trainer) if isinstance(c, enders)), None)
-        if ender is not None:
-            rank_zero_warn(
-                f"{type(ender).__name__} may end the run before its {self.num_cycles} cycles over {total} steps are "
-                "complete, so the last samples would be missing."
-            )
-        if self._planned_steps not in (None, total):
-            rank_zero_warn(
-                f"The checkpoint's cycles were planned for {self._planned_steps} steps, this run has {total}, so its "
-                "cycles end elsewhere: resume with the same max_epochs or max_steps to continue the same schedule."
-            )
-        self._planned_steps = total
+        self._length.begin(trainer)
 
     def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
         super().plan(trainer, module)
@@ -126,8 +112,8 @@ class CyclicalSchedule(Schedule):
         return step in self._sample_steps
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"total_steps": self._planned_steps}
+        return super().state_dict() | self._length.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._planned_steps = state_dict["total_steps"]
+        self._length.load_state_dict(state_dict)

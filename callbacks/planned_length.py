@@ -15,10 +15,17 @@ class PlannedLength:
 
     Args:
         name: of the schedule, for messages.
+        before: what a run that ends early misses, for messages; "{steps}" is the number of steps.
+        planned: what the length determines, for messages: subject and verb.
+        ends: what ends elsewhere in a run of another length, for messages: subject and verb.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(
+        self, name: str, before: str | None = None, planned: str | None = None, ends: str = "step size ends"
+    ) -> None:
+        last = f"its last step, {{steps}}, after which {name} draws its samples, so they would be missing"
+        self._name, self._before = name, before or last
+        self._planned, self._ends = planned or f"{name} was", ends
         self._steps: int | None = None
 
     def steps_of(self, length: RunLength) -> int:
@@ -39,14 +46,11 @@ class PlannedLength:
         total, enders = int(run_length(trainer)), (pl.callbacks.EarlyStopping, pl.callbacks.Timer)
         ender = next((c for c in callbacks_of(trainer) if isinstance(c, enders)), None)
         if ender is not None:
-            rank_zero_warn(
-                f"{type(ender).__name__} may end the run before its last step, {total}, after which {self._name} draws "
-                "its samples, so they would be missing."
-            )
+            rank_zero_warn(f"{type(ender).__name__} may end the run before {self._before.format(steps=total)}.")
         if self._steps not in (None, total):
             rank_zero_warn(
-                f"The checkpoint's {self._name} was planned for {self._steps} steps, this run has {total}, so its step "
-                "size ends elsewhere: resume with the same max_epochs or max_steps to continue the same schedule."
+                f"The checkpoint's {self._planned} planned for {self._steps} steps, this run has {total}, so its "
+                f"{self._ends} elsewhere: resume with the same max_epochs or max_steps to continue the same schedule."
             )
         self._steps = total
 
