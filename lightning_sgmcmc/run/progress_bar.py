@@ -6,11 +6,11 @@ from typing import Any
 
 import pytorch_lightning as pl
 from rich.table import Column
-from torch import Tensor
 
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.state import ObservedEnergy, Stage
 from lightning_sgmcmc.run.safeguards import Safeguards
+from lightning_sgmcmc.tensors import mean_of
 
 SECONDS_BETWEEN_READINGS = 0.25
 """Seconds between refreshes: reading the NLL synchronizes the device, and no reader needs it more often."""
@@ -79,7 +79,7 @@ class SamplingProgress(pl.Callback):
             if validation is not None:
                 self._from_device["val"] = short_number(validation)
             if self._is_wide:
-                self._from_device["temperature"] = f"{_mean(sampler.param_groups[0]['temperature']):.3g}"
+                self._from_device["temperature"] = f"{mean_of(sampler.param_groups[0]['temperature']):.3g}"
         samples = str(self._safeguards.samples)
         if not self._is_wide and progress.stage is Stage.WARM_START:
             return {**self._from_device, "stage": progress.stage.value}
@@ -113,7 +113,3 @@ def _keep_on_one_line(bar: Any) -> None:
 def short_number(value: float) -> str:
     """Return a number of any size in at most nine characters, not counting signs."""
     return f"{value:.3e}" if abs(value) >= 1e6 else f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _mean(value: "float | Tensor") -> float:
-    return value.mean().item() if isinstance(value, Tensor) else float(value)
