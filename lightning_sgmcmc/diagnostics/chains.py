@@ -1,14 +1,13 @@
 """Split R-hat and effective sample sizes of several chains."""
 
-import logging
 import math
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from lightning_sgmcmc.silence import silenced
 
 MIXED = 1.05
 """No R-hat below this is large."""
@@ -88,7 +87,7 @@ def chain_diagnostics(values: np.ndarray) -> ChainDiagnostics:
     halves = values[:, : 2 * half].reshape(2, half) if len(values) == 1 else values
     if halves.shape[1] < 4 or not np.isfinite(values).all() or np.ptp(values) == 0:
         return ChainDiagnostics(math.nan, math.nan, math.nan)
-    with _silent():
+    with silenced("arviz"):  # its messages about short chains, whose result is NaN
         return ChainDiagnostics(
             rhat=float(arviz.rhat(halves)),
             ess_bulk=float(arviz.ess(values, method="bulk")),
@@ -118,21 +117,6 @@ def rhat_limit(chains: int, draws: int, false_alarm_rate: float) -> float:
 
 def import_arviz() -> Any:
     """Return the module `arviz`, whose import is slow and warns about its next version."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with silenced():
         import arviz
     return arviz
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Silence ArviZ's messages about short chains, whose result is NaN."""
-    logger = logging.getLogger("arviz")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

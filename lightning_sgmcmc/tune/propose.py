@@ -11,7 +11,7 @@ from lightning_sgmcmc.checks import check_count, check_positive
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.tune.probes import Prober
 from lightning_sgmcmc.tune.proposal import Probe, StepProposal, choose, scaled, search, tail_mean
-from lightning_sgmcmc.tune.runs import ShortRuns, restored
+from lightning_sgmcmc.tune.runs import ShortRuns
 from lightning_sgmcmc.tune.short_form import RunForm
 from lightning_sgmcmc.tune.training import Training
 
@@ -79,7 +79,7 @@ def propose_lr(
     runs = ShortRuns(module, data, make_trainer)
     _check_temperature(module, runs)
     module.configure_model()  # stacks several chains, for good
-    with restored(module):
+    with runs.restored():
         start = runs.state()
         energies, setting = runs.look()
         runs.set_state(start)

@@ -1,9 +1,7 @@
 """Short fits of a module, and its states kept in memory."""
 
 import copy
-import logging
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,10 +18,13 @@ from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.facts import chance_nll
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.run.trainer import callbacks_of
+from lightning_sgmcmc.silence import silenced
 from lightning_sgmcmc.tune.short_form import COLD, FixedControls
 
 State = list[Tensor]
 
+REPEATED = ("pytorch_lightning.utilities.rank_zero", "pytorch_lightning.trainer")
+"""Loggers of Lightning's messages about a run, of which the run itself repeats those that matter."""
 LOOK_STEPS = 20
 """Batches by which the energy of the start is measured."""
 
@@ -75,7 +76,7 @@ class ShortRuns:
 
     def __init__(self, module: BayesianModule, data: dict[str, Any], make_trainer: Callable[..., pl.Trainer]) -> None:
         self.module, self._data, self._make = module, data, make_trainer
-        with quiet():
+        with silenced(*REPEATED):
             trainer = make_trainer()
         callbacks = callbacks_of(trainer)
         self.schedule: Schedule | None = schedule_of(trainer)
@@ -99,7 +100,7 @@ class ShortRuns:
         """
         energies = Energies()
         own = [copy.copy(callback) for callback in self._gradient] if with_noise else []
-        with quiet():
+        with silenced(*REPEATED):
             trainer = self._trainer(steps, [schedule, *own, *callbacks, energies])
             trainer.fit(self.module, **self._data)
         self.steps_made += steps
@@ -168,6 +169,27 @@ class ShortRuns:
                 tensor.copy_(value)
                 tensor.grad = None
 
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore the module's tensors and the attributes that a fit sets at the end.
+
+        Copying the module is not safe: compiled networks and attributes of a subclass may not copy.
+        """
+        module, kept = self.module, self.state()
+        names = ("lr", "num_data", "posterior", "evaluations", "health", "plan")
+        plain = {name: getattr(module, name) for name in names}
+        seed, trainable = module.chains.seed, module.chains.trainable
+        training = module.training
+        try:
+            yield
+        finally:
+            self.set_state(kept)
+            for name, value in plain.items():
+                setattr(module, name, value)
+            module.chains.reset()
+            module.chains.seed, module.chains.trainable = seed, trainable
+            module.train(training)
+
 
 def _changes_the_noise(callback: pl.Callback) -> bool:
     """Return whether a callback changes the gradient's noise or the chains' temperatures.
@@ -187,45 +209,3 @@ def _one_process(trainer: pl.Trainer) -> dict[str, Any]:
     ranks = strategy.ranks_per_chain if isinstance(strategy, ChainStrategy) else trainer.world_size
     accumulated = trainer.accumulate_grad_batches * int(ranks or 1)
     return {"devices": 1, "num_nodes": 1, "strategy": "auto", "accumulate_grad_batches": accumulated}
-
-
-@contextmanager
-def restored(module: BayesianModule) -> Iterator[None]:
-    """Restore the module's tensors and the attributes that a fit sets at the end.
-
-    Copying the module is not safe: compiled networks and attributes of a subclass may not copy.
-    """
-    tensors = [*module.parameters(), *module.buffers()]
-    kept = [t.detach().clone() for t in tensors]
-    names = ("lr", "num_data", "posterior", "evaluations", "health", "plan")
-    plain = {name: getattr(module, name) for name in names}
-    seed, trainable = module.chains.seed, module.chains.trainable
-    training = module.training
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip([*module.parameters(), *module.buffers()], kept, strict=True):
-                tensor.copy_(value)
-                tensor.grad = None
-        for name, value in plain.items():
-            setattr(module, name, value)
-        module.chains.reset()
-        module.chains.seed, module.chains.trainable = seed, trainable
-        module.train(training)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence Lightning's messages about a run; the run itself repeats what matters."""
-    loggers = [logging.getLogger(f"pytorch_lightning.{name}") for name in ("utilities.rank_zero", "trainer")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
