@@ -225,8 +225,8 @@ class ChainHealth(StepClaimant):
         of_chains = self._mean_over_processes if shared and self._is_spread else unreduced
         seen = observer.observations(allowance, of_chains, of_energies)
         evaluation = module.evaluations.get("val") if is_final else None
-        plan, is_flattened = getattr(module, "plan", None), module.contour is not None
-        facts = facts_of(module.chains, evaluation, plan, is_flattened, is_optimization(trainer, module))
+        is_flattened = module.contour is not None
+        facts = facts_of(module.chains, evaluation, module.plan, is_flattened, is_optimization(trainer, module))
         report = assess(seen, sampler.step_count, self.tolerance, self.false_alarm_rate, facts)
         module.health = report = report.with_divergence() if has_diverged else report
         self._publish(trainer, report, is_final or has_diverged)

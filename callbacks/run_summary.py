@@ -170,9 +170,9 @@ def _claim(trainer: pl.Trainer, module: BayesianModule) -> tuple[HealthReport | 
         return health, Claim(kind, "its states are those of an optimization (temperature 0)")
     if health is not None and health.kind is not None:
         return health, Claim(health.kind, health.reason)
-    planned = getattr(getattr(module, "plan", None), "kind", None)
+    planned = None if module.plan is None else module.plan.kind
     if planned is not None:
-        return health, Claim(str(getattr(planned, "value", planned)), "by the plan, since it was not measured")
+        return health, Claim(planned.value, "by the plan, since it was not measured")
     return health, Claim(None, "" if health is None else health.reason)
 
 

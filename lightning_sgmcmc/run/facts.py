@@ -1,7 +1,6 @@
 """What a run's health report needs to know besides its steps: data, prior, schedule, predictions."""
 
 import math
-from typing import Any
 
 import torch
 
@@ -11,6 +10,7 @@ from lightning_sgmcmc.diagnostics.verdict import AverageGrowth, RunFacts
 from lightning_sgmcmc.evaluation.comparison import FOLLOWED, prediction_diagnostics
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical
+from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.priors import GaussianPrior
 
 RHAT_FALSE_ALARMS = 0.01
@@ -22,7 +22,7 @@ FEWEST_DRAWS = 20
 def facts_of(
     chains: Chains,
     evaluation: Evaluation | None,
-    plan: Any = None,
+    plan: RunPlan | None = None,
     is_flattened: bool = False,
     is_optimization: bool = False,
 ) -> RunFacts:
@@ -43,7 +43,7 @@ def facts_of(
         chance_nll=chance_nll(chains),
         has_classes=isinstance(chains.model.likelihood, Categorical | Bernoulli),
         prior_norm=prior_norm(chains),
-        relaxation_times=getattr(plan, "relaxation_times", None),
+        relaxation_times=None if plan is None else plan.relaxation_times,
         is_cyclical=chains.progress.num_cycles is not None,
         is_flattened=is_flattened,
         predictions=predictions,
@@ -71,7 +71,7 @@ def prior_norm(chains: Chains) -> tuple[float, float] | None:
     log p(θ) = log p(0) - Σ_j θ_j²/(2·σ_j²)
     """
     prior = chains.model.prior
-    if type(prior) is not GaussianPrior or getattr(prior, "center", None) is not None:
+    if type(prior) is not GaussianPrior or prior.center is not None:
         return None
     zeros = {name: torch.zeros_like(p if chains.stacked is None else p[0]) for name, p in chains.trainable.items()}
     dimension = sum(p.numel() for p in zeros.values())

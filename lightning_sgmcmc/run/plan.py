@@ -1,7 +1,6 @@
 """The plan of a fit, from its trainer and module, and the measured duration of its first steps."""
 
 import copy
-import inspect
 import math
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical
 from lightning_sgmcmc.planning import Blocks, RunFacts, RunPlan, StepControls, TensorFacts, blocks_of, make_plan
 from lightning_sgmcmc.planning.words import duration_sentence
-from lightning_sgmcmc.priors import LaplacePrior, Prior, StudentTPrior
+from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, LaplacePrior, Prior, StudentTPrior
 from lightning_sgmcmc.run.hyperparameters import log_plan
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import SGNHT, Sampler
@@ -83,7 +82,7 @@ def _blocks(trainer: pl.Trainer, module: Any, schedule: Any) -> Blocks | None:
     """Return the controls of the run's steps over all chains, None for a run without a known length."""
     chains, shadow = chains_of(module), _Shadow(sampler_of(module))
     progress, ladder = chains.progress, _part(trainer, "replica_exchange")
-    steps = trainer.estimated_stepping_batches - getattr(progress, "warm_steps", 0)  # a warm start is no sampler
+    steps = trainer.estimated_stepping_batches - progress.warm_steps  # a warm start is no sampler
     if steps < 1 or not math.isfinite(steps):
         return None
     factors = (1.0, 1.0) if ladder is None else (ladder.lrs[0], ladder.temperatures[0])
@@ -135,14 +134,15 @@ def _tensors(module: Any, sampler: Sampler) -> tuple[dict[str, TensorFacts], boo
         shape = parameter.shape[1:] if chains.num_chains > 1 else parameter.shape
         std, is_exact = prior_std(module.prior, name, tuple(shape))
         approximate |= std is not None and not is_exact
-        is_centered = getattr(module.prior, "center", None) is not None  # the start is near the centre
-        start = 0.0 if is_centered else float(parameter.detach().double().square().mean())
+        # With a centre the start is near it.
+        is_at_center = isinstance(module.prior, GaussianPrior) and module.prior.center is not None
+        start = 0.0 if is_at_center else float(parameter.detach().double().square().mean())
         numel = parameter.numel() // chains.num_chains
         found[name] = TensorFacts(numel, std, groups.get(parameter, 0), start if math.isfinite(start) else 0.0)
     return found, approximate
 
 
-def prior_std(prior: Prior, name: str, shape: Sequence[int] | None = None) -> tuple[float | None, bool]:
+def prior_std(prior: Prior, name: str, shape: Sequence[int]) -> tuple[float | None, bool]:
     """Return the standard deviation of a parameter's Gaussian prior, and whether that is exact.
 
     A Student-t prior has that of the Gaussian with its curvature at the centre, s·√(ν/(ν+1)); a Laplace prior its own
@@ -151,20 +151,16 @@ def prior_std(prior: Prior, name: str, shape: Sequence[int] | None = None) -> tu
     Args:
         prior: the prior.
         name: the parameter's name.
-        shape: the shape of the parameter in one chain, for scales that depend on it.
+        shape: its shape in one chain.
     """
-    kinds = {cls.__name__ for cls in type(prior).__mro__}
-    scale_of = getattr(prior, "scale_of", None)
-    if scale_of is None or not kinds & {"GaussianPrior", "LaplacePrior", "StudentTPrior", "HierarchicalPrior"}:
+    if not isinstance(prior, GaussianPrior | HierarchicalPrior | LaplacePrior | StudentTPrior):
         return None, False
-    try:
-        by_shape = "shape" in inspect.signature(scale_of).parameters
-        scale = float(scale_of(name, shape) if by_shape else scale_of(name))
-    except (TypeError, ValueError, KeyError):
-        return None, False
+    scale = prior.scale_of(name, shape)
     if isinstance(prior, StudentTPrior):
         return scale * math.sqrt(prior.df / (prior.df + 1)), False
-    return (scale * math.sqrt(2), False) if isinstance(prior, LaplacePrior) else (scale, "GaussianPrior" in kinds)
+    if isinstance(prior, LaplacePrior):
+        return scale * math.sqrt(2), False
+    return scale, isinstance(prior, GaussianPrior)
 
 
 def _notes(trainer: pl.Trainer, module: Any, sampler: Sampler, approximate: bool) -> list[str]:
