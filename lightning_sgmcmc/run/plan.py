@@ -18,6 +18,7 @@ from lightning_sgmcmc.likelihoods import Bernoulli, Categorical
 from lightning_sgmcmc.planning import Blocks, RunFacts, RunPlan, StepControls, TensorFacts, blocks_of, make_plan
 from lightning_sgmcmc.planning.words import duration_sentence
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, LaplacePrior, Prior, StudentTPrior
+from lightning_sgmcmc.priors.centers import is_centered
 from lightning_sgmcmc.run.hyperparameters import log_plan
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import SGNHT, Sampler
@@ -130,13 +131,14 @@ def _tensors(module: Any, sampler: Sampler) -> tuple[dict[str, TensorFacts], boo
     chains = chains_of(module)
     groups = {p: i for i, group in enumerate(sampler.param_groups) for p in group["params"]}
     found, approximate = {}, False
+    prior = module.prior.given if isinstance(module.prior, HierarchicalPrior) else module.prior
+    has_center = isinstance(prior, GaussianPrior) and prior.center is not None
     for name, parameter in chains.trainable.items():
         shape = parameter.shape[1:] if chains.num_chains > 1 else parameter.shape
         std, is_exact = prior_std(module.prior, name, tuple(shape))
         approximate |= std is not None and not is_exact
-        # With a centre the start is near it.
-        is_at_center = isinstance(module.prior, GaussianPrior) and module.prior.center is not None
-        start = 0.0 if is_at_center else float(parameter.detach().double().square().mean())
+        is_near = has_center and is_centered(name, prior.centered)  # a start is near its centre
+        start = 0.0 if is_near else float(parameter.detach().double().square().mean())
         numel = parameter.numel() // chains.num_chains
         found[name] = TensorFacts(numel, std, groups.get(parameter, 0), start if math.isfinite(start) else 0.0)
     return found, approximate

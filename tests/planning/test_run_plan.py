@@ -13,7 +13,17 @@ import torch
 import yaml
 from torch import nn
 
-from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Categorical, GaussianPrior, LaplacePrior, Prior, pSGLD
+from lightning_sgmcmc import (
+    SGHMC,
+    SGLD,
+    BayesianModule,
+    Categorical,
+    GaussianPrior,
+    HierarchicalPrior,
+    LaplacePrior,
+    Prior,
+    pSGLD,
+)
 from lightning_sgmcmc.callbacks import (
     BayesianModelAverage,
     ChainHealth,
@@ -166,6 +176,23 @@ def test_what_is_unknown_is_none_and_said() -> None:
     assert laplace.relaxation_times == gauss.relaxation_times
     assert "approximate" in laplace.notes[0]
     assert gauss.notes == ()
+
+
+def test_a_start_at_its_centre_is_no_heat() -> None:
+    """θ begins at the prior's mean, at distance 0, for the parameters with a centre, whatever their values."""
+
+    def reached(prior: Prior, weight: float) -> float | None:
+        run = module(prior=prior)
+        for parameter in run.parameters():
+            nn.init.constant_(parameter, weight)
+        return planned(run, SamplingSchedule(every_n_steps=10)).configurational_temperature
+
+    gauss = reached(GaussianPrior(0.5, center="start"), 5.0)
+    assert reached(HierarchicalPrior(std=0.5, center="start"), 5.0) == gauss
+    assert reached(GaussianPrior(0.5), 0.0) == gauss
+    partly = reached(HierarchicalPrior(std=0.5, center="start", centered=["net.bias"]), 5.0)
+    assert partly == pytest.approx(reached(GaussianPrior(0.5, center="start", centered=["net.bias"]), 5.0))
+    assert partly != pytest.approx(gauss), "the weights begin far from 0"
 
 
 def test_a_ladder_is_planned_for_its_coldest_slot() -> None:
