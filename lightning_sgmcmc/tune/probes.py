@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -85,23 +86,23 @@ class Prober:
             return None
         start = self.training.start_energy
         if self.runs.chance is not None:
-            chance = self.runs.chance + self.training.energy - self._likelihood_share()
-            start = min(start, chance)
+            start = min(start, self.runs.chance - self._log_prior)
         highest = self.training.energy + (1 - KEPT_SHARE) * max(start - self.training.energy, 0.0)
         end = tail_mean(energies, 0.25)
         if end <= max(highest, self.training.energy + 0.01 * abs(self.training.energy)):
             return None
         return Limit.EXPLORATION, f"exploration ends at {end:.6g} nats, from {self.training.energy:.6g}"
 
-    def _likelihood_share(self) -> float:
-        """Return -log p(data|θ) of the warmed-up state, by its energy and prior."""
+    @cached_property
+    def _log_prior(self) -> float:
+        """log p(θ) of the warmed-up state, which all probes share."""
         module = self.runs.module
         present = self.runs.state()
         self.runs.set_state(self.training.state)
         with module.at_chain(0):
             log_prior = float(module.log_prior())
         self.runs.set_state(present)
-        return self.training.energy + log_prior
+        return log_prior
 
     def _heat(self, report: HealthReport, total: Temperatures) -> tuple[Limit, str] | None:
         """Return what heats the sampling stage."""
