@@ -5,12 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.diagnostics.bootstrap import CONFIDENCE, percentile_interval, resampled_means
 from lightning_sgmcmc.diagnostics.metrics import CALIBRATION_BINS
 
-CONFIDENCE = 0.95
-RESAMPLES = 2000
-MOST_BLOCKS = 4000
-"""More data than this are resampled in blocks of neighbours, so that memory and time are bounded."""
 MOST_SIMULATED = 20_000
 """For more data than this, the sums of correct predictions in a bin are drawn from their normal law."""
 
@@ -28,21 +25,9 @@ def mean_interval(values: Tensor, confidence: float = CONFIDENCE) -> tuple[float
     >>> 43 < low < 45 and 54 < high < 56
     True
     """
-    values = values.detach().double().cpu()
-    count = len(values)
-    if count < 2:
+    if len(values) < 2:
         return math.nan, math.nan
-    if count > MOST_BLOCKS:
-        blocks = count // MOST_BLOCKS
-        values = values[: MOST_BLOCKS * blocks].reshape(blocks, MOST_BLOCKS).mean(0)
-    generator = torch.Generator().manual_seed(0)
-    means = []
-    for size in (RESAMPLES // 8,) * 8:
-        places = torch.randint(len(values), (size, len(values)), generator=generator)
-        means.append(values[places].mean(1))
-    tails = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
-    low, high = torch.cat(means).quantile(tails).tolist()
-    return low, high
+    return percentile_interval(resampled_means(values.detach().double().cpu().numpy()[None])[0], confidence)
 
 
 def share_interval(share: float, count: int, confidence: float = CONFIDENCE) -> tuple[float, float]:

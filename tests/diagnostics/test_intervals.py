@@ -19,9 +19,11 @@ def test_coverage_of_the_bootstrap() -> None:
 def test_blocks_have_the_width_of_single_data() -> None:
     """The standard error of a mean of n numbers is 1/√n, however many blocks they are resampled in."""
     generator = torch.Generator().manual_seed(0)
-    for count in (3_000, 50_000):
-        low, high = mean_interval(torch.randn(count, generator=generator))
+    for count in (3_000, 7_999, 50_000):
+        values = torch.randn(count, generator=generator)
+        low, high = mean_interval(values)
         assert 0.85 < (high - low) / (2 * 1.96 / math.sqrt(count)) < 1.15
+        assert abs((low + high) / 2 - float(values.mean())) < 0.3 / math.sqrt(count), "all data count"
     assert all(math.isnan(end) for end in mean_interval(torch.ones(1)))
 
 
