@@ -86,6 +86,12 @@ class Schedule(SamplerCallback):
     _saved_warm_steps: int = 0
     _step: int = 0
     _target_temperature: Control = 1.0
+    _is_set_up = False
+
+    @property
+    def state_key(self) -> str:
+        # A trainer refuses equal keys when it is made, in words about keys; `setup` refuses a second schedule by name.
+        return super().state_key if self._is_set_up else f"{super().state_key} {id(self)}"
 
     def reset(self) -> None:
         self._saved_warm_steps = 0
@@ -96,6 +102,7 @@ class Schedule(SamplerCallback):
         if len(schedules) > 1:
             names = " and ".join(type(c).__name__ for c in schedules)
             raise ValueError(f"a run has one schedule, got {names}: remove one of them")
+        self._is_set_up = True
 
     def lay_out(self, length: RunLength) -> None:
         """Compute the parts that depend on the run's length.

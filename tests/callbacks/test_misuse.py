@@ -168,17 +168,12 @@ def test_an_infinite_temperature_of_a_schedule(make: Any) -> None:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(CyclicalSchedule, every_step), (every_step, CyclicalSchedule)],
+    [(CyclicalSchedule, every_step), (every_step, CyclicalSchedule), (every_step, every_step)],
 )
 def test_two_schedules_are_refused(first: Any, second: Any) -> None:
     a, b = first(), second()
     with pytest.raises(ValueError, match=f"one schedule, got {type(a).__name__} and {type(b).__name__}: remove one"):
         fit(module(), a, b)
-
-
-def test_two_equal_schedules_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="more than one stateful callback of type `SamplingSchedule`"):
-        fit(module(), every_step(), every_step())  # by Lightning
 
 
 @pytest.mark.parametrize("make", [SampleCollector, BayesianModelAverage])
