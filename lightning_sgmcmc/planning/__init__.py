@@ -3,9 +3,9 @@
 `recursion.py` has the exact second moments of linear sampler steps, `plan.py` the result.
 """
 
-from lightning_sgmcmc.planning.controls import Blocks, StepControls, blocks_of
+from lightning_sgmcmc.planning.controls import Blocks, ChainControls, blocks_of
 from lightning_sgmcmc.planning.kind import WANTED, RunKind
-from lightning_sgmcmc.planning.make import RunFacts, make_plan
+from lightning_sgmcmc.planning.make import PlanInputs, make_plan
 from lightning_sgmcmc.planning.plan import RunPlan, TensorPlan
 from lightning_sgmcmc.planning.reach import Reached, TensorFacts, independent_draws, reach
 from lightning_sgmcmc.planning.recursion import LinearRule, StageMoments, stage_moments
@@ -14,13 +14,13 @@ from lightning_sgmcmc.planning.rules import linear_rule
 __all__ = [
     "WANTED",
     "Blocks",
+    "ChainControls",
     "LinearRule",
+    "PlanInputs",
     "Reached",
-    "RunFacts",
     "RunKind",
     "RunPlan",
     "StageMoments",
-    "StepControls",
     "TensorFacts",
     "TensorPlan",
     "blocks_of",

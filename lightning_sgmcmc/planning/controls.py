@@ -11,7 +11,7 @@ MOST_BLOCKS = 3000
 """Steps of a longer run are grouped: a block has the controls of its middle step."""
 
 
-class StepControls(NamedTuple):
+class ChainControls(NamedTuple):
     """The controls of one step.
 
     Attributes:
@@ -47,7 +47,7 @@ class Blocks:
         return sum(self.counts)
 
 
-def blocks_of(steps: int, controls: Callable[[int], StepControls], most: int = MOST_BLOCKS) -> Blocks:
+def blocks_of(steps: int, controls: Callable[[int], ChainControls], most: int = MOST_BLOCKS) -> Blocks:
     """Return the blocks of steps 1 to K; neighbours with equal controls are one block.
 
     Args:
@@ -57,7 +57,7 @@ def blocks_of(steps: int, controls: Callable[[int], StepControls], most: int = M
     """
     size = max(1, -(-steps // most))
     counts: list[int] = []
-    found: list[StepControls] = []
+    found: list[ChainControls] = []
     for first in range(1, steps + 1, size):
         count = min(size, steps - first + 1)
         now = controls(first + count // 2)
@@ -74,7 +74,7 @@ def blocks_of(steps: int, controls: Callable[[int], StepControls], most: int = M
     )
 
 
-def _equal(one: StepControls, other: StepControls) -> bool:
+def _equal(one: ChainControls, other: ChainControls) -> bool:
     return (
         one.is_sampling == other.is_sampling
         and torch.equal(one.lrs, other.lrs)

@@ -13,7 +13,7 @@ from lightning_sgmcmc.samplers import Sampler
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class PlanInputs:
     """What is known of a run before its first step.
 
     Attributes:
@@ -43,7 +43,9 @@ class RunFacts:
     label: str | None = None
 
 
-def make_plan(sampler: Sampler, blocks: Blocks | None, tensors: Mapping[str, TensorFacts], facts: RunFacts) -> RunPlan:
+def make_plan(
+    sampler: Sampler, blocks: Blocks | None, tensors: Mapping[str, TensorFacts], facts: PlanInputs
+) -> RunPlan:
     """Return the plan of a run.
 
     Args:
@@ -80,7 +82,7 @@ def make_plan(sampler: Sampler, blocks: Blocks | None, tensors: Mapping[str, Ten
 
 
 def _with_reached(
-    plan: RunPlan, tensors: Mapping[str, TensorFacts], reached: Mapping[str, Reached], facts: RunFacts
+    plan: RunPlan, tensors: Mapping[str, TensorFacts], reached: Mapping[str, Reached], facts: PlanInputs
 ) -> RunPlan:
     sizes = {name: tensors[name].numel for name in reached}
     middle = reached[_median(reached, sizes)]
@@ -141,7 +143,7 @@ def _stages(is_sampling: Sequence[bool]) -> int:
 
 
 def _notes(
-    facts: RunFacts, blocks: Blocks | None, tensors: Mapping[str, TensorFacts], reached: Mapping[str, Reached]
+    facts: PlanInputs, blocks: Blocks | None, tensors: Mapping[str, TensorFacts], reached: Mapping[str, Reached]
 ) -> tuple[str, ...]:
     notes = list(facts.notes)
     unknown = [name for name, tensor in tensors.items() if tensor.std is None]

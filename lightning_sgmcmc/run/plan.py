@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical
-from lightning_sgmcmc.planning import Blocks, RunFacts, RunPlan, StepControls, TensorFacts, blocks_of, make_plan
+from lightning_sgmcmc.planning import Blocks, ChainControls, PlanInputs, RunPlan, TensorFacts, blocks_of, make_plan
 from lightning_sgmcmc.planning.words import duration_sentence
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, LaplacePrior, Prior, StudentTPrior
 from lightning_sgmcmc.priors.centers import is_centered
@@ -46,7 +46,7 @@ def plan_of(trainer: pl.Trainer, module: Any) -> RunPlan | None:
     total = sampled = chains.layout.total_chains
     if ladder is not None:
         sampled = total * ladder.sampled_slots // len(ladder.temperatures)
-    facts = RunFacts(
+    facts = PlanInputs(
         chains=total,
         sampled_chains=sampled,
         num_data=module.num_data,
@@ -88,11 +88,11 @@ def _blocks(trainer: pl.Trainer, module: Any, schedule: Any) -> Blocks | None:
         return None
     factors = (1.0, 1.0) if ladder is None else (ladder.lrs[0], ladder.temperatures[0])
 
-    def controls(step: int) -> StepControls:
+    def controls(step: int) -> ChainControls:
         schedule.apply(step, module, shadow)
         lrs = torch.stack([_of_chains(group["lr"], chains.num_chains) for group in shadow.param_groups])
         temperatures = _of_chains(shadow.param_groups[0]["temperature"], chains.num_chains)
-        return StepControls(factors[0] * lrs, factors[1] * temperatures, chains.progress.stage is Stage.SAMPLING)
+        return ChainControls(factors[0] * lrs, factors[1] * temperatures, chains.progress.stage is Stage.SAMPLING)
 
     chains.progress = copy.copy(progress)
     try:

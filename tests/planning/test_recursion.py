@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.planning import (
     Blocks,
-    StepControls,
+    ChainControls,
     TensorFacts,
     blocks_of,
     independent_draws,
@@ -32,11 +32,11 @@ RULES = [
 STEPS = 60
 
 
-def controls(lr: float, step: int) -> StepControls:
+def controls(lr: float, step: int) -> ChainControls:
     """Two cycles of a falling step size, each with a cold part and a noisy one, at a temperature of 0.7."""
     position = (step - 1) % 30
     tau = 0.0 if position < 12 else 0.7
-    return StepControls(torch.full((1, 1), lr * (1 - position / 40)), torch.full((1,), tau), position >= 12)
+    return ChainControls(torch.full((1, 1), lr * (1 - position / 40)), torch.full((1,), tau), position >= 12)
 
 
 def make(cls: Any, options: dict[str, Any], lr: float, theta: Tensor) -> tuple[Sampler, nn.Parameter]:
