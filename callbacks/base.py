@@ -25,6 +25,9 @@ class SamplerCallback(pl.Callback):
     """Name of the callback among the run's settings, which a resumed run must share; None if it does not change the
     chain."""
 
+    kind: str | None = None
+    """What a run with this callback is called, if that is a baseline, from `setup` on; None for a run that samples."""
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raise for a module that does not sample; reset at the start of a fit.
 

@@ -7,6 +7,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from lightning_sgmcmc.callbacks.planned_length import PlannedLength
 from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls
+from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.module import BayesianModule
@@ -50,6 +52,11 @@ class DeepEnsemble(Schedule):
     def sets_lr(self) -> bool:  # type: ignore[override]
         return self.lr_decay == "cosine"
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        members = layout_of(trainer, chains_of(pl_module).num_chains).total_chains
+        self.kind = "deep ensemble" if members > 1 else "single network"
+
     def reset(self) -> None:
         super().reset()
         self._length.reset()
@@ -67,7 +74,6 @@ class DeepEnsemble(Schedule):
             )
         super().plan(trainer, module)
         self._length.begin(trainer)
-        self.kind = "deep ensemble" if members > 1 else "single network"
 
     def announce_optimization(self, module: BayesianModule) -> None:
         members = module.chains.layout.total_chains

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import require_schedule
+from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.masks import MASK_SEED, dropout_layers
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import check_count
@@ -47,18 +48,19 @@ class MCDropout(SamplerCallback):
         trainer = pl.Trainer(max_epochs=50, callbacks=[DeepEnsemble(), MCDropout(num_draws=30)])
     """
 
-    kind = "MC dropout"
-
     def __init__(self, num_draws: int = 30) -> None:
         check_count("num_draws", num_draws, optional=False)
         self.num_draws = num_draws
+        self.kind = "MC dropout"
         self._seed = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        module = bayesian(pl_module, self)
+        several = layout_of(trainer, module.num_chains).total_chains > 1
+        self.kind = "MC dropout ensemble" if several else "MC dropout"
         if stage != "fit":
             return
-        module = bayesian(pl_module, self)
         require_schedule(trainer, self)
         _check_layers(module)
         module.chains.claims.claim("expand samples", self, self._expand)

@@ -8,13 +8,13 @@ from typing import Any
 import pytorch_lightning as pl
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
-from lightning_sgmcmc.callbacks.run_kind import baseline_of
 from lightning_sgmcmc.callbacks.schedule import is_optimization
 from lightning_sgmcmc.diagnostics.health import COLD, DEEP, SNAPSHOT, HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.evaluation.sentences import Claim, five_sentences
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.run.baseline import baseline_of
 from lightning_sgmcmc.run.evaluation_file import StoredEvaluation, per_datum, write_evaluation
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.results import (

@@ -8,11 +8,10 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from lightning_sgmcmc.callbacks.base import bayesian
 from lightning_sgmcmc.callbacks.planned_length import PlannedLength
 from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls
 from lightning_sgmcmc.chains.chains import Chains, chains_of
-from lightning_sgmcmc.chains.layout import ChainLayout
+from lightning_sgmcmc.chains.layout import ChainLayout, layout_of
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count, check_within
@@ -115,10 +114,12 @@ class SWAG(Schedule):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        chains = chains_of(pl_module)
+        total = layout_of(trainer, chains.num_chains).total_chains
+        self.kind = "cycSWAG" if self.num_cycles > 1 else "MultiSWAG" if total > 1 else "SWAG"
         if stage == "fit":
-            claims = bayesian(pl_module, self).chains.claims
-            claims.claim("prepare samples", self)  # weights and energies would be those of an iterate
-            claims.claim("expand samples", self, self._draw)
+            chains.claims.claim("prepare samples", self)  # weights and energies would be those of an iterate
+            chains.claims.claim("expand samples", self, self._draw)
 
     def lay_out(self, length: RunLength) -> None:
         total = self._length.steps_of(length)
@@ -142,7 +143,6 @@ class SWAG(Schedule):
         super().plan(trainer, module)
         self._length.begin(trainer)
         layout = chains.layout
-        self.kind = "cycSWAG" if self.num_cycles > 1 else "MultiSWAG" if layout.total_chains > 1 else "SWAG"
         self._run, self._layout = (trainer, chains), layout
         chains.tags.draws = self.num_draws
         chains.progress.num_cycles = self.laid_out.num_cycles if self.laid_out.num_cycles > 1 else None

@@ -17,7 +17,7 @@ Verdict = Literal["ok", "warning", "unknown"]
 Interval = tuple[float, float]
 
 VERDICTS: tuple[Verdict, ...] = ("ok", "warning", "unknown")
-POSTERIOR, COLD, SNAPSHOT, DEEP = KINDS = tuple(kind.value for kind in RunKind)
+POSTERIOR, COLD, SNAPSHOT, DEEP = tuple(kind.value for kind in RunKind)
 """What the samples of a run can be."""
 
 
@@ -100,8 +100,8 @@ class HealthReport:
         energy: mean, spread and expected range of the energies.
         observations: number of observed steps.
         run: numbers of the run as a whole.
-        kind: what the samples are: "posterior sample", "cold ensemble", "snapshot ensemble" or "deep ensemble"; None
-            if the measurements do not say.
+        kind: what the samples are: "posterior sample", "cold ensemble", "snapshot ensemble", "deep ensemble" or the
+            name of another baseline; None if the measurements do not say.
         reason: the measurement that says so.
     """
 
@@ -194,6 +194,7 @@ class HealthReport:
         if not all(isinstance(values, dict) for values in tensors.values()):
             raise ValueError("its tensors should be dictionaries by name")
         verdict, temperature = content.get("verdict"), _number(content.get("temperature"))
+        kind = content.get("kind")
         return cls(
             step=_integer(content.get("step")),
             verdict=next((known for known in VERDICTS if known == verdict), "unknown"),
@@ -208,7 +209,7 @@ class HealthReport:
             ),
             observations=_integer(content.get("observations")) or 0,
             run=RunMeasures(**{part.name: _number(run.get(part.name)) for part in fields(RunMeasures)}),
-            kind=next((kind for kind in KINDS if kind == content.get("kind")), None),
+            kind=kind if isinstance(kind, str) and kind else None,
             reason=str(content.get("reason", "")),
         )
 

@@ -64,6 +64,7 @@ class RunFacts:
         rhat_limit: R-hat that mixed chains of this length rarely exceed.
         growth: how the average changed with its samples.
         cold_below: a temperature at most this is a cold posterior's by intention.
+        baseline: what a baseline calls itself, None for a run that samples.
     """
 
     temperature: float | None = None
@@ -79,6 +80,7 @@ class RunFacts:
     rhat_limit: float = math.inf
     growth: AverageGrowth | None = None
     cold_below: float = 0.1
+    baseline: str | None = None
 
     @property
     def chance_energy(self) -> float | None:
@@ -159,6 +161,8 @@ def _measures(report: HealthReport, facts: RunFacts, estimates: Estimates | None
 def _kind(report: HealthReport, facts: RunFacts) -> tuple[str | None, str]:
     """Return the kind of the samples and the measurement that says so."""
     tau = report.temperature if facts.temperature is None else facts.temperature
+    if facts.baseline is not None:
+        return facts.baseline, "its networks come from an optimization (temperature 0)"
     if tau == 0:
         return (DEEP if facts.num_chains > 1 else SNAPSHOT), "the states are those of an optimization (temperature 0)"
     total, planned, measured = report.total, facts.relaxation_times, report.run.relaxation_times

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_sgmcmc.diagnostics.health import COLD, POSTERIOR, HealthReport
 from lightning_sgmcmc.diagnostics.intervals import calibration_error_by_chance, mean_interval, share_interval
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
+from lightning_sgmcmc.planning.kind import with_article
 
 NAMES = ("quality", "gain", "calibration", "sampled", "next")
 """What the five sentences are about, in their order."""
@@ -20,7 +21,7 @@ class Claim(NamedTuple):
     """What the samples of a run are said to be.
 
     Attributes:
-        kind: one of `lightning_sgmcmc.diagnostics.health.KINDS`, or the name of a baseline; None if it is not known.
+        kind: a `RunKind`'s value, or the name of a baseline; None if it is not known.
         reason: the measurement or the plan that says so.
     """
 
@@ -161,7 +162,7 @@ def _sampled(health: HealthReport | None, claim: Claim) -> str:
     if kind == POSTERIOR and problem is not None:
         return f"Sampled the posterior? Not shown; {problem.sentence}."
     if kind is not None:
-        return f"Sampled the posterior? No, this is a {kind}{because}."
+        return f"Sampled the posterior? No, this is {with_article(kind)}{because}."
     return f"Sampled the posterior? Not known{because or ': no ChainHealth callback measured it'}."
 
 

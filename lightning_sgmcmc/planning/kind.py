@@ -55,6 +55,17 @@ class RunKind(str, Enum):
         return cls.COLD_ENSEMBLE if reached < COLD_BELOW * plan.temperature else cls.POSTERIOR_SAMPLE
 
 
+def with_article(name: str) -> str:
+    """Return the name of a run as a sentence has it after "is".
+
+    >>> [with_article(name) for name in ("cold ensemble", "MC dropout ensemble", "SWAG")]
+    ['a cold ensemble', 'an MC dropout ensemble', 'SWAG']
+    """
+    if not name.endswith(("sample", "ensemble", "network")):
+        return name  # a method's
+    return f"{'an' if name.startswith('MC') else 'a'} {name}"
+
+
 if TYPE_CHECKING:
     from typing import Protocol
 

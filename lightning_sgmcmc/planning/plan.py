@@ -117,10 +117,9 @@ class RunPlan:
         return words.rows(self, WANTED)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan as plain data, with its kind, warnings and sentences."""
-        kind = self.kind
+        """Return the plan as plain data, with its name as "kind", warnings and sentences."""
         return {
-            "kind": None if kind is None else kind.value,
+            "kind": self.name,
             **asdict(self),
             "notes": list(self.notes),
             "sentences": self.sentences(),

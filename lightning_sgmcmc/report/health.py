@@ -4,6 +4,7 @@ from typing import Any
 
 from lightning_sgmcmc.diagnostics.assessment import ALL_TENSORS
 from lightning_sgmcmc.diagnostics.health import HealthReport, Interval, TemperatureKind, Temperatures
+from lightning_sgmcmc.planning.kind import with_article
 from lightning_sgmcmc.report import html_page
 from lightning_sgmcmc.report.html_page import Cell, folded, is_finite, number, paragraph, table
 
@@ -47,7 +48,7 @@ def _facts(health: HealthReport) -> str:
     times = None if run.relaxation_times is None else number(run.relaxation_times)
     return html_page.facts(
         [
-            ("The samples are", None if health.kind is None else f"a {health.kind}: {health.reason}"),
+            ("The samples are", None if health.kind is None else f"{with_article(health.kind)}: {health.reason}"),
             ("Target temperature", health.temperature if is_finite(health.temperature) else None),
             ("Mean energy", energy.mean),
             ("Its standard deviation", energy.std),

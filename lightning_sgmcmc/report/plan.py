@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lightning_sgmcmc.planning.kind import with_article
 from lightning_sgmcmc.report import html_page
 from lightning_sgmcmc.report.html_page import bullets, folded, number, paragraph, table
 from lightning_sgmcmc.report.run_record import RunRecord
@@ -16,7 +17,8 @@ def plan(run: RunRecord) -> str:
     if not isinstance(found, dict):
         return ""
     kind = run.results.get("kind")
-    called = paragraph(f"By its plan and what was measured, this run is a {kind}.") if isinstance(kind, str) else ""
+    known = f"By its plan and what was measured, this run is {with_article(kind)}." if isinstance(kind, str) else ""
+    called = paragraph(known) if known else ""
     pairs = [row for row in _list(found, "rows") if isinstance(row, list) and len(row) == 2]
     facts = html_page.facts((str(name).strip(), str(value)) for name, value in pairs)
     sentences = [f"{text}." for text in _texts(found, "warnings")] + _texts(found, "notes")

@@ -49,6 +49,7 @@ def facts_of(
         predictions=predictions,
         rhat_limit=limit,
         growth=_growth(evaluation),
+        baseline=None if plan is None else plan.label,
     )
 
 

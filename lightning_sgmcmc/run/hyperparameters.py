@@ -38,8 +38,7 @@ def log_settings(trainer: pl.Trainer, model: EnergyModel, settings: Settings) ->
 
 def log_plan(trainer: pl.Trainer, plan: RunPlan) -> None:
     """Write a run's plan to every logger: its kind and its known numbers, as `plan.…`."""
-    kind = "unknown" if plan.kind is None else plan.kind.value
-    values = {"plan.kind": kind, **{f"plan.{name}": value for name, value in plan.scalars().items()}}
+    values = {"plan.kind": plan.name or "unknown", **{f"plan.{name}": value for name, value in plan.scalars().items()}}
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.hparams.update(values)

@@ -19,6 +19,7 @@ from lightning_sgmcmc.planning import Blocks, ChainControls, PlanInputs, RunPlan
 from lightning_sgmcmc.planning.words import duration_sentence
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, LaplacePrior, Prior, StudentTPrior
 from lightning_sgmcmc.priors.centers import is_centered
+from lightning_sgmcmc.run.baseline import baseline_of
 from lightning_sgmcmc.run.hyperparameters import log_plan
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import SGNHT, Sampler
@@ -57,7 +58,7 @@ def plan_of(trainer: pl.Trainer, module: Any) -> RunPlan | None:
         disk_bytes_of_sample=_bytes(module.state_dict().values()) // chains.num_chains,
         memory_bytes=_memory(trainer, module, sampler),
         notes=tuple(_notes(trainer, module, sampler, approximate)),
-        label=getattr(schedule, "kind", None),
+        label=baseline_of(trainer),
     )
     return make_plan(sampler, blocks, tensors, facts)
 

@@ -1,6 +1,7 @@
 """Deep ensembles, SWAG and MC dropout: what their samples are, against arithmetic by hand."""
 
 import itertools
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, ContourRules, G
 from lightning_sgmcmc.callbacks import (
     SWAG,
     BayesianModelAverage,
+    ChainHealth,
     ContourGradient,
     DeepEnsemble,
     MCDropout,
+    RunSummary,
     SampleCollector,
 )
 from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.report import write_report
 from tests.support.problems import Even, Net, Plain, Stream, blobs, classifier
 from tests.support.trainers import quiet_trainer
 
@@ -245,6 +249,28 @@ def _thinned(sample: PosteriorSample, x: Tensor, p: float) -> tuple[Tensor, Tens
         predictions.append((hidden @ values[2].T + values[3]).softmax(-1))
         law.append((1 - p) ** sum(kept) * p ** (3 - sum(kept)))
     return torch.stack(predictions), torch.tensor(law)
+
+
+@pytest.mark.parametrize(("chains", "name"), [(1, "MC dropout"), (2, "MC dropout ensemble")])
+def test_the_outermost_baseline_names_the_run_everywhere(chains: int, name: str, tmp_path: Path) -> None:
+    """In the plan, the health report, results.json and the page; and of a test by another process."""
+    parts = [SampleCollector(tmp_path / "sgmcmc" / "samples"), BayesianModelAverage(), RunSummary()]
+    callbacks = [MCDropout(2), DeepEnsemble(), ChainHealth(), *parts]
+    module = Net(chains)
+    quiet_trainer(max_epochs=1, callbacks=callbacks, default_root_dir=tmp_path).fit(module, datamodule=Even())
+    results = json.loads((tmp_path / "sgmcmc" / "results.json").read_text())
+    assert module.plan is not None
+    assert module.health is not None
+    assert module.plan.sentences()[0].startswith(f"Plan: {name}; {2 * chains} samples of ")
+    assert [module.health.kind, results["kind"], results["plan"]["kind"]] == [name] * 3
+    assert results["samples"] == f"networks ({name})"
+    called = {"MC dropout": name, "MC dropout ensemble": f"an {name}"}[name]
+    assert f"No, this is {called}: its networks" in results["sentences"]["sampled"]
+    assert f"this run is {called}." in write_report(tmp_path / "sgmcmc").read_text()
+    for again in ([MCDropout(2), DeepEnsemble(), *parts], parts):  # also by the run's health.json
+        quiet_trainer(callbacks=again, default_root_dir=tmp_path).test(Net(chains), datamodule=Even(), verbose=False)
+        results = json.loads((tmp_path / "sgmcmc" / "results.json").read_text())
+        assert (results["stage"], results["kind"]) == ("test", name)
 
 
 def test_whole_channels_are_dropped_together() -> None:

@@ -86,6 +86,8 @@ def test_runs_beside_one_another(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert printed.startswith("4 runs on the same 20 test data")
     compared = compare_runs(runs)
     assert [one.kind for one in compared] == ["deep ensemble", "MC dropout", "SWAG", "cold ensemble"]
+    planned = [json.loads((one / "results-val.json").read_text())["plan"]["kind"] for one in runs[:3]]
+    assert planned == ["deep ensemble", "MC dropout", "SWAG"]
     assert [one.gradient_evaluations for one in compared] == [256, 128, 128, 128]  # 2 epochs of 64 data, 2 chains once
     assert all(one.seconds > 0 for one in compared)
 
