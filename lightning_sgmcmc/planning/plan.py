@@ -49,7 +49,8 @@ class RunPlan:
         configurational_temperature: the expected configurational temperature of all tensors together, a mean over the
             observed steps as `ChainHealth` measures it.
         configurational_range: its smallest and largest value over the chains, if they differ.
-        independent_draws: independent draws to expect, over all chains.
+        independent_draws: n, independent draws to expect, over all chains; once they have relaxed, the error of an
+            average over them is 1/√n standard deviations of the posterior.
         stages: number of sampling stages (cycles).
         heat: τ·d/2, the energy in nats that d harmonic coordinates take up at the target's temperature.
         chance: the energy in nats of a model that guesses, N·log K for K classes; None if there are no classes.
@@ -109,7 +110,7 @@ class RunPlan:
         return words.warnings(self, WANTED)
 
     def sentences(self) -> list[str]:
-        """Return the plan in at most four lines of under 80 characters."""
+        """Return the plan in at most five lines of under 80 characters."""
         return words.sentences(self, WANTED)
 
     def rows(self) -> list[tuple[str, str]]:

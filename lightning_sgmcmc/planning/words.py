@@ -6,18 +6,18 @@ from typing import Any
 from lightning_sgmcmc.planning.kind import HOT_SHARE
 
 UNKNOWN = "unknown"
+DIRECTIONS = "directions that the data leave to the prior"
+"""Whose relaxation a plan knows: the likelihood's directions relax faster."""
 
 
 def sentences(plan: Any, wanted: float) -> list[str]:
-    """Return the plan in at most four lines of under 80 characters."""
+    """Return the plan in at most five lines of under 80 characters."""
     name = plan.name or "of unknown kind"
     count = "" if plan.samples is None else f"{_counted(plan.samples, 'sample')} of "
     lines = [f"Plan: {name}; {count}{_counted(plan.chains, 'chain')}; {_temperature(plan)}."]
     if plan.temperature > 0:
-        independent = (
-            "" if plan.independent_draws is None else f"; {_rounded(plan.independent_draws)} independent draws"
-        )
-        lines.append(f"Prior directions: {_known(plan.relaxation_times)} of {wanted:g} relaxation times{independent}.")
+        lines.append(f"Relaxation times in {DIRECTIONS}: {_known(plan.relaxation_times)} of {wanted:g}.")
+        lines.append(_draws(plan, wanted))
         lines.append(_heat(plan))
     lines.append(_cost(plan))
     return [line for line in lines if line]
@@ -29,6 +29,16 @@ def _temperature(plan: Any) -> str:
     if plan.configurational_temperature is None:
         return f"target temperature {plan.temperature:.3g}"
     return f"temperature {plan.configurational_temperature:.2g} of {plan.temperature:.3g}"
+
+
+def _draws(plan: Any, wanted: float) -> str:
+    """Return the line on independent draws; the error of an average over n of them is 1/√n standard deviations."""
+    draws, covered = plan.independent_draws, plan.relaxation_times
+    if draws is None:
+        return ""
+    if covered is None or covered < wanted:  # the average keeps a part of the start
+        return f"Independent draws: {_rounded(draws)}."
+    return f"Independent draws: {_rounded(draws)}; averages within 1/√draws = {draws**-0.5:.2g} posterior sd."
 
 
 def _heat(plan: Any) -> str:
@@ -60,7 +70,7 @@ def warnings(plan: Any, wanted: float) -> list[str]:
             remedies.append(f"prior std {plan.prior_std / math.sqrt(times):.2g}")
         cold = "" if reached is None or reached <= 0 else f" with temperature {reached:.2g}"
         return [
-            f"{covered:.2g} relaxation times of {wanted:g} wanted in the prior's directions: {', or '.join(remedies)}, "
+            f"{covered:.2g} relaxation times of {wanted:g} wanted in {DIRECTIONS}: {', or '.join(remedies)}, "
             f"or call it a cold ensemble{cold}"
         ]
     if plan.heat is not None and plan.chance is not None and plan.heat > HOT_SHARE * plan.chance:

@@ -169,7 +169,7 @@ def test_what_is_unknown_is_none_and_said() -> None:
     assert plan.relaxation_times is None
     assert plan.kind is None
     assert "prior's scale is unknown" in plan.notes[0]
-    assert plan.sentences()[1].startswith("Prior directions: unknown of 3")
+    assert plan.sentences()[1].endswith("that the data leave to the prior: unknown of 3.")
     assert planned(module(sampler=pSGLD), SamplingSchedule(every_n_steps=10)).relaxation_times is None
     laplace = planned(module(prior=LaplacePrior(0.5)), SamplingSchedule(every_n_steps=10))
     gauss = planned(module(prior=GaussianPrior(0.5 * math.sqrt(2))), SamplingSchedule(every_n_steps=10))
@@ -273,9 +273,13 @@ def test_sentences_are_short_and_a_cold_run_gets_no_warning() -> None:
         memory_bytes=10**12,
     )
     for plan in (large, facts(), facts(temperature=0.0)):
-        assert len(plan.sentences()) <= 4
+        assert len(plan.sentences()) <= 5
         assert all(len(line) < 80 for line in plan.sentences()), plan.sentences()
         assert len(plan.warnings) <= 1
+    said = facts(relaxation_times=4.0, configurational_temperature=1.0, independent_draws=16.0).sentences()
+    assert said[2] == "Independent draws: 16; averages within 1/√draws = 0.25 posterior sd."
+    cold = facts(relaxation_times=0.02, configurational_temperature=0.05, independent_draws=4.0).sentences()
+    assert cold[2] == "Independent draws: 4.", "an average over states that have not relaxed is near their start"
     assert facts(temperature=0.0, relaxation_times=0.0).warnings == []
     hot = facts(relaxation_times=10.0, configurational_temperature=1.0, heat=900.0, chance=1000.0)
     assert warnings_of(hot, WANTED)[0].endswith("temperature 0.56")
