@@ -21,7 +21,7 @@ from lightning_sgmcmc.priors import (
     StudentTPrior,
 )
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
-from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGLD
+from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGHMC, pSGLD
 from lightning_sgmcmc.schedules import Annealing, Patience, PolynomialDecay
 
 __version__ = version("lightning-sgmcmc")
@@ -64,5 +64,6 @@ __all__ = [
     "UnderdampedLangevin",
     "__version__",
     "cluster_data",
+    "pSGHMC",
     "pSGLD",
 ]

@@ -22,7 +22,7 @@ from lightning_sgmcmc.priors.centers import is_centered
 from lightning_sgmcmc.run.baseline import baseline_of
 from lightning_sgmcmc.run.hyperparameters import log_plan
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
-from lightning_sgmcmc.samplers import SGNHT, Sampler
+from lightning_sgmcmc.samplers import SGNHT, Sampler, pSGHMC, pSGLD
 
 TIMED = (20, 120)
 """The steps between which a step's duration is measured."""
@@ -238,7 +238,8 @@ def _memory(trainer: pl.Trainer, module: Any, sampler: Sampler) -> int:
     own = _bytes(p for group in sampler.param_groups for p in group["params"])
     copies = 2  # noise, and the next step's
     copies += 1  # gradients
-    copies += 1 if sampler.momentum_buffer is not None or type(sampler).__name__ == "pSGLD" else 0
+    copies += sampler.momentum_buffer is not None
+    copies += isinstance(sampler, (pSGLD, pSGHMC))
     for callback in callbacks_of(trainer):
         copies += 3 if type(callback).__name__ == "ChainHealth" else 0
         copies += getattr(callback, "num_proposals", -1) + 1 if type(callback).__name__ == "EWSG" else 0

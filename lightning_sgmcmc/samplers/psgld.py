@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_positive, check_within
-from lightning_sgmcmc.samplers.base import Sampler
+from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
 from lightning_sgmcmc.tensors import square_root
 
 
-class pSGLD(Sampler):
+class pSGLD(PreconditionedSampler):
     """SGLD with the RMSprop preconditioner.
 
         V ← α·V + (1-α)·g²,   G = 1/(λ + √V)
@@ -78,11 +78,3 @@ class pSGLD(Sampler):
         inverse = torch._foreach_sqrt(self._buffers(params, "square_avg"))
         torch._foreach_add_(inverse, self.param_groups[0]["eps"])
         return list(torch._foreach_reciprocal(inverse))
-
-    def _kept(self, params: list[Tensor]) -> list[Tensor]:
-        """Return scratch tensors in the parameters' shapes, reused at every step and not part of the state."""
-        scratch: dict[Tensor, Tensor] = self.__dict__.setdefault("_scratch", {})
-        for p in params:
-            if p not in scratch:
-                scratch[p] = torch.empty_like(p)
-        return [scratch[p] for p in params]

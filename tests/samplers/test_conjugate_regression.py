@@ -2,7 +2,7 @@
 
 For SGLD, SGHMC and underdamped Langevin the law that the draws must have at a finite step size is known exactly
 (`tests/support/problems.py`), so the draws are held against it within Monte-Carlo error, and the law against the
-posterior. For pSGLD and SGNHT, which are not linear, the distance to the posterior must fall with the step size.
+posterior. For pSGLD, pSGHMC and SGNHT, which are not linear, the distance to the posterior must fall with the step.
 
 Forty chains run at once, each with batches of its own, so a hundred steps of each have the Monte-Carlo error that
 thousands of one would have. A step costs the same for 40 chains as for one.
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, UnderdampedLangevin, pSGLD
+from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, UnderdampedLangevin, pSGHMC, pSGLD
 from tests.support.comparisons import check_law, covariance_with_error, mean_with_error
 from tests.support.problems import PROBLEM, Array
 from tests.support.trainers import sample
@@ -77,6 +77,7 @@ def test_small_steps_sample_the_posterior(sampler: Any, step: float, small_step:
     ("sampler", "burn_in", "steps"),
     [
         pytest.param(functools.partial(pSGLD, alpha=0.99), 600, {0.04: 92, 0.01: 240}, id="pSGLD"),
+        pytest.param(pSGHMC, 900, {0.04: 92, 0.01: 240}, id="pSGHMC", marks=pytest.mark.slow),
         pytest.param(SGNHT, 1500, {0.04: 92, 0.01: 140}, id="SGNHT", marks=pytest.mark.slow),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGLD
+from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGHMC, pSGLD
 from tests.support.comparisons import assert_same
 from tests.support.trainers import fit_in_layout
 
@@ -33,6 +33,7 @@ class Rule:
 SAMPLERS = [
     Rule(SGLD, {}, torch.optim.SGD),
     Rule(pSGLD, {"alpha": 0.9, "eps": 1e-3}, torch.optim.RMSprop, {"alpha": 0.9, "eps": 1e-3}),
+    Rule(pSGHMC, {"friction": 0.3, "alpha": 0.9}),
     Rule(SGHMC, {"friction": 0.3, "noise_estimate": 0.1}, torch.optim.SGD, {"momentum": 1 - 0.3}),
     Rule(UnderdampedLangevin, {"friction": 1.5}),
     Rule(UnderdampedLangevin, {"friction": 1.5, "integrator": "baoab"}),

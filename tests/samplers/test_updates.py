@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGLD
+from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGHMC, pSGLD
 from lightning_sgmcmc.samplers.noise import ChainNoise
 
 N = 50
@@ -86,6 +86,30 @@ class SGHMCReference(Reference):
             self.theta[i] += self.v[i]
 
 
+class PSGHMCReference(Reference):
+    """The floor is set by the root mean square of √V̂ over each tensor."""
+
+    friction, alpha, floor = 0.3, 0.9, 0.1
+
+    def __init__(self, theta: Vector) -> None:
+        super().__init__(theta)
+        self.squares, self.steps = [0.0] * len(theta), 0
+
+    def update(self, g: Vector, xi: Vector, c: Controls) -> None:
+        self.steps += 1
+        self.squares = [self.alpha * s + (1 - self.alpha) * x**2 for s, x in zip(self.squares, g, strict=True)]
+        unbiased = [s / (1 - self.alpha**self.steps) for s in self.squares]
+        floors: list[float] = []
+        for tensor in start():
+            own_squares = unbiased[len(floors) : len(floors) + tensor.numel()]
+            floors += [self.floor * math.sqrt(sum(own_squares) / tensor.numel())] * tensor.numel()
+        for i in range(len(g)):
+            own = c.lr / (math.sqrt(unbiased[i]) + floors[i] + 1e-8)
+            noise = self.friction * math.sqrt(2 * own * c.temperature / N) * xi[i]
+            self.v[i] = (1 - self.friction) * self.v[i] - self.friction * own * c.multiplier * g[i] + noise
+            self.theta[i] += self.v[i]
+
+
 class UnderdampedReference(Reference):
     friction = 1.5
 
@@ -127,6 +151,7 @@ RULES = [
     pytest.param(SGLD, {}, SGLDReference, id="SGLD"),
     pytest.param(pSGLD, {"alpha": 0.9, "eps": 1e-3}, PSGLDReference, id="pSGLD"),
     pytest.param(SGHMC, {"friction": 0.3, "noise_estimate": 0.1}, SGHMCReference, id="SGHMC"),
+    pytest.param(pSGHMC, {"friction": 0.3, "alpha": 0.9}, PSGHMCReference, id="pSGHMC"),
     pytest.param(UnderdampedLangevin, {"friction": 1.5}, UnderdampedReference, id="UnderdampedLangevin"),
     pytest.param(
         UnderdampedLangevin,
@@ -211,6 +236,7 @@ def test_noise_has_the_variance_of_the_convention(cls: Any, options: dict[str, A
         SGLD: 2 * 0.1 * 0.7 / N,
         pSGLD: 2 * 0.1 * 0.7 / N / 1e-3,  # the preconditioner is 1/eps where the gradient was always 0
         SGHMC: 2 * (0.3 - 0.1) * 0.1 * 0.7 / N,
+        pSGHMC: 2 * 0.3**2 * 0.1 * 0.7 / N / 1e-8,  # likewise, by its least value
         UnderdampedLangevin: 0.1**2 * 2 * 1.5 * 0.7 * 0.1,
         SGNHT: 2 * 0.2 * 0.1 * 0.7 / N,
     }[cls]
