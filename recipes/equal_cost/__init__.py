@@ -1,10 +1,10 @@
 """Nine methods and `--auto` at the same number of gradient evaluations, on nine data sets.
 
 Digits, 6,000 images of MNIST, two tables for classification (german, pima) and three for regression (energy, concrete,
-kin8nm), with an MLP; Digits, and with `--full` MNIST, also with a small CNN. Every method makes the gradient evaluations
-of one network in a given number of epochs, counted in examples, over all its chains: four members of an ensemble have a
-quarter each. `ensemble_4x` makes four times as many. What a method tunes counts too; only `sgd_tuned` and
-`ensemble_tuned` have settings for each data set, from an earlier grid on other seeds that was free of charge
+kin8nm), with an MLP; Digits, and with `--full` MNIST, also with a small CNN. Every method makes the gradient
+evaluations of one network in a given number of epochs, counted in examples, over all its chains: four members of an
+ensemble have a quarter each. `ensemble_4x` makes four times as many. What a method tunes counts too; only `sgd_tuned`
+and `ensemble_tuned` have settings for each data set, from an earlier grid on other seeds that was free of charge
 (`settings.yaml`).
 
 `cells/` has a file for each (data set, method, seed), and a recipe that was interrupted continues with the others.
@@ -16,6 +16,7 @@ Quick is 3 seeds (`python -m recipes equal_cost --data-root DIR`), full 8.
 
 import json
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def run(options: Options, settings: Mapping[str, Any] | None = None) -> list[Row
         require(Problem(name, settings["sets"][name], options.data_root, options.seed))
     seeds = range(options.seed, options.seed + settings["seeds"][options.scale])
     jobs = [(data, method, seed) for seed in seeds for data in sets for method in METHODS]
-    missing = [job for job in jobs if _saved(*job, settings, options) is None]
+    missing = [job for job in jobs if not _is_finished(_saved(*job, settings, options))]
     missing.sort(key=lambda job: (job[2], job[1] != "ensemble_4x"))  # whole seeds first, and of each the longest jobs
     run_jobs(one, missing, options, settings, in_turn=False)
     cells = [cell for job in jobs if (cell := _saved(*job, settings, options)) is not None]
@@ -66,6 +67,7 @@ def one(data: str, method: str, seed: int, settings: Mapping[str, Any], options:
     from lightning_sgmcmc.recipes.equal_cost.scores import score
 
     silence_lightning()
+    warnings.filterwarnings("ignore", message="RunPlan|All chains start with the same|temperature=0 is optimization")
     problem = Problem(data, settings["sets"][data], options.data_root, seed)
     problem.setup("fit")
     pl.seed_everything(seed, verbose=False)
@@ -112,10 +114,14 @@ def _settings_of(data: str, method: str, settings: Mapping[str, Any]) -> dict[st
 
 
 def _saved(data: str, method: str, seed: int, settings: Mapping[str, Any], options: Options) -> dict[str, Any] | None:
-    """Return a finished cell of an earlier run with the same settings, None if it has to be run."""
+    """Return the cell that a run with the same settings has written, None if there is none."""
     try:
         cell: dict[str, Any] = json.loads(_path(data, method, seed, options).read_text())
     except (FileNotFoundError, ValueError):
         return None
-    known = cell["settings"] == _settings_of(data, method, settings)
-    return cell if known and not cell.get("failed", "").startswith("Unavailable") else None
+    return cell if cell["settings"] == _settings_of(data, method, settings) else None
+
+
+def _is_finished(cell: Mapping[str, Any] | None) -> bool:
+    """Return whether a cell is there, and not of a method that an earlier version of the library lacked."""
+    return cell is not None and not cell.get("failed", "").startswith("Unavailable")

@@ -9,7 +9,7 @@ from typing import Any
 import pytorch_lightning as pl
 from torch.optim import AdamW
 
-from lightning_sgmcmc import SGHMC, BayesianModule, FlatPrior, GaussianPrior
+from lightning_sgmcmc import SGHMC, BayesianModule, FlatPrior, GaussianPrior, pSGLD
 from lightning_sgmcmc.callbacks import SWAG, CyclicalSchedule, DeepEnsemble, MCDropout, SamplingSchedule, WarmStart
 from lightning_sgmcmc.recipes.equal_cost.problems import Problem
 
@@ -62,14 +62,15 @@ def mc_dropout(problem: Problem, setting: Setting) -> Fit:
 
 
 def swag(problem: Problem, setting: Setting) -> Fit:
-    """Fit a Gaussian to SGD's iterates, after a warm start if the setting has one, and draw networks."""
+    """Fit a Gaussian to the iterates of SGD or RMSprop, after a warm start if there is one, and draw networks."""
     schedule = SWAG(
         rank=setting["rank"],
         num_draws=setting["draws"],
         collection=setting["collection"],
         lr_factor=setting["lr_factor"],
     )
-    module = _module(problem, setting, prior=_decay_prior(problem, setting["weight_decay"]))
+    sampler = pSGLD if setting["optimizer"] == "rmsprop" else functools.partial(SGHMC, friction=1 - MOMENTUM)
+    module = _module(problem, setting, prior=_decay_prior(problem, setting["weight_decay"]), sampler=sampler)
     return Fit(module, [*_warm_start(problem.steps, setting), schedule], problem.steps)
 
 
@@ -147,9 +148,8 @@ def _module(problem: Problem, setting: Setting, **options: Any) -> BayesianModul
     return BayesianModule(
         net=problem.net(setting.get("dropout", 0.0)),
         likelihood=problem.likelihood(),
-        sampler=functools.partial(SGHMC, friction=1 - MOMENTUM),
         lr=setting["lr"],
-        **options,
+        **({"sampler": functools.partial(SGHMC, friction=1 - MOMENTUM)} | options),
     )
 
 

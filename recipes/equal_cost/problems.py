@@ -130,7 +130,7 @@ def mlp(inputs: int, hidden: list[int], outputs: int, dropout: float) -> nn.Modu
 
 
 def cnn(shape: tuple[int, ...], channels: list[int], outputs: int, dropout: float) -> nn.Module:
-    """Return 3x3 convolutions with ReLU and max-pooling to half the size, and a linear layer, with dropout before it."""
+    """Return 3x3 convolutions with ReLU and max-pooling to half the size, then dropout and a linear layer."""
     layers: list[nn.Module] = []
     inputs, side = shape[0], shape[1]
     for width in channels:
