@@ -69,6 +69,10 @@ class Results:
         """Return a metric's mean over seeds."""
         return float(np.mean(self.metrics(data, row)[metric]))
 
+    def gradients(self, data: str, row: str) -> float:
+        """Return the mean over seeds of the gradient evaluations, counted in examples."""
+        return float(np.mean([gradients for gradients, _ in self.costs[data, row]]))
+
     def differences(
         self, data: str, reference: str, column: str = "nll", shared_data: bool = False
     ) -> dict[str, Difference]:

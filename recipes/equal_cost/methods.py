@@ -9,7 +9,7 @@ from typing import Any
 import pytorch_lightning as pl
 from torch.optim import AdamW
 
-from lightning_sgmcmc import SGHMC, BayesianModule, FlatPrior, GaussianPrior, pSGLD
+from lightning_sgmcmc import SGHMC, BayesianModule, FlatPrior, GaussianPrior, callbacks, pSGLD
 from lightning_sgmcmc.callbacks import SWAG, CyclicalSchedule, DeepEnsemble, MCDropout, SamplingSchedule, WarmStart
 from lightning_sgmcmc.recipes.equal_cost.problems import Problem
 
@@ -107,12 +107,11 @@ def auto(problem: Problem, setting: Setting) -> Fit:
     Raises:
         Unavailable: if the library has no `AutoSampling`.
     """
-    try:
-        from lightning_sgmcmc.callbacks import AutoSampling  # type: ignore[attr-defined]
-    except ImportError:
-        raise Unavailable("this version of the library has no AutoSampling") from None
+    auto_sampling = getattr(callbacks, "AutoSampling", None)
+    if auto_sampling is None:
+        raise Unavailable("this version of the library has no AutoSampling")
     module = BayesianModule(net=problem.net(), likelihood=problem.likelihood())
-    return Fit(module, [AutoSampling(objective=setting["objective"])], problem.steps, validates=True)
+    return Fit(module, [auto_sampling(objective=setting["objective"])], problem.steps, validates=True)
 
 
 METHODS: dict[str, Callable[[Problem, Setting], Fit]] = {
@@ -131,7 +130,7 @@ METHODS: dict[str, Callable[[Problem, Setting], Fit]] = {
 }
 CALIBRATED = {"sgd": "sgd_temperature", "ensemble": "ensemble_temperature"}
 """Rows that cost no training: the predictions of another row, calibrated on the validation data."""
-ROWS = tuple(row for name in METHODS for row in (name, CALIBRATED.get(name)) if row is not None)
+ROWS: tuple[str, ...] = tuple(row for name in METHODS for row in (name, CALIBRATED.get(name)) if row is not None)
 
 
 def setting_of(settings: Setting, data: str, method: str) -> Setting:

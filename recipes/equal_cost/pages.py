@@ -85,9 +85,13 @@ def _section(results: Results, problem: Problem, compared: Mapping[tuple[str, st
         if any(row in one for one in compared.values())
     ]
     header = [f"Δ{'NLL' if column == 'nll' else error} from {reference}" for reference, column in compared]
+    budget = problem.setting["epochs"] * problem.setting["sizes"][0]
+    over = [f"`{row}`" for row in rows if row != "ensemble_4x" and results.gradients(data, row) > 1.01 * budget]
     failed = [f"`{method}`: {why}" for (of, method), why in results.failures.items() if of == data]
     text = f"## {data}\n\n{quality}\n{markdown_table(['method', *header], changes)}"
-    return text + (f"\nWithout a row: {'; '.join(failed)}" if failed else "")
+    if over:
+        text += f"\nNot of equal cost, above the budget of {budget:,}: {', '.join(over)}.\n"
+    return text + (f"\nWithout a row: {'; '.join(failed)}\n" if failed else "")
 
 
 def _rows(results: Results, data: str, compared: Mapping[tuple[str, str], Mapping[str, Difference]]) -> list[Row]:
