@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_sgmcmc import callbacks
 from lightning_sgmcmc.diagnostics.bootstrap import percentile_interval, two_level_means
 from lightning_sgmcmc.recipes import equal_cost
 from lightning_sgmcmc.recipes.equal_cost import comparison, methods, problems, scores
@@ -36,7 +37,7 @@ def made_up(source: str, root: Path) -> problems.Source:
 
 def small(**sets: str) -> dict[str, Any]:
     """Return settings of tiny data sets, by name, with the kinds of the given sources."""
-    tiny = {"sizes": [80, 40, 60], "hidden": [8], "batch": 20, "epochs": 16}
+    tiny = {"sizes": [80, 40, 60], "hidden": [8], "batch": 20, "epochs": 8}
     given = {"sets": {name: {"source": source} | tiny for name, source in sets.items()}, "seeds": {"quick": 2}}
     return SETTINGS | given
 
@@ -51,34 +52,44 @@ def _made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_recipe_that_was_interrupted_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All of a run: cells, page, sentences, rows; the second run has one cell to fit, the third, with another
-    setting, those of that method."""
+    """All of a run: cells, page, sentences, rows. Later runs fit what is lost, what has another setting, and a method
+    that the library did not have."""
+    monkeypatch.delattr(callbacks, "AutoSampling", raising=False)
     chosen = ("sgd", "ensemble", "auto")
     monkeypatch.setattr(methods, "METHODS", {name: methods.METHODS[name] for name in chosen})
     options, settings = Options(tmp_path, ROOT), small(pima="pima", energy="energy")
+    one = equal_cost.one
     rows = equal_cost.run(options, settings)
     cells = sorted((tmp_path / "cells").rglob("*.json"))
     assert len(cells) == 2 * len(chosen) * 2
     page = (tmp_path / "page.md").read_text()
     assert "| sgd_temperature |" in page
-    assert "There is no row `auto`" in page or "`auto` has a lower NLL" in page
+    assert "* There is no row `auto`: this version of the library has no AutoSampling." in page
     assert (tmp_path / "nll.png").exists()
     assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == len(cells)
     assert all("loss" not in line for line in (tmp_path / "cells.jsonl").read_text().splitlines())
     labels = {row.method for row in rows}
     assert {"pima: sgd", "pima: ensemble_temperature", "energy: sgd_temperature"} <= labels
-    costs = [row.value for row in rows if row.metric == "gradient evaluations" and "auto" not in row.method]
-    assert set(costs) == {80 * 16}
-    lost = ("energy", "ensemble", 1)
+    assert {row.value for row in rows if row.metric == "gradient evaluations"} == {80 * 8}
+    assert "above the budget" not in page
+    # As if the library had it now, and it overran its budget.
+    monkeypatch.setattr(callbacks, "AutoSampling", lambda objective: callbacks.DeepEnsemble(), raising=False)
+    monkeypatch.setattr(problems.Problem, "steps", 40)
     (tmp_path / "cells" / "energy" / "ensemble-1.json").unlink()
     fitted: list[Any] = []
+    monkeypatch.setattr(equal_cost, "one", lambda *job: (fitted.append(job[:3]), one(*job)))
+    rows = equal_cost.run(options, settings)
+    lost = {("energy", "ensemble", 1)}
+    assert set(fitted) == lost | {(data, "auto", seed) for data in ("pima", "energy") for seed in (0, 1)}
+    page = (tmp_path / "page.md").read_text()
+    assert "* `auto` has a lower NLL than `ensemble` on " in page
+    assert "Not of equal cost, above the budget of 640: `auto`." in page
+    assert "energy: auto" in {row.method for row in rows}
     monkeypatch.setattr(equal_cost, "one", lambda *job: fitted.append(job[:3]))
-    equal_cost.run(options, settings)
-    assert [job for job in fitted if job[1] != "auto"] == [lost]
     fitted.clear()
     settings["methods"] = settings["methods"] | {"sgd": {"classification": {"lr": 1}, "regression": {"lr": 1}}}
     equal_cost.run(options, settings)
-    assert {job for job in fitted if job[1] == "sgd"} == {(d, "sgd", s) for d in ("pima", "energy") for s in (0, 1)}
+    assert set(fitted) == {(data, "sgd", seed) for data in ("pima", "energy") for seed in (0, 1)}
 
 
 @pytest.mark.usefixtures("_made_up")
@@ -95,7 +106,7 @@ def test_every_method_has_the_same_budget(source: str, tmp_path: Path) -> None:
         fit = method(problem, setting)
         cost = fit.steps * fit.module.chains.num_chains * problem.batch_size
         share = setting.get("length", 1.0) * setting.get("cost", 1)
-        assert cost == pytest.approx(80 * 16 * share), name
+        assert cost == pytest.approx(80 * 8 * share), name
         assert not fit.validates
 
 
