@@ -36,8 +36,8 @@ class DeepEnsemble(Schedule):
         lr_decay: "cosine" as above; "constant" keeps lr_0 after the warm-up, or without one leaves it to a scheduler of
             torch.
         optimizer: a class of `torch.optim`, or a partial of one, whose `step` needs no closure. It trains every chain
-            at the module's lr, one number; None is the module's sampler at temperature 0. A weight decay of its own
-            (AdamW's is decoupled) needs `FlatPrior()`, since the prior is in the loss.
+            at the module's lr, one number; None is the module's sampler at temperature 0. Its weight decay is 0, since
+            the prior is in the loss, unless a partial sets one (AdamW's is decoupled), which needs `FlatPrior()`.
         warm_up: share of the run in which lr rises linearly, in [0, 1).
 
     Raises:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from jsonargparse import ArgumentParser
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -27,6 +28,7 @@ from lightning_sgmcmc.callbacks import (
     WarmStart,
 )
 from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.warm_start import chosen_decay, make_optimizer
 from lightning_sgmcmc.report import write_report
 from tests.support.problems import Even, Net, Plain, Stream, blobs, classifier
 from tests.support.trainers import quiet_trainer
@@ -105,6 +107,19 @@ def test_what_an_optimizer_cannot_do_is_refused(options: Any, others: Any, sente
     schedule = DeepEnsemble(optimizer=functools.partial(torch.optim.AdamW, weight_decay=0.5))
     with pytest.raises(ValueError, match=sentence):
         fit(classifier(**options), schedule, *others, max_epochs=1)
+
+
+@pytest.mark.parametrize(("options", "decay"), [({}, 0.0), ({"init_args": {"weight_decay": 0.5}}, 0.5)])
+def test_a_configuration_names_the_optimizer(options: Any, decay: float) -> None:
+    """AdamW's default decay of 0.01, which the command line's partial holds, is not chosen."""
+    parser = ArgumentParser()
+    parser.add_class_arguments(DeepEnsemble, "schedule")
+    given = {"class_path": "torch.optim.AdamW"} | options
+    schedule = parser.instantiate_classes(parser.parse_object({"schedule": {"optimizer": given}})).schedule
+    assert chosen_decay(schedule.optimizer) == decay
+    optimizer = make_optimizer(schedule.optimizer, [nn.Parameter(torch.zeros(2))], 0.1, decay)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.1, decay)
 
 
 def test_an_optimizer_with_its_own_lr_is_refused() -> None:
