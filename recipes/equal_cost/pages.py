@@ -118,6 +118,7 @@ def picture(compared: Mapping[str, Mapping[str, Difference]]) -> "Figure":
     lines = -(-len(compared) // columns)
     figure, grid = panels(lines, columns, 3.6 * columns, 3.6 * lines)
     for axes, (data, rows) in zip(grid.flat, compared.items(), strict=False):
+        rows = {row: rows[row] for row in ROWS if row in rows}
         for place, one in enumerate(rows.values()):
             colour = "tab:gray" if not one.is_off_zero else "tab:blue" if one.value < 0 else "tab:red"
             axes.plot([one.low, one.high], [place, place], color=colour)
@@ -126,7 +127,7 @@ def picture(compared: Mapping[str, Mapping[str, Difference]]) -> "Figure":
         axes.set_yticks(range(len(rows)), list(rows), fontsize="x-small")
         axes.invert_yaxis()
         axes.set_title(data)
-        axes.set_xlabel("NLL minus ensemble's, nats per datum")
+        axes.set_xlabel("ΔNLL from ensemble (nats)")
     for axes in list(grid.flat)[len(compared) :]:
         axes.set_visible(False)
     return figure

@@ -112,7 +112,7 @@ def crps(of: Mixture, y: Tensor) -> Tensor:
 
     with A(m, v) = E|N(m, v)| = m·(2Φ(m/√v) - 1) + 2·√v·φ(m/√v).
 
-    Source: Grimit et al. 2006, eq. (5).
+    Source: Grimit et al. 2006 (mixtures of normal distributions).
     """
     own = of.weights @ _mean_absolute(y - of.means, of.stds.square())
     between = torch.zeros_like(own)
