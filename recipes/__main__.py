@@ -23,14 +23,19 @@ def descriptions() -> dict[str, str]:
     for path in sorted(FOLDER.iterdir()):
         if path.suffix == ".yaml":
             found[path.stem] = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-        elif path.suffix == ".py" and not path.stem.startswith("_"):
-            docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-            found[path.stem] = docstring.splitlines()[0]
+        source = path / "__init__.py" if path.is_dir() else path
+        if source.suffix == ".py" and source.is_file() and not path.stem.startswith("_"):
+            tree = ast.parse(source.read_text(encoding="utf-8"))
+            if path.is_dir() and not any(
+                isinstance(part, ast.FunctionDef) and part.name == "run" for part in tree.body
+            ):
+                continue  # what recipes share
+            found[path.stem] = (ast.get_docstring(tree) or "").splitlines()[0]
     return found
 
 
 def run(name: str, options: Options) -> None:
-    """Run a recipe and write `results.json`, `table.md` and pictures into its folder."""
+    """Run a recipe and write `results.json`, `table.md` and pictures into its folder; print its page or table."""
     if (FOLDER / f"{name}.yaml").exists():
         _run_configuration(FOLDER / f"{name}.yaml", options)
         return
@@ -40,7 +45,8 @@ def run(name: str, options: Options) -> None:
         options.out.mkdir(parents=True, exist_ok=True)
         rows = recipe.run(options)
     write_results(name, options, rows, time.monotonic() - start)
-    print(markdown(rows))
+    page = options.out / "page.md"
+    print(page.read_text(encoding="utf-8") if page.exists() else markdown(rows))
 
 
 def _run_configuration(path: Path, options: Options) -> None:

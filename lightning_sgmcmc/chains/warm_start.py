@@ -65,12 +65,14 @@ class ChainOptimizers:
         self._optimizers[chain].load_state_dict(state)
 
 
-def make_optimizer(factory: Callable[..., Optimizer], parameters: list[Tensor], lr: float) -> Optimizer:
-    """Return an optimizer without weight decay, since the prior is in the loss."""
+def make_optimizer(
+    factory: Callable[..., Optimizer], parameters: list[Tensor], lr: float, weight_decay: float = 0.0
+) -> Optimizer:
+    """Return an optimizer with this weight decay, by default none, since the prior is in the loss."""
     optimizer = factory(parameters, lr=lr)
     for group in optimizer.param_groups:
         if "weight_decay" in group:
-            group["weight_decay"] = 0.0
+            group["weight_decay"] = weight_decay
     return optimizer
 
 
@@ -78,8 +80,21 @@ DEFAULT_LR = 1e-3
 """The default lr of AdamW, which the command line's partial holds."""
 
 
-def check_optimizer(factory: Any) -> None:
+def chosen_decay(factory: Any) -> float:
+    """Return the weight decay that a user has chosen in a partial of an optimizer, else 0."""
+    decay = float(chosen_options(factory).get("weight_decay", 0.0))
+    # The command line's partial also holds the default optimizer's options, AdamW's decay of 0.01 among them.
+    by_default = decay == 0.01 and not isinstance(getattr(factory, "func", type), type)
+    return 0.0 if by_default else decay
+
+
+def check_optimizer(factory: Any, lr_of: str = "WarmStart(lr=…)", decays: bool = False) -> None:
     """Raise unless a factory makes optimizers that step without a closure.
+
+    Args:
+        factory: the candidate.
+        lr_of: where its step size is passed, for messages.
+        decays: whether it may have a weight decay.
 
     Raises:
         TypeError: if it does not.
@@ -91,16 +106,14 @@ def check_optimizer(factory: Any) -> None:
     made = getattr(factory, "func", factory)
     if isinstance(made, type) and issubclass(made, Sampler):
         raise TypeError(f"optimizer={name} is a sampler, which the module has already: pass a class of torch.optim")
-    # The command line's partial also holds the default optimizer's options, AdamW's decay of 0.01 among them.
-    accepted = (0, 0.01) if not isinstance(getattr(factory, "func", type), type) else (0,)
-    if chosen_options(factory).get("weight_decay", 0) not in accepted:
+    if chosen_decay(factory) and not decays:
         raise ValueError(
             "weight decay is a Gaussian prior, which the loss already contains: omit weight_decay of the optimizer, "
             "and pass prior=GaussianPrior(std=…) to the module"
         )
     if chosen_options(factory).get("lr", DEFAULT_LR) != DEFAULT_LR:
         raise ValueError(
-            f"optimizer=partial({name}, lr=…) has no effect, since WarmStart sets lr: pass WarmStart(lr=…)"
+            f"optimizer=partial({name}, lr=…) has no effect, since {lr_of.split('(')[0]} sets lr: pass {lr_of}"
         )
     probe = nn.Parameter(torch.zeros(2, 2))
     probe.grad = torch.ones(2, 2)

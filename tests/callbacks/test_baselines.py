@@ -1,5 +1,6 @@
 """Deep ensembles, SWAG and MC dropout: what their samples are, against arithmetic by hand."""
 
+import functools
 import itertools
 import json
 import warnings
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from jsonargparse import ArgumentParser
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, ContourRules, Gaussian, Posterior
+from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, ContourRules, FlatPrior, Gaussian, Posterior
 from lightning_sgmcmc.callbacks import (
     SWAG,
     BayesianModelAverage,
@@ -23,8 +25,10 @@ from lightning_sgmcmc.callbacks import (
     MCDropout,
     RunSummary,
     SampleCollector,
+    WarmStart,
 )
 from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.warm_start import chosen_decay, make_optimizer
 from lightning_sgmcmc.report import write_report
 from tests.support.problems import Even, Net, Plain, Stream, blobs, classifier
 from tests.support.trainers import quiet_trainer
@@ -66,6 +70,63 @@ def test_an_ensemble_is_not_called_a_posterior(recwarn: pytest.WarningsRecorder)
     assert not [w for w in recwarn if "temperature=0" in str(w.message)]
     fit(Plain(), schedule, data=Even(), max_epochs=1)
     assert schedule.kind == "single network"
+
+
+def test_a_member_by_another_optimizer_is_torchs_own_loop() -> None:
+    """AdamW with its decoupled decay, a linear warm-up over three of twelve steps, two chains: the first chain's start
+    and batches are the module's own."""
+    optimizer = functools.partial(torch.optim.AdamW, weight_decay=0.5)
+    schedule = DeepEnsemble(optimizer=optimizer, warm_up=0.25)
+    members = fit(classifier(lr=0.1, num_chains=2, prior=FlatPrior()), schedule, max_epochs=3)
+    again = classifier(lr=0.1, num_data=96, prior=FlatPrior()).train()
+    own = optimizer(again.parameters(), lr=0.1)
+    for step, batch in enumerate(list(DataLoader(blobs(), 24)) * 3):
+        own.param_groups[0]["lr"] = 0.1 * (np.cos(np.pi * step / 12) + 1) / 2 * min(1, (step + 1) / 3)
+        own.zero_grad()
+        (-again.log_likelihood(batch).mean()).backward()
+        own.step()
+    assert schedule.kind == "deep ensemble"
+    for name, value in again.state_dict().items():
+        torch.testing.assert_close(members[0].state[name], value, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(members[1].parameters["net.0.weight"], members[0].parameters["net.0.weight"])
+
+
+REFUSED_OPTIMIZERS: list[tuple[dict[str, Any], list[pl.Callback], str]] = [
+    ({}, [], r"weight_decay=0.5 of DeepEnsemble's AdamW would act beside prior=.*: pass prior=FlatPrior\(\) to the"),
+    (
+        {"prior": FlatPrior(), "lr": {"*.0.*": 0.1, "*": 0.2}},
+        [],
+        "AdamW.* needs one step size, got lr=.*: pass one number",
+    ),
+    ({"prior": FlatPrior()}, [WarmStart(steps=1)], "optimizes the whole run, and WarmStart its beginning: remove one"),
+]
+
+
+@pytest.mark.parametrize(("options", "others", "sentence"), REFUSED_OPTIMIZERS, ids=["prior", "lr", "warm start"])
+def test_what_an_optimizer_cannot_do_is_refused(options: Any, others: Any, sentence: str) -> None:
+    schedule = DeepEnsemble(optimizer=functools.partial(torch.optim.AdamW, weight_decay=0.5))
+    with pytest.raises(ValueError, match=sentence):
+        fit(classifier(**options), schedule, *others, max_epochs=1)
+
+
+@pytest.mark.parametrize(("options", "decay"), [({}, 0.0), ({"init_args": {"weight_decay": 0.5}}, 0.5)])
+def test_a_configuration_names_the_optimizer(options: Any, decay: float) -> None:
+    """AdamW's default decay of 0.01, which the command line's partial holds, is not chosen."""
+    parser = ArgumentParser()
+    parser.add_class_arguments(DeepEnsemble, "schedule")
+    given = {"class_path": "torch.optim.AdamW"} | options
+    schedule = parser.instantiate_classes(parser.parse_object({"schedule": {"optimizer": given}})).schedule
+    assert chosen_decay(schedule.optimizer) == decay
+    optimizer = make_optimizer(schedule.optimizer, [nn.Parameter(torch.zeros(2))], 0.1, decay)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.1, decay)
+
+
+def test_an_optimizer_with_its_own_lr_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"BayesianModule sets lr: pass BayesianModule\(lr=…\)"):
+        DeepEnsemble(optimizer=functools.partial(torch.optim.AdamW, lr=0.1))
+    with pytest.raises(ValueError, match=r"warm_up must be in \[0, 1\), got 1"):
+        DeepEnsemble(warm_up=1)
 
 
 def test_members_that_would_be_equal_are_refused() -> None:

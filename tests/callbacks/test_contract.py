@@ -63,6 +63,11 @@ CALLBACKS = {
     "SamplingSchedule": Case(lambda: SamplingSchedule(burn_in_steps=2, every_n_steps=3), is_schedule=True),
     "CyclicalSchedule": Case(lambda: CyclicalSchedule(2, 0.5, 2), is_schedule=True),
     "DeepEnsemble": Case(DeepEnsemble, is_schedule=True),
+    "DeepEnsemble, by AdamW": Case(
+        lambda: DeepEnsemble(optimizer=torch.optim.AdamW, warm_up=0.2),
+        trainer={"accumulate_grad_batches": 2},
+        is_schedule=True,
+    ),
     "SWAG": Case(lambda: SWAG(rank=3, num_draws=2, num_cycles=2, collection=0.6, every_n_steps=2), is_schedule=True),
     "MCDropout": Case(lambda: MCDropout(num_draws=2)),
     "SampleCollector": Case(lambda: SampleCollector(every_n_samples=2)),

@@ -1,0 +1,127 @@
+"""Nine methods and `--auto` at the same number of gradient evaluations, on nine data sets.
+
+Digits, 6,000 images of MNIST, two tables for classification (german, pima) and three for regression (energy, concrete,
+kin8nm), with an MLP; Digits, and with `--full` MNIST, also with a small CNN. Every method makes the gradient
+evaluations of one network in a given number of epochs, counted in examples, over all its chains: four members of an
+ensemble have a quarter each. `ensemble_4x` makes four times as many. What a method tunes counts too; only `sgd_tuned`
+and `ensemble_tuned` have settings for each data set, from an earlier grid on other seeds that was free of charge
+(`settings.yaml`).
+
+`cells/` has a file for each (data set, method, seed), and a recipe that was interrupted continues with the others.
+`page.md` has the tables: metrics, cost, and paired differences from `ensemble` and from `ensemble_tuned`, with 95 %
+intervals of a bootstrap over seeds and test data. It ends with sentences on where `auto` wins and loses.
+
+Quick is 3 seeds (`python -m recipes equal_cost --data-root DIR`), full 8.
+"""
+
+import json
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_sgmcmc.files import write_atomically
+from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
+from lightning_sgmcmc.recipes.shared.needs import require
+from lightning_sgmcmc.recipes.shared.results import Options, Row
+
+SETTINGS = Path(__file__).parent / "settings.yaml"
+
+
+def load_settings(path: Path = SETTINGS) -> dict[str, Any]:
+    """Return the recipe's settings."""
+    import yaml
+
+    settings: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return settings
+
+
+def run(options: Options, settings: Mapping[str, Any] | None = None) -> list[Row]:
+    """Run every method on every data set with every seed, write the page and the picture, return the table."""
+    from lightning_sgmcmc.recipes.equal_cost.methods import METHODS
+    from lightning_sgmcmc.recipes.equal_cost.pages import write_page
+    from lightning_sgmcmc.recipes.equal_cost.problems import Problem
+
+    settings = load_settings() if settings is None else settings
+    sets = [name for name, one in settings["sets"].items() if options.full or not one.get("full_only")]
+    for name in sets:
+        require(Problem(name, settings["sets"][name], options.data_root, options.seed))
+    seeds = range(options.seed, options.seed + settings["seeds"][options.scale])
+    jobs = [(data, method, seed) for seed in seeds for data in sets for method in METHODS]
+    missing = [job for job in jobs if not _is_finished(_saved(*job, settings, options))]
+    missing.sort(key=lambda job: (job[2], job[1] != "ensemble_4x"))  # whole seeds first, and of each the longest jobs
+    run_jobs(one, missing, options, settings, in_turn=False)
+    cells = [cell for job in jobs if (cell := _saved(*job, settings, options)) is not None]
+    return write_page(cells, sets, settings, options)
+
+
+def one(data: str, method: str, seed: int, settings: Mapping[str, Any], options: Options) -> None:
+    """Fit and score one method on one data set, and write its cell: the method's row and those derived from it."""
+    import pytorch_lightning as pl
+
+    from lightning_sgmcmc import NonFiniteEnergyError
+    from lightning_sgmcmc.callbacks import SampleCollector
+    from lightning_sgmcmc.recipes.equal_cost.methods import CALIBRATED, METHODS, Unavailable, setting_of
+    from lightning_sgmcmc.recipes.equal_cost.problems import Problem
+    from lightning_sgmcmc.recipes.equal_cost.scores import score
+
+    silence_lightning()
+    warnings.filterwarnings("ignore", message="RunPlan|All chains start with the same|temperature=0 is optimization")
+    problem = Problem(data, settings["sets"][data], options.data_root, seed)
+    problem.setup("fit")
+    pl.seed_everything(seed, verbose=False)
+    cell: dict[str, Any] = {"data": data, "method": method, "seed": seed, "rows": {}}
+    cell["settings"] = _settings_of(data, method, settings)
+    try:
+        fit = METHODS[method](problem, setting_of(settings, data, method))
+        trainer = quiet_trainer(
+            accelerator="cpu",
+            max_steps=fit.steps,
+            callbacks=[*fit.callbacks, SampleCollector(in_memory=True)],
+            num_sanity_val_steps=0,
+            limit_val_batches=None if fit.validates else 0,
+        )
+        start = time.perf_counter()
+        trainer.fit(fit.module, datamodule=problem)
+        cell["seconds"] = time.perf_counter() - start
+        counters = fit.module.chains.counters
+        cell["gradient_evaluations"] = counters.gradient_evaluations * fit.module.num_chains
+        assert fit.module.posterior is not None
+        posteriors = {method: fit.module.posterior}
+        if method in CALIBRATED:
+            val = problem.splits[1]
+            posteriors[CALIBRATED[method]] = fit.module.posterior.calibrate([(val.inputs, val.targets)])
+        for row, posterior in posteriors.items():
+            found = score(posterior, problem)
+            shown = {name: [float(f"{v:.5g}") for v in getattr(found, name).tolist()] for name in ("nll", "loss")}
+            cell["rows"][row] = {"metrics": found.metrics, **shown}
+    except (NonFiniteEnergyError, Unavailable) as error:
+        cell["failed"] = f"{type(error).__name__}: {error}"
+    path = _path(data, method, seed, options)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, (json.dumps(cell) + "\n").encode())
+
+
+def _path(data: str, method: str, seed: int, options: Options) -> Path:
+    return options.out / "cells" / data / f"{method}-{seed}.json"
+
+
+def _settings_of(data: str, method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    from lightning_sgmcmc.recipes.equal_cost.methods import setting_of
+
+    return {"set": dict(settings["sets"][data]), "method": dict(setting_of(settings, data, method))}
+
+
+def _saved(data: str, method: str, seed: int, settings: Mapping[str, Any], options: Options) -> dict[str, Any] | None:
+    """Return the cell that a run with the same settings has written, None if there is none."""
+    try:
+        cell: dict[str, Any] = json.loads(_path(data, method, seed, options).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return cell if cell["settings"] == _settings_of(data, method, settings) else None
+
+
+def _is_finished(cell: Mapping[str, Any] | None) -> bool:
+    """Return whether a cell is there, and not of a method that an earlier version of the library lacked."""
+    return cell is not None and not cell.get("failed", "").startswith("Unavailable")

@@ -1,0 +1,178 @@
+"""Paired comparisons of the methods over seeds and test data."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lightning_sgmcmc.diagnostics.bootstrap import Array, percentile_interval, two_level_means
+
+Cell = Mapping[str, Any]
+HIGHER_IS_BETTER = ("accuracy", "ood_auroc")
+
+
+class Difference(NamedTuple):
+    """A mean difference, a method's minus the reference's, with its 95 % interval over seeds and test data."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def is_off_zero(self) -> bool:
+        """Whether the interval excludes 0."""
+        return self.low > 0 or self.high < 0
+
+    def __str__(self) -> str:
+        star = "*" if self.is_off_zero else ""
+        return f"{self.value:+.4g} [{self.low:+.4g}, {self.high:+.4g}]{star}".replace("-", "−")
+
+
+class Results:
+    """The rows of all cells, by data set, row and seed.
+
+    Args:
+        cells: what the recipe has written.
+        resamples: of the bootstrap.
+    """
+
+    def __init__(self, cells: Sequence[Cell], resamples: int = 2000) -> None:
+        self._rows: dict[str, dict[str, dict[int, Mapping[str, Any]]]] = {}
+        self.costs: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        """By data set and row: gradient evaluations and seconds of each seed's fit."""
+        self.failures: dict[tuple[str, str], str] = {}
+        """By data set and method: why a seed has no row."""
+        self._resamples = resamples
+        for cell in cells:
+            data, seed = cell["data"], cell["seed"]
+            if "failed" in cell:
+                self.failures[data, cell["method"]] = cell["failed"]
+            for row, found in cell["rows"].items():
+                self._rows.setdefault(data, {}).setdefault(row, {})[seed] = found
+                cost = (cell["gradient_evaluations"], cell["seconds"])
+                self.costs.setdefault((data, row), []).append(cost)
+
+    def has(self, data: str, row: str) -> bool:
+        """Return whether a row has a seed on a data set."""
+        return row in self._rows.get(data, {})
+
+    def rows(self, data: str) -> list[str]:
+        """Return the rows of a data set."""
+        return list(self._rows.get(data, {}))
+
+    def metrics(self, data: str, row: str) -> dict[str, list[float]]:
+        """Return each metric's values, one for each seed."""
+        found = list(self._rows[data][row].values())
+        return {name: [one["metrics"][name] for one in found] for name in found[0]["metrics"]}
+
+    def mean(self, data: str, row: str, metric: str) -> float:
+        """Return a metric's mean over seeds."""
+        return float(np.mean(self.metrics(data, row)[metric]))
+
+    def gradients(self, data: str, row: str) -> float:
+        """Return the mean over seeds of the gradient evaluations, counted in examples."""
+        return float(np.mean([gradients for gradients, _ in self.costs[data, row]]))
+
+    def differences(
+        self, data: str, reference: str, column: str = "nll", shared_data: bool = False
+    ) -> dict[str, Difference]:
+        """Return every other row's difference from a reference, over the seeds that both have.
+
+        Args:
+            data: the data set.
+            reference: the other row.
+            column: "nll", or "loss" (wrong classes, squared errors).
+            shared_data: whether all seeds have the same test data.
+        """
+        rows = self._rows.get(data, {})
+        if reference not in rows:
+            return {}
+        by_seeds: dict[tuple[int, ...], list[str]] = {}
+        for row in rows:
+            common = tuple(sorted(rows[row].keys() & rows[reference].keys()))
+            if row != reference and common:
+                by_seeds.setdefault(common, []).append(row)
+        found = {}
+        for seeds, names in by_seeds.items():
+            groups: list[Array] = [
+                np.array([rows[name][seed][column] for name in names]) - np.array(rows[reference][seed][column])
+                for seed in seeds
+            ]
+            draws = two_level_means(groups, shared_data, self._resamples)
+            values = np.mean([group.mean(1) for group in groups], 0)
+            for name, value, own in zip(names, values, draws, strict=True):
+                found[name] = Difference(float(value), *percentile_interval(own))
+        return {row: found[row] for row in rows if row in found}
+
+
+# -- sentences --------------------------------------------------------------------------------------------------------
+
+NOT_RIVALS = ("ensemble_4x", "auto", "auto_ood")
+"""Rows that cost more, or that are `--auto` itself."""
+
+
+def sentences(results: Results, sets: Sequence[str], fixed_test: Sequence[str], subject: str = "auto") -> list[str]:
+    """Return where a method wins and loses, one sentence each.
+
+    Args:
+        results: all rows.
+        sets: the data sets to count.
+        fixed_test: those whose seeds share their test data.
+        subject: the method.
+    """
+    known = [data for data in sets if results.has(data, subject)]
+    if not known:
+        why = next((why for (_, method), why in results.failures.items() if method == subject), "it was not run")
+        return [f"There is no row `{subject}`: {why.removeprefix('Unavailable: ')}."]
+    said = []
+    for reference in ("ensemble", "ensemble_tuned"):
+        nll = {data: results.differences(data, reference, "nll", data in fixed_test).get(subject) for data in known}
+        pairs = {data: one for data, one in nll.items() if one is not None}
+        lower = [data for data, one in pairs.items() if one.value < 0]
+        surely = [data for data in lower if pairs[data].is_off_zero]
+        said.append(
+            f"`{subject}` has a lower NLL than `{reference}` on {len(lower)} of {len(pairs)} data sets{_list(lower)}; "
+            f"the 95 % interval is off zero on {len(surely)}{_list(surely)}."
+        )
+        worse = [f"{data} ({one})" for data, one in pairs.items() if one.value >= 0]
+        if worse:
+            said.append(f"It has a higher NLL than `{reference}` on {', '.join(worse)}.")
+    loss = {data: results.differences(data, "ensemble", "loss", data in fixed_test).get(subject) for data in known}
+    worse = [f"{data} ({one})" for data, one in loss.items() if one is not None and one.low > 0]
+    said.append(
+        f"Its errors (wrong classes, squared errors) exceed those of `ensemble` beyond the interval on "
+        f"{', '.join(worse) if worse else 'no data set'}."
+    )
+    better = [f"{row} on {data}" for data in known for row in _better_in_both(results, data, subject)]
+    said.append(f"Better in NLL and OOD AUROC at once, at equal cost: {', '.join(better) if better else 'none'}.")
+    return said
+
+
+def best_auroc(results: Results, sets: Sequence[str], subject: str = "auto_ood") -> list[str]:
+    """Return on how many data sets a method has the best AUROC of all rows."""
+    known = [data for data in sets if results.has(data, subject)]
+    if not known:
+        return []
+    others = {}
+    for data in known:
+        best = max(results.rows(data), key=lambda row: results.mean(data, row, "ood_auroc"))
+        if best != subject:
+            values = (results.mean(data, row, "ood_auroc") for row in (best, subject))
+            others[data] = "{} {:.3f}, it {:.3f}".format(best, *values)
+    said = f"`{subject}` has the best OOD AUROC on {len(known) - len(others)} of {len(known)} data sets"
+    return [said + (f"; elsewhere: {', '.join(f'{d} ({why})' for d, why in others.items())}." if others else ".")]
+
+
+def _better_in_both(results: Results, data: str, subject: str) -> list[str]:
+    nll, auroc = (results.mean(data, subject, metric) for metric in ("nll", "ood_auroc"))
+    return [
+        row
+        for row in results.rows(data)
+        if row not in NOT_RIVALS
+        and results.mean(data, row, "nll") < nll
+        and results.mean(data, row, "ood_auroc") > auroc
+    ]
+
+
+def _list(names: Sequence[str]) -> str:
+    return f" ({', '.join(names)})" if names else ""

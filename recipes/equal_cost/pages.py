@@ -1,0 +1,133 @@
+"""The page, the picture and the rows of the comparison."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_sgmcmc.files import write_atomically
+from lightning_sgmcmc.recipes.equal_cost.comparison import Cell, Difference, Results, best_auroc, sentences
+from lightning_sgmcmc.recipes.equal_cost.methods import ROWS
+from lightning_sgmcmc.recipes.equal_cost.problems import Problem
+from lightning_sgmcmc.recipes.shared.pictures import panels
+from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.run.results import markdown_table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+METRICS = {
+    "accuracy": "accuracy",
+    "nll": "NLL",
+    "ece": "ECE",
+    "brier": "Brier",
+    "rmse": "RMSE",
+    "crps": "CRPS",
+    "coverage_95": "coverage 95 %",
+    "width_95": "width 95 %",
+    "ood_auroc": "OOD AUROC",
+}
+REFERENCES = ("ensemble", "ensemble_tuned")
+Compared = dict[str, dict[tuple[str, str], dict[str, Difference]]]
+"""By data set and by (reference, column): each row's difference."""
+
+
+def write_page(cells: Sequence[Cell], sets: Sequence[str], settings: Mapping[str, Any], options: Options) -> list[Row]:
+    """Write `page.md`, `nll.png` and `cells.jsonl` (the cells without single data), and return the rows."""
+    results = Results(cells)
+    problems = {data: Problem(data, settings["sets"][data], options.data_root) for data in sets}
+    fixed = [data for data, problem in problems.items() if problem.has_fixed_test]
+    compared: Compared = {
+        data: {
+            (reference, column): results.differences(data, reference, column, data in fixed)
+            for reference in REFERENCES
+            for column in ("nll", "loss")
+        }
+        for data in sets
+    }
+    networks = [data for data in sets if "channels" not in settings["sets"][data]]  # a CNN's data are counted already
+    parts = [_introduction(settings, options), *(_section(results, problems[data], compared[data]) for data in sets)]
+    said = [*sentences(results, networks, fixed), *best_auroc(results, networks)]
+    parts.append("## In sentences\n\n" + "\n".join(f"* {one}" for one in said))
+    write_atomically(options.out / "page.md", ("\n\n".join(parts) + "\n").encode())
+    lines = [json.dumps({**cell, "rows": {row: one["metrics"] for row, one in cell["rows"].items()}}) for cell in cells]
+    write_atomically(options.out / "cells.jsonl", ("\n".join(lines) + "\n").encode())
+    picture({data: compared[data]["ensemble", "nll"] for data in sets}).savefig(options.out / "nll.png", dpi=120)
+    return [row for data in sets for row in _rows(results, data, compared[data])]
+
+
+def _introduction(settings: Mapping[str, Any], options: Options) -> str:
+    return (
+        f"# Methods at equal cost\n\n{settings['seeds'][options.scale]} seeds; means over them. Each method makes the "
+        "same number of gradient evaluations on a data set (`ensemble_4x` four times as many; `sgd_tuned` and "
+        "`ensemble_tuned` may stop earlier, and their settings come from a grid that is not counted). Rows with "
+        "_temperature are the row above, calibrated on the validation data by one number. Regression: in the target's "
+        "units, OOD by the predictive standard deviation. Differences are paired, below 0 is better, with 95 % "
+        "intervals of a bootstrap over seeds and test data; * off zero."
+    )
+
+
+def _section(results: Results, problem: Problem, compared: Mapping[tuple[str, str], Mapping[str, Difference]]) -> str:
+    """Return a data set's tables: metrics with cost, and differences."""
+    data, rows = problem.name, [row for row in ROWS if results.has(problem.name, row)]
+    if not rows:
+        return f"## {data}\n\nNo cell is finished."
+    names = [name for name in METRICS if name in results.metrics(data, rows[0])]
+    table = []
+    for row in rows:
+        gradients, seconds = (sum(part) / len(part) for part in zip(*results.costs[data, row], strict=True))
+        metrics = [f"{results.mean(data, row, name):.4f}" for name in names]
+        table.append([row, *metrics, f"{gradients:,.0f}", f"{seconds:.1f}"])
+    quality = markdown_table(["method", *(METRICS[name] for name in names), "gradients", "seconds"], table)
+    error = "error" if problem.kind == "classification" else "squared error"
+    changes = [
+        [row, *(str(one.get(row, "")) for one in compared.values())]
+        for row in rows
+        if any(row in one for one in compared.values())
+    ]
+    header = [f"Δ{'NLL' if column == 'nll' else error} from {reference}" for reference, column in compared]
+    budget = problem.setting["epochs"] * problem.setting["sizes"][0]
+    over = [f"`{row}`" for row in rows if row != "ensemble_4x" and results.gradients(data, row) > 1.01 * budget]
+    failed = [f"`{method}`: {why}" for (of, method), why in results.failures.items() if of == data]
+    text = f"## {data}\n\n{quality}\n{markdown_table(['method', *header], changes)}"
+    if over:
+        text += f"\nNot of equal cost, above the budget of {budget:,}: {', '.join(over)}.\n"
+    return text + (f"\nWithout a row: {'; '.join(failed)}\n" if failed else "")
+
+
+def _rows(results: Results, data: str, compared: Mapping[tuple[str, str], Mapping[str, Difference]]) -> list[Row]:
+    found = []
+    for row in ROWS:
+        if not results.has(data, row):
+            continue
+        label = f"{data}: {row}"
+        found += [mean_row(label, METRICS[name], values) for name, values in results.metrics(data, row).items()]
+        gradients, seconds = zip(*results.costs[data, row], strict=True)
+        found += [mean_row(label, "gradient evaluations", gradients), mean_row(label, "seconds", seconds)]
+        for (reference, column), of in compared.items():
+            if row in of:
+                change, name = of[row], "NLL" if column == "nll" else "loss"
+                found.append(Row(label, f"{name} - {reference}", change.value))
+                found.append(Row(label, f"{name} - {reference}, 95 % from", change.low))
+                found.append(Row(label, f"{name} - {reference}, 95 % to", change.high))
+    return found
+
+
+def picture(compared: Mapping[str, Mapping[str, Difference]]) -> "Figure":
+    """Draw each row's difference of NLL from the ensemble of equal cost, a panel for each data set."""
+    columns = min(4, len(compared))
+    lines = -(-len(compared) // columns)
+    figure, grid = panels(lines, columns, 3.6 * columns, 3.6 * lines)
+    for axes, (data, rows) in zip(grid.flat, compared.items(), strict=False):
+        rows = {row: rows[row] for row in ROWS if row in rows}
+        for place, one in enumerate(rows.values()):
+            colour = "tab:gray" if not one.is_off_zero else "tab:blue" if one.value < 0 else "tab:red"
+            axes.plot([one.low, one.high], [place, place], color=colour)
+            axes.plot([one.value], [place], "o", color=colour)
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set_yticks(range(len(rows)), list(rows), fontsize="x-small")
+        axes.invert_yaxis()
+        axes.set_title(data)
+        axes.set_xlabel("ΔNLL from ensemble (nats)")
+    for axes in list(grid.flat)[len(compared) :]:
+        axes.set_visible(False)
+    return figure

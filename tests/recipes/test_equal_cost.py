@@ -1,0 +1,236 @@
+"""The recipe equal_cost: equal budgets, exact scores, paired intervals, resume; its figures are its own affair."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_sgmcmc import callbacks
+from lightning_sgmcmc.diagnostics.bootstrap import percentile_interval, two_level_means
+from lightning_sgmcmc.recipes import equal_cost
+from lightning_sgmcmc.recipes.equal_cost import comparison, methods, problems, scores
+from lightning_sgmcmc.recipes.shared.results import Options
+
+ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
+SETTINGS = equal_cost.load_settings()
+
+
+def in_turn(function: Any, jobs: Any, options: Options, *shared: Any, **how: Any) -> dict[Any, Any]:
+    """Run the jobs in this process, which has imported all that they need."""
+    return {job: function(*job, *shared, options) for job in jobs}
+
+
+def made_up(source: str, root: Path) -> problems.Source:
+    """Return 200 data of the kind of a source: a linear target, or its sign."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 3, generator=generator)
+    y = x @ torch.tensor([1.0, -1.0, 0.5]) + 0.1 * torch.randn(200, generator=generator)
+    if problems.TABLES.get(source) == "regression":
+        return problems.Source(x, 7 + 3 * y)
+    return problems.Source(x, (y > 0).long())
+
+
+def small(**sets: str) -> dict[str, Any]:
+    """Return settings of tiny data sets, by name, with the kinds of the given sources."""
+    tiny = {"sizes": [80, 40, 60], "hidden": [8], "batch": 20, "epochs": 8}
+    given = {"sets": {name: {"source": source} | tiny for name, source in sets.items()}, "seeds": {"quick": 2}}
+    return SETTINGS | given
+
+
+@pytest.fixture
+def _made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problems, "read", made_up)
+    monkeypatch.setattr(equal_cost, "run_jobs", in_turn)
+
+
+@pytest.mark.usefixtures("_made_up")
+def test_a_recipe_that_was_interrupted_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of a run: cells, page, sentences, rows. Later runs fit what is lost, what has another setting, and a method
+    that the library did not have."""
+    monkeypatch.delattr(callbacks, "AutoSampling", raising=False)
+    chosen = ("sgd", "ensemble", "auto")
+    monkeypatch.setattr(methods, "METHODS", {name: methods.METHODS[name] for name in chosen})
+    options, settings = Options(tmp_path, ROOT), small(pima="pima", energy="energy")
+    one = equal_cost.one
+    rows = equal_cost.run(options, settings)
+    cells = sorted((tmp_path / "cells").rglob("*.json"))
+    assert len(cells) == 2 * len(chosen) * 2
+    page = (tmp_path / "page.md").read_text()
+    assert "| sgd_temperature |" in page
+    assert "* There is no row `auto`: this version of the library has no AutoSampling." in page
+    assert (tmp_path / "nll.png").exists()
+    assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == len(cells)
+    assert all("loss" not in line for line in (tmp_path / "cells.jsonl").read_text().splitlines())
+    labels = {row.method for row in rows}
+    assert {"pima: sgd", "pima: ensemble_temperature", "energy: sgd_temperature"} <= labels
+    assert {row.value for row in rows if row.metric == "gradient evaluations"} == {80 * 8}
+    assert "above the budget" not in page
+    # As if the library had it now, and it overran its budget.
+    monkeypatch.setattr(callbacks, "AutoSampling", lambda objective: callbacks.DeepEnsemble(), raising=False)
+    monkeypatch.setattr(problems.Problem, "steps", 40)
+    (tmp_path / "cells" / "energy" / "ensemble-1.json").unlink()
+    fitted: list[Any] = []
+    monkeypatch.setattr(equal_cost, "one", lambda *job: (fitted.append(job[:3]), one(*job)))
+    rows = equal_cost.run(options, settings)
+    lost = {("energy", "ensemble", 1)}
+    assert set(fitted) == lost | {(data, "auto", seed) for data in ("pima", "energy") for seed in (0, 1)}
+    page = (tmp_path / "page.md").read_text()
+    assert "* `auto` has a lower NLL than `ensemble` on " in page
+    assert "Not of equal cost, above the budget of 640: `auto`." in page
+    assert "energy: auto" in {row.method for row in rows}
+    monkeypatch.setattr(equal_cost, "one", lambda *job: fitted.append(job[:3]))
+    fitted.clear()
+    settings["methods"] = settings["methods"] | {"sgd": {"classification": {"lr": 1}, "regression": {"lr": 1}}}
+    equal_cost.run(options, settings)
+    assert set(fitted) == {(data, "sgd", seed) for data in ("pima", "energy") for seed in (0, 1)}
+
+
+@pytest.mark.usefixtures("_made_up")
+@pytest.mark.parametrize("source", ["german", "kin8nm"])
+def test_every_method_has_the_same_budget(source: str, tmp_path: Path) -> None:
+    """Steps times chains times batch is that of one network in the given epochs: all of it for a method without early
+    end, four times as much for ensemble_4x."""
+    problem = problems.Problem(source, small(**{source: source})["sets"][source], ROOT)
+    problem.setup("fit")
+    for name, method in methods.METHODS.items():
+        if name.startswith("auto"):
+            continue
+        setting = methods.setting_of(SETTINGS, source, name)
+        fit = method(problem, setting)
+        cost = fit.steps * fit.module.chains.num_chains * problem.batch_size
+        share = setting.get("length", 1.0) * setting.get("cost", 1)
+        assert cost == pytest.approx(80 * 8 * share), name
+        assert not fit.validates
+
+
+def test_every_data_set_has_a_setting_of_every_method() -> None:
+    for data in SETTINGS["sets"]:
+        for method in methods.METHODS:
+            assert methods.setting_of(SETTINGS, data, method)
+    assert set(methods.CALIBRATED) <= set(methods.METHODS)
+
+
+def test_a_regression_problem_is_split_and_standardised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problems, "read", made_up)
+    setting = small(energy="energy")["sets"]["energy"]
+    first, again, other = (problems.Problem("energy", setting, ROOT, seed) for seed in (0, 0, 1))
+    for problem in (first, again, other):
+        problem.setup("fit")
+    train, val, test = first.splits
+    assert [len(part.targets) for part in first.splits] == [80, 40, 60]
+    assert train.inputs.mean(0).abs().max() < 1e-5
+    assert float(train.targets.std(correction=0)) == pytest.approx(1, abs=1e-5)
+    raw = torch.cat([part.targets for part in first.splits])[:, 0] * first.scale + float(first.target_mean or 0)
+    assert len(raw.unique()) == 180  # no datum is in two parts
+    assert torch.equal(test.targets, again.splits[2].targets)
+    assert not torch.equal(test.targets, other.splits[2].targets)
+    assert first.unknown.shape == test.inputs.shape
+    assert val.inputs.dtype == torch.float32
+
+
+# -- scores -----------------------------------------------------------------------------------------------------------
+
+
+def test_crps_of_a_gaussian_is_the_closed_form_and_of_a_mixture_the_integral() -> None:
+    """σ·[z·(2Φ(z) - 1) + 2φ(z) - 1/√π] (Gneiting and Raftery 2007, eq. 21), and ∫(F(t) - 1{t ≥ y})² dt."""
+    y, mean, std = torch.tensor([0.3, -2.0]).double(), torch.tensor([[1.0, 0.0]]).double(), torch.tensor([[2.0, 0.5]])
+    one = scores.Mixture(torch.ones(1).double(), mean, std.double())
+    z = (y - mean[0]) / std[0]
+    density = (-z.square() / 2).exp() / math.sqrt(2 * math.pi)
+    expected = std[0] * (z * (2 * torch.special.ndtr(z) - 1) + 2 * density - 1 / math.sqrt(math.pi))
+    torch.testing.assert_close(scores.crps(one, y), expected)
+    both = scores.Mixture(torch.tensor([0.3, 0.7]).double(), mean.T.expand(2, 2), std.double().T.expand(2, 2))
+    grid = torch.linspace(-40, 40, 400_001).double()
+    for index, value in enumerate(y):
+        own = scores.Mixture(both.weights, both.means[:, [index]], both.stds[:, [index]])
+        integral = torch.trapezoid((scores.cdf(own, grid) - (grid >= value).double()).square(), grid)
+        assert float(scores.crps(both, y)[index]) == pytest.approx(float(integral), abs=1e-3)
+
+
+def test_the_quantiles_of_a_mixture_invert_its_distribution_function() -> None:
+    generator = torch.Generator().manual_seed(0)
+    means, stds = torch.randn(2, 5, 7, generator=generator, dtype=torch.float64)
+    of = scores.Mixture(torch.full((5,), 0.2).double(), means, stds.exp())
+    for level in (0.025, 0.5, 0.975):
+        assert scores.cdf(of, scores.quantile(of, level)).tolist() == pytest.approx([level] * 7)
+    step = 1e-5
+    slope = (scores.cdf(of, means[0] + step) - scores.cdf(of, means[0] - step)) / (2 * step)
+    torch.testing.assert_close(scores.log_density(of, means[0]).exp(), slope, rtol=1e-6, atol=1e-8)
+
+
+# -- paired differences -----------------------------------------------------------------------------------------------
+
+
+def cell(method: str, seed: int, nll: Any, **metrics: float) -> dict[str, Any]:
+    row = {"metrics": {"nll": float(np.mean(nll)), "ood_auroc": 0.5} | metrics, "nll": list(nll), "loss": list(nll)}
+    cost = {"gradient_evaluations": 10, "seconds": 1.0}
+    return {"data": "set", "method": method, "seed": seed, "rows": {method: row}} | cost
+
+
+def test_two_level_intervals_cover_seeds_and_data() -> None:
+    """Effects of 6 seeds with sd 1 and 50 data each with sd 2: the sd of a resampled mean is
+    √(s²(1 - 1/G)/G + 4/(G·n)), s² the variance between the seeds' means. Shared data: without seeds' effects the data
+    alone, 2/√50. Fixed seeds; the tolerance is four standard errors of 2,000 resamples."""
+    rng = np.random.default_rng(0)
+    groups = [rng.normal() + 2 * rng.normal(size=(1, 50)) for _ in range(6)]
+    between = np.var([group.mean() for group in groups])
+    within = np.mean([group.var() / 50 for group in groups])
+    draws = two_level_means(groups)
+    assert draws.shape == (1, 2000)
+    assert draws.std() == pytest.approx(math.sqrt((between + within) / 6), rel=0.07)
+    assert draws.mean() == pytest.approx(np.mean([group.mean() for group in groups]), abs=0.05)
+    shared = two_level_means([groups[0]] * 6, shared_data=True)
+    assert shared.std() == pytest.approx(groups[0].std() / math.sqrt(50), rel=0.07)
+    low, high = percentile_interval(draws[0])
+    assert low < draws.mean() < high
+
+
+def test_differences_are_paired_and_sentences_count_them() -> None:
+    """auto is 0.1 ± 0.01 below ensemble on every datum, far inside the spread of the data; a rival beats it in both."""
+    rng = np.random.default_rng(0)
+    cells = []
+    for seed in range(3):
+        base = rng.normal(size=40)
+        cells += [
+            cell("ensemble", seed, base),
+            cell("auto", seed, base - 0.1 + 0.01 * rng.normal(size=40)),
+            cell("swag", seed, base - 0.2, ood_auroc=0.6),
+            cell("csghmc", seed, base - 0.3, ood_auroc=0.4),
+        ]
+    cells.append({"data": "set", "method": "posterior", "seed": 0, "rows": {}, "failed": "NonFiniteEnergyError: x"})
+    results = comparison.Results(cells)
+    change = results.differences("set", "ensemble")["auto"]
+    assert change.value == pytest.approx(-0.1, abs=0.005)
+    assert -0.11 < change.low < change.high < -0.09
+    assert change.is_off_zero
+    assert str(change).startswith("−0.1")
+    assert results.failures == {("set", "posterior"): "NonFiniteEnergyError: x"}
+    said = comparison.sentences(results, ["set"], [])
+    assert said[0] == (
+        "`auto` has a lower NLL than `ensemble` on 1 of 1 data sets (set); the 95 % interval is off zero on 1 (set)."
+    )
+    assert said[-1] == "Better in NLL and OOD AUROC at once, at equal cost: swag on set."
+    worse = comparison.sentences(results, ["set"], [], subject="ensemble")
+    assert not [one for one in worse if "ensemble_tuned" in one and "of 1" in one]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / "notmnist").is_dir(), reason="no data files: set SGMCMC_DATA_ROOT")
+def test_all_methods_learn_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row of one seed on Digits, through the processes that a user's run has: none is near chance."""
+    settings = SETTINGS | {"sets": {"digits": SETTINGS["sets"]["digits"]}, "seeds": {"quick": 1}}
+    rows = equal_cost.run(Options(tmp_path, ROOT), settings)
+    accuracy = {row.method: row.value for row in rows if row.metric == "accuracy"}
+    assert len(accuracy) >= len(methods.METHODS)
+    assert min(accuracy.values()) > 0.9
+    for path in (tmp_path / "cells").rglob("*.json"):
+        found = json.loads(path.read_text())
+        if "failed" not in found and found["method"] not in ("ensemble_4x", "sgd_tuned"):
+            assert found["gradient_evaluations"] == pytest.approx(1100 * 120, rel=0.02)
