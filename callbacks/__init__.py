@@ -1,5 +1,6 @@
 """Callbacks for sampling runs; they interact only through the module's controls and samples, and combine freely."""
 
+from lightning_sgmcmc.callbacks.auto_sampling import AutoSampling
 from lightning_sgmcmc.callbacks.base import SamplerCallback
 from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage
 from lightning_sgmcmc.callbacks.chain_health import ChainHealth
@@ -24,6 +25,7 @@ from lightning_sgmcmc.run.resume import ExactResume
 __all__ = [
     "EWSG",
     "SWAG",
+    "AutoSampling",
     "BayesianModelAverage",
     "ChainHealth",
     "ContourGradient",

@@ -1,7 +1,9 @@
 """Step-size and temperature schedules: pure functions of the number k = 1, 2, … of the next optimizer step."""
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_sgmcmc.checks import check_count, check_positive, check_within
 
@@ -256,3 +258,65 @@ class Patience:
     def __post_init__(self) -> None:
         check_count("validations", self.validations, optional=False)
         check_within("min_improvement", self.min_improvement, "[0, inf)")
+
+
+@dataclass(frozen=True)
+class WarmUpAndDecay:
+    """Optimization, then one stage of draws with a falling step size.
+
+        lr_k = lr_0·max(0.02, [cos(π·(k-1)/W) + 1]/2) for k ≤ W,   lr_0·[e + (1-e)·(cos(π·u) + 1)/2] after,   e = 0.1
+
+    W is the number of warm-up steps, and u the elapsed share of the other K - W. Each stage begins with a linear rise:
+    over a tenth of the warm-up, and over 30 steps. D draws are spread evenly over the second stage.
+
+    Args:
+        total_steps: K.
+        warm_up: W/K.
+        num_draws: D.
+
+    Raises:
+        ValueError: if the second stage has fewer steps than draws.
+
+    >>> stages = WarmUpAndDecay(100, 0.2, 4)
+    >>> stages.draw_steps, stages.is_warm_up(20), stages.is_warm_up(21)
+    ((40, 60, 80, 100), True, False)
+    """
+
+    total_steps: int
+    warm_up: float
+    num_draws: int
+
+    def __post_init__(self) -> None:
+        if self.total_steps - self.warm_steps < self.num_draws:
+            raise ValueError(
+                f"{self.num_draws} draws do not fit into the {self.total_steps - self.warm_steps} steps after the "
+                f"warm-up of a run of {self.total_steps} steps: train longer, or take fewer draws"
+            )
+
+    @property
+    def warm_steps(self) -> int:
+        """W, at least 1 if there are two steps."""
+        return min(max(round(self.warm_up * self.total_steps), 1), self.total_steps - 1)
+
+    @cached_property
+    def draw_steps(self) -> tuple[int, ...]:
+        """The steps after which draws are taken."""
+        left = self.total_steps - self.warm_steps
+        return tuple(self.warm_steps + round((j + 1) * left / self.num_draws) for j in range(self.num_draws))
+
+    def is_warm_up(self, step: int) -> bool:
+        """Return whether step k is in the warm-up."""
+        return step <= self.warm_steps
+
+    def draws(self, step: int) -> bool:
+        """Return whether a draw is taken after step k."""
+        place = bisect_left(self.draw_steps, step)
+        return place < self.num_draws and self.draw_steps[place] == step
+
+    def lr_factor(self, step: int) -> float:
+        """Return lr_k/lr_0 of step k."""
+        warm = self.warm_steps
+        if step <= warm:
+            return max(0.02, (math.cos(math.pi * (step - 1) / warm) + 1) / 2) * min(1.0, step / (0.1 * warm))
+        elapsed = (step - warm - 1) / (self.total_steps - warm)
+        return (0.1 + 0.45 * (math.cos(math.pi * elapsed) + 1)) * min(1.0, (step - warm) / 30)

@@ -17,6 +17,7 @@ SUBJECTS = {
     "prepare samples": "both set what samples carry",
     "expand samples": "both replace a sample by draws of their own",
     "energy correction": "both correct the same energies",
+    "draw scales": "both set the prior's scales",
     "accept scales": "both decide which of the prior's scales are drawn",
 }
 """The subjects, in the order of a step, and why two callbacks cannot share one."""

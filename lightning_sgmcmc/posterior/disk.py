@@ -2,8 +2,9 @@
 
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,8 @@ CONTOUR = "contour.safetensors"
 ORIGIN = ("step", "cycle", "chain", "energy", "log_weight", "bin", "comparable", "draw")
 """What a sample has of its record."""
 LARGEST_MANIFEST = 2**30
-"""In bytes; ten thousand samples have about 2 MB."""
 LARGEST_CONTOUR = 2**30
-"""In bytes; a million bins of one chain have 16 MB."""
+"""In bytes; ten thousand samples have about 2 MB, a million bins of one chain 16 MB."""
 SURPLUS = 20
 """`keep_newest` leaves up to 1/20 more samples in the manifest than it keeps."""
 LEAVE_OUT = "Posterior.load(…, skip_damaged=True) skips"
@@ -266,6 +266,10 @@ class DiskStore(SampleStore):
                 yield file
         except (OSError, SafetensorError, KeyError, TypeError) as error:
             raise ValueError(f"the sample file {path} is missing or damaged: {error}") from error
+
+    def set_log_weights(self, log_weights: Sequence[float]) -> None:
+        pairs = zip(self.records, log_weights, strict=True)
+        self._write_manifest([replace(record, log_weight=weight) for record, weight in pairs])
 
     def keep(self, records: list[SampleRecord]) -> None:
         chosen = {repr(r) for r in records}  # as text, since NaN is not equal to itself

@@ -77,6 +77,14 @@ class SampleStore(ABC):
     def keep_newest(self, count: int) -> set[str]:
         """Drop all samples except the newest; return the names of files that can be deleted."""
 
+    def set_log_weights(self, log_weights: Sequence[float]) -> None:
+        """Replace the log importance weights of all samples, in their order.
+
+        Raises:
+            NotImplementedError: for a view of another store, which has weights of its own.
+        """
+        raise NotImplementedError
+
     def __len__(self) -> int:
         return len(self.records)
 
@@ -97,6 +105,11 @@ class MemoryStore(SampleStore):
 
     def __getitem__(self, index: int) -> PosteriorSample:
         return self._samples[index]
+
+    def set_log_weights(self, log_weights: Sequence[float]) -> None:
+        pairs = zip(self._samples, log_weights, strict=True)
+        self._samples = [replace(sample, log_weight=weight) for sample, weight in pairs]
+        self.records = [record_of(sample) for sample in self._samples]
 
     def keep(self, records: list[SampleRecord]) -> None:
         chosen = {repr(r) for r in records}

@@ -74,10 +74,15 @@ class PriorScales:
         if self._first_nll is None:
             self._first_nll = self._nll()
         step = self._sampler.step_count
-        if step % self._prior.every_n_steps == 0 and step != self._last:
+        if step % self._prior.every_n_steps == 0 and step != self._last and not self._is_claimed:
             self._last = step
             with torch.no_grad():
                 self._draw(step)
+
+    @property
+    def _is_claimed(self) -> bool:
+        """Whether a callback sets the scales instead."""
+        return self._chains.claims.get("draw scales") is not None
 
     def _draw(self, step: int) -> None:
         """Draw all factors of every chain from their conditional, given the chain's parameters."""

@@ -1,0 +1,319 @@
+"""AutoSampling: prior, sampler, step sizes, temperature and weights without a setting by hand."""
+
+import functools
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+import torch
+import yaml
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_sgmcmc.callbacks.base import bayesian
+from lightning_sgmcmc.callbacks.planned_length import PlannedLength
+from lightning_sgmcmc.callbacks.run_budget import RunBudget
+from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls
+from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.checks import check_choice, check_count, check_positive, check_within
+from lightning_sgmcmc.diagnostics.stacking import stacking_weights
+from lightning_sgmcmc.evaluation.averages import WeightedAverage
+from lightning_sgmcmc.evaluation.full_data import undisturbed
+from lightning_sgmcmc.evaluation.loader_average import loaders_of
+from lightning_sgmcmc.evaluation.scoring import evaluate
+from lightning_sgmcmc.evaluation.share import share_of
+from lightning_sgmcmc.files import write_atomically
+from lightning_sgmcmc.model import named_trainable
+from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.sureness import sureness
+from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, Prior
+from lightning_sgmcmc.priors.hierarchical import VARIANCE
+from lightning_sgmcmc.priors.state import prior_state
+from lightning_sgmcmc.run.folder import run_folder
+from lightning_sgmcmc.run.trainer import is_trial
+from lightning_sgmcmc.samplers import pSGHMC
+from lightning_sgmcmc.schedules import WarmUpAndDecay
+
+FIRST_BLOCK, BLOCK, LAST_CHANGE = 4, 8, 0.7
+"""Draws before the first change of a prior's scale and between later ones; share of draws after which it stays."""
+SMALLEST_STD, LARGEST_STD = 0.1, 1.5
+SHRINKAGE = 0.15
+"""Standard deviation of the prior of log sureness: a few hundred data determine it to about this."""
+CHOICES = "auto.yaml"
+
+
+class AutoSampling(Schedule):
+    """Samples without a setting by hand: it chooses prior scale, step sizes, temperature, schedule and weights.
+
+    A share of the run optimizes (τ = 0, with a step size that ends near 0). The rest is one long stage in which
+    `pSGHMC` samples at τ while its step size falls by a cosine to a tenth, and draws are taken evenly:
+
+        lr_k = lr·[e + (1-e)·(cos(π·u) + 1)/2],   u the elapsed share of the stage, e = 0.1
+
+    All decisions use the validation data, none the test data:
+
+    - The **prior** is N(0, σ²) with one σ for each chain. After every eighth draw, until 70 % of them, a chain divides
+      its σ by the calibration temperature of its newest draws' average (in regression, by the factor of its standard
+      deviation): above 1 they are too sure, and the prior becomes tighter; below 1 it becomes looser.
+    - The **weights** of the draws are those of stacking, at which their mixture predicts best; draws before σ has
+      settled, or after overfitting has begun, lose their weight.
+
+    The callback sets the module's prior, sampler and lr when the fit begins. A prior that is not a `GaussianPrior` with
+    centre 0 stays as it is. It writes `auto.yaml` to the run's folder: this callback with the scales that it chose as
+    `prior_scales`, which repeats them. At the default objective the draws are of a cold ensemble, not of the posterior.
+
+    Args:
+        objective: "nll", the likelihood of new data: τ = 0.05. "ood", telling inputs from other sources: τ = 1, a tight
+            prior whose scale stays, and equal weights.
+        budget: time of the run, such as "90s", "10m" or "2h"; the epochs follow from the first steps' speed. None takes
+            the trainer's max_epochs or max_steps.
+        num_draws: number of draws of each chain.
+        warm_up: share of the run that optimizes.
+        prior_std: σ at the start; None is 0.3, and 0.2 for "ood".
+        temperature: τ; None is that of the objective.
+        lr: step size of `pSGHMC`.
+        prior_scales: [step, σ] pairs for each chain of the run, instead of the choice on validation data.
+
+    Raises:
+        ValueError: for an argument out of range; at the start of the fit, if there are no validation data, or if the
+            run has no end.
+
+    Source: Guo et al. 2017 (calibration temperature); Yao et al. 2018 (stacking); Wenzel et al. 2020 (cold posteriors).
+    That the temperature sets the prior's scale is this library's rule; recipe `equal_cost` shows what it gives.
+
+    Example::
+
+        trainer = pl.Trainer(max_epochs=100, callbacks=[AutoSampling(), SampleCollector(), RunSummary()])
+    """
+
+    def __init__(
+        self,
+        objective: Literal["nll", "ood"] = "nll",
+        budget: str | None = None,
+        num_draws: int = 80,
+        warm_up: float = 0.2,
+        prior_std: float | None = None,
+        temperature: float | None = None,
+        lr: float = 0.01,
+        prior_scales: Sequence[Sequence[Sequence[float]]] | None = None,
+    ) -> None:
+        check_choice("objective", objective, ("nll", "ood"))
+        check_count("num_draws", num_draws, optional=False)
+        check_within("warm_up", warm_up, "(0, 1)")
+        check_positive("lr", lr)
+        for name, value in (("prior_std", prior_std), ("temperature", temperature)):
+            if value is not None:
+                check_positive(name, value)
+        self.objective = objective
+        self.budget = budget
+        self.num_draws = num_draws
+        self.warm_up = warm_up
+        self.prior_std = prior_std
+        self.temperature = (0.05 if objective == "nll" else 1.0) if temperature is None else temperature
+        self.lr = lr
+        self.prior_scales = prior_scales
+        self._start_std = (0.3 if objective == "nll" else 0.2) if prior_std is None else prior_std
+        self._length = PlannedLength("AutoSampling")
+        self._budget = RunBudget(budget)
+        self.reset()
+
+    def reset(self) -> None:
+        super().reset()
+        self._length.reset()
+        self._budget.reset()
+        self._stages: WarmUpAndDecay | None = None
+        self._densities: dict[tuple[int, int], Tensor] = {}
+        """log p(y_i) of the validation data under each draw, by step and chain."""
+        self._blocks: dict[int, WeightedAverage] = defaultdict(WeightedAverage)
+        """The average of each chain's newest draws."""
+        self._counts: dict[int, int] = defaultdict(int)
+        self.chosen: dict[int, list[tuple[int, float]]] = {}
+        """For each chain of the run, the scales of its prior and the steps from which they hold."""
+
+    # -- before a run -------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            return
+        module = bayesian(pl_module, self)
+        module.prior = self._prior(module)
+        module.sampler_factory, module.lr = functools.partial(pSGHMC, friction=0.1), self.lr
+        if isinstance(module.prior, HierarchicalPrior):
+            module.chains.claims.claim("draw scales", self, self._set_scale)
+
+    def _prior(self, module: BayesianModule) -> Prior:
+        """Return the prior whose scale this callback sets, or the module's own."""
+        own = module.prior
+        is_own_choice = isinstance(own, HierarchicalPrior) and own.every_n_steps == NEVER
+        if not is_own_choice and (type(own) is not GaussianPrior or own.center is not None):
+            rank_zero_info(f"AutoSampling keeps the module's {own!r}: it chooses the scale of a GaussianPrior only.")
+            return own
+        noise = "likelihood.*"
+        if not any(name.startswith(noise[:-1]) for name in named_trainable(module)):
+            return HierarchicalPrior("all", std=self._start_std, every_n_steps=NEVER)
+        # A learned noise scale, log std, is no weight.
+        return HierarchicalPrior((noise, "*"), std={noise: 3.0, "*": self._start_std}, every_n_steps=NEVER)
+
+    def lay_out(self, length: RunLength) -> None:
+        total = self._budget.steps_of(length) or self._length.steps_of(length)
+        self._stages = WarmUpAndDecay(total, self.warm_up, 1 if length.is_trial else self.num_draws)
+
+    def plan(self, trainer: pl.Trainer, module: BayesianModule) -> None:
+        self._budget.begin(trainer)
+        super().plan(trainer, module)
+        self._length.begin(trainer)
+        loaders = self._loaders(trainer)
+        if not loaders and not is_trial(trainer):
+            raise ValueError(
+                "AutoSampling chooses on validation data, and the run has none: pass a datamodule or loader with "
+                "validation data"
+            )
+
+    @property
+    def stages(self) -> WarmUpAndDecay:
+        """The stages over the run's length."""
+        assert self._stages is not None, "the schedule has no length yet: call lay_out(RunLength(steps))"
+        return self._stages
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    @property
+    def first_sample(self) -> int:
+        return self.stages.draw_steps[0]
+
+    def controls(self, step: int) -> StepControls:
+        stages = self.stages
+        if stages.is_warm_up(step):
+            return StepControls(stages.lr_factor(step), 0.0, Stage.EXPLORATION)
+        return StepControls(stages.lr_factor(step), None, Stage.SAMPLING)
+
+    def draws(self, step: int) -> bool:
+        return self.stages.draws(step)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        if self.has_stepped(pl_module) and self._budget.after_step(trainer, self._step):
+            self._length.reset()
+            self.plan(trainer, bayesian(pl_module, self))
+        super().on_train_batch_end(trainer, pl_module, *args)
+
+    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
+        chain, module = sample.chain, pl_module
+        self.chosen.setdefault(chain, [(0, self._start_std)])
+        loaders = self._loaders(trainer)
+        if not loaders:
+            return
+        with undisturbed(trainer, module):
+            state = {name: tensor.to(module.device) for name, tensor in sample.state.items()}
+            share = share_of(trainer, loaders[0], trainer.num_val_batches[0])
+            terms, log_density, target = evaluate(module, state, share.batches(trainer, module))
+            log_density = share.whole(log_density)
+            terms = {name: share.whole(term) for name, term in terms.items()}
+            target = None if target is None else share.whole(target)
+        self._densities[sample.step, chain] = log_density.float().cpu()
+        self._blocks[chain].add(terms, log_density, 0.0)
+        self._counts[chain] += 1
+        self._adapt(module, sample, target)
+
+    def _adapt(self, module: BayesianModule, sample: PosteriorSample, target: Tensor | None) -> None:
+        """Set the prior's scale of a chain after a block of draws."""
+        chain, count = sample.chain, self._counts[sample.chain]
+        if not isinstance(module.prior, HierarchicalPrior):
+            return
+        if self.prior_scales is not None:
+            given = {int(step): std for step, std in self.prior_scales[chain]}
+            if sample.step in given:
+                self._choose(module, sample, given[sample.step])
+            return
+        at_end_of_block = count >= FIRST_BLOCK and (count - FIRST_BLOCK) % BLOCK == 0
+        if not at_end_of_block or self.objective != "nll":
+            return
+        block, self._blocks[chain] = self._blocks[chain], WeightedAverage()
+        if count >= LAST_CHANGE * len(self.stages.draw_steps) or target is None or module.likelihood is None:
+            return
+        factor = sureness(module.likelihood, block.terms, target, SHRINKAGE)
+        if factor is not None:
+            std = self.chosen[chain][-1][1] / min(max(factor, 0.5), 2.0)
+            self._choose(module, sample, min(max(std, SMALLEST_STD), LARGEST_STD))
+
+    def _choose(self, module: BayesianModule, sample: PosteriorSample, std: float) -> None:
+        self.chosen[sample.chain].append((sample.step, float(f"{std:.4g}")))
+        if sample.chain in module.chains.layout.chains:
+            self._set_scale(module, sample.chain - module.chains.layout.first_chain, self.chosen[sample.chain][-1][1])
+
+    def _set_scale(self, module: BayesianModule, index: int, std: float) -> None:
+        """Set σ of a chain of this process; the last group has the weights."""
+        variance = prior_state(module)[VARIANCE]
+        own = variance[index] if module.chains.stacked is not None else variance
+        own[-1] = (std / self._start_std) ** 2
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        module = bayesian(pl_module, self)
+        posterior = module.posterior
+        if trainer.interrupted or is_trial(trainer) or posterior is None or not self._densities:
+            return
+        records = posterior.records
+        known = all((record.step, record.chain) in self._densities for record in records)
+        if records and known and self.objective == "nll":
+            on_disk = isinstance(posterior.store, DiskStore)
+            if trainer.is_global_zero or not on_disk:
+                each = torch.stack([self._densities[record.step, record.chain] for record in records])
+                posterior.store.set_log_weights(stacking_weights(each).log().clamp_min(-50).tolist())
+            trainer.strategy.barrier("the weights are written")
+            if on_disk and not trainer.is_global_zero:
+                posterior.store.reload()
+        if trainer.is_global_zero:
+            self._write_choices(trainer)
+
+    def _write_choices(self, trainer: pl.Trainer) -> None:
+        """Write the callback that repeats this run, and say what it chose."""
+        scales = [[list(pair) for pair in self.chosen[chain]] for chain in sorted(self.chosen)]
+        names = ("objective", "num_draws", "warm_up", "prior_std", "temperature", "lr")
+        arguments = {name: getattr(self, name) for name in names} | {"prior_scales": scales}
+        content = {"class_path": "lightning_sgmcmc.callbacks.AutoSampling", "init_args": arguments}
+        path = run_folder(trainer) / CHOICES
+        if path.parent.exists():
+            write_atomically(path, yaml.safe_dump(content, sort_keys=False).encode())
+        final = ", ".join(f"{chain[-1][1]:.3g}" for chain in scales)
+        rank_zero_info(
+            f"AutoSampling: prior std {final}, temperature {self.temperature:g}, "
+            f"{sum(len(self.stages.draw_steps) for _ in scales)} draws"
+            + (f"; {path} repeats these choices." if path.exists() else ".")
+        )
+
+    @staticmethod
+    def _loaders(trainer: pl.Trainer) -> list[Any]:
+        if trainer.val_dataloaders is None and trainer.enable_validation:
+            trainer.validating = True
+            trainer.fit_loop.epoch_loop.val_loop.setup_data()
+            trainer.training = True
+        return loaders_of(trainer.val_dataloaders)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {
+            "densities": dict(self._densities),
+            "blocks": {chain: block.state_dict() for chain, block in self._blocks.items()},
+            "counts": dict(self._counts),
+            "chosen": dict(self.chosen),
+        }
+        return super().state_dict() | self._length.state_dict() | self._budget.state_dict() | own
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._length.load_state_dict(state_dict)
+        self._budget.load_state_dict(state_dict)
+        self._densities, self.chosen = dict(state_dict["densities"]), dict(state_dict["chosen"])
+        self._counts.update(state_dict["counts"])
+        for chain, saved in state_dict["blocks"].items():
+            self._blocks[chain].load_state_dict(saved)
+
+
+NEVER = 2**62
+"""Steps between Gibbs draws of a prior whose scale this callback sets."""
