@@ -3,6 +3,7 @@
 import functools
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -32,7 +33,6 @@ from lightning_sgmcmc.posterior.sureness import sureness
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, Prior
 from lightning_sgmcmc.priors.hierarchical import VARIANCE
 from lightning_sgmcmc.priors.state import prior_state
-from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.trainer import is_trial
 from lightning_sgmcmc.samplers import pSGHMC
 from lightning_sgmcmc.schedules import WarmUpAndDecay
@@ -62,7 +62,7 @@ class AutoSampling(Schedule):
       settled, or after overfitting has begun, lose their weight.
 
     The callback sets the module's prior, sampler and lr when the fit begins. A prior that is not a `GaussianPrior` with
-    centre 0 stays as it is. It writes `auto.yaml` to the run's folder: this callback with the scales that it chose as
+    centre 0 stays as it is. It writes `auto.yaml` beside the samples' folder: this callback with the scales that it chose as
     `prior_scales`, which repeats them. At the default objective the draws are of a cold ensemble, not of the posterior.
 
     Args:
@@ -245,10 +245,12 @@ class AutoSampling(Schedule):
             self._set_scale(module, sample.chain - module.chains.layout.first_chain, self.chosen[sample.chain][-1][1])
 
     def _set_scale(self, module: BayesianModule, index: int, std: float) -> None:
-        """Set σ of a chain of this process; the last group has the weights."""
-        variance = prior_state(module)[VARIANCE]
+        """Set σ of a chain of this process, that of all parameters but a learned noise scale."""
+        prior, variance = module.prior, prior_state(module)[VARIANCE]
+        assert isinstance(prior, HierarchicalPrior)
+        groups = list(dict.fromkeys(map(prior.group_of, module.chains.trainable)))
         own = variance[index] if module.chains.stacked is not None else variance
-        own[-1] = (std / self._start_std) ** 2
+        own[groups.index("*")] = (std / self._start_std) ** 2
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -265,26 +267,24 @@ class AutoSampling(Schedule):
                 each = torch.stack([self._densities[record.step, record.chain] for record in records])
                 posterior.store.set_log_weights(stacking_weights(each).log().clamp_min(-50).tolist())
             trainer.strategy.barrier("the weights are written")
-            if on_disk and not trainer.is_global_zero:
+            if isinstance(posterior.store, DiskStore) and not trainer.is_global_zero:
                 posterior.store.reload()
         if trainer.is_global_zero:
-            self._write_choices(trainer)
+            self._write_choices(posterior.store.path.parent if isinstance(posterior.store, DiskStore) else None)
 
-    def _write_choices(self, trainer: pl.Trainer) -> None:
-        """Write the callback that repeats this run, and say what it chose."""
+    def _write_choices(self, folder: Path | None) -> None:
+        """Write the callback that repeats this run beside its samples, and say what it chose."""
         scales = [[list(pair) for pair in self.chosen[chain]] for chain in sorted(self.chosen)]
         names = ("objective", "num_draws", "warm_up", "prior_std", "temperature", "lr")
         arguments = {name: getattr(self, name) for name in names} | {"prior_scales": scales}
         content = {"class_path": "lightning_sgmcmc.callbacks.AutoSampling", "init_args": arguments}
-        path = run_folder(trainer) / CHOICES
-        if path.parent.exists():
-            write_atomically(path, yaml.safe_dump(content, sort_keys=False).encode())
+        where = "."
+        if folder is not None:
+            write_atomically(folder / CHOICES, yaml.safe_dump(content, sort_keys=False).encode())
+            where = f"; {folder / CHOICES} repeats these choices."
         final = ", ".join(f"{chain[-1][1]:.3g}" for chain in scales)
-        rank_zero_info(
-            f"AutoSampling: prior std {final}, temperature {self.temperature:g}, "
-            f"{sum(len(self.stages.draw_steps) for _ in scales)} draws"
-            + (f"; {path} repeats these choices." if path.exists() else ".")
-        )
+        draws = len(scales) * len(self.stages.draw_steps)
+        rank_zero_info(f"AutoSampling: prior std {final}, temperature {self.temperature:g}, {draws} draws{where}")
 
     @staticmethod
     def _loaders(trainer: pl.Trainer) -> list[Any]:

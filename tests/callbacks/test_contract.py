@@ -18,6 +18,7 @@ from lightning_sgmcmc import ChainStrategy, ContourRules, Patience, Posterior, U
 from lightning_sgmcmc.callbacks import (
     EWSG,
     SWAG,
+    AutoSampling,
     BayesianModelAverage,
     ChainHealth,
     ContourGradient,
@@ -68,6 +69,7 @@ CALLBACKS = {
         trainer={"accumulate_grad_batches": 2},
         is_schedule=True,
     ),
+    "AutoSampling": Case(lambda: AutoSampling(num_draws=14), is_schedule=True, interacting=True),
     "SWAG": Case(lambda: SWAG(rank=3, num_draws=2, num_cycles=2, collection=0.6, every_n_steps=2), is_schedule=True),
     "MCDropout": Case(lambda: MCDropout(num_draws=2)),
     "SampleCollector": Case(lambda: SampleCollector(every_n_samples=2)),
@@ -173,7 +175,10 @@ def weights(samples: list[PosteriorSample]) -> list[Any]:
 def assert_same_samples(run: Run, other: Run) -> None:
     assert len(run.samples) > 0
     assert_same(run.samples, other.samples)
-    assert weights(run.samples) == weights(other.samples)
+    for (weight, place), (other_weight, other_place) in zip(
+        weights(run.samples), weights(other.samples), strict=True
+    ):  # a weight by validation data has the rounding of the batches in which processes share them
+        assert (weight, place) == (pytest.approx(other_weight, abs=1e-7), other_place)
 
 
 # -- going on ---------------------------------------------------------------------------------------------------------

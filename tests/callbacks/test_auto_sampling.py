@@ -1,0 +1,255 @@
+"""AutoSampling: that its choices have the right direction, are repeated by their YAML, and reach the stored samples."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, GaussianPrior, HierarchicalPrior, Posterior
+from lightning_sgmcmc.callbacks import AutoSampling, BayesianModelAverage, SampleCollector
+from lightning_sgmcmc.callbacks.schedule import RunLength
+from lightning_sgmcmc.diagnostics.stacking import stacking_weights
+from lightning_sgmcmc.posterior.sureness import sureness
+from lightning_sgmcmc.samplers import pSGHMC
+from tests.support.comparisons import assert_same
+from tests.support.trainers import quiet_trainer
+
+
+def labels(noise: float, count: int, seed: int) -> TensorDataset:
+    """Two classes by the sign of the first of 20 inputs, of which a share is flipped."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 20, generator=generator)
+    flipped = torch.rand(count, generator=generator) < noise
+    return TensorDataset(x, ((x[:, 0] > 0) ^ flipped).long())
+
+
+def loaders(noise: float) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    return DataLoader(labels(noise, 80, 1), 20, shuffle=True), DataLoader(labels(noise, 200, 2), 100)
+
+
+def classifier(**options: Any) -> BayesianModule:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 2))
+    return BayesianModule(net=net, likelihood=Categorical(), seed=3, **options)
+
+
+def fit(auto: AutoSampling, noise: float = 0.3, folder: Path | None = None, **options: Any) -> BayesianModule:
+    pl.seed_everything(0)
+    module = classifier(**options)
+    collector = SampleCollector(in_memory=folder is None, dirpath=None if folder is None else folder / "samples")
+    trainer = quiet_trainer(max_epochs=150, callbacks=[auto, collector], default_root_dir=folder)
+    trainer.fit(module, *loaders(noise))
+    return module
+
+
+# -- stacking and sureness --------------------------------------------------------------------------------------------
+
+
+def test_stacking_weights_are_the_optimum() -> None:
+    """At the optimum each weight is w_j = (1/n)·Σ_i w_j·p_j(y_i)/Σ_k w_k·p_k(y_i), and no other weights do better."""
+    logs = torch.randn(4, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights = stacking_weights(logs, pseudo_count=0.0, iterations=3000)
+    mixture = (weights[:, None] * logs.exp()).sum(0)
+    torch.testing.assert_close((weights[:, None] * logs.exp() / mixture).mean(1), weights, atol=1e-6, rtol=1e-5)
+    for _ in range(50):
+        other = torch.distributions.Dirichlet(torch.ones(4, dtype=torch.float64)).sample()
+        assert (other[:, None] * logs.exp()).sum(0).log().mean() <= mixture.log().mean() + 1e-9
+
+
+def test_sureness_is_the_factor_that_was_put_in() -> None:
+    """Predictions sharpened by 2 have sureness near 2, and targets drawn from N(m, (s/2)²) halve the deviation.
+
+    With 20,000 data the standard error is about 0.01; the prior's pull is below that.
+    """
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(20_000, 4, generator=generator)
+    target = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+    sharp = (2 * logits).softmax(-1)
+    terms = {"probabilities": sharp, "sample_entropy": torch.zeros(len(sharp))}
+    assert sureness(Categorical(), terms, target, 0.15) == pytest.approx(2, rel=0.05)
+    mean = torch.randn(20_000, 1, generator=generator)
+    terms = {"mean": mean, "square": mean.square(), "variance": torch.full_like(mean, 4.0)}
+    y = mean + torch.randn(mean.shape, generator=generator)
+    assert sureness(Gaussian(), terms, y[:, 0], 0.15) == pytest.approx(0.5, rel=0.05)
+
+
+def test_few_data_hardly_move_the_sureness() -> None:
+    """Two right predictions ask for an infinite sharpening; with the prior they ask for a few percent."""
+    terms = {"probabilities": torch.tensor([[0.9, 0.1], [0.9, 0.1]]), "sample_entropy": torch.zeros(2)}
+    assert 0.9 < (sureness(Categorical(), terms, torch.tensor([0, 0]), 0.15) or 0) <= 1
+
+
+# -- the choices ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def noisy(tmp_path_factory: pytest.TempPathFactory) -> tuple[BayesianModule, AutoSampling, Path]:
+    folder, auto = tmp_path_factory.mktemp("noisy"), AutoSampling(num_draws=40)
+    return fit(auto, noise=0.3, folder=folder), auto, folder
+
+
+def test_noisy_labels_tighten_the_prior_and_clean_ones_loosen_it(
+    noisy: tuple[BayesianModule, AutoSampling, Path],
+) -> None:
+    """A network of 692 weights can learn 80 flipped labels by heart, so its predictions are far too sure.
+
+    At the flipped labels the scale falls below its start, 0.3; at clean ones it rises.
+    """
+    clean = AutoSampling(num_draws=40)
+    fit(clean, noise=0.0)
+    tight, loose = noisy[1].chosen[0][-1][1], clean.chosen[0][-1][1]
+    assert tight < 0.3
+    assert loose > 0.35
+
+
+def test_the_module_gets_prior_and_sampler(noisy: tuple[BayesianModule, AutoSampling, Path]) -> None:
+    module, auto, _ = noisy
+    assert isinstance(module.sampler, pSGHMC)
+    assert isinstance(module.prior, HierarchicalPrior)
+    assert module.posterior is not None
+    scale = module.posterior[-1].scales["net.0.weight"]
+    assert float(scale) == pytest.approx(auto.chosen[0][-1][1], rel=1e-4)
+
+
+def test_stored_weights_are_those_of_stacking(noisy: tuple[BayesianModule, AutoSampling, Path]) -> None:
+    """A new process reads them, and the weighted average of the samples predicts the validation data as stacking does:
+    not worse than even weights."""
+    _, _, folder = noisy
+    program = "import sys; from lightning_sgmcmc import Posterior; print(*Posterior.load(sys.argv[1]).weights.tolist())"
+    found = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True)
+    weights = torch.tensor([float(word) for word in found.stdout.split()], dtype=torch.float64)
+    assert len(weights) == 40
+    posterior = Posterior.load(folder)
+    torch.testing.assert_close(posterior.weights, weights)
+    x, y = labels(0.3, 200, 2).tensors
+
+    def nll(chosen: Posterior) -> float:
+        return -float(chosen.predict(x).probabilities.gather(1, y[:, None]).log().mean())
+
+    assert float(weights.max()) > 1.5 * float(weights.min())
+    assert nll(posterior) < nll(posterior.reweighted("sample", exponent=0.0))
+
+
+def test_the_written_choices_repeat_the_run(noisy: tuple[BayesianModule, AutoSampling, Path]) -> None:
+    """Bit for bit."""
+    module, _, folder = noisy
+    (path,) = folder.rglob("auto.yaml")
+    again = fit(AutoSampling(**yaml.safe_load(path.read_text())["init_args"]), noise=0.3)
+    assert module.posterior is not None
+    assert again.posterior is not None
+    assert_same(list(again.posterior), list(module.posterior))
+
+
+def test_chains_have_scales_of_their_own() -> None:
+    auto = AutoSampling(num_draws=20)
+    module = fit(auto, num_chains=2)
+    assert sorted(auto.chosen) == [0, 1]
+    assert auto.chosen[0] != auto.chosen[1]
+    assert module.posterior is not None
+    for chain in (0, 1):
+        last = [sample for sample in module.posterior if sample.chain == chain][-1]
+        assert float(last.scales["net.0.weight"]) == pytest.approx(auto.chosen[chain][-1][1], rel=1e-4)
+
+
+def test_objective_ood_keeps_the_prior_and_even_weights() -> None:
+    auto = AutoSampling(objective="ood", num_draws=20)
+    module = fit(auto)
+    assert auto.chosen == {0: [(0, 0.2)]}
+    assert module.posterior is not None
+    assert module.posterior.weight_efficiency == pytest.approx(1)
+    assert module.sampler.param_groups[0]["temperature"] == 1.0
+
+
+def test_a_learned_noise_scale_has_a_prior_of_its_own() -> None:
+    pl.seed_everything(0)
+    x = torch.randn(60, 3)
+    y = x[:, :1] + 0.01 * torch.randn(60, 1)
+    module = BayesianModule(net=nn.Linear(3, 1), likelihood=Gaussian(std=1.0, learned=True))
+    data = DataLoader(TensorDataset(x, y), 20)
+    quiet_trainer(max_epochs=40, callbacks=[AutoSampling(num_draws=10), SampleCollector(in_memory=True)]).fit(
+        module, data, data
+    )
+    assert module.posterior is not None
+    scales = module.posterior[-1].scales
+    assert float(scales["likelihood.log_std"]) == pytest.approx(3.0)
+    assert float(scales["net.weight"]) != pytest.approx(3.0)
+
+
+# -- the schedule -----------------------------------------------------------------------------------------------------
+
+
+def test_the_stages_of_a_run() -> None:
+    auto = AutoSampling(num_draws=10)
+    auto.lay_out(RunLength(1000))
+    factors = [auto.controls(step).lr_factor for step in range(1, 1001)]
+    assert [step for step in range(1, 1001) if auto.draws(step)] == [200 + 80 * j for j in range(1, 11)]
+    assert [step for step in (1, 200, 201, 1000) if auto.controls(step).temperature == 0.0] == [1, 200]
+    assert max(factors[:200]) > 0.95
+    assert factors[199] == pytest.approx(0.02)
+    assert factors[240] > 0.99
+    assert factors[-1] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_a_budget_sets_the_number_of_steps() -> None:
+    auto = AutoSampling(num_draws=5, budget="1s")
+    collector = SampleCollector(in_memory=True)
+    trainer = quiet_trainer(max_epochs=10_000, callbacks=[auto, collector])
+    trainer.fit(classifier(), *loaders(0.1))
+    assert collector.posterior is not None
+    assert len(collector.posterior) == 5
+    assert collector.posterior[-1].step == trainer.global_step < 40_000
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_it_needs_validation_data() -> None:
+    trainer = quiet_trainer(max_epochs=20, callbacks=[AutoSampling(num_draws=5)])
+    with pytest.raises(ValueError, match="chooses on validation data, and the run has none"):
+        trainer.fit(classifier(), loaders(0.1)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"budget": "ten"}, "budget must be a time such as"),
+        ({"budget": "0s"}, "budget must be a time such as"),
+        ({"warm_up": 1.0}, "warm_up must be in"),
+        ({"objective": "accuracy"}, "objective must be"),
+        ({"prior_std": -1.0}, "prior_std must be"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        AutoSampling(**options)
+
+
+def test_a_run_too_short_for_its_draws_says_so() -> None:
+    trainer = quiet_trainer(max_epochs=5, callbacks=[AutoSampling()])
+    with pytest.raises(ValueError, match="80 draws do not fit into the 16 steps"):
+        trainer.fit(classifier(), *loaders(0.1))
+
+
+def test_another_prior_stays(caplog: pytest.LogCaptureFixture) -> None:
+    prior = GaussianPrior(std=1.0, center="start")
+    module = fit(AutoSampling(num_draws=10), prior=prior)
+    assert module.prior is prior
+
+
+def test_it_combines_with_the_model_average(tmp_path: Path) -> None:
+    module = classifier()
+    callbacks = [AutoSampling(num_draws=10), SampleCollector(in_memory=True), BayesianModelAverage()]
+    trainer = quiet_trainer(max_epochs=20, callbacks=callbacks)
+    trainer.fit(module, *loaders(0.2))
+    (result,) = trainer.test(module, loaders(0.2)[1], verbose=False)
+    x, y = labels(0.2, 200, 2).tensors
+    assert module.posterior is not None
+    probabilities: Tensor = module.posterior.predict(x).probabilities
+    assert result["test/bma_nll"] == pytest.approx(-float(probabilities.gather(1, y[:, None]).log().mean()), rel=1e-4)
