@@ -18,7 +18,7 @@ from lightning_sgmcmc.cli.commands import main
 from lightning_sgmcmc.samplers import SGHMC, SGLD
 from lightning_sgmcmc.schedules import PolynomialDecay
 from lightning_sgmcmc.tune import Limit, Probe, propose_lr
-from lightning_sgmcmc.tune.proposal import choose, search
+from lightning_sgmcmc.tune.proposal import choose, repeat_longer, search
 from lightning_sgmcmc.tune.short_form import RunForm
 from tests.support.paths import RECIPE
 from tests.support.problems import ConjugateRegression
@@ -85,7 +85,7 @@ def tuned(module: BayesianModule, *callbacks: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("start", [1e-6, 50.0])
 def test_a_cyclical_run_from_a_wrong_start_trains(start: float) -> None:
     """A step is proposed whatever the module's lr is, and a run with it is far above chance (log 3 = 1.1 nats)."""
-    proposal = tuned(classifier(start), CyclicalSchedule(num_cycles=2, exploration=0.7), max_probes=6)
+    proposal = tuned(classifier(start), CyclicalSchedule(num_cycles=2, exploration=0.7), max_probes=4)
     assert proposal.is_healthy
     chosen = next(probe for probe in proposal.probes if probe.lr == proposal.lr)
     assert chosen.nll is not None
@@ -146,6 +146,56 @@ def test_validation_data_choose_among_healthy_steps() -> None:
     probes = [Probe(lr, energy=0.0, nll=-s, log_density=s + 0.2 * lr * noise) for lr, s in shifts.items()]
     assert choose(probes, 0.0, 1.0)[:2] == (1.0, Limit.VALIDATION)
     assert choose(probes, 2.0, 1.0)[:2] == (2.0, Limit.TRIED), "smaller steps do not train within the run"
+
+
+def test_one_misjudged_probe_does_not_decide() -> None:
+    """A small step with a chance alarm, and a large one without: the limit misjudges as few as can be."""
+    noise = Limit.GRADIENT_NOISE
+
+    def chosen(*limits: Limit | None) -> float:
+        probes = [Probe(2.0**place, energy=0.0, limit=limit) for place, limit in enumerate(limits)]
+        return choose(probes, 0.0, 1.0)[0]
+
+    assert chosen(noise, None, None, noise, noise) == 4.0
+    assert chosen(noise, None, noise, noise) == 2.0
+    assert chosen(None, noise, None, noise, noise) == 1.0, "of two limits the cautious one"
+    assert chosen(None, None, noise, noise, None) == 2.0
+    assert choose([Probe(1.0, energy=0.0, limit=noise), Probe(2.0, energy=0.0)], 0.0, 1.0)[1] is Limit.TRIED
+
+
+def test_longer_probes_decide_where_validation_data_prefer_a_smaller_step() -> None:
+    """A step that only needs longer to reach as good a place is taken; one that is worse then too is not."""
+    noise = torch.randn(100, generator=torch.Generator().manual_seed(0))
+
+    def probe(lr: float, loss: float, limit: Limit | None = None) -> Probe:
+        return Probe(lr, energy=0.0, nll=loss, log_density=0.1 * lr * noise - loss, limit=limit)
+
+    short = [probe(0.5, 0.1), probe(1.0, 0.2), probe(2.0, 0.3), probe(4.0, 0.9, Limit.EXPLORATION)]
+    made: list[float] = []
+
+    def longer(lr: float) -> Probe:
+        made.append(lr)
+        return probe(lr, 0.5 if lr == 2.0 else 0.1)
+
+    assert choose(short, 0.0, 1.0)[:2] == (0.5, Limit.VALIDATION)
+    assert choose(repeat_longer(short, longer, 0.0, 1.0), 0.0, 1.0)[:2] == (1.0, Limit.VALIDATION)
+    assert made == [0.5, 2.0, 1.0]
+    undisputed = [probe(0.5, 0.1), probe(1.0, 0.1)]
+    assert repeat_longer(undisputed, longer, 0.0, 1.0) == undisputed
+    assert len(made) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sampler", "schedule", "best"), [("pSGLD", "constant", 0.0113), ("SGLD", "constant", 0.354)])
+def test_the_run_at_the_proposal_has_no_heat(sampler: str, schedule: str, best: float) -> None:
+    """From far below, within a factor of two of the best step of `tests.benchmarks.tune_starts`. A preconditioner that
+    begins at an optimum heats a probe of any step; an interval of mini-batch noise after some steps finds none."""
+    from tests.benchmarks.tune_starts import proposals
+
+    (found,) = proposals(sampler, schedule, best, 0, [1e-3])
+    assert 0.5 <= found["factor"] <= 2
+    assert not found["wrecked"]
+    assert not found["heat"]
 
 
 def test_mistakes() -> None:

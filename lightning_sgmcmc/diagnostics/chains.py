@@ -11,6 +11,8 @@ from lightning_sgmcmc.silence import silenced
 
 MIXED = 1.05
 """No R-hat below this is large."""
+FEWEST_EFFECTIVE = 5
+"""Effective draws that half a chain should have; a slower one is not excused by its autocorrelation."""
 
 
 @dataclass(frozen=True)
@@ -95,23 +97,50 @@ def chain_diagnostics(values: np.ndarray) -> ChainDiagnostics:
         )
 
 
-def rhat_limit(chains: int, draws: int, false_alarm_rate: float) -> float:
-    """Return the upper limit of R-hat: 1.05, or for few draws the quantile that independent draws rarely exceed.
+def correlation_time(values: np.ndarray) -> float:
+    """Return the number of draws that are worth an independent one, (1+ρ)/(1-ρ) ≥ 1, as for AR(1).
+
+    ρ is the autocorrelation of successive draws about their chain's mean, the mean over quantities, corrected for the
+    bias -(1+4ρ)/n of n draws; the time is at most that at which half a chain has `FEWEST_EFFECTIVE` effective draws.
+
+    Args:
+        values: shape (chain, draw, quantity).
+
+    Source: Kendall 1954 (Note on bias in the estimation of autocorrelation), for the bias.
+    """
+    draws = values.shape[1]
+    most = max(1.0, draws / 2 / FEWEST_EFFECTIVE)
+    centred = np.asarray(values, dtype=np.float64) - np.mean(values, 1, dtype=np.float64, keepdims=True)
+    squares = (centred**2).sum((0, 1))
+    moves = squares > 0
+    if draws <= 2 * FEWEST_EFFECTIVE or not np.isfinite(squares).all() or not moves.any():
+        return 1.0
+    found = float(((centred[:, 1:] * centred[:, :-1]).sum((0, 1))[moves] / squares[moves]).mean())
+    rho = (found + 1 / draws) / (1 - 4 / draws)
+    return min(max((1 + rho) / (1 - rho), 1.0), most) if rho < 1 else most
+
+
+def rhat_limit(chains: int, draws: int, false_alarm_rate: float, time: float = 1.0) -> float:
+    """Return the upper limit of R-hat: 1.05, or for few draws the quantile that chains of one law rarely exceed.
 
     With m parts of n draws each, R̂² = (n-1)/n + F/n, and F has the law F(m-1, m·(n-1)) if the draws are independent and
-    normal; rank normalisation makes them normal, and R-hat is the larger of two (of the draws, and folded).
+    normal; rank normalisation makes them normal, and R-hat is the larger of two (of the draws, and folded). Draws of
+    which t are worth an independent one have F/t with m·(n-1)/t degrees of freedom, since only the variance of a
+    part's mean is t times larger.
 
     Args:
         chains: number of chains, each split into halves; one chain is split twice.
         draws: draws per chain.
-        false_alarm_rate: the probability that independent draws exceed the limit.
+        false_alarm_rate: the probability that chains of one law exceed the limit.
+        time: t, from `correlation_time`.
     """
     from scipy.special import fdtri
 
     parts, length = (4, draws // 4) if chains == 1 else (2 * chains, draws // 2)
     if length < 2:
         return math.inf
-    quantile = float(fdtri(parts - 1, parts * (length - 1), 1 - false_alarm_rate / 2))
+    freedom = max(parts * (length - 1) / time, 2.0)
+    quantile = time * float(fdtri(parts - 1, freedom, 1 - false_alarm_rate / 2))
     return max(MIXED, math.sqrt((length - 1 + quantile) / length))
 
 

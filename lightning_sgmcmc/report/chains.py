@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from lightning_sgmcmc.diagnostics.chains import ChainGrid, chain_diagnostics, rhat_limit
+from lightning_sgmcmc.diagnostics.chains import ChainGrid, chain_diagnostics, correlation_time, rhat_limit
 from lightning_sgmcmc.posterior.export import choose_parameters, parameter_draws
 from lightning_sgmcmc.report.html_page import Cell, paragraph, table
 from lightning_sgmcmc.report.run_record import RunError, RunRecord
 
 FALSE_ALARM_RATE = 0.01
-"""Probability of a warning for independent draws, per quantity."""
+"""Probability of a warning for chains of one law, per quantity."""
 MOST_ELEMENTS = 100
 """Largest number of elements, evenly spaced, that are diagnosed per parameter."""
 
@@ -67,7 +67,8 @@ class Chains:
         rhat = _worst(max, [d.rhat for d in each])
         bulk, tail = _worst(min, [d.ess_bulk for d in each]), _worst(min, [d.ess_tail for d in each])
         several = f" (the worst of {len(chosen)} elements)" if count > 1 else ""
-        limit = rhat_limit(len(self._grid.chains), self._grid.draws, FALSE_ALARM_RATE / len(chosen))
+        time = correlation_time(quantity.draws[..., chosen])
+        limit = rhat_limit(len(self._grid.chains), self._grid.draws, FALSE_ALARM_RATE / len(chosen), time)
         suspect = math.isfinite(rhat) and rhat > limit
         row: list[Any] = [quantity.name + several, Cell(f"{rhat:.3f}", "bad") if suspect else _or_few(rhat, ".3f")]
         self._rows.append([*row, _or_few(bulk, ".0f"), _or_few(tail, ".0f")])

@@ -5,7 +5,7 @@ import math
 import torch
 
 from lightning_sgmcmc.chains.chains import Chains
-from lightning_sgmcmc.diagnostics.chains import ChainDiagnostics, ChainGrid, rhat_limit
+from lightning_sgmcmc.diagnostics.chains import ChainDiagnostics, ChainGrid, correlation_time, rhat_limit
 from lightning_sgmcmc.diagnostics.verdict import AverageGrowth, RunFacts
 from lightning_sgmcmc.evaluation.comparison import FOLLOWED, prediction_diagnostics
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
@@ -14,7 +14,7 @@ from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.priors import GaussianPrior
 
 RHAT_FALSE_ALARMS = 0.01
-"""Probability that the worst R-hat of independent draws is a finding."""
+"""Probability that the worst R-hat of chains of one law is a finding."""
 FEWEST_DRAWS = 20
 """With fewer draws of a chain, R-hat and ESS of predictions are not measurable."""
 
@@ -84,14 +84,15 @@ def prior_norm(chains: Chains) -> tuple[float, float] | None:
 
 
 def _predictions(evaluation: Evaluation | None) -> tuple[ChainDiagnostics | None, float]:
-    """Return the worst diagnostics of the predictions, and the R-hat that independent draws rarely exceed."""
+    """Return the worst diagnostics of the predictions, and the R-hat that chains of one law rarely exceed."""
     if evaluation is None or not evaluation.chains.chains:
         return None, math.inf
     grid = ChainGrid.of_chains(evaluation.chains.chains)
     if grid.draws < FEWEST_DRAWS:
         return None, math.inf
     found = prediction_diagnostics(evaluation.chains)
-    return found, rhat_limit(len(grid.chains), grid.draws, RHAT_FALSE_ALARMS / FOLLOWED)
+    time = correlation_time(grid.arrange(evaluation.chains.densities))
+    return found, rhat_limit(len(grid.chains), grid.draws, RHAT_FALSE_ALARMS / FOLLOWED, time)
 
 
 def _growth(evaluation: Evaluation | None) -> AverageGrowth | None:

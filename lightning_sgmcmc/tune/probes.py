@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth
@@ -12,10 +13,17 @@ from lightning_sgmcmc.diagnostics.findings import FindingKind
 from lightning_sgmcmc.diagnostics.health import HealthReport, Temperatures
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.tune.proposal import Limit, Probe, tail_mean
-from lightning_sgmcmc.tune.runs import Energies, ShortRuns
+from lightning_sgmcmc.tune.runs import Energies, ShortRuns, State
 from lightning_sgmcmc.tune.short_form import RunForm
 from lightning_sgmcmc.tune.training import Training
 
+STILL_STEPS = 150
+"""Steps of no length that fill a preconditioner's average.
+
+A fit's sampler begins with an average of 0. At an optimum, where gradients are small, its first steps would move the
+parameters so far that a probe of any length saw heat, which a run that begins elsewhere does not have."""
+REPEATS = 1
+"""Further runs of a probe in which only positions are hot, each from the end of the last."""
 KEPT_SHARE = 0.5
 """The share of what was learned that an exploration stage must keep."""
 
@@ -40,18 +48,33 @@ class Prober:
 
     def __call__(self, lr: float) -> Probe:
         """Return the probe of a step size."""
+        probe = self._repeated(lr)
+        rank_zero_info(f"lr={lr:.3g}: {probe.verdict}")
+        return probe
+
+    def _repeated(self, lr: float) -> Probe:
         if not self.training.is_warm and self.form.lead > 1 and not self.training.trains(lr):
             reason = f"the first steps from the run's start do not lower the energy at lr={lr:.3g}"
             return Probe(lr, limit=Limit.EXPLORATION if self.form.explores else Limit.DISCRETIZATION, reason=reason)
-        self.runs.set_state(self.training.state)
+        state = self.training.state
+        for _ in range(1 + REPEATS):
+            probe = self._probe(lr, state)
+            if not self._is_passing(probe):
+                break
+            state = self.runs.state()
+        return probe
+
+    def _probe(self, lr: float, state: State) -> Probe:
+        """Return the probe of a step size from a state."""
+        self.runs.set_state(state)
         self.training.set_lr(lr)
         module = self.runs.module
         module.health, module.evaluations = None, {}
         health = ChainHealth(every_n_steps=max(1, min(20, self.steps // 100)), tolerance=self.tolerance, warn=False)
+        still = STILL_STEPS if self.runs.has_preconditioner else 0
+        schedule = self.form.short(self.steps, still)
         try:
-            found = self.runs.fit(
-                self.form.short(self.steps), self.steps, BayesianModelAverage(), health, with_noise=True
-            )
+            found = self.runs.fit(schedule, still + self.steps, BayesianModelAverage(), health, with_noise=True)
         except ValueError as error:  # the sampler refuses the step
             return Probe(lr, limit=Limit.DISCRETIZATION, reason=f"refused: {error}")
         except NonFiniteEnergyError as error:
@@ -60,6 +83,19 @@ class Prober:
             return Probe(lr, limit=limit, reason=f"divergence: {error}")
         return self._judge(lr, found)
 
+    def _is_passing(self, probe: Probe) -> bool:
+        """Return whether only positions are hot: that may be the memory of the start.
+
+        A step that is too large heats momenta and steps at once. Energies and configurational temperatures may also
+        overshoot on the way from an optimum, the more so with a preconditioner, which is large there.
+        """
+        report = self.runs.module.health
+        if report is None or probe.limit is not Limit.DISCRETIZATION or probe.energy is None or self.form.explores:
+            return False
+        if probe.kinetic is not None and probe.kinetic > report.temperature * (1 + self.tolerance):
+            return False
+        return not any(f.is_heat and f.kind is not FindingKind.CONFIGURATIONAL for f in report.findings)
+
     def _judge(self, lr: float, found: Energies) -> Probe:
         report = self.runs.module.health
         assert report is not None
@@ -67,6 +103,8 @@ class Prober:
         limit, reason = self._exploration(found) or self._heat(report, total) or (None, "")
         share = max(report.gradient_noise_share.values(), default=None)
         nll, density = self._validation()
+        if self.form.is_steady:
+            density = None  # a smaller step leaves the chain colder, so validation data would choose a temperature
         energies = found.of(Stage.SAMPLING)
         energy = float(energies.mean()) if len(energies) else None
         return Probe(lr, total.kinetic, total.configurational, share, energy, nll, limit, reason, density)
@@ -104,12 +142,29 @@ class Prober:
         self.runs.set_state(present)
         return log_prior
 
+    def _noise(self, report: HealthReport) -> tuple[str, float]:
+        """Return the tensor with the most mini-batch noise, and its relative contribution to the temperature.
+
+        A finding needs an interval beyond the tolerance, and that of a short run is wide. The run's own is narrow, so
+        the estimate decides here.
+        """
+        sampler = self.runs.module.sampler
+        laws = [sampler.law(group) or sampler.langevin_law(group) for group in sampler.param_groups]
+        allowance = max(law.gradient_noise_allowance for law in laws)
+        if math.isinf(allowance) or not report.gradient_noise_share:
+            return "", 0.0
+        name, share = max(report.gradient_noise_share.items(), key=lambda pair: pair[1])
+        return name, share / max(1 - share, 1e-9) * (1 - allowance) - allowance
+
     def _heat(self, report: HealthReport, total: Temperatures) -> tuple[Limit, str] | None:
         """Return what heats the sampling stage."""
         heat = next((finding for finding in report.findings if finding.is_heat), None)
         if heat is not None:
             noise = any(finding.kind is FindingKind.GRADIENT_NOISE for finding in report.findings)
             return (Limit.GRADIENT_NOISE if noise else Limit.DISCRETIZATION), heat.sentence
+        noisiest, excess = self._noise(report)
+        if excess > self.tolerance:
+            return Limit.GRADIENT_NOISE, f"gradient noise: {excess:.0%} of the injected noise in {noisiest}"
         limit, energy = report.temperature * (1 + self.tolerance), report.energy
         if total.kinetic is not None and total.kinetic > limit:
             return Limit.DISCRETIZATION, f"kinetic temperature: {total.kinetic:.3g} in all tensors together"

@@ -11,6 +11,10 @@ from torch import Tensor
 
 NOISE = 1.0
 """A step is as good as the best if its NLL is larger by at most this many standard errors of the paired difference."""
+HALVINGS = 2
+"""Probes between the last healthy step and the first unhealthy one, so that these are a factor of 1.19 apart."""
+MOST_RIVALS = 4
+"""Healthy steps above the chosen one that are tried in longer runs."""
 LEAST_LOSS = 0.002
 """A larger NLL by less than this, in nats per datum, is no difference."""
 
@@ -141,7 +145,7 @@ def _finite(value: Any) -> Any:
 
 
 def search(probe: Callable[[float], Probe], lr: float, least: float, max_probes: int) -> list[Probe]:
-    """Probe at lr, then up or down by factors of two until health changes, then between the last two.
+    """Probe at lr, then up or down by factors of two until health changes, then twice between the last two.
 
     With validation data it then continues downwards while a smaller step predicts better.
 
@@ -157,12 +161,17 @@ def search(probe: Callable[[float], Probe], lr: float, least: float, max_probes:
         if factor < 1 and len(probes) == 4:
             factor = 0.25  # far from it
         probes.append(probe(probes[-1].lr * factor))
-    if len(probes) < max_probes and probes[-1].healthy != probes[0].healthy:
-        probes.append(probe(math.sqrt(probes[-1].lr * probes[-2].lr)))
+    if probes[-1].healthy != probes[0].healthy:
+        ends = sorted(p.lr for p in probes[-2:])
+        for _ in range(min(HALVINGS, max_probes - len(probes))):
+            probes.append(probe(math.sqrt(ends[0] * ends[1])))
+            ends[0 if probes[-1].healthy else 1] = probes[-1].lr
     while len(probes) < max_probes:
         healthy = sorted(_below_limit(probes), key=lambda p: p.lr)
         if not healthy or healthy[0].log_density is None or healthy[0].lr / 2 < least:
             break
+        if min(p.lr for p in probes) < healthy[0].lr:
+            break  # a smaller one is unhealthy by chance
         if len(healthy) > 1 and not healthy[1].is_worse(healthy[0]):
             break
         probes.append(probe(healthy[0].lr / 2))
@@ -170,9 +179,45 @@ def search(probe: Callable[[float], Probe], lr: float, least: float, max_probes:
 
 
 def _below_limit(probes: Sequence[Probe]) -> list[Probe]:
-    # Heat grows with the step, so a healthy probe beyond an unhealthy one was luck.
-    limit = min((p.lr for p in probes if not p.healthy), default=math.inf)
-    return [p for p in probes if p.healthy and p.lr < limit]
+    """Return the healthy probes below the limit of health, which misjudges the fewest probes.
+
+    Heat grows with the step, so a healthy probe beyond an unhealthy one, or an unhealthy one below, is a chance event.
+    Of limits with equally many the least counts that has a healthy probe below it.
+    """
+    ordered = sorted(probes, key=lambda p: p.lr)
+    below = [sum(not p.healthy for p in ordered[:k]) for k in range(len(ordered) + 1)]
+    above = [sum(p.healthy for p in ordered[k:]) for k in range(len(ordered) + 1)]
+    misjudged = [one + other for one, other in zip(below, above, strict=True)]
+    limits = [k for k, count in enumerate(misjudged) if count == min(misjudged)]
+    kept = [[p for p in ordered[:k] if p.healthy] for k in limits]
+    return next((found for found in kept if found), [])
+
+
+def repeat_longer(
+    probes: Sequence[Probe], longer: Callable[[float], Probe], least: float, fallback: float
+) -> list[Probe]:
+    """Return the probes, with longer ones where validation data would choose a step below another healthy one.
+
+    Short runs favour small steps, which leave the chain at the optimum where it began: a large one needs longer to
+    reach as good a place, and then may well be as good. The longer probes are those of the chosen step, and of healthy
+    steps above it, the largest first, until one is not worse. Healthy probes without a longer one are left out then.
+
+    Args:
+        probes: short ones.
+        longer: makes a longer probe.
+        least: as for `choose`.
+        fallback: as for `choose`.
+    """
+    lr, limit, *_ = choose(probes, least, fallback)
+    if limit is not Limit.VALIDATION:
+        return list(probes)
+    chosen = longer(lr)
+    found = [chosen]
+    for rival in sorted((p.lr for p in _below_limit(probes) if p.lr > lr), reverse=True)[:MOST_RIVALS]:
+        found.append(longer(rival))
+        if found[-1].healthy and not found[-1].is_worse(chosen):
+            break
+    return found + [p for p in probes if not p.healthy]
 
 
 def choose(probes: Sequence[Probe], least: float, fallback: float) -> tuple[float, Limit, bool, str]:
@@ -194,7 +239,7 @@ def choose(probes: Sequence[Probe], least: float, fallback: float) -> tuple[floa
     found = max((p for p in candidates if not p.is_worse(best)), key=lambda p: p.lr)
     if any(p.lr > found.lr for p in below):
         return found.lr, Limit.VALIDATION, True, SENTENCES[Limit.VALIDATION]
-    above = min((p for p in probes if not p.healthy), key=lambda p: p.lr, default=None)
+    above = min((p for p in probes if not p.healthy and p.lr > found.lr), key=lambda p: p.lr, default=None)
     limit = Limit.TRIED if above is None or above.limit is None else above.limit
     return found.lr, limit, True, SENTENCES[limit]
 

@@ -1,6 +1,7 @@
 """`propose_lr`: the setting of lr for a run."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytorch_lightning as pl
@@ -10,7 +11,7 @@ from lightning_sgmcmc.chains.step_sizes import values_of
 from lightning_sgmcmc.checks import check_count, check_positive
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.tune.probes import Prober
-from lightning_sgmcmc.tune.proposal import Probe, StepProposal, choose, scaled, search, tail_mean
+from lightning_sgmcmc.tune.proposal import StepProposal, choose, repeat_longer, scaled, search, tail_mean
 from lightning_sgmcmc.tune.runs import ShortRuns
 from lightning_sgmcmc.tune.short_form import RunForm
 from lightning_sgmcmc.tune.training import Training
@@ -19,6 +20,8 @@ MIN_STEPS = 100
 """The fewest steps of a probe."""
 MAX_STEPS = 500
 """The most steps of a probe whose length is not given."""
+LONGER = 4
+"""A probe that decides by validation data is so many times as long, or as long as the run's first stages."""
 RUN_SHARE = 8
 """A probe whose length is not given has the run's steps over this number."""
 
@@ -45,14 +48,18 @@ def propose_lr(
 
     * if the first steps from the run's start raise the energy, or the exploration stage (the full lr at temperature 0)
       diverges or ends with less than half of what had been learned ("exploration");
-    * if `ChainHealth` finds heat in the sampling stage, if the kinetic temperature of all tensors together is above
-      τ·(1 + tolerance), or the energy above that of d harmonic coordinates, U_0 + τ·(1 + tolerance)·d/2, with U_0 the
-      energy of the warmed-up state ("gradient noise", "discretization"), or if the model is at chance.
+    * if `ChainHealth` finds heat in the sampling stage, if the estimate of a tensor's mini-batch noise is above
+      tolerance times the injected noise, the kinetic temperature of all tensors together above τ·(1 + tolerance), or
+      the energy above that of d harmonic coordinates, U_0 + τ·(1 + tolerance)·d/2, with U_0 the energy of the
+      warmed-up state ("gradient noise", "discretization"), or if the model is at chance.
 
     Temperatures below τ do not count: they depend on the length of the run. Step sizes are tried by factors of two up
-    or down until health changes, and once between. Among the healthy ones that train within the run's first stage the
-    proposal is the largest whose average over the short run predicts the validation data as well as the best, within
-    noise; without validation data the largest. If none is healthy, it is the best of those tried.
+    or down until health changes, and twice between. Where a run ends in one stage of sampling at a constant step, the
+    proposal is the largest healthy one: a smaller step only leaves the chain colder, and whether that predicts better
+    is a question of the temperature. In other runs it is the largest healthy one that trains within the first stage
+    and whose average predicts the validation data as well as the best, within noise. Short runs favour small steps, so
+    where these data speak against the largest healthy step, longer probes decide. If none is healthy, it is the best of
+    those tried.
 
     The call restores the module: parameters and buffers, lr, evaluations.
 
@@ -92,14 +99,11 @@ def propose_lr(
         training.warm_up(length if burn_in_steps is None else burn_in_steps)
         rank_zero_info(f"Warmed up: energy {energy:.6g} to {training.energy:.6g} nats.")
         prober = Prober(runs, training, form, length, tolerance)
-
-        def probe(lr: float) -> Probe:
-            found = prober(lr)
-            rank_zero_info(f"lr={lr:.3g}: {found.verdict}")
-            return found
-
         least = training.time / form.lead if form.lead > 1 else 0.0
-        probes = search(probe, training.lr, least, max_probes)
+        probes = search(prober, training.lr, least, max_probes)
+        longer = replace(prober, steps=max(length, min(LONGER * length, form.stage_end)))
+        if longer.steps > length:
+            probes = repeat_longer(probes, longer, least, training.lr)
         lr, limit, is_healthy, reason = choose(probes, least, training.lr)
         return StepProposal(
             lr,

@@ -19,7 +19,7 @@ from lightning_sgmcmc.run.facts import chance_nll
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.silence import silenced
-from lightning_sgmcmc.tune.short_form import COLD, FixedControls
+from lightning_sgmcmc.tune.short_form import STILL, FixedControls
 
 State = list[Tensor]
 
@@ -72,6 +72,7 @@ class ShortRuns:
         warm_start: the run's warm start, None without.
         steps_made: optimizer steps of all fits.
         num_data: N, once a fit has begun.
+        has_preconditioner: whether the sampler's state has an average of squared gradients, after `look`.
     """
 
     def __init__(self, module: BayesianModule, data: dict[str, Any], make_trainer: Callable[..., pl.Trainer]) -> None:
@@ -88,6 +89,7 @@ class ShortRuns:
         self.length = RunLength(math.inf)
         self.chance: float | None = None
         self.num_data = 1
+        self.has_preconditioner = False
 
     def fit(self, schedule: Schedule, steps: int, *callbacks: pl.Callback, with_noise: bool = False) -> Energies:
         """Fit for some steps from the module's present state; return the energies.
@@ -138,9 +140,11 @@ class ShortRuns:
         Returns:
             the energies of the start by several batches, shape (n, C), and the lr.
         """
-        given, still = self.module.lr, COLD._replace(lr_factor=1e-15)
-        energies = self.fit(FixedControls([still], [LOOK_STEPS]), LOOK_STEPS)
-        lr = self.module.sampler.defaults["lr"] if given is None else given
+        given = self.module.lr
+        energies = self.fit(FixedControls([STILL], [LOOK_STEPS]), LOOK_STEPS)
+        sampler = self.module.sampler
+        self.has_preconditioner = any(sampler.preconditioner(group["params"]) for group in sampler.param_groups)
+        lr = sampler.defaults["lr"] if given is None else given
         return energies.of(), lr
 
     def _learn(self, trainer: pl.Trainer) -> None:

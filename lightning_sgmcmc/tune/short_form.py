@@ -14,6 +14,8 @@ EXPLORATION_SHARE, BURN_IN_SHARE = 0.5, 0.25
 """Shares of a short run before its sampling stage."""
 COLD = StepControls(1.0, 0.0, Stage.BURN_IN)
 """The controls of optimization at the full lr."""
+STILL = COLD._replace(lr_factor=1e-15)
+"""The controls of a step of practically no length."""
 
 
 class FixedControls(Schedule):
@@ -106,6 +108,17 @@ class RunForm:
         return self._first_sampling > 1 and self.schedule.controls(1).temperature == 0
 
     @property
+    def is_steady(self) -> bool:
+        """Whether the run ends in one stage of sampling at a constant step, as for samples of the posterior."""
+        first, last = (self.schedule.controls(step).lr_factor for step in self._sampling)
+        return self._sampling[1] == self._whole and first == last
+
+    @property
+    def stage_end(self) -> int:
+        """The last step of the first sampling stage."""
+        return self._sampling[1]
+
+    @property
     def lead(self) -> float:
         """Σ of the step sizes before the first sampling stage over the lr, in steps at the full lr."""
         last = self._first_sampling - 1 if self._first_sampling > 1 else self.schedule.first_sample
@@ -113,11 +126,12 @@ class RunForm:
         factors = [self.schedule.controls(step).lr_factor for step in range(1, last + 1, stride)]
         return sum(factors) / max(len(factors), 1) * last
 
-    def short(self, steps: int) -> FixedControls:
+    def short(self, steps: int, still: int = 0) -> FixedControls:
         """Return the schedule of a short run: the run's first stages, linearly shortened.
 
         Args:
             steps: its length.
+            still: steps of no length before it.
         """
         lead = self._first_sampling - 1
         before = min(lead, round(steps * (EXPLORATION_SHARE if self.explores else BURN_IN_SHARE)))
@@ -127,5 +141,5 @@ class RunForm:
         places += [first + j * (last - first + 1) // noisy for j in range(noisy)]
         controls = [self.schedule.controls(place) for place in places]
         count = min(MAX_SAMPLES, noisy)
-        samples = [before + round(noisy * (j + 1) / count) for j in range(count)]
-        return FixedControls(controls, samples, self.schedule.temperature, self.schedule.sets_lr)
+        samples = [still + before + round(noisy * (j + 1) / count) for j in range(count)]
+        return FixedControls([STILL] * still + controls, samples, self.schedule.temperature, self.schedule.sets_lr)

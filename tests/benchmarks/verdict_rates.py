@@ -7,6 +7,7 @@ Runs through `Trainer.fit` whose truth is known: right runs, on the conjugate mo
 import argparse
 import functools
 import json
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -58,7 +59,9 @@ def _conjugate(
     burn_in = 0 if offset else 100
     schedule = SamplingSchedule(burn_in_steps=burn_in, every_n_steps=40)
     health = ChainHealth(every_n_steps=2, warn=False)
-    trainer = quiet_trainer(max_steps=steps, callbacks=[schedule, BayesianModelAverage(), health])
+    trainer = quiet_trainer(
+        max_steps=steps, check_val_every_n_epoch=10**6, callbacks=[schedule, BayesianModelAverage(), health]
+    )
     data = PROBLEM.dataset()
     trainer.fit(module, PROBLEM.loader(50, seed), DataLoader(data, 200))
     assert module.health is not None
@@ -93,7 +96,9 @@ def _network(
     val = DataLoader(TensorDataset(x[num_data:], y[num_data:]), 200)
     schedule = SamplingSchedule(burn_in_steps=steps // 2, every_n_steps=25) if schedule is None else schedule
     health = ChainHealth(every_n_steps=2, warn=False)
-    trainer = quiet_trainer(max_steps=steps, callbacks=[schedule, BayesianModelAverage(), health])
+    trainer = quiet_trainer(
+        max_steps=steps, check_val_every_n_epoch=10**6, callbacks=[schedule, BayesianModelAverage(), health]
+    )
     trainer.fit(module, DataLoader(train, 100, shuffle=True), val)
     assert module.health is not None
     return module.health
@@ -141,16 +146,44 @@ def outcome(case: Case, seed: int) -> dict[str, Any]:
     return {"case": case.name, "seed": seed, "problems": problems, "kind": report.kind}
 
 
+def interval(count: int, runs: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Return Clopper and Pearson's interval of a rate, of which `count` of `runs` independent runs were seen.
+
+    >>> [round(end, 3) for end in interval(0, 30)]
+    [0.0, 0.116]
+    """
+    from scipy.stats import binomtest
+
+    found = binomtest(count, runs).proportion_ci(confidence, "exact")
+    return float(found.low), float(found.high)
+
+
+def rate(count: int, runs: int) -> str:
+    """Return a rate and its interval in words."""
+    if not runs:
+        return "–"
+    low, high = interval(count, runs)
+    return f"{count / runs:.0%} ({low:.0%} to {high:.0%})"
+
+
 def table(chosen: list[Case], outcomes: list[dict[str, Any]]) -> str:
-    """Return for each case the runs with a warning, with the right finding first, and with the right name."""
+    """Return for each case, and for right and wrong runs together, the rates of alarms, and of the right finding."""
     lines = ["| run | runs | warned | right finding first | right name | first findings |", "|---|---|---|---|---|---|"]
-    for case in chosen:
-        own = [one for one in outcomes if one["case"] == case.name]
-        first = Counter(one["problems"][0] for one in own if one["problems"])
-        right = sum(first[kind.value] for kind in case.expected) if case.expected else "–"
-        named = sum(case.kind is None or one["kind"] == case.kind for one in own)
-        seen = ", ".join(f"{name} {count}" for name, count in first.most_common())
-        lines.append(f"| {case.name} | {len(own)} | {first.total()} | {right} | {named} | {seen} |")
+    groups = [(case.name, [case]) for case in chosen]
+    groups += [("**all right runs**", [c for c in chosen if not c.expected])]
+    groups += [("**all wrong runs**", [c for c in chosen if c.expected])]
+    for name, cases_ in groups:
+        runs = warned = right = named = 0
+        seen: Counter[str] = Counter()
+        for case in cases_:
+            own = [one for one in outcomes if one["case"] == case.name]
+            first = Counter(one["problems"][0] for one in own if one["problems"])
+            runs, warned, seen = runs + len(own), warned + first.total(), seen + first
+            right += sum(first[kind.value] for kind in case.expected)
+            named += sum(case.kind is None or one["kind"] == case.kind for one in own)
+        hit = rate(right, runs) if any(case.expected for case in cases_) else "–"
+        kinds = ", ".join(f"{kind} {count}" for kind, count in seen.most_common())
+        lines.append(f"| {name} | {runs} | {rate(warned, runs)} | {hit} | {named} | {kinds} |")
     return "\n".join(lines)
 
 
@@ -159,11 +192,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first_seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--only", default="", help="part of the cases' names")
+    parser.add_argument("--only", default="", help="regular expression in the cases' names")
     parser.add_argument("--out", type=Path, required=True, help="file of one line of JSON for each run, added to")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    chosen = [case for case in cases(options.steps) if options.only in case.name]
+    chosen = [case for case in cases(options.steps) if re.search(options.only, case.name)]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     outcomes = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     done = {(one["case"], one["seed"]) for one in outcomes}
