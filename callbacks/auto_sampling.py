@@ -62,8 +62,9 @@ class AutoSampling(Schedule):
       settled, or after overfitting has begun, lose their weight.
 
     The callback sets the module's prior, sampler and lr when the fit begins. A prior that is not a `GaussianPrior` with
-    centre 0 stays as it is. It writes `auto.yaml` beside the samples' folder: this callback with the scales that it chose as
-    `prior_scales`, which repeats them. At the default objective the draws are of a cold ensemble, not of the posterior.
+    centre 0 stays as it is. It writes `auto.yaml` beside the samples' folder: this callback with the scales that it
+    chose as `prior_scales`, which repeats them. At the default objective the draws are of a cold ensemble, not of the
+    posterior.
 
     Args:
         objective: "nll", the likelihood of new data: τ = 0.05. "ood", telling inputs from other sources: τ = 1, a tight
@@ -272,18 +273,21 @@ class AutoSampling(Schedule):
         if trainer.is_global_zero:
             self._write_choices(posterior.store.path.parent if isinstance(posterior.store, DiskStore) else None)
 
+    def as_configuration(self) -> dict[str, Any]:
+        """Return this callback with the choices of the run, as an entry of `trainer.callbacks` in a configuration."""
+        names = ("objective", "num_draws", "warm_up", "prior_std", "temperature", "lr")
+        scales = [[list(pair) for pair in self.chosen[chain]] for chain in sorted(self.chosen)]
+        arguments = {name: getattr(self, name) for name in names} | {"prior_scales": scales}
+        return {"class_path": "lightning_sgmcmc.callbacks.AutoSampling", "init_args": arguments}
+
     def _write_choices(self, folder: Path | None) -> None:
         """Write the callback that repeats this run beside its samples, and say what it chose."""
-        scales = [[list(pair) for pair in self.chosen[chain]] for chain in sorted(self.chosen)]
-        names = ("objective", "num_draws", "warm_up", "prior_std", "temperature", "lr")
-        arguments = {name: getattr(self, name) for name in names} | {"prior_scales": scales}
-        content = {"class_path": "lightning_sgmcmc.callbacks.AutoSampling", "init_args": arguments}
         where = "."
         if folder is not None:
-            write_atomically(folder / CHOICES, yaml.safe_dump(content, sort_keys=False).encode())
+            write_atomically(folder / CHOICES, yaml.safe_dump(self.as_configuration(), sort_keys=False).encode())
             where = f"; {folder / CHOICES} repeats these choices."
-        final = ", ".join(f"{chain[-1][1]:.3g}" for chain in scales)
-        draws = len(scales) * len(self.stages.draw_steps)
+        final = ", ".join(f"{self.chosen[chain][-1][1]:.3g}" for chain in sorted(self.chosen))
+        draws = len(self.chosen) * len(self.stages.draw_steps)
         rank_zero_info(f"AutoSampling: prior std {final}, temperature {self.temperature:g}, {draws} draws{where}")
 
     @staticmethod

@@ -15,6 +15,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from lightning_sgmcmc.callbacks import PredictionWriter, SampleCollector
 from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.cli.auto import choose_sampling, write_repeating_configuration
 from lightning_sgmcmc.cli.config_file import ConfigFile
 from lightning_sgmcmc.cli.exits import Mistake, NoSamplesError
 from lightning_sgmcmc.cli.folders import no_folder_left_behind
@@ -43,12 +44,19 @@ class SamplingCLI(LightningCLI):
         super().__init__(**options)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add `--resume`."""
+        """Add `--resume`, and `--auto` with its options."""
         parser.add_argument(
             "--resume",
             action="store_true",
             help="fit: continue from the newest checkpoint of this configuration",
         )
+        parser.add_argument(
+            "--auto",
+            action="store_true",
+            help="fit: choose prior, sampler, step sizes, temperature and weights on the validation data",
+        )
+        parser.add_argument("--objective", choices=["nll", "ood"], default="nll", help="fit --auto: what to choose by")
+        parser.add_argument("--budget", default=None, help="fit --auto: time of the run, such as 10m")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments, and raise for options that contradict each other or name no checkpoint."""
@@ -56,6 +64,10 @@ class SamplingCLI(LightningCLI):
         subcommand = self.config.subcommand
         config = self.config[subcommand]
         path = config.get("ckpt_path")
+        if config.auto and subcommand == "fit":
+            choose_sampling(config, config.objective, config.budget)
+        elif config.budget is not None:
+            raise Mistake("--budget is an option of --auto: add --auto, or set trainer.max_epochs")
         if config.resume and subcommand != "fit":
             raise Mistake(f"--resume continues a fit, so it has no effect in {subcommand}: omit it")
         if config.resume and path:
@@ -95,6 +107,8 @@ class SamplingCLI(LightningCLI):
             NoSamplesError: if the fit drew no sample.
         """
         module = self.model
+        if self.config.fit.auto:
+            write_repeating_configuration(self.trainer)
         if samples_drawn(self.trainer) == 0 and not is_trial(self.trainer):
             steps = self.trainer.global_step
             why = "it made no step; raise max_epochs or max_time"
