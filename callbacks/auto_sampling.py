@@ -13,6 +13,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import bayesian
+from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage
 from lightning_sgmcmc.callbacks.planned_length import PlannedLength
 from lightning_sgmcmc.callbacks.run_budget import RunBudget
 from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls
@@ -29,11 +30,12 @@ from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.model import named_trainable
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.sureness import sureness
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, Prior
 from lightning_sgmcmc.priors.hierarchical import VARIANCE
 from lightning_sgmcmc.priors.state import prior_state
-from lightning_sgmcmc.run.trainer import is_trial
+from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import pSGHMC
 from lightning_sgmcmc.schedules import WarmUpAndDecay
 
@@ -255,23 +257,30 @@ class AutoSampling(Schedule):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)
         posterior = module.posterior
         if trainer.interrupted or is_trial(trainer) or posterior is None or not self._densities:
             return
-        records = posterior.records
-        known = all((record.step, record.chain) in self._densities for record in records)
-        if records and known and self.objective == "nll":
-            on_disk = isinstance(posterior.store, DiskStore)
-            if trainer.is_global_zero or not on_disk:
-                each = torch.stack([self._densities[record.step, record.chain] for record in records])
-                posterior.store.set_log_weights(stacking_weights(each).log().clamp_min(-50).tolist())
-            trainer.strategy.barrier("the weights are written")
-            if isinstance(posterior.store, DiskStore) and not trainer.is_global_zero:
-                posterior.store.reload()
+        if self.objective == "nll":
+            self._weigh(trainer, module, posterior)
         if trainer.is_global_zero:
             self._write_choices(posterior.store.path.parent if isinstance(posterior.store, DiskStore) else None)
+
+    def _weigh(self, trainer: pl.Trainer, module: BayesianModule, posterior: Posterior) -> None:
+        """Store the samples' weights, and evaluate their average on the validation data again."""
+        places = [(record.step, record.chain) for record in posterior.records]
+        if not places or not all(place in self._densities for place in places):
+            return
+        each = torch.stack([self._densities[place] for place in places])
+        if trainer.is_global_zero or not isinstance(posterior.store, DiskStore):
+            posterior.store.set_log_weights(stacking_weights(each).log().clamp_min(-50).tolist())
+        trainer.strategy.barrier("the weights are written")
+        if isinstance(posterior.store, DiskStore):
+            posterior.store.reload()
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, BayesianModelAverage):
+                callback.evaluate_stored(trainer, module, "val")
 
     def as_configuration(self) -> dict[str, Any]:
         """Return this callback with the choices of the run, as an entry of `trainer.callbacks` in a configuration."""

@@ -148,17 +148,27 @@ class BayesianModelAverage(SamplerCallback):
     # -- after the fit ------------------------------------------------------------------------------------------------
 
     def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._evaluate_posterior(trainer, bayesian(pl_module, self), "test")
+        self.evaluate_stored(trainer, bayesian(pl_module, self), "test")
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         pl_module.log_dict(self._metrics("test"), sync_dist=True, add_dataloader_idx=False)
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "validate":
-            self._evaluate_posterior(trainer, bayesian(pl_module, self), "val")
+            self.evaluate_stored(trainer, bayesian(pl_module, self), "val")
             pl_module.log_dict(self._metrics("val"), sync_dist=True, add_dataloader_idx=False)
 
-    def _evaluate_posterior(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> None:
+    def evaluate_stored(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> None:
+        """Evaluate the stored samples with their present weights, instead of those seen so far.
+
+        Args:
+            trainer: the run's.
+            module: the run's, with a posterior.
+            stage: "test", or "val" for the validation data.
+
+        Raises:
+            RuntimeError: if there are no samples.
+        """
         if module.posterior is None or len(module.posterior) == 0:
             raise RuntimeError(
                 f"BayesianModelAverage found no samples to evaluate on the {stage} data: add a SampleCollector to the "

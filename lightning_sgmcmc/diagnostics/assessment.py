@@ -180,7 +180,9 @@ class _Findings:
             f"energy: the mean has {'fallen' if drift < 0 else 'risen'} from {first:.6g} to {second:.6g} nats between "
             "the halves of the sampling stage"
         )
-        return Finding(FindingKind.ENERGY, sentence, side, remedy="use a longer burn-in")
+        # A cold ensemble is no draw from an equilibrium, so a longer way to it is no advice.
+        severity: Severity = "note" if self._estimates.tau <= self._facts.cold_below else "problem"
+        return Finding(FindingKind.ENERGY, sentence, side, remedy="use a longer burn-in", severity=severity)
 
     def _clipping(self) -> Finding | None:
         clipped = self._estimates.observations.clipped

@@ -169,14 +169,14 @@ def _sampled(health: HealthReport | None, claim: Claim) -> str:
 def _next(health: HealthReport | None, claim: Claim) -> str:
     if health is None:
         return "Next: add ChainHealth to the callbacks, which measures what the run samples."
+    if claim.kind == COLD and not any(finding.severity == "problem" for finding in health.findings):
+        return "Next: nothing is wrong with this ensemble; the run's plan has what the posterior itself would take."
     if health.advice:
         return f"Next: {health.advice}."
     if health.findings:
         return f"Next: see to the first finding ({health.findings[0].sentence})."
     if health.verdict == "unknown" and claim.kind in (POSTERIOR, None):
         return "Next: sample longer, since too few steps were observed for a verdict."
-    if claim.kind == COLD:
-        return "Next: nothing is wrong with this ensemble; the run's plan has what the posterior itself would take."
     return "Next: nothing is wrong; more samples would reduce the Monte-Carlo error."
 
 
