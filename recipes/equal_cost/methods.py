@@ -130,7 +130,7 @@ METHODS: dict[str, Callable[[Problem, Setting], Fit]] = {
 }
 CALIBRATED = {"sgd": "sgd_temperature", "ensemble": "ensemble_temperature"}
 """Rows that cost no training: the predictions of another row, calibrated on the validation data."""
-ROWS: tuple[str, ...] = tuple(row for name in METHODS for row in (name, CALIBRATED.get(name)) if row is not None)
+ROWS = tuple(row for name in METHODS for row in ((name, CALIBRATED[name]) if name in CALIBRATED else (name,)))
 
 
 def setting_of(settings: Setting, data: str, method: str) -> Setting:

@@ -68,7 +68,7 @@ def _introduction(settings: Mapping[str, Any], options: Options) -> str:
 
 def _section(results: Results, problem: Problem, compared: Mapping[tuple[str, str], Mapping[str, Difference]]) -> str:
     """Return a data set's tables: metrics with cost, and differences."""
-    data, rows = problem.name, [row for row in ROWS if results.has(problem.name, row)]
+    data, rows = problem.data_name, [row for row in ROWS if results.has(problem.data_name, row)]
     if not rows:
         return f"## {data}\n\nNo cell is finished."
     names = [name for name in METRICS if name in results.metrics(data, rows[0])]

@@ -56,7 +56,7 @@ class Problem(ArrayDataModule):
 
     def __init__(self, name: str, setting: Mapping[str, Any], root: str | Path, seed: int = 0) -> None:
         super().__init__(setting["batch"], seed=seed)
-        self.name = name
+        self.data_name = name
         self.setting = setting
         self.root = Path(root)
         self.kind = TABLES.get(setting["source"], "classification")
@@ -70,7 +70,7 @@ class Problem(ArrayDataModule):
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "split", self.setting["source"]))
         order = torch.randperm(len(source.y), generator=generator)
         if len(order) < train + val + (0 if source.test is not None else test):
-            raise ValueError(f"{self.name} has {len(order)} data, fewer than sizes={self.setting['sizes']}")
+            raise ValueError(f"{self.data_name} has {len(order)} data, fewer than sizes={self.setting['sizes']}")
         rows = [order[:train], order[train : train + val], order[train + val : train + val + test]]
         inputs, targets = [source.x[part] for part in rows], [source.y[part] for part in rows]
         if source.test is not None:
