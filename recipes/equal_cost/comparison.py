@@ -123,7 +123,7 @@ def sentences(results: Results, sets: Sequence[str], fixed_test: Sequence[str], 
     known = [data for data in sets if results.has(data, subject)]
     if not known:
         why = next((why for (_, method), why in results.failures.items() if method == subject), "it was not run")
-        return [f"There is no row `{subject}`: {why.removeprefix('Unavailable: ')}."]
+        return [f"There is no row `{subject}`: {why}."]
     said = []
     for reference in ("ensemble", "ensemble_tuned"):
         nll = {data: results.differences(data, reference, "nll", data in fixed_test).get(subject) for data in known}

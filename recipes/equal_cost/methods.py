@@ -9,8 +9,16 @@ from typing import Any
 import pytorch_lightning as pl
 from torch.optim import AdamW
 
-from lightning_sgmcmc import SGHMC, BayesianModule, FlatPrior, GaussianPrior, callbacks, pSGLD
-from lightning_sgmcmc.callbacks import SWAG, CyclicalSchedule, DeepEnsemble, MCDropout, SamplingSchedule, WarmStart
+from lightning_sgmcmc import SGHMC, BayesianModule, FlatPrior, GaussianPrior, pSGLD
+from lightning_sgmcmc.callbacks import (
+    SWAG,
+    AutoSampling,
+    CyclicalSchedule,
+    DeepEnsemble,
+    MCDropout,
+    SamplingSchedule,
+    WarmStart,
+)
 from lightning_sgmcmc.recipes.equal_cost.problems import Problem
 
 Setting = Mapping[str, Any]
@@ -33,10 +41,6 @@ class Fit:
     callbacks: list[pl.Callback]
     steps: int
     validates: bool = False
-
-
-class Unavailable(Exception):
-    """A method that this version of the library does not have."""
 
 
 def optimized(problem: Problem, setting: Setting) -> Fit:
@@ -100,18 +104,9 @@ def posterior(problem: Problem, setting: Setting) -> Fit:
 
 
 def auto(problem: Problem, setting: Setting) -> Fit:
-    """Let the library choose everything within the budget, from training and validation data.
-
-    The one place where `--auto` enters the comparison.
-
-    Raises:
-        Unavailable: if the library has no `AutoSampling`.
-    """
-    auto_sampling = getattr(callbacks, "AutoSampling", None)
-    if auto_sampling is None:
-        raise Unavailable("this version of the library has no AutoSampling")
+    """Let the library choose everything within the budget, from training and validation data: `--auto`."""
     module = BayesianModule(net=problem.net(), likelihood=problem.likelihood())
-    return Fit(module, [auto_sampling(objective=setting["objective"])], problem.steps, validates=True)
+    return Fit(module, [AutoSampling(objective=setting["objective"])], problem.steps, validates=True)
 
 
 METHODS: dict[str, Callable[[Problem, Setting], Fit]] = {
