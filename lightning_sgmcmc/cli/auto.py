@@ -15,6 +15,7 @@ from lightning_sgmcmc.callbacks.auto_sampling import CHOICES
 from lightning_sgmcmc.cli.config_file import NAME
 from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.run.folder import run_folder
+from lightning_sgmcmc.run.trainer import callbacks_of
 
 PACKAGE = "lightning_sgmcmc.callbacks."
 AUTO = PACKAGE + "AutoSampling"
@@ -58,7 +59,7 @@ def _changes_the_chain(entry: Any) -> bool:
 def write_repeating_configuration(trainer: pl.Trainer) -> None:
     """Complete `auto.yaml` in the run's folder: the run's configuration with the choices that were made."""
     folder = run_folder(trainer)
-    auto = next(c for c in trainer.callbacks if isinstance(c, AutoSampling))  # type: ignore[attr-defined]
+    auto = next(c for c in callbacks_of(trainer) if isinstance(c, AutoSampling))
     if trainer.is_global_zero and (folder / NAME).exists() and auto.chosen:
         _complete(folder, auto.as_configuration())
 

@@ -1,0 +1,56 @@
+"""`sgmcmc fit --auto`, as a user calls it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_sgmcmc import Posterior
+from lightning_sgmcmc.cli import main
+from lightning_sgmcmc.cli.exits import Mistake
+from tests.support.paths import RECIPE
+
+SHORT = ["--trainer.max_epochs=20", "--trainer.enable_progress_bar=false", "--trainer.check_val_every_n_epoch=10"]
+RUNS = Path("runs/digits_csghmc")
+
+
+@pytest.mark.slow
+def test_auto_writes_the_configuration_that_repeats_it() -> None:
+    """The schedule of the configuration is replaced, and `auto.yaml` has every choice: its run has the same draws.
+
+    `test` with the configuration of the fit finds the same samples, weights and figures.
+    """
+    main(["fit", "--config", RECIPE, *SHORT, "--auto"])
+    first = Posterior.load(RUNS / "version_0")
+    assert len(first) == 80
+    assert 0 < first.weight_efficiency < 0.999
+    config = yaml.safe_load((RUNS / "version_0" / "auto.yaml").read_text())
+    chosen = [entry for entry in config["trainer"]["callbacks"] if "Schedule" in entry["class_path"]]
+    assert not chosen
+    assert len(config["trainer"]["callbacks"][0]["init_args"]["prior_scales"][0]) > 3
+    main(["fit", "--config", str(RUNS / "version_0" / "auto.yaml")])
+    second = Posterior.load(RUNS / "version_1")
+    assert first.records == second.records
+    for one, other in zip(first, second, strict=True):
+        assert all(torch.equal(one.state[name], other.state[name]) for name in one.state)
+    main(["test", "--config", RECIPE, *SHORT])
+    results = [json.loads((RUNS / "version_1" / name).read_text()) for name in ("results.json", "test/results.json")]
+    assert results[0]["rows"] == results[1]["rows"]
+    assert results[0]["kind"] == "cold ensemble"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--budget=10m"], "--budget is an option of --auto"),
+        (["--auto", "--budget=soon"], "budget must be a time such as"),
+        (["--auto", "--trainer.max_epochs=1"], "80 draws do not fit into the 10 steps after the warm-up"),
+    ],
+)
+def test_mistakes(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((SystemExit, Mistake)):
+        main(["fit", "--config", RECIPE, *SHORT, *options])
+    assert words in capsys.readouterr().err
+    assert not RUNS.exists()
