@@ -15,8 +15,8 @@ def test_the_interval_of_a_rate() -> None:
 
 @pytest.mark.slow
 def test_right_runs_get_no_warning_and_wrong_ones_the_right_one() -> None:
-    """Six runs of each right case of the conjugate model and three cyclical networks: at most one warning in 27; two are
-    seen in 3 % of such sets at a rate of 1 %. Three runs of each wrong case that is quick: all are found."""
+    """Six runs of each right case of the conjugate model and three cyclical networks: at most one warning in 27 (two
+    are seen in 3 % of such sets at a rate of 1 %). Three runs of each wrong case that is quick: all are found."""
     right = wrong = 0
     missed: list[str] = []
     for case in cases(steps=1000):
