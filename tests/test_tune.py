@@ -178,11 +178,11 @@ def test_longer_probes_decide_where_validation_data_prefer_a_smaller_step() -> N
         return probe(lr, 0.5 if lr == 2.0 else 0.1)
 
     assert choose(short, 0.0, 1.0)[:2] == (0.5, Limit.VALIDATION)
-    assert choose(repeat_longer(short, longer, 0.0, 1.0), 0.0, 1.0)[:2] == (1.0, Limit.VALIDATION)
-    assert made == [0.5, 2.0, 1.0]
+    assert choose(repeat_longer(short, longer, 0.0, 1.0), 0.0, 1.0)[:2] == (2**0.5, Limit.VALIDATION)
+    assert made == [0.5, 2.0, 1.0, 2**0.5]
     undisputed = [probe(0.5, 0.1), probe(1.0, 0.1)]
     assert repeat_longer(undisputed, longer, 0.0, 1.0) == undisputed
-    assert len(made) == 3
+    assert len(made) == 4
 
 
 @pytest.mark.slow

@@ -200,7 +200,8 @@ def repeat_longer(
 
     Short runs favour small steps, which leave the chain at the optimum where it began: a large one needs longer to
     reach as good a place, and then may well be as good. The longer probes are those of the chosen step, and of healthy
-    steps above it, the largest first, until one is not worse. Healthy probes without a longer one are left out then.
+    steps above it, the largest first, until one is not worse, and one between that and the next. Healthy probes without
+    a longer one are left out then.
 
     Args:
         probes: short ones.
@@ -213,10 +214,15 @@ def repeat_longer(
         return list(probes)
     chosen = longer(lr)
     found = [chosen]
+    above = math.inf
     for rival in sorted((p.lr for p in _below_limit(probes) if p.lr > lr), reverse=True)[:MOST_RIVALS]:
         found.append(longer(rival))
         if found[-1].healthy and not found[-1].is_worse(chosen):
+            lr = rival
             break
+        above = rival
+    if above < math.inf:
+        found.append(longer(math.sqrt(lr * above)))
     return found + [p for p in probes if not p.healthy]
 
 

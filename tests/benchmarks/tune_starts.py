@@ -167,8 +167,8 @@ def repeated(sampler: str, schedule: str, outcomes: list[Outcome], seed: int) ->
     for one in fine:
         if one.nll < CONTENDER * lowest:
             others = [run(sampler, schedule, one.lr, seed + more) for more in (1, 2)]
-            densities = [each.log_density for each in (one, *others)]
-            mean = None if any(d is None for d in densities) else torch.stack(densities).mean(0)  # type: ignore[arg-type]
+            densities = [each.log_density for each in (one, *others) if each.log_density is not None]
+            mean = torch.stack(densities).mean(0) if len(densities) == 3 else None
             means[one.lr] = Outcome(one.lr, mean, tuple({kind for each in (one, *others) for kind in each.heat}))
     return means
 

@@ -15,14 +15,14 @@ def test_the_interval_of_a_rate() -> None:
 
 @pytest.mark.slow
 def test_right_runs_get_no_warning_and_wrong_ones_the_right_one() -> None:
-    """Eight runs of each right case of the conjugate model and three cyclical networks: at most one warning in 35, by
-    chance in 5 % of such sets at a rate of 1 %. Three runs of each wrong case that is quick: all are found."""
+    """Six runs of each right case of the conjugate model and three cyclical networks: at most one warning in 27 (two
+    are seen in 3 % of such sets at a rate of 1 %). Three runs of each wrong case that is quick: all are found."""
     right = wrong = 0
     missed: list[str] = []
     for case in cases(steps=1000):
         if "relaxed" in case.name or "more heat" in case.name:
             continue  # longer runs, which the benchmark makes
-        seeds = 8 if case.name.startswith("conjugate") and not case.expected else 3
+        seeds = 6 if case.name.startswith("conjugate") and not case.expected else 3
         for seed in range(100, 100 + seeds):
             found = outcome(case, seed)
             first = found["problems"][:1]
@@ -34,5 +34,5 @@ def test_right_runs_get_no_warning_and_wrong_ones_the_right_one() -> None:
                 right += 1
                 missed += [f"{case.name}, seed {seed}: {first[0]}"] if first else []
                 assert case.kind in (None, found["kind"])
-    assert (right, wrong) == (35, 15)
+    assert (right, wrong) == (27, 15)
     assert len(missed) <= 1, missed
