@@ -27,6 +27,7 @@ from lightning_sgmcmc.evaluation.loader_average import loaders_of
 from lightning_sgmcmc.evaluation.scoring import evaluate
 from lightning_sgmcmc.evaluation.share import share_of
 from lightning_sgmcmc.files import write_atomically
+from lightning_sgmcmc.likelihoods import Bernoulli, Categorical
 from lightning_sgmcmc.model import named_trainable
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.disk import DiskStore
@@ -57,9 +58,10 @@ class AutoSampling(Schedule):
 
     All decisions use the validation data, none the test data:
 
-    - The **prior** is N(0, σ²) with one σ for each chain. After every eighth draw, until 70 % of them, a chain divides
-      its σ by the calibration temperature of its newest draws' average (in regression, by the factor of its standard
-      deviation): above 1 they are too sure, and the prior becomes tighter; below 1 it becomes looser.
+    - The **prior** is N(0, σ²) with one σ for each chain. In classification, after every eighth draw until 70 % of
+      them, a chain divides its σ by the calibration temperature of its newest draws' average: above 1 they are too
+      sure, and the prior becomes tighter; below 1 it becomes looser. In regression the noise scale takes up how sure
+      the predictions are, and σ stays.
     - The **weights** of the draws are those of stacking, at which their mixture predicts best; draws before σ has
       settled, or after overfitting has begun, lose their weight.
 
@@ -69,13 +71,13 @@ class AutoSampling(Schedule):
     posterior.
 
     Args:
-        objective: "nll", the likelihood of new data: τ = 0.05. "ood", telling inputs from other sources: τ = 1, a tight
-            prior whose scale stays, and equal weights.
+        objective: "nll", the likelihood of new data: τ = 0.03, in regression 0.1. "ood", telling inputs from other
+            sources: τ = 1, a tight prior whose scale stays, and equal weights.
         budget: time of the run, such as "90s", "10m" or "2h"; the epochs follow from the first steps' speed. None takes
             the trainer's max_epochs or max_steps.
         num_draws: number of draws of each chain.
         warm_up: share of the run that optimizes.
-        prior_std: σ at the start; None is 0.3, and 0.2 for "ood".
+        prior_std: σ at the start; None is 0.3, in regression 0.35, and 0.2 for "ood".
         temperature: τ; None is that of the objective.
         lr: step size of `pSGHMC`.
         prior_scales: [step, σ] pairs for each chain of the run, instead of the choice on validation data.
@@ -115,10 +117,11 @@ class AutoSampling(Schedule):
         self.num_draws = num_draws
         self.warm_up = warm_up
         self.prior_std = prior_std
-        self.temperature = (0.05 if objective == "nll" else 1.0) if temperature is None else temperature
+        self.temperature = temperature
         self.lr = lr
         self.prior_scales = prior_scales
-        self._start_std = (0.3 if objective == "nll" else 0.2) if prior_std is None else prior_std
+        self._given = (temperature, prior_std)
+        self._start_std = 0.0
         self._length = PlannedLength("AutoSampling")
         self._budget = RunBudget(budget)
         self.reset()
@@ -143,6 +146,14 @@ class AutoSampling(Schedule):
         if stage != "fit":
             return
         module = bayesian(pl_module, self)
+        has_classes = isinstance(module.likelihood, Bernoulli | Categorical)
+        temperature, std = (1.0, 0.2) if self.objective == "ood" else (0.03, 0.3) if has_classes else (0.1, 0.35)
+        self.temperature, self.prior_std = self._given
+        if self.temperature is None:
+            self.temperature = temperature
+        if self.prior_std is None:
+            self.prior_std = std
+        self._start_std = self.prior_std
         module.prior = self._prior(module)
         module.sampler_factory, module.lr = functools.partial(pSGHMC, friction=0.1), self.lr
         if isinstance(module.prior, HierarchicalPrior):

@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.diagnostics.calibration import class_nll, gaussian_nll, tempered
+from lightning_sgmcmc.diagnostics.calibration import class_nll, tempered
 from lightning_sgmcmc.diagnostics.stacking import factor_grid, shrunk_factor
-from lightning_sgmcmc.predictions import ClassPrediction, RegressionPrediction
+from lightning_sgmcmc.predictions import ClassPrediction
 
 
 def sureness(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor, prior_std: float) -> float | None:
-    """Return the factor by which a predictive is too sure, 1 for a calibrated one, None for another kind of predictive.
+    """Return the calibration temperature of class probabilities, 1 for a calibrated predictive, None for another kind.
 
-    It is the calibration temperature of class probabilities, or the factor of a predictive standard deviation, with the
-    least NLL and a prior N(0, prior_std²) of its logarithm, without which a few data would determine it.
+    It has the least NLL with a prior N(0, prior_std²) of its logarithm, without which a few data would determine it.
+    Above 1 the predictive is too sure.
 
     Args:
         likelihood: of the terms.
@@ -27,13 +27,9 @@ def sureness(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor, prior
     """
     prediction = likelihood.prediction(terms, None)
     factors = factor_grid()
-    if isinstance(prediction, ClassPrediction):
-        read = getattr(likelihood, "labels", None)
-        labels = (read(target) if read is not None else target).long()
-        nll = [class_nll(tempered(prediction.probabilities, factor), labels) for factor in factors.tolist()]
-    elif isinstance(prediction, RegressionPrediction):
-        shaped = target.reshape(prediction.mean.shape)
-        nll = [gaussian_nll(prediction.mean, prediction.std * factor, shaped) for factor in factors.tolist()]
-    else:
+    if not isinstance(prediction, ClassPrediction):
         return None
+    read = getattr(likelihood, "labels", None)
+    labels = (read(target) if read is not None else target).long()
+    nll = [class_nll(tempered(prediction.probabilities, factor), labels) for factor in factors.tolist()]
     return shrunk_factor(torch.tensor(nll, dtype=torch.float64), factors, len(target), prior_std)

@@ -64,7 +64,7 @@ def test_stacking_weights_are_the_optimum() -> None:
 
 
 def test_sureness_is_the_factor_that_was_put_in() -> None:
-    """Predictions sharpened by 2 have sureness near 2, and targets drawn from N(m, (s/2)²) halve the deviation.
+    """Predictions sharpened by 2 have sureness near 2.
 
     With 20,000 data the standard error is about 0.01; the prior's pull is below that.
     """
@@ -74,10 +74,6 @@ def test_sureness_is_the_factor_that_was_put_in() -> None:
     sharp = (2 * logits).softmax(-1)
     terms = {"probabilities": sharp, "sample_entropy": torch.zeros(len(sharp))}
     assert sureness(Categorical(), terms, target, 0.15) == pytest.approx(2, rel=0.05)
-    mean = torch.randn(20_000, 1, generator=generator)
-    terms = {"mean": mean, "square": mean.square(), "variance": torch.full_like(mean, 4.0)}
-    y = mean + torch.randn(mean.shape, generator=generator)
-    assert sureness(Gaussian(), terms, y[:, 0], 0.15) == pytest.approx(0.5, rel=0.05)
 
 
 def test_few_data_hardly_move_the_sureness() -> None:
@@ -179,7 +175,7 @@ def test_a_learned_noise_scale_has_a_prior_of_its_own() -> None:
     assert module.posterior is not None
     scales = module.posterior[-1].scales
     assert float(scales["likelihood.log_std"]) == pytest.approx(3.0)
-    assert float(scales["net.weight"]) != pytest.approx(3.0)
+    assert float(scales["net.weight"]) == pytest.approx(0.35)
 
 
 # -- the schedule -----------------------------------------------------------------------------------------------------
