@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Sequence
 
+from lightning_sgmcmc.callbacks.auto_sampling import AutoSampling
 from lightning_sgmcmc.callbacks.sampling_schedule import SamplingSchedule
 from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls
 from lightning_sgmcmc.chains.state import Stage
@@ -85,6 +86,8 @@ class RunForm:
                 "SamplingSchedule(lr_decay=…) sets the step sizes itself, whatever the module's lr is: tune without "
                 "it, and choose its a and b so that the first step is the proposed lr"
             )
+        if isinstance(schedule, AutoSampling):
+            raise ValueError("AutoSampling brings its own sampler and lr, so there is no step size to tune: just fit")
         self.schedule = SamplingSchedule(every_n_steps=1) if schedule is None else copy.deepcopy(schedule)
         self.schedule.lay_out(length)
         self._whole = min(length.steps, 10**6)

@@ -18,6 +18,7 @@ from lightning_sgmcmc.callbacks.schedule import RunLength
 from lightning_sgmcmc.diagnostics.stacking import stacking_weights
 from lightning_sgmcmc.posterior.sureness import sureness
 from lightning_sgmcmc.samplers import pSGHMC
+from lightning_sgmcmc.tune.short_form import RunForm
 from tests.support.comparisons import assert_same
 from tests.support.trainers import quiet_trainer
 
@@ -225,6 +226,11 @@ def test_it_needs_validation_data() -> None:
 def test_bad_arguments(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         AutoSampling(**options)
+
+
+def test_there_is_nothing_to_tune() -> None:
+    with pytest.raises(ValueError, match="AutoSampling brings its own sampler and lr"):
+        RunForm(AutoSampling(), RunLength(1000))
 
 
 def test_a_run_too_short_for_its_draws_says_so() -> None:
