@@ -156,8 +156,11 @@ class AutoSampling(Schedule):
         self._start_std = self.prior_std
         module.prior = self._prior(module)
         module.sampler_factory, module.lr = functools.partial(pSGHMC, friction=0.1), self.lr
+        claims = module.chains.claims
+        claims.claim("prepare samples", self)  # their weights
+        claims.claim("expand samples", self)  # a draw is evaluated as it is
         if isinstance(module.prior, HierarchicalPrior):
-            module.chains.claims.claim("draw scales", self, self._set_scale)
+            claims.claim("draw scales", self, self._set_scale)
 
     def _prior(self, module: BayesianModule) -> Prior:
         """Return the prior whose scale this callback sets, or the module's own."""

@@ -12,8 +12,22 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, GaussianPrior, HierarchicalPrior, Posterior
-from lightning_sgmcmc.callbacks import AutoSampling, BayesianModelAverage, SampleCollector
+from lightning_sgmcmc import (
+    BayesianModule,
+    Categorical,
+    ContourRules,
+    Gaussian,
+    GaussianPrior,
+    HierarchicalPrior,
+    Posterior,
+)
+from lightning_sgmcmc.callbacks import (
+    AutoSampling,
+    BayesianModelAverage,
+    ContourGradient,
+    ReplicaExchange,
+    SampleCollector,
+)
 from lightning_sgmcmc.callbacks.schedule import RunLength
 from lightning_sgmcmc.diagnostics.stacking import stacking_weights
 from lightning_sgmcmc.posterior.sureness import sureness
@@ -226,6 +240,16 @@ def test_it_needs_validation_data() -> None:
 def test_bad_arguments(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         AutoSampling(**options)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [ReplicaExchange([1.0, 2.0], [1.0, 1.2]), ContourGradient(ContourRules(zeta=0.75), num_bins=30, warm_up_steps=4)],
+)
+def test_callbacks_that_set_weights_or_draws_themselves_are_refused(other: pl.Callback) -> None:
+    trainer = quiet_trainer(max_epochs=30, callbacks=[AutoSampling(num_draws=5), other])
+    with pytest.raises(ValueError, match=r"AutoSampling and \w+ cannot be combined"):
+        trainer.fit(classifier(num_chains=2), *loaders(0.1))
 
 
 def test_there_is_nothing_to_tune() -> None:
