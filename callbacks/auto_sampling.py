@@ -156,6 +156,8 @@ class AutoSampling(Schedule):
         self._start_std = self.prior_std
         module.prior = self._prior(module)
         module.sampler_factory, module.lr = functools.partial(pSGHMC, friction=0.1), self.lr
+        parts = {"prior": repr(module.prior), "sampler": "pSGHMC", "lr": self.lr, "temperature": self.temperature}
+        module.save_hyperparameters({**module.hparams, **parts})
         claims = module.chains.claims
         claims.claim("prepare samples", self)  # their weights
         claims.claim("expand samples", self)  # a draw is evaluated as it is

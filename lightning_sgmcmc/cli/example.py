@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from importlib.resources import files
 
-DEFAULT = "digits_csghmc"
+DEFAULT = "digits_auto"
 
 
 def examples() -> dict[str, str]:

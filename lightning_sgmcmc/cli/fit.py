@@ -16,6 +16,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from lightning_sgmcmc.callbacks import PredictionWriter, SampleCollector
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.cli.auto import choose_sampling, write_repeating_configuration
+from lightning_sgmcmc.cli.baselines import run_baselines
 from lightning_sgmcmc.cli.config_file import ConfigFile
 from lightning_sgmcmc.cli.exits import Mistake, NoSamplesError
 from lightning_sgmcmc.cli.folders import no_folder_left_behind
@@ -44,7 +45,7 @@ class SamplingCLI(LightningCLI):
         super().__init__(**options)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add `--resume`, and `--auto` with its options."""
+        """Add `--resume`, `--baselines`, and `--auto` with its options."""
         parser.add_argument(
             "--resume",
             action="store_true",
@@ -54,6 +55,11 @@ class SamplingCLI(LightningCLI):
             "--auto",
             action="store_true",
             help="fit: choose prior, sampler, step sizes, temperature and weights on the validation data",
+        )
+        parser.add_argument(
+            "--baselines",
+            action="store_true",
+            help="fit: also train a single network and an ensemble of the same cost, for results.json",
         )
         parser.add_argument("--objective", choices=["nll", "ood"], default="nll", help="fit --auto: what to choose by")
         parser.add_argument("--budget", default=None, help="fit --auto: time of the run, such as 10m")
@@ -118,6 +124,8 @@ class SamplingCLI(LightningCLI):
         if module.posterior is None or len(module.posterior) == 0 or not _has_test_data(self.datamodule):
             return
         self.trainer.test(module, datamodule=self.datamodule, verbose=False)
+        if self.config.fit.baselines and not is_trial(self.trainer):
+            run_baselines(self.trainer, module, run_command)
 
     def validate(self, **options: Any) -> None:
         """Evaluate the newest run's samples on the validation data."""

@@ -48,13 +48,14 @@ OPTIONS = {
     "--auto": "choose prior, sampler, step sizes, temperature and weights on the validation data",
     "--budget TIME": "with --auto: time of the run, such as 90s, 10m or 2h; the number of epochs follows",
     "--objective NAME": "with --auto: nll (likelihood of new data) or ood (telling inputs of other sources)",
+    "--baselines": "also train a single network and an ensemble of the same cost, and add them to results.json",
     "--seed_everything N": "seed of the run (0)",
     "--print_config": "print the configuration with all defaults, and exit",
     "--SECTION.help CLASS": "describe a class's arguments: --model.help lightning_sgmcmc.BayesianModule",
     "--help_full": "list all options, Lightning's included",
     "--debug": "show the traceback of an error",
 }
-ONLY_IN_FIT = ("--ckpt_path FILE", "--resume", "--auto", "--budget TIME", "--objective NAME")
+ONLY_IN_FIT = ("--ckpt_path FILE", "--resume", "--auto", "--budget TIME", "--objective NAME", "--baselines")
 
 
 def overview() -> str:

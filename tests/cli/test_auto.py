@@ -54,3 +54,21 @@ def test_mistakes(options: list[str], words: str, capsys: pytest.CaptureFixture[
         main(["fit", "--config", RECIPE, *SHORT, *options])
     assert words in capsys.readouterr().err
     assert not RUNS.exists()
+
+
+@pytest.mark.slow
+def test_baselines_have_the_cost_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """`sgd` and `ensemble` are rows of results.json, each a run of its own with as many gradients as the run."""
+    main(["fit", "--config", RECIPE, *SHORT, "--auto", "--baselines"])
+    run = RUNS / "version_0"
+    results = json.loads((run / "results.json").read_text())
+    values = {(row["method"], row["metric"]): row["value"] for row in results["rows"]}
+    for method in ("single", "bma", "sgd", "ensemble"):
+        assert 0 < values[method, "nll"] < 1
+    steps = Posterior.load(run)[-1].step
+    for name, members in (("sgd", 1), ("ensemble", 4)):
+        networks = Posterior.load(run / "baselines" / name)
+        assert len(networks) == members
+        assert {network.step for network in networks} == {steps // members}
+    assert "At equal cost" in capsys.readouterr().out
+    main(["report", str(RUNS)])

@@ -141,7 +141,10 @@ COMMANDS = [
     (("report", "nowhere"), "sgmcmc report: there is no folder nowhere: pass a run's folder"),
     (("compare", "nowhere", "."), "sgmcmc compare: there is no folder nowhere: pass a run's folder"),
     (("report", "."), "sgmcmc report: . holds no run: neither it nor a subfolder has "),
-    (("example", "no"), "sgmcmc example: there is no example 'no': choose from digits_csghmc, digits_csghmc_contour"),
+    (
+        ("example", "no"),
+        "sgmcmc example: there is no example 'no': choose from digits_auto, digits_csghmc, digits_csghmc_contour",
+    ),
     (("recipe", "no"), "sgmcmc recipe: NAME must be one of "),
     (("recipe", "covertype_logistic", "--data-root=nowhere"), "sgmcmc recipe: "),
     (("recipe", "logistic_ess", "--data-root=nowhere"), "sgmcmc recipe: the table 'australian' is not at nowhere/"),
