@@ -62,7 +62,7 @@ def test_the_full_help_is_jsonargparses(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_an_example_is_a_configuration_that_runs_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "example")
-    assert text == Path(RECIPE).read_text()
+    assert text == Path(RECIPE).with_name("digits_auto.yaml").read_text()
     assert "digits_csghmc_contour" in printed(capsys, "example", "digits_csghmc_contour")
     Path("example.yaml").write_text(text)
     settings = ["--trainer.max_steps=2", "--trainer.fast_dev_run=2", "--trainer.enable_progress_bar=false"]
