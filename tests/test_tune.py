@@ -40,7 +40,13 @@ def largest_step(law: Any, tolerance: float = 0.2) -> float:
     ("sampler", "lr", "law"),
     [
         pytest.param(SGLD, 0.1, lambda h: PROBLEM.sgld_covariance(h, 50), id="SGLD-from-above"),
-        pytest.param(SGHMC, 1e-7, lambda h: PROBLEM.sghmc_covariance(h, 50, 0.1), id="SGHMC-from-far-below"),
+        pytest.param(
+            SGHMC,
+            1e-7,
+            lambda h: PROBLEM.sghmc_covariance(h, 50, 0.1),
+            id="SGHMC-from-far-below",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(SGHMC, 1e9, lambda h: PROBLEM.sghmc_covariance(h, 50, 0.1), id="SGHMC-from-far-above"),
     ],
 )

