@@ -83,8 +83,7 @@ class AutoSampling(Schedule):
         prior_scales: [step, σ] pairs for each chain of the run, instead of the choice on validation data.
 
     Raises:
-        ValueError: for an argument out of range; at the start of the fit, if there are no validation data, or if the
-            run has no end.
+        ValueError: for an argument out of range; at the start of the fit, without validation data or an end of the run.
 
     Source: Guo et al. 2017 (calibration temperature); Yao et al. 2018 (stacking); Wenzel et al. 2020 (cold posteriors).
     That the temperature sets the prior's scale is this library's rule; recipe `equal_cost` shows what it gives.
@@ -148,12 +147,9 @@ class AutoSampling(Schedule):
         module = bayesian(pl_module, self)
         has_classes = isinstance(module.likelihood, Bernoulli | Categorical)
         temperature, std = (1.0, 0.2) if self.objective == "ood" else (0.03, 0.3) if has_classes else (0.1, 0.35)
-        self.temperature, self.prior_std = self._given
-        if self.temperature is None:
-            self.temperature = temperature
-        if self.prior_std is None:
-            self.prior_std = std
-        self._start_std = self.prior_std
+        given_temperature, given_std = self._given
+        self.temperature = temperature if given_temperature is None else given_temperature
+        self.prior_std = self._start_std = std if given_std is None else given_std
         module.prior = self._prior(module)
         module.sampler_factory, module.lr = functools.partial(pSGHMC, friction=0.1), self.lr
         parts = {"prior": repr(module.prior), "sampler": "pSGHMC", "lr": self.lr, "temperature": self.temperature}
@@ -185,6 +181,12 @@ class AutoSampling(Schedule):
         self._budget.begin(trainer)
         super().plan(trainer, module)
         self._length.begin(trainer)
+        chains = module.chains.layout.total_chains
+        if self.prior_scales is not None and len(self.prior_scales) != chains:
+            raise ValueError(
+                f"prior_scales has the scales of {len(self.prior_scales)} chains, and the run has {chains}: pass "
+                "[step, std] pairs for each, or omit it"
+            )
         loaders = self._loaders(trainer)
         if not loaders and not is_trial(trainer):
             raise ValueError(

@@ -251,6 +251,12 @@ def test_there_is_nothing_to_tune() -> None:
         RunForm(AutoSampling(), RunLength(1000))
 
 
+def test_given_scales_belong_to_the_chains_of_the_run() -> None:
+    trainer = quiet_trainer(max_epochs=20, callbacks=[AutoSampling(num_draws=5, prior_scales=[[[0, 0.3]]])])
+    with pytest.raises(ValueError, match="prior_scales has the scales of 1 chains, and the run has 2"):
+        trainer.fit(classifier(num_chains=2), *loaders(0.1))
+
+
 def test_a_run_too_short_for_its_draws_says_so() -> None:
     trainer = quiet_trainer(max_epochs=5, callbacks=[AutoSampling()])
     with pytest.raises(ValueError, match="80 draws do not fit into the 16 steps"):

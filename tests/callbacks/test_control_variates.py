@@ -152,6 +152,7 @@ def svrg_covariance(lr: float, batch_size: int) -> Array:
     return total
 
 
+@pytest.mark.slow
 def test_svrg_langevin_dynamics_is_nearer_to_the_posterior() -> None:
     """At a step where batches' noise makes up most of SGLD's error, SVRG-LD has the law that theory says; false alarms
     as in tests/samplers/test_conjugate_regression.py, Student's t with 39 degrees of freedom at 5 and 6: below 4e-4."""

@@ -38,6 +38,7 @@ def test_the_ratio_of_variances_and_its_interval() -> None:
     assert math.log(ratio.high / ratio.low) == pytest.approx(2 * 1.96 * 0.067, rel=0.2)
 
 
+@pytest.mark.slow
 def test_twenty_five_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twenty_five_modes, "STEPS", 1000)
     monkeypatch.setattr(twenty_five_modes, "BURN_IN", 100)
