@@ -40,8 +40,9 @@ def sample(
     """Sample the posterior by `Trainer.fit`; return the draws, (S, D, d), one chain's after the other's.
 
     With several chains each has batches of its own, so their draws are independent. Options for the trainer are given
-    as `trainer_…`.
+    as `trainer_…`. The seed is 0 unless it is given.
     """
+    options = {"seed": 0} | options
     trainer_options = {k.removeprefix("trainer_"): v for k, v in options.items() if k.startswith("trainer_")}
     if chains > 1:
         options |= {
