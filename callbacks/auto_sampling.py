@@ -13,7 +13,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import bayesian
-from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage
+from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage, validation_loaders
 from lightning_sgmcmc.callbacks.planned_length import PlannedLength
 from lightning_sgmcmc.callbacks.run_budget import RunBudget
 from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls
@@ -23,7 +23,6 @@ from lightning_sgmcmc.checks import check_choice, check_count, check_positive, c
 from lightning_sgmcmc.diagnostics.stacking import stacking_weights
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.evaluation.full_data import undisturbed
-from lightning_sgmcmc.evaluation.loader_average import loaders_of
 from lightning_sgmcmc.evaluation.scoring import evaluate
 from lightning_sgmcmc.evaluation.share import share_of
 from lightning_sgmcmc.files import write_atomically
@@ -187,7 +186,7 @@ class AutoSampling(Schedule):
                 f"prior_scales has the scales of {len(self.prior_scales)} chains, and the run has {chains}: pass "
                 "[step, std] pairs for each, or omit it"
             )
-        loaders = self._loaders(trainer)
+        loaders = validation_loaders(trainer)
         if not loaders and not is_trial(trainer):
             raise ValueError(
                 "AutoSampling chooses on validation data, and the run has none: pass a datamodule or loader with "
@@ -224,7 +223,7 @@ class AutoSampling(Schedule):
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         chain, module = sample.chain, pl_module
         self.chosen.setdefault(chain, [(0, self._start_std)])
-        loaders = self._loaders(trainer)
+        loaders = validation_loaders(trainer)
         if not loaders:
             return
         with undisturbed(trainer, module):
@@ -316,14 +315,6 @@ class AutoSampling(Schedule):
         final = ", ".join(f"{self.chosen[chain][-1][1]:.3g}" for chain in sorted(self.chosen))
         draws = len(self.chosen) * len(self.stages.draw_steps)
         rank_zero_info(f"AutoSampling: prior std {final}, temperature {self.temperature:g}, {draws} draws{where}")
-
-    @staticmethod
-    def _loaders(trainer: pl.Trainer) -> list[Any]:
-        if trainer.val_dataloaders is None and trainer.enable_validation:
-            trainer.validating = True
-            trainer.fit_loop.epoch_loop.val_loop.setup_data()
-            trainer.training = True
-        return loaders_of(trainer.val_dataloaders)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ class BayesianModelAverage(SamplerCallback):
         self._publish(bayesian(pl_module, self), "val")  # the checkpoint's averages, if the run is already complete
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        loaders = _validation_loaders(trainer)
+        loaders = validation_loaders(trainer)
         if not loaders:
             rank_zero_warn(
                 "BayesianModelAverage has no validation data to evaluate the samples on; trainer.test evaluates them."
@@ -257,7 +257,7 @@ def _temperature(trainer: pl.Trainer, module: BayesianModule, chain: int) -> flo
     return float(temperature[chain] if isinstance(temperature, tuple) else temperature) or 1.0
 
 
-def _validation_loaders(trainer: pl.Trainer) -> list[Any]:
+def validation_loaders(trainer: pl.Trainer) -> list[Any]:
     """Return the validation loaders, even if the first validation is some epochs away."""
     if trainer.val_dataloaders is None and trainer.enable_validation:
         trainer.validating = True
