@@ -1,27 +1,19 @@
 """Paired comparisons of the methods over seeds and test data."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from lightning_sgmcmc.diagnostics.bootstrap import Array, percentile_interval, two_level_means
+from lightning_sgmcmc.report.compare import Interval
 
 Cell = Mapping[str, Any]
 HIGHER_IS_BETTER = ("accuracy", "ood_auroc")
 
 
-class Difference(NamedTuple):
+class Difference(Interval):
     """A mean difference, a method's minus the reference's, with its 95 % interval over seeds and test data."""
-
-    value: float
-    low: float
-    high: float
-
-    @property
-    def is_off_zero(self) -> bool:
-        """Whether the interval excludes 0."""
-        return self.low > 0 or self.high < 0
 
     def __str__(self) -> str:
         star = "*" if self.is_off_zero else ""
