@@ -12,7 +12,6 @@ from lightning_sgmcmc.batches.count import resolve_num_data
 from lightning_sgmcmc.chains.chains import Chains, sampler_of
 from lightning_sgmcmc.chains.energies import Execution, each_log_likelihood
 from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.chains.stacked import clip_each_chain
 from lightning_sgmcmc.chains.starts import redraw
 from lightning_sgmcmc.chains.step_sizes import check_step_size
 from lightning_sgmcmc.checks import check_choice, check_control, check_count
@@ -245,8 +244,7 @@ class BayesianModule(EnergyModel):
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         """Clear the gradients, including those of the chains' slices."""
-        optimizer.zero_grad()
-        self.chains.clear_gradients(self.parameters())
+        self.chains.clear_gradients(optimizer)
 
     def configure_gradient_clipping(
         self,
@@ -258,7 +256,7 @@ class BayesianModule(EnergyModel):
         if self.chains.stacked is None or not gradient_clip_val or gradient_clip_algorithm == "value":
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
-        clip_each_chain([p.grad for p in self.parameters() if p.grad is not None], float(gradient_clip_val))
+        self.chains.clip_gradients(float(gradient_clip_val))
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the current state's mean negative log likelihood as `val/nll`."""
@@ -307,7 +305,9 @@ class BayesianModule(EnergyModel):
         chains.reset(self.num_data)
         self.contour = None
         chains.resolve_seed(self._trainer)
-        return chains.make_sampler(self.sampler_factory, self.lr, self.temperature)
+        made = chains.make_sampler(self.sampler_factory, self.lr, self.temperature)
+        chains.flatten(made, self.trainer)
+        return made
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Add the callbacks that every run needs, after the user's and before the checkpoint callbacks."""

@@ -1,7 +1,7 @@
 """Chains: the component of a BayesianModule that holds its chains, their energies, gradients and state."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc.chains.claims import Claims
 from lightning_sgmcmc.chains.energies import ChainEnergies, Execution
 from lightning_sgmcmc.chains.first_batches import FirstBatches
+from lightning_sgmcmc.chains.gradients import ChainGradients
 from lightning_sgmcmc.chains.layout import ChainLayout, layout_of
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.starts import ChainStart, check_start, start_chain
@@ -25,7 +26,7 @@ from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.tensors import as_rows
 
 
-class Chains:
+class Chains(ChainGradients):
     """A process's chains of a model, and the chain state that callbacks read and write.
 
     A model with one chain in its process keeps its ordinary tensors. With more, every parameter and buffer gets a
@@ -44,6 +45,7 @@ class Chains:
         layout: which chains of the run this process holds.
         stacked: the stacked tensors, None for a single unstacked chain.
         trainable: the sampled parameters by name, once the sampler is made.
+        flat: the sampled parameters as rows of one tensor during a fit; None where they are not.
         energies: computes Ũ/N of a batch during a fit.
         observed, accumulation, progress, tags, counters, pulse: the state of the run, by subject (see `chains.state`).
         claims: which callback does which part of a step.
@@ -230,10 +232,11 @@ class Chains:
 
     def begin_energies(self, trainer: pl.Trainer) -> None:
         """Choose how the chains' energies are computed, when a fit begins."""
+        num_data, flat = self.observed.num_data, self.flat
         self.energies = ChainEnergies(
-            self.model, self.stacked, self.execution, self.compiled, self.observed.num_data, self.trainable
+            self.model, self.stacked, self.execution, self.compiled, num_data, self.trainable, flat
         )
-        self.energies.first_batches = FirstBatches(self.model, self.stacked, self.observed.num_data, trainer)
+        self.energies.first_batches = FirstBatches(self.model, self.stacked, num_data, trainer)
         # A data-parallel wrapper sees only the stacked parameters.
         wrapped = isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
         self.energies.through_stack = wrapped and self.stacked is not None
@@ -253,7 +256,7 @@ class Chains:
         energies = self.energies
         if energies is None or energies.num_data != num_data:
             energies = ChainEnergies(self.model, self.stacked, "loop", False, num_data, named_trainable(self.model))
-        step = energies(batch, through_stack=self.stacked is not None)
+        step = energies(batch, through_stack=True)
         return step.mean_potential.reshape(-1) * num_data
 
     def loss(self, batch: Any, batch_idx: int, trainer: pl.Trainer) -> Tensor:
@@ -279,46 +282,6 @@ class Chains:
             # Lightning divides by the full window, even if the epoch's last one is shorter.
             potential = potential * (accumulated / expected)
         return potential.sum() if potential.dim() else potential
-
-    # -- gradients ----------------------------------------------------------------------------------------------------
-
-    def gather_gradients(self) -> None:
-        """Gather the chains' gradients after a backward pass; correct them once the batch is complete."""
-        self.pulse.count += 1
-        if not self.accumulation.batch_complete:
-            return
-        collects = self.energies is not None and self.energies.collects
-        if collects:
-            self.collect_gradients()
-        if self.accumulation.rescaling != 1:
-            gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
-            torch._foreach_mul_(gradients, self.accumulation.rescaling)
-        correct = self.claims.get("snapshot gradients")
-        if correct is not None:
-            correct()
-            if collects and self.accumulation.accumulating:
-                self.spread_gradients()  # the next batch adds its gradients to these
-
-    def collect_gradients(self) -> None:
-        """Copy the slices' gradients to the stacked parameters."""
-        if self.stacked is not None:
-            self.stacked.collect_gradients()
-
-    def spread_gradients(self) -> None:
-        """Copy the stacked parameters' gradients to their slices, to continue accumulating."""
-        if self.stacked is not None:
-            self.stacked.spread_gradients()
-
-    def clear_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Clear the slices' gradients, after those of the stacked parameters.
-
-        Args:
-            parameters: the model's; under a CUDA graph their gradients have fixed memory.
-        """
-        if self.stacked is not None:
-            self.stacked.clear_gradients()
-        if self.energies is not None:
-            self.energies.keep_gradients(parameters)
 
 
 def chains_of(module: pl.LightningModule) -> Chains:

@@ -8,12 +8,14 @@ from torch import Tensor
 
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.chains.first_batches import FirstBatches
+from lightning_sgmcmc.chains.row_energies import RowEnergies
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.starts import layer_at_fault
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.stateless import StatelessCall, state_of
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
 from lightning_sgmcmc.priors.state import prior_state
+from lightning_sgmcmc.samplers.flat import FlatParameters
 
 Execution = Literal["auto", "loop", "vmap"]
 
@@ -34,6 +36,8 @@ class ChainEnergies:
         compiled: whether `torch.compile` compiles the network's part.
         num_data: N.
         trainable: the model's own sampled parameters by name.
+        flat: the sampled parameters as rows of one tensor, if they are; with "vmap" and for a single chain the energies
+            are then a function of them (see `RowEnergies`).
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class ChainEnergies:
         compiled: bool,
         num_data: int,
         trainable: Mapping[str, Tensor],
+        flat: FlatParameters | None = None,
     ) -> None:
         self.num_data = num_data
         self._model = model
@@ -56,7 +61,10 @@ class ChainEnergies:
         self._compiled = compiled
         self._replays = compiled and model.device.type == "cuda"
         self._kept: dict[Tensor, Tensor] = {}
-        self._network = self._compile() if compiled else None
+        self._rows: RowEnergies | None = None
+        if flat is not None and (self._vmapped or chains is None):
+            self._rows = RowEnergies(model, chains, flat, num_data, compiled)
+        self._network = self._compile() if compiled and self._rows is None else None
         self.first_batches: FirstBatches | None = None
         """Checks a fit's first batches; None outside a fit."""
         self.through_stack = False
@@ -91,6 +99,9 @@ class ChainEnergies:
             own = 1 if chains is None else chains.num_chains
             raise ValueError(f"the batch has {len(batch)} chains, the module {own}: make one batch for each chain")
         looks = self.first_batches is not None and self.first_batches.takes(batch)
+        through_stack = self.through_stack if through_stack is None else through_stack
+        if self._rows is not None and not through_stack:
+            return self._of_rows(self._rows, batch, keeps_each, looks)
         if chains is None:
             each, log_prior = self._of_network(None, batch), self._log_prior(self._of_prior)
             # A compiled network's mean over the last axis and a plain one's over all differ in rounding.
@@ -100,7 +111,6 @@ class ChainEnergies:
             each, log_prior = self._all_at_once(chains, batch)
             mean, size = each.mean(-1), each.shape[-1]
         else:
-            through_stack = self.through_stack if through_stack is None else through_stack
             rows, log_prior = self._one_by_one(chains, batch, through_stack, seed_chain)
             mean, size = torch.stack([row.mean() for row in rows]), len(rows[0])
             each = torch.stack(rows) if keeps_each or looks else mean
@@ -108,6 +118,18 @@ class ChainEnergies:
             self.first_batches.after(each)
         potential = torch.add(mean, log_prior, alpha=1 / self.num_data).neg()
         return StepEnergy(potential, log_prior.detach(), each.detach() if keeps_each else None, size)
+
+    def _of_rows(self, rows: RowEnergies, batch: Any, keeps_each: bool, looks: bool) -> StepEnergy:
+        try:
+            potential, log_prior, each = rows(batch)
+        except RuntimeError as error:
+            raise self._refusal(error) from error
+        if looks and self.first_batches is not None:
+            self.first_batches.after(each)
+        each, size = each.detach(), each.shape[-1]
+        if self._chains is None:
+            potential, log_prior, each = potential[0], log_prior[0], each[0]
+        return StepEnergy(potential, log_prior.detach(), each.clone() if keeps_each else None, size)
 
     def _log_prior(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return log p(θ) of the chain whose parameters the model holds; collecting them by name is slow."""
@@ -180,9 +202,10 @@ class ChainEnergies:
 
     def _compile(self) -> Callable[..., Tensor]:
         function = self._vmap_of_network if self._vmapped else self._call.call
-        compiled = torch.compile(function, dynamic=False, mode="reduce-overhead" if self._replays else None)
+        mode = "reduce-overhead" if self._replays else None
+        compiled: Callable[..., Tensor] = torch.compile(function, dynamic=False, mode=mode)
         if not self._replays:
-            return compiled  # type: ignore[no-any-return]
+            return compiled
 
         def replayed(named: dict[str, Tensor], *rest: Any) -> Tensor:
             # A CUDA graph writes its outputs and buffers to the same memory at every step.

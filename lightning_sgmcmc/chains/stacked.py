@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.priors.state import is_prior_state
+from lightning_sgmcmc.samplers.flat import FlatParameters
 from lightning_sgmcmc.tensors import along_first_axis, as_rows
 
 Home = tuple[dict[str, Any], str]
@@ -50,6 +51,8 @@ class StackedChains:
         self._slices: list[list[Tensor]] = []
         self._gradients: list[Tensor | None] = []
         self._of_prior: list[dict[str, Tensor]] = []
+        self._rows: tuple[FlatParameters, list[int], list[Tensor]] | None = None
+        """Flat parameters, their places in `_stacked`, and each slice's gradient in the rows."""
 
     @property
     def is_at_rest(self) -> bool:
@@ -145,8 +148,15 @@ class StackedChains:
             for piece in slices[: self.num_parameters]:
                 piece.grad = None
 
-    def collect_gradients(self) -> None:
-        """Copy the slices' gradients to the stacked parameters, in persistent buffers."""
+    def collect_gradients(self, flat: FlatParameters | None = None) -> None:
+        """Copy the slices' gradients to the stacked parameters, in persistent buffers.
+
+        Args:
+            flat: the stacked parameters as rows of one tensor, whose `gradients` are these buffers; None for buffers of
+                their own, also where a parameter has no gradient.
+        """
+        if flat is not None and self._collect_rows(flat):
+            return
         for index, stacked in enumerate(self._stacked[: self.num_parameters]):
             gradients = [slices[index].grad for slices in self._slices]
             if all(gradient is None for gradient in gradients):
@@ -156,6 +166,20 @@ class StackedChains:
                 kept = self._gradients[index] = torch.empty_like(stacked)
             torch.stack([torch.zeros_like(kept[0]) if g is None else g for g in gradients], out=kept)
             stacked.grad = kept
+
+    def _collect_rows(self, flat: FlatParameters) -> bool:
+        """Copy the slices' gradients to the rows, unless a slice has none."""
+        if self._rows is None or self._rows[0] is not flat:
+            place = {id(tensor): index for index, tensor in enumerate(self._stacked)}
+            order = [place[id(p)] for p in flat.parameters]
+            self._rows = flat, order, [view[chain] for chain in range(self.num_chains) for view in flat.views]
+        _, order, targets = self._rows
+        gradients = [slices[index].grad for slices in self._slices for index in order]
+        if any(gradient is None for gradient in gradients):
+            return False
+        torch._foreach_copy_(targets, gradients)
+        flat.attach_gradients()
+        return True
 
     def spread_gradients(self) -> None:
         """Copy the stacked parameters' gradients to their slices, to continue accumulating."""
@@ -167,7 +191,7 @@ class StackedChains:
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies make their own slices.
-        return self.__dict__ | {"_stacked": [], "_slices": [], "_gradients": [], "_of_prior": []}
+        return self.__dict__ | {"_stacked": [], "_slices": [], "_gradients": [], "_of_prior": [], "_rows": None}
 
 
 def _homes(module: nn.Module) -> list[list[Home]]:
@@ -200,6 +224,7 @@ def clip_each_chain(gradients: Sequence[Tensor], limit: float) -> None:
 
 def clip_together(gradients: Sequence[Tensor], limit: float) -> None:
     """Do the work of `clip_each_chain` for all chains at once, with few calls; equal up to rounding."""
-    squares = [as_rows(gradient, len(gradient)).square().sum(1) for gradient in gradients]
-    factor = (limit / (torch.stack(squares).sum(0).sqrt() + 1e-6)).clamp(max=1.0)
+    norms = [torch.linalg.vector_norm(as_rows(gradient, len(gradient)), dim=1) for gradient in gradients]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    factor = (limit / norm.add_(1e-6)).clamp_(max=1.0)
     torch._foreach_mul_(list(gradients), [along_first_axis(factor, g.dim()) for g in gradients])

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, TypeAlias
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 Scale: TypeAlias = "float | Mapping[str, float]"
+
+RowDensity: TypeAlias = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 
 STATE = "prior_state"
 """Under this name a module holds the tensors that its prior has for each chain (see `priors.state`)."""
@@ -35,6 +37,18 @@ class Prior(ABC):
         """
         result: Tensor = torch.vmap(self.log_prob)(dict(parameters))
         return result
+
+    def of_rows(self, parameters: Mapping[str, Tensor]) -> "RowDensity | None":
+        """Return log p(θ) as a function of the chains' parameters as rows of one tensor, or None.
+
+        It is faster than `log_prob_of_chains` on a GPU and in a compiled function, and equal up to rounding. The
+        function takes the rows, shape (C, P), and the tensors of `initial_state` as `log_prob_of_chains` does, and
+        returns log p(θ), shape (C,).
+
+        Args:
+            parameters: as for `log_prob_of_chains`, in the order of the columns.
+        """
+        return None
 
     def initial_state(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that the prior has for each chain, by name, at the chain's start; a fixed prior has none.
@@ -103,12 +117,47 @@ class ScalePrior(Prior):
         """Return the scale that one of `words` stands for."""
         raise NotImplementedError
 
+    def scales_of_columns(self, parameters: Mapping[str, Tensor]) -> "float | Tensor":
+        """Return the scale of each column of the chains' rows, shape (P,), or one number if all are equal.
+
+        Args:
+            parameters: as for `log_prob_of_chains`, in the order of the columns.
+        """
+        own = own_parameters(parameters)
+        scales = [self.scale_of(name, value.shape[1:]) for name, value in own.items()]
+        return columns_of(scales, list(own.values()))
+
     def check_names(self, names: Collection[str]) -> None:
         check_patterns(f"the prior's {self._scale_name}", list(self._scales), names)
 
     def __repr__(self) -> str:
         value: Any = self._scales["*"] if list(self._scales) == ["*"] else self._scales
         return f"{type(self).__name__}({self._scale_name}={value})"
+
+
+def own_parameters(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters without the tensors of the prior."""
+    return {name: value for name, value in parameters.items() if not name.startswith(STATE)}
+
+
+def columns_of(values: Sequence[float], tensors: Sequence[Tensor]) -> "float | Tensor":
+    """Return a value of each tensor as one for each column of its rows, shape (P,), or one number if all are equal.
+
+    Args:
+        values: one for each tensor.
+        tensors: with a leading axis of chains.
+    """
+    if len(set(values)) == 1:
+        return values[0]
+    first = tensors[0]
+    counts = torch.tensor([tensor[0].numel() for tensor in tensors])
+    each = torch.tensor(values, dtype=torch.float64).repeat_interleave(counts)
+    return each.to(first)
+
+
+def log_of(values: "float | Tensor", count: int) -> float:
+    """Return Σ log(value) over columns, from what `columns_of` returned, for a number of columns."""
+    return float(values.double().log().sum()) if isinstance(values, Tensor) else count * math.log(values)
 
 
 def check_patterns(name: str, patterns: Sequence[str], names: Collection[str]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_positive
-from lightning_sgmcmc.priors.base import STATE, ScalePrior, check_patterns
+from lightning_sgmcmc.priors.base import STATE, RowDensity, ScalePrior, check_patterns, log_of, own_parameters
 from lightning_sgmcmc.priors.centers import GivenCenter, is_centered
 from lightning_sgmcmc.tensors import as_rows
 
@@ -197,6 +197,52 @@ class GaussianPrior(ScalePrior):
             for difference, std, constant in zip(differences, self._known_scales, self._constants, strict=True)
         ]
         return torch.stack(terms).sum(0)
+
+    def differences_of_rows(self, parameters: Mapping[str, Tensor]) -> RowDensity:
+        """Return θ - c of each coordinate, shape (C, P), as a function of the rows and the prior's tensors.
+
+        Args:
+            parameters: as for `of_rows`.
+        """
+        self.distances(parameters, chains=True)
+        own = own_parameters(parameters)
+        where = set(self._where)
+        if self.center is None:
+            return lambda rows, state: rows
+        if self.center == "start":
+            gaps = {
+                name: tensor.new_zeros(()).expand(as_rows(tensor, len(tensor)).shape) for name, tensor in own.items()
+            }
+            centred = {name: f"{CENTER}{name}" for place, name in enumerate(own) if place in where}
+
+            def from_start(rows: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+                parts = [
+                    as_rows(state[centred[name]], len(rows)) if name in centred else gap for name, gap in gaps.items()
+                ]
+                return rows - torch.cat(parts, 1)
+
+            return from_start
+        centers = iter(self._centers)
+        parts = [
+            next(centers) if place in where else tensor.new_zeros(tensor.shape[1:])
+            for place, tensor in enumerate(own.values())
+        ]
+        center = torch.cat([part.reshape(-1).to(parts[0]) for part in parts])
+        return lambda rows, state: rows - center
+
+    def of_rows(self, parameters: Mapping[str, Tensor]) -> RowDensity:
+        std, differences = self.scales_of_columns(parameters), self.differences_of_rows(parameters)
+        count = sum(tensor[0].numel() for tensor in own_parameters(parameters).values())
+        constant = -log_of(std, count) - count * math.log(math.sqrt(2 * math.pi))
+        precision = 1 / std**2
+
+        def log_prob(rows: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+            squares = differences(rows, state).square()
+            if isinstance(precision, Tensor):
+                return (squares * precision).sum(1).mul(-0.5).add(constant)
+            return squares.sum(1).mul(-0.5 * precision).add(constant)
+
+        return log_prob
 
     def __repr__(self) -> str:
         value: Any = self._scales["*"] if list(self._scales) == ["*"] else self._scales

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_within
-from lightning_sgmcmc.priors.base import Prior, Scale, ScalePrior
+from lightning_sgmcmc.priors.base import Prior, RowDensity, Scale, ScalePrior, log_of, own_parameters
 
 
 class LaplacePrior(ScalePrior):
@@ -29,6 +29,11 @@ class LaplacePrior(ScalePrior):
             scale = self.scale_of(name)
             terms.append(-tensor.abs().sum() / scale - tensor.numel() * math.log(2 * scale))
         return torch.stack(terms).sum()
+
+    def of_rows(self, parameters: Mapping[str, Tensor]) -> RowDensity:
+        scale, count = self.scales_of_columns(parameters), _count(parameters)
+        constant = -log_of(scale, count) - count * math.log(2)
+        return lambda rows, state: constant - (rows / scale).abs().sum(1)
 
 
 class StudentTPrior(ScalePrior):
@@ -59,6 +64,12 @@ class StudentTPrior(ScalePrior):
             terms.append(tensor.numel() * constant - (df + 1) / 2 * kernel)
         return torch.stack(terms).sum()
 
+    def of_rows(self, parameters: Mapping[str, Tensor]) -> RowDensity:
+        df, scale, count = self.df, self.scales_of_columns(parameters), _count(parameters)
+        each = math.lgamma((df + 1) / 2) - math.lgamma(df / 2) - math.log(math.sqrt(df * math.pi))
+        constant = count * each - log_of(scale, count)
+        return lambda rows, state: constant - (df + 1) / 2 * torch.log1p((rows / scale).square() / df).sum(1)
+
 
 class FlatPrior(Prior):
     """log p(θ) = 0 everywhere, an improper prior: the likelihood must be integrable in θ."""
@@ -66,5 +77,13 @@ class FlatPrior(Prior):
     def log_prob(self, parameters: Mapping[str, Tensor]) -> Tensor:
         return next(iter(parameters.values())).new_zeros(())
 
+    def of_rows(self, parameters: Mapping[str, Tensor]) -> RowDensity:
+        return lambda rows, state: rows.new_zeros(len(rows))
+
     def __repr__(self) -> str:
         return "FlatPrior()"
+
+
+def _count(parameters: Mapping[str, Tensor]) -> int:
+    """Return the coordinates of one chain, from parameters with a leading axis of chains."""
+    return sum(tensor[0].numel() for tensor in own_parameters(parameters).values())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_choice, check_count, check_positive
-from lightning_sgmcmc.priors.base import STATE, Prior, check_patterns
+from lightning_sgmcmc.priors.base import STATE, Prior, RowDensity, check_patterns, own_parameters
 from lightning_sgmcmc.priors.gaussian import Center, Distances, GaussianPrior, Std
 from lightning_sgmcmc.tensors import as_rows, square_norms
 
@@ -174,6 +174,24 @@ class HierarchicalPrior(Prior):
         rest = log_density_of_scales(variance, torch.zeros_like(variance), self._counts, self.nu).sum(1)
         quadratic = (torch.stack(squares, 1) * precisions).sum(1).mul(-0.5)
         return quadratic + (rest + self._constant).to(quadratic.dtype)
+
+    def of_rows(self, parameters: Mapping[str, Tensor]) -> RowDensity:
+        _, variance = self._parts(parameters, chains=True)
+        differences = self.given.differences_of_rows(parameters)
+        own = own_parameters(parameters)
+        sizes = torch.tensor([tensor[0].numel() for tensor in own.values()])
+        tensor_of, device = torch.arange(len(sizes)).repeat_interleave(sizes), variance.device
+        group_of = self._index[tensor_of.to(device)]
+        precisions = self._precisions[tensor_of.to(device)]
+        counts, nu, constant, ones = self._counts, self.nu, self._constant, torch.ones_like(variance)
+
+        def log_prob(rows: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+            v = state.get(VARIANCE, ones)
+            rest = log_density_of_scales(v, torch.zeros_like(v), counts, nu).sum(1) + constant
+            squares = differences(rows, state).square() * precisions * v.reciprocal()[:, group_of]
+            return squares.sum(1).mul(-0.5) + rest.to(rows.dtype)
+
+        return log_prob
 
     def scales(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the present standard deviation of each parameter tensor of a chain, each of shape ().

@@ -115,7 +115,7 @@ class EnergyGuard:
                 self._stop_late(*bad)
             return True
         if self._looks_at_gradients:
-            finite = all_finite([p.grad for p in self._parameters if p.grad is not None])
+            finite = all_finite(self._chains.gradients())
             if not self._shares_gradients:
                 finite = finite and _is_finite(potential)
         else:

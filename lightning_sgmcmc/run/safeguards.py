@@ -164,6 +164,7 @@ class Safeguards(pl.Callback):
         """Drop the trainer, so that the module can be copied and pickled."""
         if self._sampler is not None:
             self._sampler.guard = None
+        chains_of(pl_module).unflatten(self._sampler)
         if self._scales is not None:
             self._scales.release()
         self._guard = self._sampler = self._scales = None

@@ -7,19 +7,18 @@ variance `2·lr·τ/N` at each step, where τ is the temperature (τ = 1 samples
 `UnderdampedLangevin`, whose `lr` is the time step h of its equation.
 """
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.samplers.checks import check_initial_control, check_parameters, checked_state
-from lightning_sgmcmc.samplers.law import StepLaw
+from lightning_sgmcmc.samplers.flat import FlatParameters
 from lightning_sgmcmc.samplers.noise import ChainNoise
-from lightning_sgmcmc.tensors import Control, for_each_tensor, square_root
+from lightning_sgmcmc.samplers.rule import UpdateRule, is_elementwise
+from lightning_sgmcmc.tensors import Control, square_root
 
 CONTROLS = ("lr", "temperature", "gradient_multiplier")
 
@@ -31,7 +30,7 @@ class Guard(Protocol):
         """Return whether the sampler may make the update."""
 
 
-class Sampler(Optimizer):
+class Sampler(UpdateRule):
     """Base of the samplers: a torch optimizer that adds Gaussian noise, scaled by the number of data and by τ.
 
     Every parameter group has three controls, read at each step after the closure has run: `lr`, `temperature` and
@@ -63,12 +62,6 @@ class Sampler(Optimizer):
 
     stand_in: "Callable[[], None] | None" = None
     """Makes the update instead of the rule while it is set (a warm start's optimizer); the step counts as one."""
-
-    momentum_buffer: ClassVar[str | None] = None
-    """Name of the state tensor that holds a parameter's momentum; None for rules without momentum."""
-
-    per_chain_state: ClassVar[tuple[str, ...]] = ()
-    """Names of the state tensors with one number for each chain, shape (C,)."""
 
     def __init__(
         self,
@@ -170,6 +163,17 @@ class Sampler(Optimizer):
             if self.num_data is None:
                 raise ValueError(f"{type(self).__name__} was built without num_data, so its temperature must stay 0")
             noise = self._noise.draw()
+        if self.flat is not None and self._updates_rows() and self.flat.holds_gradients:
+            self._update_rows(self.flat, noise is not None)
+        else:
+            self._update_tensors(noise)
+        if noise is not None:
+            self._noise.draw_ahead()
+        self.step_count += 1
+        return loss
+
+    def _update_tensors(self, noise: list[Tensor] | None) -> None:
+        """Update the parameters that have a gradient, tensor by tensor."""
         start = 0
         for group in self.param_groups:
             stop = start + len(group["params"])
@@ -179,76 +183,19 @@ class Sampler(Optimizer):
                 group_noise = [noise[start + i] for i in active] if noise is not None and self.is_noisy(group) else None
                 self.update(group, params, [p.grad for p in params], group_noise)
             start = stop
-        if noise is not None:
-            self._noise.draw_ahead()
-        self.step_count += 1
-        return loss
 
-    @staticmethod
-    def is_noisy(group: dict[str, Any]) -> bool:
-        """Return whether steps of a parameter group have noise: whether its temperature is not the number 0."""
-        temperature = group["temperature"]
-        return isinstance(temperature, Tensor) or temperature != 0
+    def _updates_rows(self) -> bool:
+        """Return whether a group's parameters may be updated as one tensor."""
+        return is_elementwise(type(self))
 
-    def update(
-        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
-    ) -> None:
-        """Update `params` in place by one step. This is the contract of a rule: `step` calls it, and so may a loop.
-
-        A rule reads the controls (`CONTROLS`) and its own options from `group`, keeps what it carries from step to step
-        in `self.state[p]`, and never reads a tensor's values back, since the host would wait for the device.
-
-        Args:
-            group: a parameter group, or a dictionary with its entries.
-            params: the group's parameters that have a gradient; any subset of the group's.
-            grads: gradient of the mean potential Ũ/N for each of them, of the same shape; not changed.
-            noise: a standard normal tensor for each of them, of the same shape, which the rule may overwrite; None for
-                a step without noise.
-        """
-        raise NotImplementedError
-
-    # -- the law of a step, for diagnostics, EWSG and replica exchange ------------------------------------------------
-
-    def law(self, group: dict[str, Any]) -> StepLaw | None:
-        """Return the law of the group's next step; None for a rule whose steps are not of that form.
-
-        Args:
-            group: a parameter group with the controls of the step, or a dictionary with its entries.
-        """
-        return None
-
-    def langevin_law(self, group: dict[str, Any]) -> StepLaw:
-        """Return the law of θ ← θ - lr·κ·g + √(2·lr·τ/N)·ξ, in the metric of the `preconditioner` where there is one.
-
-        It is SGLD's law, and what diagnostics assume of a rule whose `law` is None.
-        """
-        force = group["lr"] * group["gradient_multiplier"]
-        return StepLaw(0.0, force, self._noise_variance(group), None, self._noise_factor(group))
-
-    def momenta(self, group: dict[str, Any]) -> list[Tensor] | None:
-        """Return the momenta m of `law` before a step with noise; None for rules without momentum.
-
-        They are the state's own tensors, zero at first and converted if need be, so writing to them changes the state.
-        """
-        return None if self.momentum_buffer is None else self._buffers(group["params"], self.momentum_buffer)
-
-    def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return G of steps -lr·G⊙g + √(2·lr·τ·G/N)⊙ξ, None where G = 1."""
-        return None
-
-    def stored_momenta(self, group: dict[str, Any]) -> list[Tensor | None]:
-        """Return each parameter's momentum as the state holds it, None where the state holds none."""
-        name = self.momentum_buffer
-        return [self.state[p].get(name) if p in self.state else None for p in group["params"]]
-
-    def rescale_momenta(self, group: dict[str, Any], factor: Control) -> None:
-        """Multiply the momenta of a group's parameters by a number, or by a factor for each chain, shape (C,).
-
-        Momenta that a step without noise left have no temperature and stay as they are.
-        """
-        held = [momentum for momentum in self.stored_momenta(group) if momentum is not None]
-        if held:
-            self._scale(held, factor)
+    def _update_rows(self, flat: FlatParameters, has_noise: bool) -> None:
+        """Update each group's parameters as one tensor, a row for each chain."""
+        start = 0
+        for group, part in zip(self.param_groups, flat.groups, strict=True):
+            stop = start + part.values.shape[1]
+            noise = [self._noise.rows[:, start:stop]] if has_noise and self.is_noisy(group) else None
+            self.update(group, [part.values], [part.gradients], noise)
+            start = stop
 
     @torch.no_grad()
     def draw_momenta(self) -> None:
@@ -269,46 +216,6 @@ class Sampler(Optimizer):
             elif held := [momentum for momentum in self.stored_momenta(group) if momentum is not None]:
                 torch._foreach_zero_(held)
             start = stop
-
-    # -- helpers for the update rules ---------------------------------------------------------------------------------
-
-    def _buffers(self, params: Sequence[Tensor], name: str) -> list[Tensor]:
-        """Return the state tensors `name`, one in the shape of each parameter, zero at first."""
-        buffers = []
-        for p in params:
-            state = self.state[p]
-            if name not in state:
-                state[name] = torch.zeros_like(p)
-            buffers.append(state[name])
-        return buffers
-
-    def _add(self, targets: list[Tensor], sources: list[Tensor], factor: Control) -> None:
-        """Add factor·sources to targets in place; the factor is one number, or one for each chain."""
-        if isinstance(factor, Tensor):
-            torch._foreach_addcmul_(targets, sources, for_each_tensor(factor, targets))
-        else:
-            torch._foreach_add_(targets, sources, alpha=factor)
-
-    def _scale(self, targets: list[Tensor], factor: Control) -> None:
-        """Multiply targets by factor in place; the factor is one number, or one for each chain."""
-        if isinstance(factor, Tensor):
-            torch._foreach_mul_(targets, for_each_tensor(factor, targets))
-        else:
-            torch._foreach_mul_(targets, factor)
-
-    def _noise_variance(self, group: dict[str, Any], friction: Control = 1) -> Control:
-        """Return 2·friction·lr·τ/N; 0 where the temperature is the number 0."""
-        if not self.is_noisy(group):
-            return 0.0
-        return 2 * friction * group["lr"] * group["temperature"] / self.num_data
-
-    def _thermal_variance(self, group: dict[str, Any]) -> Control:
-        """Return lr·τ/N; 0 where the temperature is the number 0."""
-        return group["lr"] * group["temperature"] / self.num_data if self.is_noisy(group) else 0.0
-
-    def _noise_factor(self, group: dict[str, Any]) -> Control:
-        """Return lr·N/(2·τ); infinite where the temperature is the number 0."""
-        return group["lr"] * self.num_data / (2 * group["temperature"]) if self.is_noisy(group) else math.inf
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -62,6 +62,11 @@ class ChainNoise:
             self._fill()
         return self._views
 
+    @property
+    def rows(self) -> Tensor:
+        """The last draw as one tensor, a row for each chain, shape (C, P)."""
+        return self._buffer
+
     def draw_ahead(self) -> None:
         """Start the next draw if there is a background thread; the views of the last draw are overwritten."""
         if self._worker is not None and self._pending is None:

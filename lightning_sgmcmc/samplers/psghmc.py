@@ -38,6 +38,8 @@ class pSGHMC(PreconditionedSampler):
     coordinate.
     """
 
+    elementwise: ClassVar[bool] = True
+
     momentum_buffer: ClassVar[str] = "momentum_buffer"
 
     def __init__(
@@ -64,7 +66,7 @@ class pSGHMC(PreconditionedSampler):
         squares = self._buffers(params, "square_avg")
         torch._foreach_mul_(squares, alpha)
         torch._foreach_addcmul_(squares, grads, grads, 1 - alpha)
-        inverse = self._inverse(group, squares, self._kept(params))  # 1/G
+        inverse = self._inverse(group, squares, self._kept(params), params)  # 1/G
 
         momenta = self._buffers(params, self.momentum_buffer)
         torch._foreach_mul_(momenta, 1 - friction)
@@ -81,17 +83,20 @@ class pSGHMC(PreconditionedSampler):
 
     def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
         squares = self._buffers(params, "square_avg")
-        inverse = self._inverse(self.param_groups[0], squares, [torch.empty_like(square) for square in squares])
+        inverse = self._inverse(self.param_groups[0], squares, [torch.empty_like(square) for square in squares], params)
         return list(torch._foreach_reciprocal(inverse))
 
-    def _inverse(self, group: dict[str, Any], squares: list[Tensor], out: list[Tensor]) -> list[Tensor]:
+    def _inverse(
+        self, group: dict[str, Any], squares: list[Tensor], out: list[Tensor], params: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Write √V̂ + λ·rms(√V̂) + 1e-8 of each tensor to `out`, the rms within each chain."""
         torch._foreach_copy_(out, squares)
         torch._foreach_div_(out, max(1 - group["alpha"] ** group["averaged"], 1e-12))
-        sums = torch.stack([as_rows(tensor, self.num_chains).sum(1) for tensor in out])
-        counts = sums.new_tensor([tensor.numel() // self.num_chains for tensor in out])
+        each = self._each(params, out)
+        sums = torch.stack([as_rows(tensor, self.num_chains).sum(1) for tensor in each])
+        counts = sums.new_tensor([tensor.numel() // self.num_chains for tensor in each])
         floors = (sums / counts[:, None]).sqrt_().mul_(group["floor"]).add_(1e-8)
         torch._foreach_sqrt_(out)
-        for tensor, floor in zip(out, floors, strict=True):
+        for tensor, floor in zip(each, floors, strict=True):
             tensor.add_(along_first_axis(floor, tensor.dim()) if self.num_chains > 1 else floor[0])
         return out

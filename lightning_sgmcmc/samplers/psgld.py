@@ -1,7 +1,7 @@
 """Preconditioned stochastic gradient Langevin dynamics."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class pSGLD(PreconditionedSampler):
 
     Source: Li et al. 2016, Algorithm 1.
     """
+
+    elementwise: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -35,6 +35,8 @@ class SGHMC(Sampler):
     Source: Chen et al. 2014, eq. (15); Zhang et al. 2020 (cSG-MCMC), section 2.
     """
 
+    elementwise: ClassVar[bool] = True
+
     momentum_buffer: ClassVar[str] = "momentum_buffer"
 
     def __init__(

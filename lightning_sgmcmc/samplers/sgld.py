@@ -1,6 +1,6 @@
 """Stochastic gradient Langevin dynamics."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -27,6 +27,8 @@ class SGLD(Sampler):
 
     Source: Welling & Teh 2011, eq. (4); Deng et al. 2020 (CSGLD), eq. (1) and (9).
     """
+
+    elementwise: ClassVar[bool] = True
 
     def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None

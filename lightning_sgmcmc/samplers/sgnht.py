@@ -39,6 +39,8 @@ class SGNHT(Sampler):
     Source: Ding et al. 2014, Algorithm 2.
     """
 
+    elementwise: ClassVar[bool] = True
+
     momentum_buffer: ClassVar[str] = "momentum_buffer"
 
     per_chain_state: ClassVar[tuple[str, ...]] = ("thermostat",)
@@ -88,7 +90,7 @@ class SGNHT(Sampler):
             self._add(velocities, noise, square_root(self._noise_variance(group, group["friction"])))
         torch._foreach_add_(params, velocities)
         if noise is not None:
-            excess = self._mean_square(velocities) - temperature * lr / self.num_data
+            excess = self._mean_square(self._each(params, velocities)) - temperature * lr / self.num_data
             thermostat.add_(excess / group["thermal_inertia"])
 
     def law(self, group: dict[str, Any]) -> StepLaw:

@@ -49,6 +49,8 @@ class UnderdampedLangevin(Sampler):
     numerical methods), BAOAB.
     """
 
+    elementwise: ClassVar[bool] = True
+
     momentum_buffer: ClassVar[str] = "momentum_buffer"
 
     extra_drag: "Callable[[list[Tensor]], list[Tensor] | None] | None" = None
@@ -98,6 +100,9 @@ class UnderdampedLangevin(Sampler):
             self._add(momenta, noise, square_root(self._injected_variance(group)))
         if splits:
             self._add(params, momenta, step / 2)
+
+    def _updates_rows(self) -> bool:
+        return self.extra_drag is None and super()._updates_rows()  # a drag is a function of the tensors
 
     def _kick(
         self, group: dict[str, Any], momenta: list[Tensor], grads: list[Tensor], drag: list[Tensor] | None

@@ -1,0 +1,115 @@
+"""Energies of all chains as one function of their parameters in rows of one tensor, which torch can compile."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.chains.stacked import StackedChains
+from lightning_sgmcmc.chains.stateless import StatelessCall, state_of
+from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
+from lightning_sgmcmc.priors.state import is_prior_state
+from lightning_sgmcmc.samplers.flat import FlatParameters
+
+
+class RowEnergies:
+    """Computes Ũ/N of all chains at once, with the gradient in `FlatParameters.gradients`.
+
+    With `compiled`, network and prior are one compiled function; on CUDA it is replayed as a graph, so a step launches
+    the forward and the backward graph instead of a kernel for each operation.
+
+    Args:
+        model: the model.
+        chains: its stacked tensors; None for a single unstacked chain.
+        flat: the sampled parameters.
+        num_data: N.
+        compiled: whether to compile the function.
+    """
+
+    def __init__(
+        self, model: EnergyModel, chains: StackedChains | None, flat: FlatParameters, num_data: int, compiled: bool
+    ) -> None:
+        self._chains = chains
+        self._flat = flat
+        self._num_data = num_data
+        place = {id(p): i for i, p in enumerate(flat.parameters)}
+        named = state_of(model) if chains is None else dict(zip(chains.names, chains.stacked, strict=True))
+        columns = sorted((place[id(t)], name) for name, t in named.items() if id(t) in place)
+        self._names = [name for _, name in columns]
+        """The sampled parameters, in the order of the columns."""
+        self._others = {name: tensor for name, tensor in named.items() if id(tensor) not in place}
+        """Frozen parameters, buffers and the prior's tensors."""
+        self._likelihood = StatelessCall(model, type(model).log_likelihood)
+        self._own_prior = StatelessCall(model, type(model).log_prior) if overrides(model, "log_prior") else None
+        self._prior = model.prior
+        # On a CPU the sum over tensors stays as it is, bit for bit.
+        self._of_rows = None
+        if self._own_prior is None and (compiled or flat.values.device.type != "cpu"):
+            self._of_rows = model.prior.of_rows(self._with_axis(dict(zip(self._names, flat.parameters, strict=True))))
+        self._replays = compiled and flat.values.device.type == "cuda"
+        self._compiled = self._compile() if compiled else None
+        self._inverse = torch.full((), 1 / num_data, dtype=flat.values.dtype, device=flat.values.device)
+
+    def __call__(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return Ũ/N with its graph and log p(θ), each of shape (C,), and log p(y|x,θ) of each datum, shape (C, n).
+
+        The last is overwritten by the next call where a graph is replayed.
+
+        Args:
+            batch: a `ChainBatches`, or one batch for all chains.
+        """
+        own = isinstance(batch, ChainBatches)
+        if own:
+            batch = batch.stacked() if self._chains is not None else batch[0]
+        axis = 0 if own and self._chains is not None else None
+        if self._compiled is None:
+            return self._energies(self._flat.leaf, self._others, batch, axis, 1 / self._num_data)
+        return self._compiled(self._flat.leaf, self._others, batch, axis, self._inverse)
+
+    def _energies(
+        self, leaf: Tensor, others: Mapping[str, Tensor], batch: Any, batch_axis: int | None, inverse: Tensor | float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        named = dict(zip(self._names, self._flat.split(leaf), strict=True))
+        if self._chains is None:
+            each = self._likelihood.call(named | dict(others), batch)[None]
+        else:
+            over_chains = torch.vmap(self._likelihood.call, in_dims=(0, batch_axis), randomness="different")
+            each = over_chains(named | dict(others), batch)
+        check_shape(each, chains=True)
+        log_prior, mean = self._log_prior(leaf, named, others), each.mean(-1)
+        if isinstance(inverse, Tensor):
+            return torch.addcmul(mean, log_prior, inverse).neg(), log_prior, each
+        return torch.add(mean, log_prior, alpha=inverse).neg(), log_prior, each
+
+    def _log_prior(self, leaf: Tensor, named: dict[str, Tensor], others: Mapping[str, Tensor]) -> Tensor:
+        if self._own_prior is not None:
+            if self._chains is None:
+                return torch.stack([self._own_prior.call(named | dict(others))])
+            result: Tensor = torch.vmap(self._own_prior.call)(named | dict(others))
+            return result
+        state = self._with_axis({name: tensor for name, tensor in others.items() if is_prior_state(name)})
+        if self._of_rows is not None:
+            return self._of_rows(leaf, state)
+        return self._prior.log_prob_of_chains(self._with_axis(named) | state)
+
+    def _with_axis(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors with a leading axis of chains."""
+        return {name: tensor[None] if self._chains is None else tensor for name, tensor in tensors.items()}
+
+    def _compile(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+        mode = "reduce-overhead" if self._replays else None
+        compiled: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.compile(self._energies, dynamic=False, mode=mode)
+        if not self._replays:
+            return compiled
+        for tensor in (self._flat.leaf, *self._others.values()):
+            torch._dynamo.mark_static_address(tensor)
+
+        def replayed(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+            # A CUDA graph writes its outputs and buffers to the same memory at every step.
+            torch.compiler.cudagraph_mark_step_begin()
+            potential, log_prior, each = compiled(*arguments)
+            return potential.clone(), log_prior.detach().clone(), each
+
+        return replayed

@@ -1,0 +1,149 @@
+"""Chains as rows of one tensor: a chain's parameters, gradients and momenta in one stretch of memory each.
+
+A step over a network then costs one operation where it would cost one for each of the network's tensors.
+"""
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+State = MutableMapping[Tensor, dict[str, Any]]
+"""An optimizer's state: the tensors of each parameter, by name."""
+
+
+class FlatGroup:
+    """A parameter group's columns of `FlatParameters`.
+
+    Args:
+        parameters: the group's parameters, views of `values`.
+        values: the columns, shape (C, d).
+        gradients: the columns of the gradients, shape (C, d).
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], values: Tensor, gradients: Tensor) -> None:
+        self.parameters = list(parameters)
+        self.values = values
+        self.gradients = gradients
+        self._sizes = [p.numel() // len(values) for p in parameters]
+        self._buffers: dict[str, tuple[Tensor, Tensor]] = {}
+        """By name: a flat tensor of the state, and its view for the first parameter."""
+
+    def pieces(self, rows: Tensor) -> list[Tensor]:
+        """Return the views of a tensor of shape (C, d) in the parameters' shapes."""
+        columns = rows.split(self._sizes, 1)
+        return [column.view(p.shape) for column, p in zip(columns, self.parameters, strict=True)]
+
+    def buffer(self, state: State, name: str) -> Tensor:
+        """Return a flat tensor of the state, zero at first, whose views are the parameters' own state.
+
+        Args:
+            state: the optimizer's; after it has been loaded, its tensors are copied into a new flat one.
+            name: of the state tensor.
+        """
+        kept = self._buffers.get(name)
+        if kept is not None and state[self.parameters[0]].get(name) is kept[1]:
+            return kept[0]
+        rows = torch.zeros_like(self.values)
+        views = self.pieces(rows)
+        for parameter, view in zip(self.parameters, views, strict=True):
+            held = state[parameter].get(name)
+            if held is not None:
+                view.copy_(held)
+            state[parameter][name] = view
+        self._buffers[name] = rows, views[0]
+        return rows
+
+
+class FlatParameters:
+    """The parameters of C chains as one tensor (C, P), one row for each chain; the parameters become views of it.
+
+    Args:
+        groups: the parameters of each parameter group, in the order of the columns; with C > 1 each has a leading axis
+            of size C.
+        num_chains: C.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Tensor]], num_chains: int) -> None:
+        self.parameters = [p for group in groups for p in group]
+        first = self.parameters[0]
+        self.sizes = [p.numel() // num_chains for p in self.parameters]
+        """Columns of each parameter."""
+        self.values = torch.empty(num_chains, sum(self.sizes), dtype=first.dtype, device=first.device)
+        """The parameters of all chains, shape (C, P)."""
+        self.gradients = torch.zeros_like(self.values)
+        """Their gradients, shape (C, P)."""
+        self.leaf = self.values.detach().requires_grad_()
+        """The same numbers as a leaf of autograd, whose gradient is `gradients`."""
+        self.leaf.grad = self.gradients
+        whole = FlatGroup(self.parameters, self.values, self.gradients)
+        with torch.no_grad():
+            for parameter, view in zip(self.parameters, whole.pieces(self.values), strict=True):
+                view.copy_(parameter)
+                parameter.data = view
+        self.views = whole.pieces(self.gradients)
+        """Each parameter's gradient, a view of `gradients`."""
+        self.groups: list[FlatGroup] = []
+        start = 0
+        for group in groups:
+            stop = start + sum(p.numel() // num_chains for p in group)
+            self.groups.append(FlatGroup(group, self.values[:, start:stop], self.gradients[:, start:stop]))
+            start = stop
+        self._of_values = {id(group.values): group for group in self.groups}
+
+    @staticmethod
+    def suits(parameters: Sequence[Tensor]) -> bool:
+        """Return whether parameters can be views of one tensor: whether each lies in memory in the order of its axes,
+        and no two share memory."""
+        pointers = {p.data_ptr() for p in parameters if p.numel()}
+        return all(p.is_contiguous() and p.numel() for p in parameters) and len(pointers) == len(parameters)
+
+    def group_of(self, tensors: Sequence[Tensor]) -> FlatGroup | None:
+        """Return the group whose `values` are the only tensor of a list, or None."""
+        return self._of_values.get(id(tensors[0])) if len(tensors) == 1 else None
+
+    def split(self, rows: Tensor) -> Iterator[Tensor]:
+        """Yield the parameters' columns of a tensor (C, P), in the parameters' shapes, differentiably."""
+        for column, parameter in zip(rows.split(self.sizes, 1), self.parameters, strict=True):
+            yield column.view(parameter.shape)
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether all parameters have the views of `gradients` as gradients."""
+        return all(p.grad is view for p, view in zip(self.parameters, self.views, strict=True))
+
+    def attach_gradients(self) -> None:
+        """Make the views of `gradients` the parameters' gradients."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is not view:
+                parameter.grad = view
+
+    def adopt_gradients(self) -> None:
+        """Copy the parameters' present gradients into `gradients`, zero where there is none."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                view.copy_(parameter.grad)
+        self.attach_gradients()
+
+    def clear_gradients(self) -> None:
+        """Set all gradients to zero."""
+        self.gradients.zero_()
+        self.attach_gradients()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Give each parameter memory of its own."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
+            if parameter.grad is view:
+                parameter.grad = None
+        self.leaf.grad = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copied module has parameters with memory of their own

@@ -1,0 +1,160 @@
+"""The base of a sampler's update rule: its contract, the law of its step, and helpers to write it."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sgmcmc.samplers.flat import FlatGroup, FlatParameters
+from lightning_sgmcmc.samplers.law import StepLaw
+from lightning_sgmcmc.tensors import Control, for_each_tensor
+
+
+class UpdateRule(Optimizer):
+    """What a subclass of `Sampler` defines, `update` and `law`, and what it may use for it."""
+
+    num_data: int | None
+    num_chains: int
+
+    momentum_buffer: ClassVar[str | None] = None
+    """Name of the state tensor that holds a parameter's momentum; None for rules without momentum."""
+
+    elementwise: ClassVar[bool] = False
+    """Whether `update` treats each coordinate by itself, so that one tensor (C, d) may replace a group's tensors. It
+    counts for the class that defines `update`; a subclass with a rule of its own sets it itself."""
+
+    flat: "FlatParameters | None" = None
+    """The parameters as rows of one tensor, during a fit with several chains or on a GPU."""
+
+    per_chain_state: ClassVar[tuple[str, ...]] = ()
+    """Names of the state tensors with one number for each chain, shape (C,)."""
+
+    @staticmethod
+    def is_noisy(group: dict[str, Any]) -> bool:
+        """Return whether steps of a parameter group have noise: whether its temperature is not the number 0."""
+        temperature = group["temperature"]
+        return isinstance(temperature, Tensor) or temperature != 0
+
+    def update(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
+    ) -> None:
+        """Update `params` in place by one step. This is the contract of a rule: `step` calls it, and so may a loop.
+
+        A rule reads the controls (`CONTROLS`) and its own options from `group`, keeps what it carries from step to step
+        in `self.state[p]`, and never reads a tensor's values back, since the host would wait for the device.
+
+        Args:
+            group: a parameter group, or a dictionary with its entries.
+            params: the group's parameters that have a gradient, any subset of the group's; or all of them as one tensor
+                of shape (C, d), if the rule is `elementwise`.
+            grads: gradient of the mean potential Ũ/N for each of them, of the same shape; not changed.
+            noise: a standard normal tensor for each of them, of the same shape, which the rule may overwrite; None for
+                a step without noise.
+        """
+        raise NotImplementedError
+
+    # -- the law of a step, for diagnostics, EWSG and replica exchange ------------------------------------------------
+
+    def law(self, group: dict[str, Any]) -> StepLaw | None:
+        """Return the law of the group's next step; None for a rule whose steps are not of that form.
+
+        Args:
+            group: a parameter group with the controls of the step, or a dictionary with its entries.
+        """
+        return None
+
+    def langevin_law(self, group: dict[str, Any]) -> StepLaw:
+        """Return the law of θ ← θ - lr·κ·g + √(2·lr·τ/N)·ξ, in the metric of the `preconditioner` where there is one.
+
+        It is SGLD's law, and what diagnostics assume of a rule whose `law` is None.
+        """
+        force = group["lr"] * group["gradient_multiplier"]
+        return StepLaw(0.0, force, self._noise_variance(group), None, self._noise_factor(group))
+
+    def momenta(self, group: dict[str, Any]) -> list[Tensor] | None:
+        """Return the momenta m of `law` before a step with noise; None for rules without momentum.
+
+        They are the state's own tensors, zero at first and converted if need be, so writing to them changes the state.
+        """
+        return None if self.momentum_buffer is None else self._buffers(group["params"], self.momentum_buffer)
+
+    def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return G of steps -lr·G⊙g + √(2·lr·τ·G/N)⊙ξ, None where G = 1."""
+        return None
+
+    def stored_momenta(self, group: dict[str, Any]) -> list[Tensor | None]:
+        """Return each parameter's momentum as the state holds it, None where the state holds none."""
+        name = self.momentum_buffer
+        return [self.state[p].get(name) if p in self.state else None for p in group["params"]]
+
+    def rescale_momenta(self, group: dict[str, Any], factor: Control) -> None:
+        """Multiply the momenta of a group's parameters by a number, or by a factor for each chain, shape (C,).
+
+        Momenta that a step without noise left have no temperature and stay as they are.
+        """
+        held = [momentum for momentum in self.stored_momenta(group) if momentum is not None]
+        if held:
+            self._scale(held, factor)
+
+    # -- helpers for the update rules ---------------------------------------------------------------------------------
+
+    def _buffers(self, params: Sequence[Tensor], name: str) -> list[Tensor]:
+        """Return the state tensors `name`, one in the shape of each parameter, zero at first."""
+        flat = self._flat_group(params)
+        if flat is not None:
+            return [flat.buffer(self.state, name)]
+        buffers = []
+        for p in params:
+            state = self.state[p]
+            if name not in state:
+                state[name] = torch.zeros_like(p)
+            buffers.append(state[name])
+        return buffers
+
+    def _flat_group(self, params: Sequence[Tensor]) -> FlatGroup | None:
+        """Return the group of which `params` are all parameters as one tensor; None for ordinary parameters."""
+        return None if self.flat is None else self.flat.group_of(params)
+
+    def _each(self, params: Sequence[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+        """Return views of `tensors`, shaped as `params`, with one for each parameter."""
+        flat = self._flat_group(params)
+        return tensors if flat is None else flat.pieces(tensors[0])
+
+    def _add(self, targets: list[Tensor], sources: list[Tensor], factor: Control) -> None:
+        """Add factor·sources to targets in place; the factor is one number, or one for each chain."""
+        if isinstance(factor, Tensor):
+            torch._foreach_addcmul_(targets, sources, for_each_tensor(factor, targets))
+        else:
+            torch._foreach_add_(targets, sources, alpha=factor)
+
+    def _scale(self, targets: list[Tensor], factor: Control) -> None:
+        """Multiply targets by factor in place; the factor is one number, or one for each chain."""
+        if isinstance(factor, Tensor):
+            torch._foreach_mul_(targets, for_each_tensor(factor, targets))
+        else:
+            torch._foreach_mul_(targets, factor)
+
+    def _noise_variance(self, group: dict[str, Any], friction: Control = 1) -> Control:
+        """Return 2·friction·lr·τ/N; 0 where the temperature is the number 0."""
+        if not self.is_noisy(group):
+            return 0.0
+        return 2 * friction * group["lr"] * group["temperature"] / self.num_data
+
+    def _thermal_variance(self, group: dict[str, Any]) -> Control:
+        """Return lr·τ/N; 0 where the temperature is the number 0."""
+        return group["lr"] * group["temperature"] / self.num_data if self.is_noisy(group) else 0.0
+
+    def _noise_factor(self, group: dict[str, Any]) -> Control:
+        """Return lr·N/(2·τ); infinite where the temperature is the number 0."""
+        return group["lr"] * self.num_data / (2 * group["temperature"]) if self.is_noisy(group) else math.inf
+
+
+@functools.cache
+def is_elementwise(rule: type[UpdateRule]) -> bool:
+    """Return whether a class is `elementwise`, as set by the class that defines its `update` or by a subclass."""
+    owners = [next(cls for cls in rule.__mro__ if name in vars(cls)) for name in ("elementwise", "update")]
+    return rule.elementwise and issubclass(*owners)
