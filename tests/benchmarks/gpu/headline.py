@@ -1,0 +1,105 @@
+"""Stage `headline`: a step of `Trainer.fit` with every callback, against plain Lightning with SGD."""
+
+import math
+import statistics
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tests.benchmarks.gpu.setting import PlainSGD, RandomImages, Say, Setting, Windows, every_callback, fit, module
+
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+COPIES = ("cudaMemcpyAsync", "cudaMemsetAsync")
+GRAPHS = ("cudaGraphLaunch",)
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+LARGEST = 12
+
+
+class Profiled(pl.Callback):
+    """Profiles a few steps.
+
+    Args:
+        setting: the measurement's.
+        first: the step after which they begin.
+        count: how many they are.
+    """
+
+    def __init__(self, setting: Setting, first: int, count: int) -> None:
+        self.size, self.first, self.count = setting, first, count
+        self._profile: Any = None
+        self._begun = 0.0
+        self.wall = math.nan
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.first:
+            device = [] if self.size.tiny else [ProfilerActivity.CUDA]
+            self._profile = profile(activities=[ProfilerActivity.CPU, *device])
+            self._profile.__enter__()
+            self._begun = time.perf_counter()
+        elif trainer.global_step == self.first + self.count:
+            self.size.wait()
+            self.wall = (time.perf_counter() - self._begun) / self.count * 1e3
+            self._profile.__exit__(None, None, None)
+
+    def findings(self) -> dict[str, Any]:
+        """Return the calls a step, the milliseconds a step in which the device computes, and the largest kernels."""
+        events = self._profile.events()
+        kernels = [event for event in events if "CUDA" in str(event.device_type)]
+        by_name: dict[str, float] = {}
+        for kernel in kernels:
+            by_name[kernel.name[:80]] = by_name.get(kernel.name[:80], 0.0) + kernel.device_time / self.count / 1e3
+        largest = sorted(by_name.items(), key=lambda pair: -pair[1])[:LARGEST]
+        counted = {
+            name: sum(event.name in names for event in events) / self.count
+            for name, names in {"launches": LAUNCHES, "copies": COPIES, "graphs": GRAPHS, "waits": WAITS}.items()
+        }
+        busy = sum(by_name.values()) if kernels else math.nan
+        return (
+            counted
+            | {"kernels": len(kernels) / self.count, "busy_ms": busy, "profiled_ms": self.wall}
+            | {"largest_kernels_ms": dict(largest)}
+        )
+
+    def write_trace(self, path: Path) -> None:
+        """Write what a browser shows at chrome://tracing."""
+        self._profile.export_chrome_trace(str(path))
+
+
+def run(setting: Setting, case: str, say: Say, traces: Path | None = None) -> None:
+    """Record the milliseconds a step and what a step consists of.
+
+    Args:
+        setting: the measurement's.
+        case: "plain", a number of chains, or "4 interacting".
+        say: records.
+        traces: folder for a trace; None writes none.
+    """
+    windows = Windows(setting, *((1, 1, 2) if setting.tiny else (40, 80, 6)))
+    profiled = Profiled(setting, windows.last + 1, 1 if setting.tiny else 10)
+    data = RandomImages(setting)
+    chains, _, contour = case.partition(" ")
+    plain = chains == "plain"
+    measured = PlainSGD(setting) if plain else module(setting, int(chains))
+    began = time.perf_counter()
+    with TemporaryDirectory() as folder:
+        own = [] if plain else every_callback(folder, interacting=bool(contour))
+        without = {"limit_val_batches": 0} if plain else {}
+        fit(setting, measured, data, profiled.first + profiled.count + 1, [*own, windows, profiled], **without)
+    half = len(windows.wall) // 2  # the later half is at temperature 1, where the contour acts
+    say(
+        case,
+        wall_ms=statistics.median(windows.wall[half:]),
+        stream_ms=statistics.median(windows.stream[half:]),
+        **profiled.findings(),
+        peak_gib=math.nan if setting.tiny else torch.cuda.max_memory_allocated() / 2**30,
+        wall_ms_of_windows=windows.wall,
+        stream_ms_of_windows=windows.stream,
+        seconds=time.perf_counter() - began,
+    )
+    if traces is not None:
+        profiled.write_trace(traces / f"trace-{case.replace(' ', '-')}.json.gz")

@@ -1,0 +1,201 @@
+"""What every stage uses: the size of the run, its data, network, module, callbacks and trainer."""
+
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, ContourRules
+from lightning_sgmcmc.callbacks import (
+    BayesianModelAverage,
+    ChainHealth,
+    ContourGradient,
+    CyclicalSchedule,
+    PosteriorDashboard,
+    RunSummary,
+    SampleCollector,
+)
+from lightning_sgmcmc.datamodules import ImageDataModule, Split
+from lightning_sgmcmc.datamodules.augmentation import Augmentation
+from lightning_sgmcmc.recipes.shared.resnet import resnet
+from tests.benchmarks.trainer_step import QUIET
+
+Say = Callable[..., None]
+"""Records findings: `say(case, name=value, …)`."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The size of a measurement.
+
+    Args:
+        tiny: a small network on a CPU, for a look at the script itself.
+    """
+
+    tiny: bool = False
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.tiny else "cuda"
+
+    @property
+    def batch(self) -> int:
+        return 8 if self.tiny else 128
+
+    @property
+    def side(self) -> int:
+        return 8 if self.tiny else 32
+
+    def network(self) -> nn.Module:
+        """Return ResNet-20, or a residual network of two channels, always with the same values."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return resnet(1, 2, 10) if self.tiny else resnet(3, 16, 10)
+
+    def wait(self) -> None:
+        """Wait until the device has done everything."""
+        if not self.tiny:
+            torch.cuda.synchronize()
+
+
+class RandomImages(ImageDataModule):
+    """Random bytes as images of ten classes, cropped, mirrored and erased in part, as a user's CIFAR-10 would be."""
+
+    num_classes = 10
+
+    def __init__(self, setting: Setting, train: int = 0, held_out: int = 2000, augment: bool = True) -> None:
+        super().__init__(setting.batch, drop_last=True)
+        self.counts = (train or (400 if setting.tiny else 50_000), 40 if setting.tiny else held_out)
+        self.image_shape = (3, setting.side, setting.side)
+        self.padding = (1 if setting.tiny else 4) if augment else 0
+
+    def load(self) -> tuple[Split, Split, Split]:
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randint(256, (sum(self.counts), *self.image_shape), dtype=torch.uint8, generator=generator)
+        labels = torch.randint(10, (len(images),), generator=generator)
+        self._normalise_by(images[:1000])
+        train, held_out = (
+            self._split(i, t) for i, t in zip(images.split(self.counts), labels.split(self.counts), strict=True)
+        )
+        return train, held_out, self._split(images[:0], labels[:0])
+
+    def train_transform(self) -> Callable[[Tensor], Tensor]:
+        if not self.padding:
+            return self.transform()
+        return Augmentation(self.transform(), self.padding, flip=True, erasing=0.5)
+
+
+def module(setting: Setting, chains: int, **options: Any) -> BayesianModule:
+    """Return the chains that are measured; options are the module's."""
+    chosen: dict[str, Any] = {"sampler": SGHMC, "lr": 0.01, "num_chains": chains, "seed": 1} | options
+    return BayesianModule(net=setting.network(), likelihood=Categorical(), **chosen)
+
+
+class PlainSGD(pl.LightningModule):
+    """The baseline: one eager network, trained by torch's SGD."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        self.net = setting.network()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
+
+
+def every_callback(folder: str, interacting: bool) -> list[pl.Callback]:
+    """Return what a run has beside its sampler: temperature 0 first, then 1, and one sample at its end.
+
+    Args:
+        folder: for the samples.
+        interacting: whether the chains learn a contour together.
+    """
+    contour = ContourGradient(ContourRules(zeta=0.75), 100, first_edge=1e4, width=2e3, interacting=True)
+    return [
+        CyclicalSchedule(num_cycles=1, exploration=0.3, samples_per_cycle=1),
+        *([contour] if interacting else []),
+        SampleCollector(f"{folder}/samples"),
+        BayesianModelAverage(),
+        PosteriorDashboard(figures=()),
+        ChainHealth(warn=False),
+        RunSummary(),
+    ]
+
+
+def fit(
+    setting: Setting,
+    module: pl.LightningModule,
+    data: pl.LightningDataModule,
+    steps: int,
+    callbacks: Sequence[pl.Callback] = (),
+    ckpt_path: str | None = None,
+    **options: Any,
+) -> pl.Trainer:
+    """Fit on the measured device in mixed bfloat16, unless options of the trainer say otherwise."""
+    chosen: dict[str, Any] = {
+        "accelerator": "cpu" if setting.tiny else "gpu",
+        "devices": 1,
+        "precision": "32-true" if setting.tiny else "bf16-mixed",
+        "max_steps": steps,
+        "max_epochs": -1,
+        "num_sanity_val_steps": 0,
+        **QUIET,
+    }
+    trainer = pl.Trainer(callbacks=list(callbacks), **(chosen | options))
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+    return trainer
+
+
+class Windows(pl.Callback):
+    """Milliseconds a step of equal windows of a fit, by the wall and by events on the device's stream.
+
+    Args:
+        setting: the measurement's.
+        first: step at which the first window begins.
+        length: steps of a window.
+        count: number of windows.
+    """
+
+    def __init__(self, setting: Setting, first: int, length: int, count: int) -> None:
+        self._setting = setting
+        self.first, self.length, self.last = first, length, first + length * count
+        self.wall: list[float] = []
+        self.stream: list[float] = []
+        self._begun: tuple[float, Any] | None = None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        step = trainer.global_step
+        if not self.first <= step <= self.last or (step - self.first) % self.length:
+            return
+        mark = None
+        if not self._setting.tiny:
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+        self._setting.wait()
+        now = time.perf_counter()
+        if self._begun is not None:
+            began, earlier = self._begun
+            self.wall.append((now - began) / self.length * 1e3)
+            self.stream.append(math.nan if mark is None else earlier.elapsed_time(mark) / self.length)
+        self._begun = (time.perf_counter(), mark)
+
+
+def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Return max |a - b|/max |b| over all tensors of two states."""
+    first, second = (torch.cat([t.detach().double().cpu().flatten() for t in s.values()]) for s in (one, other))
+    return float((first - second).abs().max() / second.abs().max())
+
+
+def be_quiet() -> None:
+    """Let only errors through, since a stage's findings are its records."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
