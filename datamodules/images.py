@@ -2,13 +2,20 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split
+from lightning_sgmcmc.files import megabytes
+
+Resident = bool | Literal["auto"]
+
+LARGEST_SHARE = 0.25
+"""Of the free memory of a device: more data stay in the host's memory."""
 
 
 class ImageDataModule(ArrayDataModule):
@@ -22,10 +29,12 @@ class ImageDataModule(ArrayDataModule):
         seed: seed of a random split.
         flatten: inputs of shape (n, C·H·W) instead of (n, C, H, W).
         device_resident: keep the images on the trainer's device, and index, augment and normalise batches there. Each
-            part moves there when its loader is first created, and takes num_data·C·H·W bytes.
+            part moves there when its loader is first created, and takes num_data·C·H·W bytes. "auto" does so on a CUDA
+            device if all parts take less than a quarter of its free memory.
 
     Raises:
         ValueError: if batch_size is below 1.
+        TypeError: for another device_resident.
     """
 
     image_shape: tuple[int, int, int]
@@ -37,12 +46,17 @@ class ImageDataModule(ArrayDataModule):
         drop_last: bool = False,
         seed: int = 0,
         flatten: bool = False,
-        device_resident: bool = False,
+        device_resident: Resident = "auto",
     ) -> None:
         super().__init__(batch_size, drop_last, seed)
+        if not isinstance(device_resident, bool) and device_resident != "auto":
+            raise TypeError(f"device_resident must be True, False or 'auto', got {device_resident!r}")
         self.flatten = flatten
         self.device_resident = device_resident
         self._normalise = Normalise(0.0, 1.0)
+        self._resident: dict[torch.device, bool] = {}
+        """Whether "auto" keeps the images on a device."""
+        self._loaded_on: torch.device | None = None
 
     @abstractmethod
     def load(self) -> tuple[Split, Split, Split]:
@@ -71,11 +85,40 @@ class ImageDataModule(ArrayDataModule):
 
     def _loader(self, part: int, train: bool = False) -> Any:
         strategy = getattr(self.trainer, "strategy", None)
-        if self.device_resident and strategy is not None:
-            parts, device = list(self.splits), strategy.root_device
-            parts[part] = Split(parts[part].inputs.to(device), parts[part].targets.to(device))
-            self._splits = (parts[0], parts[1], parts[2])
+        if strategy is not None:
+            self._move(part, strategy.root_device)
         return super()._loader(part, train)
+
+    def _move(self, part: int, device: torch.device) -> None:
+        """Move a part to where it stays in a run on a device."""
+        on_device = self._fits_on(device) if self.device_resident == "auto" else self.device_resident
+        parts = list(self.splits)
+        self._loaded_on = self._loaded_on or parts[part].inputs.device
+        home = device if on_device else self._loaded_on
+        if parts[part].inputs.device != home:
+            parts[part] = Split(parts[part].inputs.to(home), parts[part].targets.to(home))
+            self._splits = (parts[0], parts[1], parts[2])
+
+    def _fits_on(self, device: torch.device) -> bool:
+        """Return whether the images are to stay on a device; decide once for each device."""
+        if device not in self._resident:
+            free = free_memory(device)
+            size = sum(t.nbytes for split in self.splits for t in (split.inputs, split.targets))
+            self._resident[device] = free is not None and size < LARGEST_SHARE * free
+            if self._resident[device]:
+                rank_zero_info(
+                    f"The images ({megabytes(size)}) are kept on {device}, which has {megabytes(free or 0)} free: "
+                    "device_resident=False keeps them in the host's memory."
+                )
+        return self._resident[device]
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return the free bytes of a CUDA device; None for other devices, and where they are unknown."""
+    try:
+        return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    except RuntimeError:
+        return None
 
 
 class Normalise:

@@ -16,7 +16,7 @@ class MNISTDataModule(TorchvisionDataModule):
         seed: seed of the validation images.
         flatten: inputs of shape (n, 784) instead of (n, 1, 28, 28).
         drop_last: leave out the last batch of an epoch if it is smaller.
-        device_resident: keep the images on the trainer's device.
+        device_resident: keep the images on the trainer's device; "auto" does on CUDA if they are small there.
 
     Raises:
         ValueError: for an argument out of range; at setup, if the files are damaged or hold something else.
@@ -42,7 +42,7 @@ class FashionMNISTDataModule(TorchvisionDataModule):
         seed: seed of the validation images.
         flatten: inputs of shape (n, 784) instead of (n, 1, 28, 28).
         drop_last: leave out the last batch of an epoch if it is smaller.
-        device_resident: keep the images on the trainer's device.
+        device_resident: keep the images on the trainer's device; "auto" does on CUDA if they are small there.
 
     Raises:
         ValueError: for an argument out of range; at setup, if the files are damaged or hold something else.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lightning_sgmcmc.datamodules.arrays import read_arrays, to_images, to_labels
 from lightning_sgmcmc.datamodules.base import Split, find_file, random_split
-from lightning_sgmcmc.datamodules.images import ImageDataModule, Normalise
+from lightning_sgmcmc.datamodules.images import ImageDataModule, Normalise, Resident
 
 MNIST_MEAN = 0.1307
 MNIST_STD = 0.3081
@@ -26,7 +26,7 @@ class NotMNISTDataModule(ImageDataModule):
         seed: seed of the split.
         flatten: inputs of shape (n, 784) instead of (n, 1, 28, 28).
         drop_last: leave out the last batch of an epoch if it is smaller.
-        device_resident: keep the images on the trainer's device.
+        device_resident: keep the images on the trainer's device; "auto" does on CUDA if they are small there.
 
     Raises:
         ValueError: for an argument out of range; at setup, if the file is damaged or holds something else.
@@ -49,7 +49,7 @@ class NotMNISTDataModule(ImageDataModule):
         seed: int = 0,
         flatten: bool = False,
         drop_last: bool = False,
-        device_resident: bool = False,
+        device_resident: Resident = "auto",
     ) -> None:
         super().__init__(batch_size, drop_last, seed, flatten, device_resident)
         for name, size in (("test_size", test_size), ("val_size", val_size)):

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sgmcmc.datamodules.arrays import one_line, read_arrays, to_images, to_labels
 from lightning_sgmcmc.datamodules.augmentation import Augmentation, check_probability
 from lightning_sgmcmc.datamodules.base import Split, random_split
-from lightning_sgmcmc.datamodules.images import ImageDataModule
+from lightning_sgmcmc.datamodules.images import ImageDataModule, Resident
 
 NAMES = ("x_train", "y_train", "x_test", "y_test")
 
@@ -30,7 +30,7 @@ class TorchvisionDataModule(ImageDataModule):
         seed: seed of the validation images.
         flatten: inputs of shape (n, C·H·W) instead of (n, C, H, W).
         drop_last: leave out the last batch of an epoch if it is smaller.
-        device_resident: keep the images on the trainer's device.
+        device_resident: keep the images on the trainer's device; "auto" does on CUDA if they are small there.
 
     Raises:
         ValueError: for an argument out of range; at setup, if the files are damaged or hold something else.
@@ -50,7 +50,7 @@ class TorchvisionDataModule(ImageDataModule):
         seed: int = 0,
         flatten: bool = False,
         drop_last: bool = False,
-        device_resident: bool = False,
+        device_resident: Resident = "auto",
     ) -> None:
         super().__init__(batch_size, drop_last, seed, flatten, device_resident)
         if not 0 <= val_size < self.train_size:
@@ -159,7 +159,7 @@ class AugmentedDataModule(TorchvisionDataModule):
         random_erasing: probability that a training image loses a rectangle of 2 to 40 % of its area, which is 0 after
             normalisation (Zhong et al. 2020).
         drop_last: leave out the last batch of an epoch if it is smaller.
-        device_resident: keep the images on the trainer's device.
+        device_resident: keep the images on the trainer's device; "auto" does on CUDA if they are small there.
 
     Raises:
         ValueError: for an argument out of range; at setup, if the files are damaged or hold something else.
@@ -180,7 +180,7 @@ class AugmentedDataModule(TorchvisionDataModule):
         augment: bool = False,
         random_erasing: float = 0.0,
         drop_last: bool = False,
-        device_resident: bool = False,
+        device_resident: Resident = "auto",
     ) -> None:
         super().__init__(root, batch_size, val_size, seed, False, drop_last, device_resident)
         check_probability("random_erasing", random_erasing)

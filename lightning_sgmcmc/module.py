@@ -15,6 +15,7 @@ from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.starts import redraw
 from lightning_sgmcmc.chains.step_sizes import check_step_size
 from lightning_sgmcmc.checks import check_choice, check_control, check_count
+from lightning_sgmcmc.compiling import Compile
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
@@ -62,11 +63,10 @@ class BayesianModule(EnergyModel):
         chain_start: "own" draws a start for each chain except the first, which keeps the network's values (see
             `initialise_chain`); "same" starts all chains from those values; a list has a state dict for each chain of
             the run, or the path of a checkpoint (of one chain, or of as many as the run has), torch or sample file.
-        shared_batch: whether all chains see the same mini-batches; otherwise each has its own data order, if the loader
-            supports it (`ResumableLoader`, and so the library's datamodules).
+        shared_batch: whether all chains see the same mini-batches; else each has its own, from a `ResumableLoader`.
         chain_execution: "loop" computes one chain after another, bit for bit as each alone; "vmap" all at once;
             "auto" loops on a CPU, where that is faster, and uses vmap elsewhere.
-        compile: compile the network's forward and backward pass by `torch.compile`.
+        compile: compile the network's passes by `torch.compile`; "auto" does on CUDA, if the network compiles.
         seed: seed of the injected noise; None uses `seed_everything`'s, or a random one that all ranks share.
         nonfinite_energy: what to do about a NaN or infinite energy or gradient. "stop" ends the run with a
             `NonFiniteEnergyError` before the state reaches a sample or checkpoint; "skip" omits the update and counts
@@ -92,7 +92,7 @@ class BayesianModule(EnergyModel):
         chain_start: Literal["own", "same"] | Sequence[Any] = "own",
         shared_batch: bool = False,
         chain_execution: Execution = "auto",
-        compile: bool = False,
+        compile: Compile = "auto",
         seed: int | None = None,
         nonfinite_energy: Literal["stop", "skip"] = "stop",
         max_skipped_in_a_row: int = 100,
@@ -105,7 +105,7 @@ class BayesianModule(EnergyModel):
         check_count("num_data", num_data)
         check_count("max_skipped_in_a_row", max_skipped_in_a_row)
         check_choice("nonfinite_energy", nonfinite_energy, ("stop", "skip"))
-        if self._compiled_net and (num_chains > 1 or compile):
+        if self._compiled_net and (num_chains > 1 or compile is True):
             raise ValueError(
                 "a network that torch.compile has wrapped can neither run for several chains nor be compiled "
                 "again: pass the plain network and compile=True"

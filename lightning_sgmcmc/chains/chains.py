@@ -21,6 +21,7 @@ from lightning_sgmcmc.chains.state import Accumulation, Counters, ObservedEnergy
 from lightning_sgmcmc.chains.stateless import state_of
 from lightning_sgmcmc.chains.step_sizes import StepSize, groups_by_pattern, values_of
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag
+from lightning_sgmcmc.compiling import Compile, check_compile
 from lightning_sgmcmc.model import EnergyModel, check_layers, name_of, named_trainable
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.tensors import as_rows
@@ -38,7 +39,7 @@ class Chains(ChainGradients):
         start: "own" draws a start for each chain except the first, "same" starts all at the model's values; or states.
         shared_batch: whether all chains see the same mini-batches.
         execution: "loop", "vmap" or "auto", which loops on a CPU.
-        compiled: whether to compile the network by `torch.compile`.
+        compiled: whether to compile the network by `torch.compile`; "auto" does on CUDA.
         seed: seed of starts and noise; None uses `seed_everything`'s, or a random one.
 
     Attributes:
@@ -58,7 +59,7 @@ class Chains(ChainGradients):
         start: ChainStart = "own",
         shared_batch: bool = False,
         execution: Execution = "auto",
-        compiled: bool = False,
+        compiled: Compile = "auto",
         seed: int | None = None,
     ) -> None:
         check_count("num_chains", num_chains, optional=False)
@@ -66,7 +67,7 @@ class Chains(ChainGradients):
         check_start(start)
         check_choice("chain_execution", execution, ("auto", "loop", "vmap"))
         check_flag("shared_batch", shared_batch)
-        check_flag("compile", compiled)
+        check_compile(compiled)
         self.model = model
         self.num_chains = num_chains
         self.start = start

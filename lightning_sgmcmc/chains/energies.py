@@ -1,6 +1,7 @@
 """Energies of several chains: computed one after another or all at once, compiled or not."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.starts import layer_at_fault
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.stateless import StatelessCall, state_of
+from lightning_sgmcmc.compiling import Compile, compiled_if_possible, is_compiled
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
 from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.samplers.flat import FlatParameters
@@ -33,7 +35,7 @@ class ChainEnergies:
         model: the model.
         chains: its stacked tensors; None for a single unstacked chain.
         execution: "loop" or "vmap".
-        compiled: whether `torch.compile` compiles the network's part.
+        compiled: whether `torch.compile` compiles the network's part; "auto" does on CUDA, if the network compiles.
         num_data: N.
         trainable: the model's own sampled parameters by name.
         flat: the sampled parameters as rows of one tensor, if they are; with "vmap" and for a single chain the energies
@@ -45,7 +47,7 @@ class ChainEnergies:
         model: EnergyModel,
         chains: StackedChains | None,
         execution: Execution,
-        compiled: bool,
+        compiled: Compile,
         num_data: int,
         trainable: Mapping[str, Tensor],
         flat: FlatParameters | None = None,
@@ -58,13 +60,16 @@ class ChainEnergies:
         self._vmapped = execution == "vmap" and chains is not None
         self._own_prior = overrides(model, "log_prior")
         self._call = StatelessCall(model, type(model).log_likelihood)
-        self._compiled = compiled
-        self._replays = compiled and model.device.type == "cuda"
+        compiler = None
+        if is_compiled(compiled, model.device) and not (compiled == "auto" and model._compiled_net):
+            name = f"the network of {type(model).__name__}"
+            compiler = partial(compiled_if_possible, name) if compiled == "auto" else torch.compile
+        self._replays = compiler is not None and model.device.type == "cuda"
         self._kept: dict[Tensor, Tensor] = {}
         self._rows: RowEnergies | None = None
         if flat is not None and (self._vmapped or chains is None):
-            self._rows = RowEnergies(model, chains, flat, num_data, compiled)
-        self._network = self._compile() if compiled and self._rows is None else None
+            self._rows = RowEnergies(model, chains, flat, num_data, compiler)
+        self._network = self._compile(compiler) if compiler is not None and self._rows is None else None
         self.first_batches: FirstBatches | None = None
         """Checks a fit's first batches; None outside a fit."""
         self.through_stack = False
@@ -191,7 +196,7 @@ class ChainEnergies:
 
     def _refusal(self, error: RuntimeError) -> Exception:
         layer = layer_at_fault(error, self._model) or "a layer"
-        if "out of memory" in str(error):
+        if "out of memory" in str(error) or type(error).__name__ in ("BackendCompilerFailed", "InductorError"):
             return error
         return RuntimeError(
             f"torch.vmap cannot run {layer} for all chains at once ({str(error).splitlines()[0]}): pass "
@@ -200,10 +205,10 @@ class ChainEnergies:
 
     # -- torch.compile ------------------------------------------------------------------------------------------------
 
-    def _compile(self) -> Callable[..., Tensor]:
+    def _compile(self, compiler: Callable[..., Any]) -> Callable[..., Tensor]:
         function = self._vmap_of_network if self._vmapped else self._call.call
         mode = "reduce-overhead" if self._replays else None
-        compiled: Callable[..., Tensor] = torch.compile(function, dynamic=False, mode=mode)
+        compiled: Callable[..., Tensor] = compiler(function, dynamic=False, mode=mode)
         if not self._replays:
             return compiled
 

@@ -17,7 +17,7 @@ from lightning_sgmcmc.samplers.flat import FlatParameters
 class RowEnergies:
     """Computes Ũ/N of all chains at once, with the gradient in `FlatParameters.gradients`.
 
-    With `compiled`, network and prior are one compiled function; on CUDA it is replayed as a graph, so a step launches
+    With a compiler, network and prior are one compiled function; on CUDA it is replayed as a graph, so a step launches
     the forward and the backward graph instead of a kernel for each operation.
 
     Args:
@@ -25,11 +25,16 @@ class RowEnergies:
         chains: its stacked tensors; None for a single unstacked chain.
         flat: the sampled parameters.
         num_data: N.
-        compiled: whether to compile the function.
+        compiler: compiles the function as `torch.compile` does; None leaves it as it is.
     """
 
     def __init__(
-        self, model: EnergyModel, chains: StackedChains | None, flat: FlatParameters, num_data: int, compiled: bool
+        self,
+        model: EnergyModel,
+        chains: StackedChains | None,
+        flat: FlatParameters,
+        num_data: int,
+        compiler: Callable[..., Any] | None,
     ) -> None:
         self._chains = chains
         self._flat = flat
@@ -46,10 +51,10 @@ class RowEnergies:
         self._prior = model.prior
         # On a CPU the sum over tensors stays as it is, bit for bit.
         self._of_rows = None
-        if self._own_prior is None and (compiled or flat.values.device.type != "cpu"):
+        if self._own_prior is None and (compiler is not None or flat.values.device.type != "cpu"):
             self._of_rows = model.prior.of_rows(self._with_axis(dict(zip(self._names, flat.parameters, strict=True))))
-        self._replays = compiled and flat.values.device.type == "cuda"
-        self._compiled = self._compile() if compiled else None
+        self._replays = compiler is not None and flat.values.device.type == "cuda"
+        self._compiled = self._compile(compiler) if compiler is not None else None
         self._inverse = torch.full((), 1 / num_data, dtype=flat.values.dtype, device=flat.values.device)
 
     def __call__(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,9 +103,9 @@ class RowEnergies:
         """Return tensors with a leading axis of chains."""
         return {name: tensor[None] if self._chains is None else tensor for name, tensor in tensors.items()}
 
-    def _compile(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    def _compile(self, compiler: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
         mode = "reduce-overhead" if self._replays else None
-        compiled: Callable[..., tuple[Tensor, Tensor, Tensor]] = torch.compile(self._energies, dynamic=False, mode=mode)
+        compiled: Callable[..., tuple[Tensor, Tensor, Tensor]] = compiler(self._energies, dynamic=False, mode=mode)
         if not self._replays:
             return compiled
         for tensor in (self._flat.leaf, *self._others.values()):

@@ -25,9 +25,11 @@ from lightning_sgmcmc.datamodules import (
     MNISTDataModule,
     NotMNISTDataModule,
     SVHNDataModule,
+    images,
 )
 from lightning_sgmcmc.datamodules.augmentation import Augmentation, random_crop, random_erase, random_flip
 from lightning_sgmcmc.datamodules.images import Normalise, pixel_statistics
+from lightning_sgmcmc.files import megabytes
 from lightning_sgmcmc.samplers import SGLD
 from tests.support.configuration import configured_datamodule
 from tests.support.paths import DATA_ROOT as ROOT
@@ -344,10 +346,40 @@ def test_resident_parts_go_to_the_trainers_device_with_their_loader(tmp_path: Pa
     assert module.splits[0].inputs is first, "moved once"
     assert module.num_data == 40
 
-    module = prepared(CIFAR10DataModule(tmp_path, val_size=20, batch_size=20))
-    module.trainer = trainer_on("meta")
-    module.train_dataloader()
-    assert module.splits[0].inputs.device.type == "cpu", "only on request"
+
+def test_images_stay_on_a_device_by_default_where_they_are_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less than a quarter of the free memory, which a CPU does not have; decided and said once."""
+    write(tmp_path, "cifar10", colour_arrays())
+    free, said = {"meta": 0}, list[str]()
+    monkeypatch.setattr(images, "rank_zero_info", said.append)
+    monkeypatch.setattr(images, "free_memory", lambda device: free.get(device.type))
+
+    def fresh(**options: Any) -> CIFAR10DataModule:
+        return prepared(CIFAR10DataModule(tmp_path, val_size=20, batch_size=20, **options))
+
+    def place(module: Any, device: str) -> str:
+        module.trainer = trainer_on(device)
+        module.val_dataloader()
+        where: str = module.train_dataloader().dataset.device.type
+        return where
+
+    module = fresh()
+    size = sum(tensor.nbytes for part in module.splits for tensor in (part.inputs, part.targets))
+    free["meta"] = 4 * size
+    assert (place(module, "cpu"), place(module, "meta")) == ("cpu", "cpu"), "a quarter is too much"
+    free["meta"] += 1
+    assert place(module, "meta") == "cpu", "decided already"
+    assert place(fresh(device_resident=False), "meta") == "cpu"
+    assert said == []
+    assert place(fresh(), "meta") == "meta"
+    assert said == [
+        f"The images ({megabytes(size)}) are kept on meta, which has {megabytes(4 * size + 1)} free: "
+        "device_resident=False keeps them in the host's memory."
+    ]
+    with pytest.raises(TypeError, match="device_resident must be True, False or 'auto', got 'yes'"):
+        CIFAR10DataModule(tmp_path, device_resident="yes")
 
 
 def test_resident_batches_are_passed_on_as_they_are(tmp_path: Path) -> None:

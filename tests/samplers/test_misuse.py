@@ -136,7 +136,7 @@ PLANS: list[Mistake] = [
 
 MODULES: list[Mistake] = [
     (lambda: module(shared_batch="yes"), TypeError, "shared_batch must be True or False, got 'yes' of type str"),
-    (lambda: module(compile="no"), TypeError, "compile must be True or False, got 'no' of type str"),
+    (lambda: module(compile="no"), TypeError, "compile must be True, False or 'auto', got 'no' of type str"),
     (lambda: module(num_chains=None), TypeError, "num_chains must be a whole number, got None of type NoneType"),
     (lambda: module(lr=torch.tensor(0.1)), TypeError, "lr must be a number, got tensor(0.1000) of type Tensor"),
     (lambda: module(lr=[0.1, -1.0]), ValueError, "lr must be a finite number and not negative, got -1.0"),
