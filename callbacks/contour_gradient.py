@@ -214,7 +214,8 @@ class ContourGradient(StepClaimant):
     def _begin(self, run: _Run, partition: EnergyPartition, saved: dict[str, Any] | None = None) -> None:
         """Start the contour with an energy partition, and with the π of a checkpoint."""
         contour = Contour(partition, self.rules)
-        learner = ContourLearner(contour, self.step_size, run.group, self.interacting, self.exchange_every)
+        on_gpu = run.module.device.type == "cuda" and run.chains.compiled
+        learner = ContourLearner(contour, self.step_size, run.group, self.interacting, self.exchange_every, on_gpu)
         if saved is not None:
             learner.load_state_dict(saved)
         self._learner, self._record = learner, None

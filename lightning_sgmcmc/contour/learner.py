@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.contour.chain_group import ChainGroup
 from lightning_sgmcmc.contour.contour import Contour, ContourState, Location
+from lightning_sgmcmc.contour.kernels import ContourKernels
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.contour.rules import DecayingStepSize
 
@@ -21,6 +22,7 @@ class ContourLearner:
         chains: the chains that learn.
         interacting: one π for all chains of the run, learned by all; else each chain learns its own.
         exchange_every: number of updates between exchanges of interacting chains' energies.
+        compiled: whether to compile the functions of a step.
 
     Source: Deng et al. 2020 (CSGLD), Algorithm 1; Deng et al. 2022 (ICSGLD), Algorithm 1.
     """
@@ -32,6 +34,7 @@ class ContourLearner:
         chains: ChainGroup,
         interacting: bool = False,
         exchange_every: int = 1,
+        compiled: bool = False,
     ) -> None:
         self.contour = contour
         self.step_size = step_size
@@ -43,7 +46,7 @@ class ContourLearner:
         """The contour with the π of this process's chains."""
         self.updates = 0
         """Steps that were learned from."""
-        self._edges = contour.partition.edges(chains.device)
+        self._kernels = ContourKernels(contour, chains.device, compiled)
         self._waiting: list[Tensor] = []
         """Encoded energies that interacting chains have not exchanged yet, shape (C,) for each step."""
         self._clamped: Tensor | None = None
@@ -62,7 +65,7 @@ class ContourLearner:
         Raises:
             ValueError: if an energy in the host's memory is NaN.
         """
-        return self.contour.locate(self.learned.state, energy, temperature, self._edges)
+        return self._kernels.locate(self.learned.state, energy, temperature)
 
     def log_acceptance(self, location: Location, change: Tensor) -> Tensor:
         """Return ζ·(log Ψ(U) - log Ψ(U + change)), shape (C,): the log probability, if negative, of accepting a move
@@ -81,21 +84,19 @@ class ContourLearner:
             self._learn_together(location)
         else:
             step_size = self.step_size.at(self.updates)
-            self.contour.learn_(self.learned.state, location.index, location.log_density, step_size)
+            self._kernels.learn(self.learned.state, location, step_size)
         self._count_clamped(location.multiplier)
 
     def _learn_together(self, location: Location) -> None:
         """Exchange the encoded energies when it is time, and learn from those of all chains."""
-        self._waiting.append(self.contour.partition.encode(location.energy, location.index))
+        self._waiting.append(self._kernels.encode(location))
         if len(self._waiting) < self.exchange_every:
             return
         codes = self.chains.gather(torch.stack(self._waiting), 1)
         first = self.updates - len(self._waiting) + 1
         self._waiting = []
         for update, of_step in enumerate(codes, start=first):
-            everyone = self.locate(self.contour.partition.decode(of_step))
-            step_size = self.step_size.at(update)
-            self.contour.learn_(self.learned.state, everyone.index, everyone.log_density, step_size)
+            self._kernels.learn_coded(self.learned.state, of_step, self.step_size.at(update))
 
     def _count_clamped(self, multiplier: Tensor) -> None:
         rules = self.contour.rules
