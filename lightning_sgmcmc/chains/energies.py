@@ -126,15 +126,15 @@ class ChainEnergies:
 
     def _of_rows(self, rows: RowEnergies, batch: Any, keeps_each: bool, looks: bool) -> StepEnergy:
         try:
-            potential, log_prior, each = rows(batch)
+            potential, (mean_potential, log_prior), each = rows(batch)
         except RuntimeError as error:
             raise self._refusal(error) from error
         if looks and self.first_batches is not None:
             self.first_batches.after(each)
-        each, size = each.detach(), each.shape[-1]
+        size = each.shape[-1]
         if self._chains is None:
-            potential, log_prior, each = potential[0], log_prior[0], each[0]
-        return StepEnergy(potential, log_prior.detach(), each.clone() if keeps_each else None, size)
+            mean_potential, log_prior, each = mean_potential[0], log_prior[0], each[0]
+        return StepEnergy(potential, log_prior, each.clone() if keeps_each else None, size, mean_potential)
 
     def _log_prior(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return log p(θ) of the chain whose parameters the model holds; collecting them by name is slow."""

@@ -9,11 +9,13 @@ from torch.optim import Optimizer
 
 from lightning_sgmcmc.chains.claims import Claims
 from lightning_sgmcmc.chains.energies import ChainEnergies
-from lightning_sgmcmc.chains.stacked import StackedChains, clip_each_chain, clip_together
+from lightning_sgmcmc.chains.stacked import StackedChains, clip_each_chain
 from lightning_sgmcmc.chains.state import Accumulation, Pulse
+from lightning_sgmcmc.compiling import Compile, is_compiled
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.flat import FlatParameters
+from lightning_sgmcmc.samplers.fused import clip_rows, compiled
 
 
 class ChainGradients:
@@ -26,7 +28,7 @@ class ChainGradients:
 
     model: EnergyModel
     num_chains: int
-    compiled: bool
+    compiled: Compile
     stacked: StackedChains | None
     trainable: dict[str, Tensor]
     energies: ChainEnergies | None
@@ -56,9 +58,10 @@ class ChainGradients:
         self.unflatten(sampler)
         wrapped = isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
         groups = [group["params"] for group in sampler.param_groups]
-        gains = self.stacked is not None or (self.compiled and self.model.device.type == "cuda")
+        fused = self.model.device.type == "cuda" and is_compiled(self.compiled, self.model.device)
+        gains = self.stacked is not None or fused
         if gains and not wrapped and FlatParameters.suits([p for group in groups for p in group]):
-            self.flat = sampler.flat = FlatParameters(groups, self.num_chains)
+            self.flat = sampler.flat = FlatParameters(groups, self.num_chains, fused)
 
     def unflatten(self, sampler: Sampler | None) -> None:
         """Give the sampled parameters memory of their own, at a fit's end."""
@@ -87,6 +90,8 @@ class ChainGradients:
     def gather_gradients(self) -> None:
         """Gather the gradients after a backward pass; correct them once the batch is complete."""
         self.pulse.count += 1
+        if self.flat is not None and self._arrive_in_rows:
+            self.flat.collect_gradient()
         if not self.accumulation.batch_complete:
             return
         collects = self.energies is not None and self.energies.collects
@@ -132,7 +137,9 @@ class ChainGradients:
 
         On a CPU a chain's norm is that of its tensors' norms, bit for bit as alone.
         """
-        if self.flat is not None and self.flat.holds_gradients and self.flat.gradients.device.type != "cpu":
-            clip_together([self.flat.gradients], limit)
+        if self.flat is not None and self.flat.fused and self.flat.holds_gradients:
+            compiled(clip_rows)(self.flat.gradients, limit)
+        elif self.flat is not None and self.flat.holds_gradients and self.flat.gradients.device.type != "cpu":
+            clip_rows(self.flat.gradients, limit)
         else:
             clip_each_chain(self._of_parameters(), limit)

@@ -1,7 +1,7 @@
 """Energies of all chains as one function of their parameters in rows of one tensor, which torch can compile."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,20 @@ from lightning_sgmcmc.chains.stateless import StatelessCall, state_of
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.samplers.flat import FlatParameters
+
+
+class Found(NamedTuple):
+    """The energies of a batch. Where a graph is replayed, the next call overwrites the first and the last.
+
+    Attributes:
+        potential: Ũ/N with its graph, shape (C,).
+        numbers: Ũ/N and log p(θ), shape (2, C).
+        each: log p(y|x,θ) of each datum, shape (C, n).
+    """
+
+    potential: Tensor
+    numbers: Tensor
+    each: Tensor
 
 
 class RowEnergies:
@@ -54,13 +68,11 @@ class RowEnergies:
         if self._own_prior is None and (compiler is not None or flat.values.device.type != "cpu"):
             self._of_rows = model.prior.of_rows(self._with_axis(dict(zip(self._names, flat.parameters, strict=True))))
         self._replays = compiler is not None and flat.values.device.type == "cuda"
-        self._compiled = self._compile(compiler) if compiler is not None else None
         self._inverse = torch.full((), 1 / num_data, dtype=flat.values.dtype, device=flat.values.device)
+        self._compiled = self._compile(compiler) if compiler is not None else None
 
-    def __call__(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return Ũ/N with its graph and log p(θ), each of shape (C,), and log p(y|x,θ) of each datum, shape (C, n).
-
-        The last is overwritten by the next call where a graph is replayed.
+    def __call__(self, batch: Any) -> Found:
+        """Return the energies of a batch.
 
         Args:
             batch: a `ChainBatches`, or one batch for all chains.
@@ -70,8 +82,9 @@ class RowEnergies:
             batch = batch.stacked() if self._chains is not None else batch[0]
         axis = 0 if own and self._chains is not None else None
         if self._compiled is None:
-            return self._energies(self._flat.leaf, self._others, batch, axis, 1 / self._num_data)
-        return self._compiled(self._flat.leaf, self._others, batch, axis, self._inverse)
+            return Found(*self._energies(self._flat.leaf, self._others, batch, axis, 1 / self._num_data))
+        potential, numbers, each = self._compiled(self._flat.leaf, self._others, batch, axis, self._inverse)
+        return Found(potential, numbers.clone(), each)
 
     def _energies(
         self, leaf: Tensor, others: Mapping[str, Tensor], batch: Any, batch_axis: int | None, inverse: Tensor | float
@@ -85,8 +98,10 @@ class RowEnergies:
         check_shape(each, chains=True)
         log_prior, mean = self._log_prior(leaf, named, others), each.mean(-1)
         if isinstance(inverse, Tensor):
-            return torch.addcmul(mean, log_prior, inverse).neg(), log_prior, each
-        return torch.add(mean, log_prior, alpha=inverse).neg(), log_prior, each
+            potential = torch.addcmul(mean, log_prior, inverse).neg()
+        else:
+            potential = torch.add(mean, log_prior, alpha=inverse).neg()
+        return potential, torch.stack([potential.detach(), log_prior.detach()]), each.detach()
 
     def _log_prior(self, leaf: Tensor, named: dict[str, Tensor], others: Mapping[str, Tensor]) -> Tensor:
         if self._own_prior is not None:
@@ -108,13 +123,12 @@ class RowEnergies:
         compiled: Callable[..., tuple[Tensor, Tensor, Tensor]] = compiler(self._energies, dynamic=False, mode=mode)
         if not self._replays:
             return compiled
-        for tensor in (self._flat.leaf, *self._others.values()):
+        for tensor in (self._flat.leaf, self._inverse, *self._others.values()):
             torch._dynamo.mark_static_address(tensor)
 
         def replayed(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
             # A CUDA graph writes its outputs and buffers to the same memory at every step.
             torch.compiler.cudagraph_mark_step_begin()
-            potential, log_prior, each = compiled(*arguments)
-            return potential.clone(), log_prior.detach().clone(), each
+            return compiled(*arguments)
 
         return replayed

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.samplers.flat import FlatParameters
-from lightning_sgmcmc.tensors import along_first_axis, as_rows
 
 Home = tuple[dict[str, Any], str]
 """Where a module keeps a tensor: the dictionary and the key."""
@@ -214,17 +213,6 @@ def clip_each_chain(gradients: Sequence[Tensor], limit: float) -> None:
         gradients: tensors with a leading chain axis.
         limit: the largest norm of one chain's gradient over all tensors.
     """
-    if gradients[0].device.type == "cpu":
-        for pieces in zip(*(gradient.unbind(0) for gradient in gradients), strict=True):
-            norm = nn.utils.get_total_norm(pieces)
-            torch._foreach_mul_(list(pieces), (limit / (norm + 1e-6)).clamp(max=1.0))
-        return
-    clip_together(gradients, limit)
-
-
-def clip_together(gradients: Sequence[Tensor], limit: float) -> None:
-    """Do the work of `clip_each_chain` for all chains at once, with few calls; equal up to rounding."""
-    norms = [torch.linalg.vector_norm(as_rows(gradient, len(gradient)), dim=1) for gradient in gradients]
-    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
-    factor = (limit / norm.add_(1e-6)).clamp_(max=1.0)
-    torch._foreach_mul_(list(gradients), [along_first_axis(factor, g.dim()) for g in gradients])
+    for pieces in zip(*(gradient.unbind(0) for gradient in gradients), strict=True):
+        norm = nn.utils.get_total_norm(pieces)
+        torch._foreach_mul_(list(pieces), (limit / (norm + 1e-6)).clamp(max=1.0))

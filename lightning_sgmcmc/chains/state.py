@@ -19,12 +19,14 @@ class StepEnergy:
         log_prior: log p(θ), detached, with the same shape.
         log_likelihood: log p(y|x,θ) for each datum, detached, shape (n,) or (C, n); None unless requested.
         batch_size: n, data of each chain in this process.
+        number: Ũ/N without its graph, in memory that the next call does not overwrite; None is `mean_potential`'s.
     """
 
     mean_potential: Tensor
     log_prior: Tensor
     log_likelihood: Tensor | None
     batch_size: int
+    number: Tensor | None = None
 
 
 @dataclass
@@ -102,7 +104,7 @@ class ObservedEnergy:
         """
         self.log_prior, self.log_likelihood = step.log_prior, step.log_likelihood
         self.batch_size = step.batch_size
-        potential = step.mean_potential.detach()
+        potential = step.mean_potential.detach() if step.number is None else step.number
         if position == 0:
             self.mean_potential = potential
         else:

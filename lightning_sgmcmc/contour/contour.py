@@ -190,7 +190,9 @@ class Contour:
         if rules.floor > 0:
             log_vector.clamp_(min=math.log(rules.floor))
         # A compiled loop cannot skip a step without learning, so it passes ω = 0: this counts no visit.
-        ones = (step_size > 0).long().expand_as(index) if isinstance(step_size, Tensor) else torch.ones_like(index)
+        ones = torch.ones_like(index)
+        if isinstance(step_size, Tensor):
+            ones = ones * (step_size > 0)
         if visits.dim() == 1:
             visits.scatter_add_(0, index, ones)
         else:

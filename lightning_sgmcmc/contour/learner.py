@@ -89,6 +89,9 @@ class ContourLearner:
 
     def _learn_together(self, location: Location) -> None:
         """Exchange the encoded energies when it is time, and learn from those of all chains."""
+        if self.exchange_every == 1 and not self.chains.is_spread:
+            self._kernels.learn_together(self.learned.state, location, self.step_size.at(self.updates))
+            return
         self._waiting.append(self._kernels.encode(location))
         if len(self._waiting) < self.exchange_every:
             return

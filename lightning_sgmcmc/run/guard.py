@@ -94,12 +94,14 @@ class EnergyGuard:
         self._looks_at_gradients = not self._stops or (self._shares_gradients and not on_cuda)
         persistent = {name for name in self._model.state_dict() if not is_prior_state(name)}
         self._buffers = [b for name, b in self._model.named_buffers() if name in persistent]
-        self._kept = [b.clone() for b in self._buffers]
+        # A deferred check finds a bad step too late to undo it; a loss scaler undoes steps all the same.
+        self._undoes = self._deferred is None or self.has_scaler
+        self._kept = [b.clone() for b in self._buffers] if self._undoes else []
 
     def begin(self, batch: Any) -> None:
         """Save the state that a step changes before its update: BatchNorm's running statistics."""
         self._batch = batch
-        if self._buffers:
+        if self._kept:
             _copy(self._kept, self._buffers)
 
     def allows_update(self) -> bool:
@@ -216,7 +218,7 @@ class EnergyGuard:
             logger.log_metrics({"sampler/skipped_steps": counters.skipped_steps}, step=self._trainer.global_step)
 
     def _undo(self) -> None:
-        if self._buffers:
+        if self._kept:
             _copy(self._buffers, self._kept)
         self._chains.observed.mean_potential = self._last_potential
 

@@ -63,9 +63,11 @@ class FlatParameters:
         groups: the parameters of each parameter group, in the order of the columns; with C > 1 each has a leading axis
             of size C.
         num_chains: C.
+        fused: whether a step's functions of the rows are compiled, each to a kernel or two.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Tensor]], num_chains: int) -> None:
+    def __init__(self, groups: Sequence[Sequence[Tensor]], num_chains: int, fused: bool = False) -> None:
+        self.fused = fused
         self.parameters = [p for group in groups for p in group]
         first = self.parameters[0]
         self.sizes = [p.numel() // num_chains for p in self.parameters]
@@ -75,8 +77,9 @@ class FlatParameters:
         self.gradients = torch.zeros_like(self.values)
         """Their gradients, shape (C, P)."""
         self.leaf = self.values.detach().requires_grad_()
-        """The same numbers as a leaf of autograd, whose gradient is `gradients`."""
-        self.leaf.grad = self.gradients
+        """The same numbers as a leaf of autograd; `collect_gradient` moves its gradient to `gradients`."""
+        self._is_clear = True
+        """Whether `gradients` stand for zero, whatever their numbers."""
         whole = FlatGroup(self.parameters, self.values, self.gradients)
         with torch.no_grad():
             for parameter, view in zip(self.parameters, whole.pieces(self.values), strict=True):
@@ -129,10 +132,25 @@ class FlatParameters:
             elif parameter.grad is not view:
                 view.copy_(parameter.grad)
         self.attach_gradients()
+        self._is_clear = False
 
     def clear_gradients(self) -> None:
-        """Set all gradients to zero."""
-        self.gradients.zero_()
+        """Let the next gradient replace the present ones."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.leaf.grad = None
+        self._is_clear = True
+
+    def collect_gradient(self) -> None:
+        """Add the leaf's gradient to `gradients` after a backward pass."""
+        fresh, self.leaf.grad = self.leaf.grad, None
+        if fresh is None:
+            return
+        if self._is_clear:
+            self.gradients.copy_(fresh)
+        else:
+            self.gradients.add_(fresh)
+        self._is_clear = False
         self.attach_gradients()
 
     # -- the end ------------------------------------------------------------------------------------------------------

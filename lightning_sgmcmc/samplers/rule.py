@@ -119,6 +119,10 @@ class UpdateRule(Optimizer):
         """Return the group of which `params` are all parameters as one tensor; None for ordinary parameters."""
         return None if self.flat is None else self.flat.group_of(params)
 
+    def _is_fused(self, params: Sequence[Tensor]) -> bool:
+        """Return whether `params` are rows whose step is to be one compiled function."""
+        return self.flat is not None and self.flat.fused and self._flat_group(params) is not None
+
     def _each(self, params: Sequence[Tensor], tensors: list[Tensor]) -> list[Tensor]:
         """Return views of `tensors`, shaped as `params`, with one for each parameter."""
         flat = self._flat_group(params)

@@ -1,7 +1,7 @@
 """The stochastic gradient Nosé-Hoover thermostat."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -90,7 +90,7 @@ class SGNHT(Sampler):
             self._add(velocities, noise, square_root(self._noise_variance(group, group["friction"])))
         torch._foreach_add_(params, velocities)
         if noise is not None:
-            excess = self._mean_square(self._each(params, velocities)) - temperature * lr / self.num_data
+            excess = self._mean_square(params, velocities) - temperature * lr / self.num_data
             thermostat.add_(excess / group["thermal_inertia"])
 
     def law(self, group: dict[str, Any]) -> StepLaw:
@@ -104,11 +104,12 @@ class SGNHT(Sampler):
             gradient_noise_allowance=math.inf,
         )
 
-    def _mean_square(self, velocities: list[Tensor]) -> Tensor:
+    def _mean_square(self, params: Sequence[Tensor], velocities: list[Tensor]) -> Tensor:
         """Return the mean of v² over all coordinates of each chain, shape (C,)."""
         count = sum(v.numel() for v in velocities) // self.num_chains
         if velocities[0].device.type != "cpu":
             return torch.stack([as_rows(v, self.num_chains).square().sum(1) for v in velocities]).sum(0) / count
         # Bit for bit as each chain alone.
+        velocities = self._each(params, velocities)
         chains = [velocities] if self.num_chains == 1 else zip(*(v.unbind(0) for v in velocities), strict=True)
         return torch.stack([torch.stack(torch._foreach_norm(list(own))).square_().sum() for own in chains]) / count
