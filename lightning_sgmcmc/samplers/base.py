@@ -240,6 +240,9 @@ class Sampler(UpdateRule):
         """
         saved = checked_state(state_dict, type(self).__name__, self.num_chains, self.param_groups)
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "sampler"})
+        for group in self.param_groups:  # torch moves the state only, and a checkpoint's tensors are on the CPU
+            device = group["params"][0].device
+            group.update({name: value.to(device) for name, value in group.items() if isinstance(value, Tensor)})
         self.step_count = saved["step_count"]
         self._noise.load_state_dict(saved["noise"])
 
