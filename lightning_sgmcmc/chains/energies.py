@@ -64,7 +64,8 @@ class ChainEnergies:
         if is_compiled(compiled, model.device) and not (compiled == "auto" and model._compiled_net):
             name = f"the network of {type(model).__name__}"
             compiler = partial(compiled_if_possible, name) if compiled == "auto" else torch.compile
-        self._replays = compiler is not None and model.device.type == "cuda"
+        self.replays = compiler is not None and model.device.type == "cuda"
+        """Whether compiled code is replayed as CUDA graphs."""
         self._kept: dict[Tensor, Tensor] = {}
         self._rows: RowEnergies | None = None
         if flat is not None and (self._vmapped or chains is None):
@@ -108,7 +109,7 @@ class ChainEnergies:
         through_stack = self.through_stack if through_stack is None else through_stack
         if self._rows is not None and not through_stack:
             return self._of_rows(self._rows, batch, keeps_each, looks)
-        if self._replays:
+        if self.replays:
             # A CUDA graph writes its outputs and buffers to the same memory at every step. Once a step: a mark between
             # chains would give up the memory in which the backward pass of the chains before expects its inputs.
             torch.compiler.cudagraph_mark_step_begin()
@@ -212,9 +213,9 @@ class ChainEnergies:
 
     def _compile(self, compiler: Callable[..., Any]) -> Callable[..., Tensor]:
         function = self._vmap_of_network if self._vmapped else self._call.call
-        mode = "reduce-overhead" if self._replays else None
+        mode = "reduce-overhead" if self.replays else None
         compiled: Callable[..., Tensor] = compiler(function, dynamic=False, mode=mode)
-        if not self._replays:
+        if not self.replays:
             return compiled
 
         def replayed(named: dict[str, Tensor], *rest: Any) -> Tensor:
@@ -231,7 +232,7 @@ class ChainEnergies:
 
         The graph overwrites its outputs at each replay, so already at the next micro-batch.
         """
-        if not self._replays:
+        if not self.replays:
             return
         for parameter in parameters:
             if parameter.requires_grad:

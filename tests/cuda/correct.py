@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.chains.graphs import graphs_kept
 from tests.cuda.case import Case, build, fit
 from tests.cuda.stand_in import StandIn
 
@@ -82,11 +83,29 @@ def loop_and_vmap_agree(device: StandIn) -> None:
         assert _largest_difference(reference, state) < 1e-4, settings
 
 
+def frees_its_graphs(device: StandIn) -> None:
+    """A fit frees its graphs' memory at the end; one without graphs leaves other compiled code alone."""
+    short = dataclasses.replace(SMALL, schedule="sampling", steps=5, chains=2)
+    for compiled, resets in ((False, 0), (True, 1)):
+        with tempfile.TemporaryDirectory() as folder:
+            fit(device, dataclasses.replace(short, compile=compiled), Path(folder))
+        assert device.graphs.resets == resets
+        assert not device.graphs.used
+    with graphs_kept():
+        for _ in range(2):
+            with tempfile.TemporaryDirectory() as folder:
+                fit(device, short, Path(folder))
+        assert device.graphs.resets == 1
+        assert device.graphs.used
+    assert device.graphs.resets == 2
+
+
 CHECKS: dict[str, Callable[[StandIn], Any]] = {
     check.__name__: check
     for check in (
         starts_on_the_device_are_drawn_by_chain,
         loop_and_vmap_agree,
+        frees_its_graphs,
         resumes_with_an_lr_for_each_chain,
         resumes_with_contour_and_all_callbacks,
         resumes_replica_exchange,
