@@ -18,7 +18,10 @@ from lightning_sgmcmc.run.loggers import is_logged, log_scalars
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.base import Control
 from lightning_sgmcmc.seeding import derive_seed
-from lightning_sgmcmc.tensors import as_rows
+from lightning_sgmcmc.tensors import as_rows, sent
+
+ATTEMPTS_DRAWN = 64
+"""Attempts whose uniform numbers are drawn and sent to the device at once; the numbers do not depend on it."""
 
 
 class ReplicaExchange(StepClaimant):
@@ -110,6 +113,10 @@ class ReplicaExchange(StepClaimant):
         self._variance: Tensor | None = None
         """σ̂² of each pair of slots, shape (ladders, R-1)."""
         self._replacement = False
+        self._chances: tuple[int, Tensor] | None = None
+        """The numbers of a block of attempts, and the block."""
+        self._tried: list[Tensor] = []
+        """The pairs of even and of odd attempts."""
         self._tally: Tensor | None = None
         """Attempts and swaps of each pair since the last log, shape (2, R-1)."""
         self._base: list[tuple[Control, Control]] = []
@@ -164,6 +171,7 @@ class ReplicaExchange(StepClaimant):
         }
         chains = module.chains.layout.total_chains
         self._order = torch.arange(chains, device=device).view(-1, len(self.temperatures))
+        self._tried = [attempted_pairs(attempt, len(self.temperatures)).to(device) for attempt in range(2)]
         self._tally = torch.zeros(2, len(self.temperatures) - 1, device=device)
         if self._restored is not None:
             self._attempts = self._restored["attempts"]
@@ -222,9 +230,8 @@ class ReplicaExchange(StepClaimant):
         energy = layout.mean_over_data(observed.corrected(self.include_prior))
         energies = layout.gather(energy)[self._order]
         variance = self._known_variance()
-        generator = torch.Generator().manual_seed(derive_seed(self._sampler.seed, "exchange", self._attempts))
-        chances = torch.rand(len(energies), energies.shape[1] - 1, generator=generator).log().to(energies.device)
-        tried = attempted_pairs(self._attempts, energies.shape[1]).to(energies.device)
+        chances = self._log_uniforms(*energies.shape, device=energies.device)
+        tried = self._tried[self._attempts % len(self._tried)]
         slots = temperature * self._slots["temperature"]
         log_rate = log_swap_rate(
             energies[:, :-1], energies[:, 1:], slots[:-1], slots[1:], variance, correction=self.correction
@@ -233,6 +240,17 @@ class ReplicaExchange(StepClaimant):
         self._order = swapped(self._order, accepted)
         self._tally += torch.stack([tried.float() * len(energies), accepted.float().sum(0)])
         self._attempts += 1
+
+    def _log_uniforms(self, ladders: int, slots: int, device: torch.device) -> Tensor:
+        """Return logarithms of uniform numbers for this attempt, functions of (seed, attempt), shape (ladders, R-1)."""
+        block, place = divmod(self._attempts, ATTEMPTS_DRAWN)
+        if self._chances is None or self._chances[0] != block:
+            rows = []
+            for attempt in range(block * ATTEMPTS_DRAWN, (block + 1) * ATTEMPTS_DRAWN):
+                generator = torch.Generator().manual_seed(derive_seed(self._sampler.seed, "exchange", attempt))
+                rows.append(torch.rand(ladders, slots - 1, generator=generator))
+            self._chances = (block, sent(torch.stack(rows).log(), device))
+        return self._chances[1][place]
 
     def _known_variance(self) -> Tensor | float:
         """Return σ̂² for the pairs of slots, shape (ladders, R-1), or the given number."""
@@ -309,7 +327,7 @@ class ReplicaExchange(StepClaimant):
         """Drop the run, so that module and callback can be copied and pickled."""
         if self._hook is not None:
             self._hook.remove()
-            self._hook = None
+            self._hook = self._chances = None
             self._module.chains.claims.release(self)
 
     def state_dict(self) -> dict[str, Any]:

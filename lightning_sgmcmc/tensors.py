@@ -61,6 +61,13 @@ def for_each_tensor(factor: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [along_first_axis(factor, tensor.dim()) for tensor in tensors]
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a CPU tensor on a device, or itself on a CPU; the host does not wait for a CUDA device."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def square_root(value: Control) -> Control:
     """Return √value of a number or of a tensor."""
     return value.sqrt() if isinstance(value, Tensor) else math.sqrt(value)

@@ -14,6 +14,7 @@ from lightning_sgmcmc.chains.claims import Claims
 from lightning_sgmcmc.chains.energies import ChainEnergies, Execution
 from lightning_sgmcmc.chains.first_batches import FirstBatches
 from lightning_sgmcmc.chains.gradients import ChainGradients
+from lightning_sgmcmc.chains.graphs import free_graphs
 from lightning_sgmcmc.chains.layout import ChainLayout, layout_of
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.starts import ChainStart, check_start, start_chain
@@ -243,8 +244,11 @@ class Chains(ChainGradients):
         self.energies.through_stack = wrapped and self.stacked is not None
 
     def end_energies(self) -> None:
-        """Drop the objects of a fit, so that the model can be copied and pickled."""
+        """Drop the objects of a fit, so that the model can be copied and pickled, and free its CUDA graphs."""
+        replayed = self.energies is not None and self.energies.replays
         self.energies = None
+        if replayed:
+            free_graphs()
         self.claims.clear()
 
     def potential_energy(self, batch: Any, num_data: int) -> Tensor:

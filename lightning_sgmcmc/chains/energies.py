@@ -13,7 +13,7 @@ from lightning_sgmcmc.chains.row_energies import RowEnergies
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.starts import layer_at_fault
 from lightning_sgmcmc.chains.state import StepEnergy
-from lightning_sgmcmc.chains.stateless import StatelessCall, state_of
+from lightning_sgmcmc.chains.stateless import StatelessCall, homes_of
 from lightning_sgmcmc.compiling import Compile, compiled_if_possible, is_compiled
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
 from lightning_sgmcmc.priors.state import prior_state
@@ -64,12 +64,14 @@ class ChainEnergies:
         if is_compiled(compiled, model.device) and not (compiled == "auto" and model._compiled_net):
             name = f"the network of {type(model).__name__}"
             compiler = partial(compiled_if_possible, name) if compiled == "auto" else torch.compile
-        self._replays = compiler is not None and model.device.type == "cuda"
+        self.replays = compiler is not None and model.device.type == "cuda"
+        """Whether compiled code is replayed as CUDA graphs."""
         self._kept: dict[Tensor, Tensor] = {}
         self._rows: RowEnergies | None = None
         if flat is not None and (self._vmapped or chains is None):
             self._rows = RowEnergies(model, chains, flat, num_data, compiler)
         self._network = self._compile(compiler) if compiler is not None and self._rows is None else None
+        self._homes = homes_of(model) if self._network is not None and chains is None else {}
         self.first_batches: FirstBatches | None = None
         """Checks a fit's first batches; None outside a fit."""
         self.through_stack = False
@@ -107,6 +109,10 @@ class ChainEnergies:
         through_stack = self.through_stack if through_stack is None else through_stack
         if self._rows is not None and not through_stack:
             return self._of_rows(self._rows, batch, keeps_each, looks)
+        if self.replays:
+            # A CUDA graph writes its outputs and buffers to the same memory at every step. Once a step: a mark between
+            # chains would give up the memory in which the backward pass of the chains before expects its inputs.
+            torch.compiler.cudagraph_mark_step_begin()
         if chains is None:
             each, log_prior = self._of_network(None, batch), self._log_prior(self._of_prior)
             # A compiled network's mean over the last axis and a plain one's over all differ in rounding.
@@ -169,8 +175,8 @@ class ChainEnergies:
         return log_likelihood
 
     def _named(self, tensors: Sequence[Tensor] | None) -> dict[str, Tensor]:
-        if tensors is None or self._chains is None:
-            return state_of(self._model)
+        if tensors is None or self._chains is None:  # collecting them by name is slow
+            return {name: home[key] for name, (home, key) in self._homes.items() if home[key] is not None}
         return dict(zip(self._chains.names, tensors, strict=True))
 
     # -- all at once --------------------------------------------------------------------------------------------------
@@ -207,14 +213,12 @@ class ChainEnergies:
 
     def _compile(self, compiler: Callable[..., Any]) -> Callable[..., Tensor]:
         function = self._vmap_of_network if self._vmapped else self._call.call
-        mode = "reduce-overhead" if self._replays else None
+        mode = "reduce-overhead" if self.replays else None
         compiled: Callable[..., Tensor] = compiler(function, dynamic=False, mode=mode)
-        if not self._replays:
+        if not self.replays:
             return compiled
 
         def replayed(named: dict[str, Tensor], *rest: Any) -> Tensor:
-            # A CUDA graph writes its outputs and buffers to the same memory at every step.
-            torch.compiler.cudagraph_mark_step_begin()
             for tensor in named.values():
                 if not hasattr(tensor, "_dynamo_static_input_type"):
                     torch._dynamo.mark_static_address(tensor)
@@ -228,7 +232,7 @@ class ChainEnergies:
 
         The graph overwrites its outputs at each replay, so already at the next micro-batch.
         """
-        if not self._replays:
+        if not self.replays:
             return
         for parameter in parameters:
             if parameter.requires_grad:

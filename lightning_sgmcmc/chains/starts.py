@@ -74,8 +74,9 @@ def start_chain(
         for tensor, value in _fitting(model, read_state(start[chain], chain), chain, total):
             tensor.copy_(value)
     elif start == "own" and chain > 0:
-        with torch.random.fork_rng([]):
-            reseed(derive_seed(seed, "start", chain))
+        device = next(model.parameters()).device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            reseed(derive_seed(seed, "start", chain), device)
             initialise(chain)
 
 

@@ -18,6 +18,16 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
+def homes_of(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """Return the dictionary in which a submodule keeps each tensor of `state_of`, and its key there, by name."""
+    homes: dict[str, tuple[dict[str, Any], str]] = {}
+    for name in state_of(module):
+        path, _, key = name.rpartition(".")
+        part = module.get_submodule(path)
+        homes[name] = (part._parameters if key in part._parameters else part._buffers, key)
+    return homes
+
+
 def network_state(module: nn.Module) -> dict[str, Tensor]:
     """Return what `state_of` returns, without the tensors of the prior: what samples and stores have."""
     return {name: tensor for name, tensor in state_of(module).items() if not is_prior_state(name)}

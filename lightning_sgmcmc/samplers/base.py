@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_count, check_flag
-from lightning_sgmcmc.samplers.checks import check_initial_control, check_parameters, checked_state
+from lightning_sgmcmc.samplers.checks import check_initial_control, check_parameters, checked_state, torch_state
 from lightning_sgmcmc.samplers.flat import FlatParameters
 from lightning_sgmcmc.samplers.noise import ChainNoise
 from lightning_sgmcmc.samplers.rule import UpdateRule, is_elementwise
@@ -239,7 +239,7 @@ class Sampler(UpdateRule):
                 other name patterns of its groups.
         """
         saved = checked_state(state_dict, type(self).__name__, self.num_chains, self.param_groups)
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "sampler"})
+        super().load_state_dict(torch_state(state_dict, self.param_groups))
         self.step_count = saved["step_count"]
         self._noise.load_state_dict(saved["noise"])
 

@@ -1,4 +1,4 @@
-"""Checks of a sampler's arguments and of saved states."""
+"""Checks of a sampler's arguments, and saved states."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -68,3 +68,20 @@ def checked_state(
             "name patterns, in the same order"
         )
     return saved
+
+
+def torch_state(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return torch's part of a saved state, with the groups' tensors on the devices of the parameters.
+
+    Torch moves the state of the parameters only, and a checkpoint's tensors are on the CPU.
+
+    Args:
+        state: a sampler's `state_dict()`.
+        groups: the parameter groups of the sampler that continues from it.
+    """
+    devices = [group["params"][0].device for group in groups]
+    moved = [
+        {name: value.to(device) if isinstance(value, Tensor) else value for name, value in group.items()}
+        for group, device in zip(state["param_groups"], devices, strict=True)
+    ]
+    return {key: value for key, value in state.items() if key != "sampler"} | {"param_groups": moved}

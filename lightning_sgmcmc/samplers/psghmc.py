@@ -93,9 +93,8 @@ class pSGHMC(PreconditionedSampler):
         torch._foreach_copy_(out, squares)
         torch._foreach_div_(out, max(1 - group["alpha"] ** group["averaged"], 1e-12))
         each = self._each(params, out)
-        sums = torch.stack([as_rows(tensor, self.num_chains).sum(1) for tensor in each])
-        counts = sums.new_tensor([tensor.numel() // self.num_chains for tensor in each])
-        floors = (sums / counts[:, None]).sqrt_().mul_(group["floor"]).add_(1e-8)
+        means = torch.stack([as_rows(tensor, self.num_chains).mean(1) for tensor in each])
+        floors = means.sqrt_().mul_(group["floor"]).add_(1e-8)
         torch._foreach_sqrt_(out)
         for tensor, floor in zip(each, floors, strict=True):
             tensor.add_(along_first_axis(floor, tensor.dim()) if self.num_chains > 1 else floor[0])

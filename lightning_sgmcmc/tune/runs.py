@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.callbacks import ContourGradient, SamplerCallback
 from lightning_sgmcmc.callbacks.schedule import FirstStage, RunLength, Schedule, epoch_length, schedule_of
+from lightning_sgmcmc.chains.graphs import graphs_kept
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.strategy import ChainStrategy
 from lightning_sgmcmc.module import BayesianModule
@@ -185,7 +186,8 @@ class ShortRuns:
         seed, trainable = module.chains.seed, module.chains.trainable
         training = module.training
         try:
-            yield
+            with graphs_kept():
+                yield
         finally:
             self.set_state(kept)
             for name, value in plain.items():

@@ -18,7 +18,7 @@ from tests.cuda.record import Record
 from tests.cuda.stand_in import StandIn
 from tests.cuda.trainer import stand_in_trainer
 
-STEPS, ORDINARY, LOG_EVERY, LOGGED, DRAWN = 11, 7, 5, 10, 11
+STEPS, ORDINARY, LOG_EVERY, LOGGED, DRAWN = 6, 3, 5, 5, 6
 """A fit's steps, and the one of each kind; batches 1, 2, 4, 8, … are looked at by `FirstBatches`."""
 BATCHES, CLASSES = 40, 10
 
@@ -56,6 +56,7 @@ class Case:
     lr_each: bool = False
     nonfinite: str = "stop"
     schedule: str = "cyclical"
+    """Or "sampling": a sample every five steps, at the module's temperature."""
     steps: int = STEPS
     seed: int = 1
     extra: dict[str, Any] = field(default_factory=dict)
@@ -150,9 +151,9 @@ def callbacks_for(case: Case, folder: Path) -> list[pl.Callback]:
     """Return the callbacks of a fit."""
     made: list[pl.Callback] = []
     if case.schedule == "cyclical" and not case.replica_exchange:
-        made.append(callbacks.CyclicalSchedule(num_cycles=1, exploration=0.5, samples_per_cycle=1))
+        made.append(callbacks.CyclicalSchedule(num_cycles=1, exploration=0.3, samples_per_cycle=1))
     else:
-        made.append(callbacks.SamplingSchedule(every_n_steps=case.steps))
+        made.append(callbacks.SamplingSchedule(every_n_steps=LOG_EVERY))
     if case.contour or case.interacting:
         rules = ContourRules(zeta=0.75)
         made.append(
@@ -180,7 +181,14 @@ def callbacks_for(case: Case, folder: Path) -> list[pl.Callback]:
     return made
 
 
-def fit(device: StandIn, case: Case, folder: Path, resumed: Path | None = None, **options: Any) -> Fit:
+def fit(
+    device: StandIn,
+    case: Case,
+    folder: Path,
+    resumed: Path | None = None,
+    module: BayesianModule | None = None,
+    **options: Any,
+) -> Fit:
     """Run `Trainer.fit` on the stand-in.
 
     Args:
@@ -188,9 +196,11 @@ def fit(device: StandIn, case: Case, folder: Path, resumed: Path | None = None, 
         case: the settings.
         folder: where samples and checkpoints go.
         resumed: a checkpoint to continue from.
+        module: the module, if it is not the case's own.
         options: the trainer's other arguments.
     """
-    module, steps = build(case), Steps(device.record)
+    module = build(case) if module is None else module
+    steps = Steps(device.record)
     own = module.configure_callbacks
     module.configure_callbacks = lambda: [*own(), steps]  # type: ignore[method-assign]
     quiet: dict[str, Any] = {

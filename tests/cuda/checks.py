@@ -250,11 +250,24 @@ def autocast_lowers_products_only(device: StandIn) -> None:
         assert (x @ x).log_softmax(1).dtype == torch.float32
 
 
+def the_device_has_a_default_generator(device: StandIn) -> None:
+    state = torch.get_rng_state()
+    torch.cuda.default_generators[0].manual_seed(3)
+    first = torch.rand(4, device="cuda")
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.cuda.default_generators[0].manual_seed(3)
+    assert torch.equal(torch.empty(4, device="cuda").uniform_().cpu(), first.cpu())
+    with torch.random.fork_rng([first.device]):
+        inside = torch.rand(4, device="cuda").cpu()
+    assert torch.equal(torch.rand(4, device="cuda").cpu(), inside)
+
+
 CHECKS = {
     check.__name__: check
     for check in (
         numbers_are_true_and_the_device_is_cuda,
         mixed_devices_raise,
+        the_device_has_a_default_generator,
         views_alias_their_base,
         gradients_alias_a_flat_buffer,
         a_flat_leaf_has_the_gradient_of_its_views,

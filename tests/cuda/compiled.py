@@ -36,11 +36,17 @@ class Graphs:
         self._marked = False
         self.generation = 0
         self.used = False
-        """Whether a graph has run."""
+        """Whether a graph has run since the last reset: its memory is held."""
+        self.resets = 0
 
     def mark_step(self) -> None:
         """Begin a step: the memory of earlier graphs may be written over."""
         self._marked = True
+
+    def reset(self) -> None:
+        """Stand for `torch.compiler.reset`."""
+        self.used = False
+        self.resets += 1
 
     def saw(self, func: Any, args: Any, out: Any) -> None:
         """Note an operation, which may be of a compiled function."""

@@ -102,6 +102,7 @@ def patched(record: Record, graphs: Graphs) -> Any:
         "torch.is_autocast_enabled": is_autocast_enabled,
         "torch.get_autocast_dtype": get_autocast_dtype,
         "torch.compile": graphs.compile,
+        "torch.compiler.reset": graphs.reset,
         "torch.compiler.cudagraph_mark_step_begin": graphs.mark_step,
         "torch.cuda.default_generators": (generator,),
         "torch.cuda.is_available": lambda: True,

@@ -93,9 +93,10 @@ class StandIn(TorchDispatchMode):
         args, kwargs = pytree.tree_map_only(CudaTensor, lambda t: t.inner, (args, kwargs))
         self.record.paused += 1
         try:
-            if "batch_norm" in func._schema.name:
-                return _batch_norm(func, args, kwargs)
-            return func(*args, **kwargs)
+            with _default_generator(func, args, kwargs):
+                if "batch_norm" in func._schema.name:
+                    return _batch_norm(func, args, kwargs)
+                return func(*args, **kwargs)
         finally:
             self.record.paused -= 1
 
@@ -165,6 +166,24 @@ class StandIn(TorchDispatchMode):
         if not non_blocking or (size > LARGE and not pinned):
             self.record.wait("blocking copy to the device", copies=True)
         self.record.transfer(f"to the device from {'pinned' if pinned else 'pageable'} memory, {size} B")
+
+
+@contextlib.contextmanager
+def _default_generator(func: Any, args: Any, kwargs: Any) -> Any:
+    """Let an operation without a generator draw from the device's default one instead of the CPU's."""
+    if torch.Tag.nondeterministic_seeded not in func.tags or any(
+        isinstance(a, CpuGenerator) for a in pytree.tree_leaves((args, kwargs))
+    ):
+        yield
+        return
+    ours, cpu = torch.cuda.default_generators[0], torch.default_generator
+    before = cpu.get_state()
+    cpu.set_state(ours.get_state())
+    try:
+        yield
+    finally:
+        ours.set_state(cpu.get_state())
+        cpu.set_state(before)
 
 
 @contextlib.contextmanager

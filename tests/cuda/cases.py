@@ -1,0 +1,89 @@
+"""Fits on the stand-in in one process: `python -m tests.cuda.cases NAME …` prints a JSON line for each.
+
+A line has the case's name and either what its steps did, by kind, or the error that ended it.
+"""
+
+import contextlib
+import json
+import logging
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from tests.cuda import checks, correct
+from tests.cuda.case import Case
+from tests.cuda.stand_in import StandIn
+from tests.cuda.step_report import report
+
+SMALL = {"blocks": 1}
+SMALL_ALONE = SMALL | {"usual": False}
+
+FITS: dict[str, dict[str, Any]] = {
+    "ResNet-20, four chains": {},
+    "ResNet-20, contour and clipping": {"interacting": True, "clip": 1.0, "usual": False},
+    "ResNet-20, sixteen chains": {"chains": 16, "usual": False},
+    "one chain": SMALL | {"chains": 1},
+    "own contour": SMALL | {"contour": True},
+    "interacting contour": SMALL | {"interacting": True},
+    "one chain, contour": SMALL | {"chains": 1, "contour": True, "clip": 1.0},
+    "loop": SMALL | {"execution": "loop", "compile": False},
+    "loop, compiled": SMALL_ALONE | {"execution": "loop"},
+    "vmap, not compiled": SMALL_ALONE | {"compile": False},
+    "clipping": SMALL_ALONE | {"clip": 1.0},
+    "accumulation": SMALL_ALONE | {"accumulate": 2, "clip": 1.0},
+    "replica exchange": SMALL_ALONE | {"replica_exchange": True},
+    "replica exchange, reduced variance": SMALL_ALONE | {"replica_exchange": True, "variance_reduced": True},
+    "EWSG": SMALL_ALONE | {"ewsg": 1, "sampler": "UnderdampedLangevin"},
+    "control variates": SMALL_ALONE | {"control_variates": True},
+    "covariance friction": SMALL_ALONE
+    | {"covariance_friction": True, "sampler": "UnderdampedLangevin", "schedule": "sampling"},
+    "a step size for each chain": SMALL_ALONE | {"lr_each": True},
+    "scalar parameters": SMALL_ALONE | {"scalar": True, "clip": 1.0, "contour": True},
+    "scalar parameter, one chain": SMALL_ALONE | {"scalar": True, "chains": 1, "interacting": False},
+    "dropout": SMALL_ALONE | {"dropout": 0.2},
+    "single precision": SMALL_ALONE | {"precision": "32-true"},
+    "data on the host": SMALL_ALONE | {"resident": False},
+    **{
+        f"{sampler}": SMALL_ALONE | {"sampler": sampler, "clip": 1.0}
+        for sampler in ("SGLD", "pSGLD", "SGNHT", "UnderdampedLangevin", "pSGHMC")
+    },
+}
+"""The settings of each fit, for `Case`."""
+
+
+def _of_fit(name: str) -> dict[str, Any]:
+    return report(Case(**FITS[name]))
+
+
+def _of_function(function: Callable[..., Any]) -> dict[str, Any]:
+    with StandIn() as device:
+        found = function(device)
+    return found or {}
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = checks.CHECKS | correct.CHECKS
+
+
+def run(name: str) -> dict[str, Any]:
+    """Return what a case did, or its error."""
+    try:
+        return _of_fit(name) if name in FITS else _of_function(FUNCTIONS[name])
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+
+
+def main() -> None:
+    """Run the named cases."""
+    warnings.simplefilter("ignore")
+    for name in ("pytorch_lightning", "lightning_sgmcmc"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for name in sys.argv[1:]:
+        with contextlib.redirect_stdout(sys.stderr):
+            found = run(name)
+        print(json.dumps({"name": name} | found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What a fit on the device must do beyond its steps, as functions that assert: run in its own process by `cases.py`."""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.chains.graphs import graphs_kept
+from tests.cuda.case import Case, build, fit
+from tests.cuda.stand_in import StandIn
+
+SMALL = Case(blocks=1, usual=False, precision="32-true", augment=False)
+
+
+def _state(module: pl.LightningModule) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+
+
+def _largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+def _resumes(device: StandIn, case: Case) -> None:
+    """A run that is resumed after five of its ten steps ends where the uninterrupted one does."""
+    case = dataclasses.replace(case, schedule="sampling", steps=10)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        whole = fit(device, case, folder / "whole")
+        first = fit(device, dataclasses.replace(case, steps=5), folder / "first")
+        first.trainer.save_checkpoint(folder / "half.ckpt")
+        last = fit(device, case, folder / "first", resumed=folder / "half.ckpt")
+    assert last.trainer.global_step == case.steps
+    assert last.steps[2]["waits"].total() == 0, last.steps[2]["waits"]
+    assert _largest_difference(_state(whole.module), _state(last.module)) == 0
+
+
+def resumes_with_an_lr_for_each_chain(device: StandIn) -> None:
+    _resumes(device, dataclasses.replace(SMALL, lr_each=True))
+
+
+def resumes_with_contour_and_all_callbacks(device: StandIn) -> None:
+    _resumes(device, dataclasses.replace(SMALL, interacting=True, usual=True, clip=1.0))
+
+
+def resumes_replica_exchange(device: StandIn) -> None:
+    _resumes(device, dataclasses.replace(SMALL, replica_exchange=True))
+
+
+def starts_on_the_device_are_drawn_by_chain(device: StandIn) -> None:
+    """Parameters that are made on the device start from a stream of (seed, chain), whatever was drawn before."""
+    starts = []
+    for seed in (1, 2):
+        module = build(SMALL)
+        module.net.to("cuda")  # type: ignore[union-attr]
+        torch.cuda.manual_seed(seed)
+        torch.manual_seed(seed)
+        state = torch.cuda.get_rng_state()
+        module.configure_model()
+        assert torch.equal(torch.cuda.get_rng_state(), state)
+        starts.append(_state(module))
+    assert _largest_difference(*starts) == 0
+    weight = starts[0]["net.0.weight"]
+    assert len({float(chain.sum()) for chain in weight}) == SMALL.chains
+
+
+def loop_and_vmap_agree(device: StandIn) -> None:
+    """Chains in a loop and at once, compiled or not, end in the same state up to rounding."""
+    found = {}
+    for execution in ("loop", "vmap"):
+        for compiled in (False, True):
+            case = dataclasses.replace(
+                SMALL, execution=execution, compile=compiled, schedule="sampling", steps=5, sampler="SGLD"
+            )
+            with tempfile.TemporaryDirectory() as folder:
+                found[execution, compiled] = _state(fit(device, case, Path(folder)).module)
+    reference = found.pop(("loop", False))
+    for settings, state in found.items():
+        assert _largest_difference(reference, state) < 1e-4, settings
+
+
+def frees_its_graphs(device: StandIn) -> None:
+    """A fit frees its graphs' memory at the end; one without graphs leaves other compiled code alone."""
+    short = dataclasses.replace(SMALL, schedule="sampling", steps=5, chains=2)
+    for compiled, resets in ((False, 0), (True, 1)):
+        with tempfile.TemporaryDirectory() as folder:
+            fit(device, dataclasses.replace(short, compile=compiled), Path(folder))
+        assert device.graphs.resets == resets
+        assert not device.graphs.used
+    with graphs_kept():
+        for _ in range(2):
+            with tempfile.TemporaryDirectory() as folder:
+                fit(device, short, Path(folder))
+        assert device.graphs.resets == 1
+        assert device.graphs.used
+    assert device.graphs.resets == 2
+
+
+CHECKS: dict[str, Callable[[StandIn], Any]] = {
+    check.__name__: check
+    for check in (
+        starts_on_the_device_are_drawn_by_chain,
+        loop_and_vmap_agree,
+        frees_its_graphs,
+        resumes_with_an_lr_for_each_chain,
+        resumes_with_contour_and_all_callbacks,
+        resumes_replica_exchange,
+    )
+}

@@ -1,0 +1,117 @@
+"""`Trainer.fit` on a stand-in for a CUDA device: no mixed devices, no wait of the host, few launches.
+
+The stand-in registers a torch backend, so the fits run in a process of their own (`cases.py`), once for each set of
+cases.
+"""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cuda.checks import CHECKS
+from tests.cuda.correct import CHECKS as CORRECT
+from tests.cuda.limits import LAUNCHES, WAITS_OF_A_DRAW
+from tests.support.paths import REPOSITORY
+
+DEFAULT = (
+    "ResNet-20, four chains",
+    "ResNet-20, contour and clipping",
+    "one chain, contour",
+    "loop, compiled",
+    "replica exchange",
+    "EWSG",
+)
+DEFAULT_CORRECT = ("starts_on_the_device_are_drawn_by_chain", "resumes_with_an_lr_for_each_chain")
+SLOW = tuple(name for name in LAUNCHES if name not in DEFAULT)
+SLOW_CORRECT = tuple(name for name in CORRECT if name not in DEFAULT_CORRECT)
+
+Found = dict[str, dict[str, Any]]
+
+
+def _of_a_process(names: tuple[str, ...], shared: Path) -> Found:
+    """Run cases in a process, once for all workers of the test run."""
+    said = shared / "cases.json"
+    with open(shared / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not said.exists():
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            done = subprocess.run(
+                [sys.executable, "-m", "tests.cuda.cases", *names],
+                cwd=REPOSITORY,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=900,
+            )
+            lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+            if len(lines) != len(names):
+                raise RuntimeError(f"the process ended with {done.returncode}: {done.stderr[-3000:]}")
+            said.write_text(json.dumps({line["name"]: line for line in lines}))
+    found: Found = json.loads(said.read_text())
+    return found
+
+
+def _shared(factory: pytest.TempPathFactory, name: str) -> Path:
+    base = factory.getbasetemp()
+    folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / name
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return _of_a_process((*CHECKS, *DEFAULT_CORRECT, *DEFAULT), _shared(tmp_path_factory, "cuda"))
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return _of_a_process((*SLOW_CORRECT, *SLOW), _shared(tmp_path_factory, "cuda_slow"))
+
+
+def _assert_no_error(found: dict[str, Any]) -> None:
+    assert "error" not in found, found["traceback"]
+
+
+def _assert_a_good_step(found: dict[str, Any]) -> None:
+    """An ordinary step waits for nothing, and launches no more than its limit; a draw waits no more than its own."""
+    _assert_no_error(found)
+    name, ordinary = found["name"], found["ordinary"]
+    assert ordinary["waits"] == 0, ordinary["by_source_line"]["waits"]
+    assert ordinary["launches"] <= LAUNCHES[name], ordinary["by_source_line"]["launches"]
+    if name in WAITS_OF_A_DRAW:
+        drawn = found["drawn"]
+        assert drawn["waits"] <= WAITS_OF_A_DRAW[name], drawn["by_source_line"]["waits"]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_stand_in(default: Found, name: str) -> None:
+    """The stand-in is true: aliasing, devices, generators, graphs and counts are CUDA's."""
+    _assert_no_error(default[name])
+
+
+@pytest.mark.parametrize("name", DEFAULT_CORRECT)
+def test_a_fit_is_correct(default: Found, name: str) -> None:
+    _assert_no_error(default[name])
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+def test_a_step_waits_for_nothing(default: Found, name: str) -> None:
+    _assert_a_good_step(default[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_CORRECT)
+def test_every_fit_is_correct(slow: Found, name: str) -> None:
+    _assert_no_error(slow[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_no_step_waits(slow: Found, name: str) -> None:
+    _assert_a_good_step(slow[name])
