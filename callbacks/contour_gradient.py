@@ -284,7 +284,7 @@ class ContourGradient(StepClaimant):
             return  # a micro-batch that only accumulates, or a step that was skipped
         self._location = None
         learner.learn(location)
-        run.chains.tags.log_weight = learner.contour.log_weight(location.log_density)
+        run.chains.tags.log_weight = location.log_weight
         run.chains.tags.bin = location.index
         if is_logged(trainer, run.chains, run.sampler.step_count):
             log_scalars(trainer, learner.scalars(location), trainer.global_step)
@@ -312,7 +312,7 @@ class ContourGradient(StepClaimant):
             return
         location = learner.locate(energy)
         tags.energy, tags.bin = energy, location.index
-        tags.log_weight = learner.contour.log_weight(location.log_density)
+        tags.log_weight = location.log_weight
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         self._watch.after_sample(sample.log_weight, sample.chain if not sample.comparable else None)

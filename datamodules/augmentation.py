@@ -1,13 +1,17 @@
 """Augmentation of whole batches of images, without a loop over the images and without waiting for the device.
 
-Each function draws independently for each image, from the default generator of the images' device.
+Each function draws independently for each image, from the default generator of the images' device. On a GPU all random
+numbers of a batch are one draw, and the augmentation is one compiled function of them.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from lightning_sgmcmc.compiling import compiled_if_possible
 
 ERASED_AREA = (0.02, 0.4)
 ERASED_ASPECT = (0.3, 1 / 0.3)
@@ -55,19 +59,42 @@ def random_erase(
 
     Source: Zhong et al. 2020, Random erasing data augmentation, algorithm 1.
     """
-    count, _, height, width = images.shape
-    share, ratio = torch.rand(2, count, ATTEMPTS, device=images.device)
+    count = len(images)
+    shapes = torch.rand(2, count, ATTEMPTS, device=images.device)
+    places = torch.rand(3, count, 1, device=images.device)
+    return images * _kept(images, shapes, places, probability, area, aspect)
+
+
+def _kept(
+    images: Tensor,
+    shapes: Tensor,
+    places: Tensor,
+    probability: float,
+    area: tuple[float, float] = ERASED_AREA,
+    aspect: tuple[float, float] = ERASED_ASPECT,
+) -> Tensor:
+    """Return which pixels `random_erase` keeps, shape (n, 1, H, W).
+
+    Args:
+        images: shape (n, C, H, W).
+        shapes: uniform numbers for area and aspect of each attempt, shape (2, n, attempts).
+        places: uniform numbers that choose the image and the rectangle's position, shape (3, n, 1).
+        probability: see `random_erase`.
+        area: see `random_erase`.
+        aspect: see `random_erase`.
+    """
+    height, width = images.shape[2:]
+    share, ratio = shapes
     pixels = (area[0] + (area[1] - area[0]) * share) * (height * width)
     ratio = aspect[0] + (aspect[1] - aspect[0]) * ratio
     heights, widths = (pixels * ratio).sqrt().round(), (pixels / ratio).sqrt().round()
     fits = (heights < height) & (widths < width)
     first = fits.byte().argmax(1, keepdim=True)
-    chosen, down, right = torch.rand(3, count, 1, device=images.device)
+    chosen, down, right = places
     erased = (chosen < probability) & fits.gather(1, first)
     rows = _span(heights.gather(1, first), down, height)
     columns = _span(widths.gather(1, first), right, width)
-    kept = ~((erased & rows)[:, None, :, None] & columns[:, None, None, :])
-    return images * kept
+    return ~((erased & rows)[:, None, :, None] & columns[:, None, None, :])
 
 
 def _span(length: Tensor, place: Tensor, size: int) -> Tensor:
@@ -97,14 +124,62 @@ class Augmentation:
         self.padding = padding
         self.flip = flip
         self.erasing = erasing
+        self._compiled: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def __call__(self, images: Tensor) -> Tensor:
+        if images.device.type == "cuda":
+            return self.of_rows(images, torch.arange(len(images), device=images.device))
         if self.padding:
             images = random_crop(images, self.padding)
         if self.flip:
             images = random_flip(images)
         images = self.normalise(images)
         return random_erase(images, self.erasing) if self.erasing else images
+
+    def of_rows(self, images: Tensor, index: Tensor) -> Tensor:
+        """Return the augmented images with these indices.
+
+        Args:
+            images: all images, shape (N, C, H, W).
+            index: int64, shape (n,).
+        """
+        if images.device.type != "cuda":
+            return self(images[index])
+        if self._compiled is None:
+            self._compiled = compiled_if_possible("the augmentation", self.apply)
+        return self._compiled(images, index, torch.rand(3 + 2 * ATTEMPTS + 3, len(index), device=images.device))
+
+    def apply(self, images: Tensor, index: Tensor, uniform: Tensor) -> Tensor:
+        """Return the augmented images with these indices as a function of uniform random numbers.
+
+        Args:
+            images: all images, shape (N, C, H, W).
+            index: int64, shape (n,).
+            uniform: in [0, 1), shape (26, n): the window's row and column, the flip, area and aspect of ten attempts at
+                a rectangle, whether it is erased, its row and its column.
+        """
+        count, (channels, height, width) = len(index), images.shape[1:]
+        row, column = (torch.arange(size, device=images.device)[None] for size in (height, width))
+        if self.flip:
+            column = torch.where(uniform[2, :, None] < 0.5, width - 1 - column, column)
+        if self.padding:
+            top, left = ((2 * self.padding + 1) * uniform[:2, :, None]).long()
+            row, column = row + top - self.padding, column + left - self.padding
+        if self.padding or self.flip:
+            inside = ((row >= 0) & (row < height))[:, :, None] & ((column >= 0) & (column < width))[:, None]
+            row, column = row.clamp(0, height - 1)[:, None, :, None], column.clamp(0, width - 1)[:, None, None]
+            channel = torch.arange(channels, device=images.device)[None, :, None, None]
+            images = images[index[:, None, None, None], channel, row, column] * inside[:, None]
+        else:
+            images = images[index]
+        images = self.normalise(images)
+        if self.erasing:
+            shapes = uniform[3 : 3 + 2 * ATTEMPTS].view(2, ATTEMPTS, count).transpose(1, 2)
+            images = images * _kept(images, shapes, uniform[-3:, :, None], self.erasing)
+        return images
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_compiled": None}  # compiled functions cannot be copied
 
 
 def check_probability(name: str, value: float) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_sgmcmc.batches.loader import as_is
+from lightning_sgmcmc.datamodules.augmentation import Augmentation
 
 
 class TensorBatches(Dataset[tuple[Tensor, ...]]):
@@ -52,7 +53,10 @@ class TensorBatches(Dataset[tuple[Tensor, ...]]):
         index = torch.as_tensor(indices)
         if index.device != self.device:
             index = index.to(self.device, non_blocking=True)
-        inputs, *rest = (tensor[index] for tensor in self.tensors)
+        rest = (tensor[index] for tensor in self.tensors[1:])
+        if isinstance(self.transform, Augmentation):
+            return (self.transform.of_rows(self.tensors[0], index), *rest)
+        inputs = self.tensors[0][index]
         return (self.transform(inputs) if self.transform is not None else inputs, *rest)
 
 

@@ -276,7 +276,7 @@ class Chains(ChainGradients):
         step = self.energies(batch, seed_chain=self.claims.get("seed chain"), keeps_each=self.observed.keeps_each)
         self.pulse.count += 1
         self.counters.gradient_evaluations += step.batch_size * self.layout.ranks_per_chain
-        potential = step.mean_potential
+        potential = step.mean_potential if step.loss is None else step.loss
         if self.layout.ranks_per_chain > 1:
             # A non-finite energy gets a NaN gradient, so that all ranks see it; finite ones are unchanged.
             potential = potential * (potential.detach() * 0 + 1)

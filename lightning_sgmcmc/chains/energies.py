@@ -132,15 +132,15 @@ class ChainEnergies:
 
     def _of_rows(self, rows: RowEnergies, batch: Any, keeps_each: bool, looks: bool) -> StepEnergy:
         try:
-            potential, (mean_potential, log_prior), each = rows(batch)
+            loss, (potential, log_prior), each = rows(batch)
         except RuntimeError as error:
             raise self._refusal(error) from error
         if looks and self.first_batches is not None:
             self.first_batches.after(each)
         size = each.shape[-1]
         if self._chains is None:
-            mean_potential, log_prior, each = mean_potential[0], log_prior[0], each[0]
-        return StepEnergy(potential, log_prior, each.clone() if keeps_each else None, size, mean_potential)
+            potential, log_prior, each = potential[0], log_prior[0], each[0]
+        return StepEnergy(potential, log_prior, each.clone() if keeps_each else None, size, loss)
 
     def _log_prior(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return log p(θ) of the chain whose parameters the model holds; collecting them by name is slow."""

@@ -18,12 +18,12 @@ class Found(NamedTuple):
     """The energies of a batch. Where a graph is replayed, the next call overwrites the first and the last.
 
     Attributes:
-        potential: Ũ/N with its graph, shape (C,).
+        loss: the sum of Ũ/N over the chains with its graph, shape ().
         numbers: Ũ/N and log p(θ), shape (2, C).
         each: log p(y|x,θ) of each datum, shape (C, n).
     """
 
-    potential: Tensor
+    loss: Tensor
     numbers: Tensor
     each: Tensor
 
@@ -83,8 +83,8 @@ class RowEnergies:
         axis = 0 if own and self._chains is not None else None
         if self._compiled is None:
             return Found(*self._energies(self._flat.leaf, self._others, batch, axis, 1 / self._num_data))
-        potential, numbers, each = self._compiled(self._flat.leaf, self._others, batch, axis, self._inverse)
-        return Found(potential, numbers.clone(), each)
+        loss, numbers, each = self._compiled(self._flat.leaf, self._others, batch, axis, self._inverse)
+        return Found(loss, numbers.clone(), each)
 
     def _energies(
         self, leaf: Tensor, others: Mapping[str, Tensor], batch: Any, batch_axis: int | None, inverse: Tensor | float
@@ -101,7 +101,7 @@ class RowEnergies:
             potential = torch.addcmul(mean, log_prior, inverse).neg()
         else:
             potential = torch.add(mean, log_prior, alpha=inverse).neg()
-        return potential, torch.stack([potential.detach(), log_prior.detach()]), each.detach()
+        return potential.sum(), torch.stack([potential.detach(), log_prior.detach()]), each.detach()
 
     def _log_prior(self, leaf: Tensor, named: dict[str, Tensor], others: Mapping[str, Tensor]) -> Tensor:
         if self._own_prior is not None:

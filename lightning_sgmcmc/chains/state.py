@@ -15,18 +15,19 @@ class StepEnergy:
     """The energies of one micro-batch, as `ChainEnergies` returns them.
 
     Attributes:
-        mean_potential: Ũ/N with its graph, shape () for a single unstacked chain and (C,) for several.
+        mean_potential: Ũ/N, shape () for a single unstacked chain and (C,) for several; with its graph unless there is a
+            `loss`.
         log_prior: log p(θ), detached, with the same shape.
         log_likelihood: log p(y|x,θ) for each datum, detached, shape (n,) or (C, n); None unless requested.
         batch_size: n, data of each chain in this process.
-        number: Ũ/N without its graph, in memory that the next call does not overwrite; None is `mean_potential`'s.
+        loss: the sum of `mean_potential` over the chains with its graph, shape (), where it is computed with it.
     """
 
     mean_potential: Tensor
     log_prior: Tensor
     log_likelihood: Tensor | None
     batch_size: int
-    number: Tensor | None = None
+    loss: Tensor | None = None
 
 
 @dataclass
@@ -104,7 +105,7 @@ class ObservedEnergy:
         """
         self.log_prior, self.log_likelihood = step.log_prior, step.log_likelihood
         self.batch_size = step.batch_size
-        potential = step.mean_potential.detach() if step.number is None else step.number
+        potential = step.mean_potential.detach()
         if position == 0:
             self.mean_potential = potential
         else:

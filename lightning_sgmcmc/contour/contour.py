@@ -42,12 +42,14 @@ class Location(NamedTuple):
         multiplier: κ, float64.
         log_density: log Ψ of the energy (log π of its bin with weighting "bin"), float64.
         energy: the energy, float64.
+        log_weight: the log importance weight, see `Contour.log_weight`, float64.
     """
 
     index: Tensor  # type: ignore[assignment]  # a tuple has a method of this name
     multiplier: Tensor
     log_density: Tensor
     energy: Tensor
+    log_weight: Tensor
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,14 @@ class Contour:
             log_masses = log_masses / rules.zeta
         return ContourState(log_masses.log_softmax(-1), torch.ones_like(log_masses, dtype=torch.int64))
 
-    def locate(self, state: ContourState, energy: Tensor, temperature: float | Tensor, edges: Tensor) -> Location:
+    def locate(
+        self,
+        state: ContourState,
+        energy: Tensor,
+        temperature: float | Tensor,
+        edges: Tensor,
+        index: Tensor | None = None,
+    ) -> Location:
         """Return bin, multiplier κ and log Ψ of each energy.
 
         Args:
@@ -129,6 +138,7 @@ class Contour:
             energy: U or its estimate, shape (C,), in nats.
             temperature: τ, a number, or shape () or (C,).
             edges: `partition.edges(device)`.
+            index: the bins of the energies, if known.
 
         Raises:
             ValueError: if an energy in the host's memory is NaN. On another device a NaN counts as the last bin, since
@@ -137,7 +147,7 @@ class Contour:
         rules = self.rules
         width, last = self.partition.width, self.partition.num_bins - 1
         energy = energy.double()
-        index = bin_index(energy, edges)
+        index = bin_index(energy, edges) if index is None else index
         neighbour = (index - 1).clamp(min=0) if rules.difference == "backward" else (index + 1).clamp(max=last)
         log_here, log_there = _take(state.log_vector, index), _take(state.log_vector, neighbour)
         known = (_take(state.visits, index) > 0) & (_take(state.visits, neighbour) > 0)
@@ -152,12 +162,12 @@ class Contour:
         if rules.min_multiplier is not None or rules.max_multiplier is not None:
             multiplier = multiplier.clamp(rules.min_multiplier, rules.max_multiplier)
         if rules.weighting == "bin":
-            return Location(index, multiplier, log_here, energy)
+            return Location(index, multiplier, log_here, energy, self.log_weight(log_here))
         # Ψ equals the bin's own π at its right edge for backward differences, at its left edge for forward ones.
         steps = index.double() if rules.difference == "backward" else index.double() - 1
         edge = self.partition.first_edge + steps * width
         log_density = base + torch.where(rise == 0, 0.0, rise * (energy - edge) / width)
-        return Location(index, multiplier, log_density, energy)
+        return Location(index, multiplier, log_density, energy, self.log_weight(log_density))
 
     def learn_(self, state: ContourState, index: Tensor, log_density: Tensor, step_size: float | Tensor) -> None:
         """Update π and the visits in place by one step of stochastic approximation.
@@ -169,14 +179,7 @@ class Contour:
             step_size: ω, a number or shape ().
         """
         rules, (log_vector, visits) = self.rules, state
-        log_step = step_size.log() if isinstance(step_size, Tensor) else math.log(step_size)
-        if rules.scheme == "scalable":
-            log_here = _take(log_vector, index)
-            exponent = rules.zeta * (log_density - log_here)
-            log_share = log_step + log_here + exponent
-        else:
-            log_share = log_step + rules.zeta * log_density
-        log_share = log_share.nan_to_num(nan=-math.inf).clamp(max=math.log(LARGEST_SHARE))
+        log_share = self._log_share(log_vector, index, log_density, step_size)
         if rules.scheme == "high-order":
             self._learn_high_order_(log_vector, index, log_share, step_size)
         elif log_vector.dim() == 1:
@@ -198,6 +201,42 @@ class Contour:
         else:
             rows = len(visits)
             visits.scatter_add_(1, index.view(rows, -1), ones.view(rows, -1))
+
+    def _log_share(self, log_vector: Tensor, index: Tensor, log_density: Tensor, step_size: float | Tensor) -> Tensor:
+        """Return the log of the share of π that moves into each chain's bin, shape (C,)."""
+        rules = self.rules
+        log_step = step_size.log() if isinstance(step_size, Tensor) else math.log(step_size)
+        if rules.scheme == "scalable":
+            log_here = _take(log_vector, index)
+            exponent = rules.zeta * (log_density - log_here)
+            log_share = log_step + log_here + exponent
+        else:
+            log_share = log_step + rules.zeta * log_density
+        return log_share.nan_to_num(nan=-math.inf).clamp(max=math.log(LARGEST_SHARE))
+
+    def learn_densely_(self, state: ContourState, index: Tensor, log_density: Tensor, step_size: Tensor) -> None:
+        """Do the work of `learn_` by operations on all bins, which a compiler fuses; equal up to rounding.
+
+        Args:
+            state: as for `learn_`.
+            index: as for `learn_`.
+            log_density: as for `learn_`.
+            step_size: ω > 0, shape ().
+        """
+        log_vector, visits = state
+        if self.rules.scheme == "high-order" or (log_vector.dim() == 2 and len(log_vector) != len(index)):
+            self.learn_(state, index, log_density, step_size)
+            return
+        share = self._log_share(log_vector, index, log_density, step_size).exp()
+        hits = torch.arange(log_vector.shape[-1], device=log_vector.device) == index[:, None]
+        arrives, visited = share[:, None] * hits, hits.long()
+        if log_vector.dim() == 1:
+            share, arrives, visited = share.mean(), arrives.mean(0), visited.sum(0)
+        moved = torch.logaddexp(log_vector + torch.log1p(-share).unsqueeze(-1), arrives.log())
+        if self.rules.floor > 0:
+            moved = moved.clamp(min=math.log(self.rules.floor))
+        log_vector.copy_(moved)
+        visits.add_(visited)
 
     def _learn_high_order_(
         self, log_vector: Tensor, index: Tensor, log_share: Tensor, step_size: float | Tensor

@@ -66,14 +66,17 @@ class ContourKernels:
         return self._contour.partition.encode(energy, index)
 
     def _learn(self, state: ContourState, index: Tensor, log_density: Tensor, step_size: Control) -> None:
-        self._contour.learn_(state, index, log_density, step_size)
+        if self._compiled:
+            self._contour.learn_densely_(state, index, log_density, torch.as_tensor(step_size))
+        else:
+            self._contour.learn_(state, index, log_density, step_size)
 
     def _learn_coded(self, state: ContourState, codes: Tensor, index: Tensor | None, step_size: Control) -> None:
         """Update π from codes, or from energies with their bins."""
         partition = self._contour.partition
         codes = codes if index is None else partition.encode(codes, index)
-        location = self._contour.locate(state, partition.decode(codes), 1.0, self._edges)
-        self._contour.learn_(state, location.index, location.log_density, step_size)
+        location = self._contour.locate(state, partition.decode(codes), 1.0, self._edges, index)
+        self._learn(state, location.index, location.log_density, step_size)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._contour, self._device, self._compiled)  # compiled functions cannot be copied

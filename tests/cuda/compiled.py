@@ -52,7 +52,7 @@ class Graphs:
         """Note an operation, which may be of a compiled function."""
         if self._fused is None or not self._record.in_graph or self._record.paused:
             return
-        self._fused.add(func, out)
+        self._fused.add(func, args, out)
         if func._schema.is_mutable:
             written = args[0] if isinstance(args[0], list | tuple) else args[:1]
             self._mutates |= any(_memory(t) in self._moving for t in written if isinstance(t, CudaTensor))
@@ -114,6 +114,7 @@ class Graphs:
         self._record.in_graph += 1
         try:
             out = compute()
+            fused.write(out)
         finally:
             self._record.in_graph -= 1
             self._fused = None

@@ -85,6 +85,7 @@ REDUCTIONS = (
     "mean",
     "prod",
     "norm",
+    "linalg_vector_norm",
     "max",
     "min",
     "amax",
@@ -96,7 +97,24 @@ REDUCTIONS = (
     "var",
     "std",
 )
-HEAVY = ("conv", "mm", "addmm", "bmm", "baddbmm", "matmul", "softmax", "batch_norm", "sort", "cumsum", "nll_loss")
+UNROLLED = 8
+"""Reductions of fewer elements are written out inside the kernel that needs them."""
+HEAVY = (
+    "conv",
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "matmul",
+    "softmax",
+    "batch_norm",
+    "sort",
+    "cumsum",
+    "nll_loss",
+    "scatter",
+    "bucketize",
+    "index_put",
+)
 
 
 def base_name(func: Any) -> str:
@@ -156,23 +174,31 @@ def is_dense(tensor: torch.Tensor) -> bool:
 class FusedKernels:
     """Estimates the kernels of a compiled function that CUDA graphs do not replay.
 
-    Inductor fuses pointwise operations on the same number of elements into one kernel; reductions and products of
-    matrices have one each.
+    Inductor computes pointwise operations inside the kernel that needs them; so there is a kernel for each reduction,
+    product of matrices, scatter and search, and one for each size of the tensors that the function returns or changes.
     """
 
     def __init__(self) -> None:
         self.sizes: set[int] = set()
         self.own = 0
 
-    def add(self, func: Any, out: Any) -> None:
+    def add(self, func: Any, args: Any, out: Any) -> None:
         """Count an operation and its results."""
         name = base_name(func)
         bare = name.rstrip("_")
         if bare in FREE or "view" in name:
             return
-        if bare in REDUCTIONS or any(heavy in name for heavy in HEAVY):
+        if bare in REDUCTIONS:
+            inputs = [t.numel() for t in args if isinstance(t, torch.Tensor)]
+            results = [t.numel() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+            self.own += int(max(inputs) >= UNROLLED * max(results, default=1))
+        elif any(heavy in name for heavy in HEAVY):
             self.own += 1
-            return
+        elif name.endswith("_"):
+            self.write(out)
+
+    def write(self, out: Any) -> None:
+        """Count tensors that the function changes or returns."""
         self.sizes |= {t.numel() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)}
 
     @property
