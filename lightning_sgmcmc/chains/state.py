@@ -15,8 +15,8 @@ class StepEnergy:
     """The energies of one micro-batch, as `ChainEnergies` returns them.
 
     Attributes:
-        mean_potential: Ũ/N, shape () for a single unstacked chain and (C,) for several; with its graph unless there is a
-            `loss`.
+        mean_potential: Ũ/N, shape () for a single unstacked chain and (C,) for several; with its graph unless there is
+            a `loss`.
         log_prior: log p(θ), detached, with the same shape.
         log_likelihood: log p(y|x,θ) for each datum, detached, shape (n,) or (C, n); None unless requested.
         batch_size: n, data of each chain in this process.
