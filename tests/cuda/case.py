@@ -18,7 +18,7 @@ from tests.cuda.record import Record
 from tests.cuda.stand_in import StandIn
 from tests.cuda.trainer import stand_in_trainer
 
-STEPS, ORDINARY, LOG_EVERY, LOGGED, DRAWN = 6, 3, 5, 5, 6
+STEPS, ORDINARY, LOG_EVERY, LOGGED, DRAWN = 9, 5, 7, 7, 9
 """A fit's steps, and the one of each kind; batches 1, 2, 4, 8, … are looked at by `FirstBatches`."""
 BATCHES, CLASSES = 40, 10
 

@@ -1,0 +1,37 @@
+"""A profiler that measures nothing and costs next to nothing."""
+
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.profilers import PassThroughProfiler
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+NOTHING = _Nothing()
+
+
+class QuietProfiler(PassThroughProfiler):
+    """Replaces Lightning's profiler that measures nothing: a step enters it dozens of times, and each enters a generator.
+
+    The context of every action is one object, which does nothing.
+    """
+
+    def profile(self, action_name: str) -> Any:
+        return NOTHING
+
+
+def quieten(trainer: pl.Trainer) -> None:
+    """Replace a trainer's profiler if its user has chosen none."""
+    if type(trainer.profiler) is PassThroughProfiler:
+        trainer.profiler = QuietProfiler()
+
+
+def restore(trainer: pl.Trainer) -> None:
+    """Give a trainer Lightning's own profiler back."""
+    if type(trainer.profiler) is QuietProfiler:
+        trainer.profiler = PassThroughProfiler()
