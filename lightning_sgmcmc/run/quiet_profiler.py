@@ -16,7 +16,7 @@ NOTHING = _Nothing()
 
 
 class QuietProfiler(PassThroughProfiler):
-    """Replaces Lightning's profiler that measures nothing: a step enters it dozens of times, and each enters a generator.
+    """Replaces Lightning's profiler that measures nothing: a step enters that dozens of times, a generator each time.
 
     The context of every action is one object, which does nothing.
     """

@@ -17,6 +17,7 @@ from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
 from lightning_sgmcmc.run.interruption import Interruption
 from lightning_sgmcmc.run.plan import Planner
 from lightning_sgmcmc.run.prior_scales import PriorScales, begin_scales, take_centers
+from lightning_sgmcmc.run.quiet_profiler import quieten, restore
 from lightning_sgmcmc.run.rank_watch import RankWatch, watch_ranks
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import Sampler
@@ -81,6 +82,7 @@ class Safeguards(pl.Callback):
         if chains.progress.schedule is None and _is_noisy(sampler) and not is_trial(trainer):
             rank_zero_warn(f"This fit draws no posterior samples: {why_without_samples(trainer, chains.progress)}.")
         self._planner.begin(trainer, pl_module)
+        quieten(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         follow_data(trainer, pl_module)
@@ -137,6 +139,7 @@ class Safeguards(pl.Callback):
         self._pulse.busy = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        restore(trainer)
         self._end_watch(well=True)
         self._interruption.end()
         if self._guard is not None:
@@ -150,6 +153,7 @@ class Safeguards(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._pulse.busy = True
+        restore(trainer)
         self._interruption.save(trainer, exception)
         self._end_watch(well=False)
         self._interruption.end()

@@ -331,3 +331,32 @@ def test_step_sizes_of_the_papers():
     assert DecayingStepSize(10, 0.8, 100, 0.003).at(1000) == 0.003
     assert DecayingStepSize(10, 0.8, 100, 0.003).at(10**6) == pytest.approx(10 / (10**4.8 + 100))
     assert DecayingStepSize(0.003, 0, 0).at(77) == 0.003
+
+
+@pytest.mark.parametrize("chains", [None, 5])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("floor", [0.0, 1e-3])
+def test_learning_densely_is_learning(scheme, chains, floor):
+    """The form for compilers, without scatters, moves π and counts visits as the other; several chains share a bin."""
+    generator = torch.Generator().manual_seed(3)
+    contour = make(scheme=scheme, zeta=0.75, floor=floor)
+    for _ in range(20):
+        one = random_state(generator, 9, chains, unvisited=0.0)
+        other = ContourState(*(tensor.clone() for tensor in one))
+        index = torch.randint(9, (5,), generator=generator)
+        log_density = torch.randn(5, generator=generator, dtype=torch.float64)
+        contour.learn_(one, index, log_density, 0.1)
+        contour.learn_densely_(other, index, log_density, torch.tensor(0.1, dtype=torch.float64))
+        torch.testing.assert_close(one.log_vector, other.log_vector, rtol=1e-12, atol=1e-12)
+        assert torch.equal(one.visits, other.visits)
+
+
+def test_known_bins_are_not_searched():
+    generator = torch.Generator().manual_seed(4)
+    contour = make(zeta=0.75)
+    state, edges = random_state(generator, 9), contour.partition.edges()
+    energies = random_energies(generator, contour, 40)
+    expected = contour.locate(state, energies, 1.0, edges)
+    found = contour.locate(state, energies, 1.0, edges, expected.index)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert torch.equal(found.log_weight, contour.log_weight(found.log_density))
