@@ -214,7 +214,7 @@ class ContourGradient(StepClaimant):
     def _begin(self, run: _Run, partition: EnergyPartition, saved: dict[str, Any] | None = None) -> None:
         """Start the contour with an energy partition, and with the π of a checkpoint."""
         contour = Contour(partition, self.rules)
-        on_gpu = run.module.device.type == "cuda" and run.chains.compiled
+        on_gpu = run.chains.flat is not None and run.chains.flat.fused
         learner = ContourLearner(contour, self.step_size, run.group, self.interacting, self.exchange_every, on_gpu)
         if saved is not None:
             learner.load_state_dict(saved)

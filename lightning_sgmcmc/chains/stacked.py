@@ -173,8 +173,9 @@ class StackedChains:
             order = [place[id(p)] for p in flat.parameters]
             self._rows = flat, order, [view[chain] for chain in range(self.num_chains) for view in flat.views]
         _, order, targets = self._rows
-        gradients = [slices[index].grad for slices in self._slices for index in order]
-        if any(gradient is None for gradient in gradients):
+        each = (slices[index].grad for slices in self._slices for index in order)
+        gradients = [gradient for gradient in each if gradient is not None]
+        if len(gradients) < len(targets):
             return False
         torch._foreach_copy_(targets, gradients)
         flat.attach_gradients()

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytorch_lightning as pl
 from pytorch_lightning.profilers import PassThroughProfiler
 
 
@@ -25,13 +24,13 @@ class QuietProfiler(PassThroughProfiler):
         return NOTHING
 
 
-def quieten(trainer: pl.Trainer) -> None:
+def quieten(trainer: Any) -> None:
     """Replace a trainer's profiler if its user has chosen none."""
     if type(trainer.profiler) is PassThroughProfiler:
         trainer.profiler = QuietProfiler()
 
 
-def restore(trainer: pl.Trainer) -> None:
+def restore(trainer: Any) -> None:
     """Give a trainer Lightning's own profiler back."""
     if type(trainer.profiler) is QuietProfiler:
         trainer.profiler = PassThroughProfiler()

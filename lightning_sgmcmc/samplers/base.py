@@ -17,7 +17,7 @@ from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.samplers.checks import check_initial_control, check_parameters, checked_state, torch_state
 from lightning_sgmcmc.samplers.flat import FlatParameters
 from lightning_sgmcmc.samplers.noise import ChainNoise
-from lightning_sgmcmc.samplers.rule import UpdateRule, is_elementwise
+from lightning_sgmcmc.samplers.rule import UpdateRule
 from lightning_sgmcmc.tensors import Control, square_root
 
 CONTROLS = ("lr", "temperature", "gradient_multiplier")
@@ -186,7 +186,7 @@ class Sampler(UpdateRule):
 
     def _updates_rows(self) -> bool:
         """Return whether a group's parameters may be updated as one tensor."""
-        return is_elementwise(type(self))
+        return self._takes_rows
 
     def _update_rows(self, flat: FlatParameters, has_noise: bool) -> None:
         """Update each group's parameters as one tensor, a row for each chain."""

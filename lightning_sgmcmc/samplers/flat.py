@@ -27,6 +27,7 @@ class FlatGroup:
         self.values = values
         self.gradients = gradients
         self._sizes = [p.numel() // len(values) for p in parameters]
+        self._columns: tuple[Tensor, Tensor] | None = None
         self._buffers: dict[str, tuple[Tensor, Tensor]] = {}
         """By name: a flat tensor of the state, and its view for the first parameter."""
 
@@ -34,6 +35,25 @@ class FlatGroup:
         """Return the views of a tensor of shape (C, d) in the parameters' shapes."""
         columns = rows.split(self._sizes, 1)
         return [column.view(p.shape) for column, p in zip(columns, self.parameters, strict=True)]
+
+    def means(self, rows: Tensor) -> Tensor:
+        """Return the mean over each parameter's columns, shape (C, T), in a few operations whatever the number T."""
+        ends, _ = self._places()
+        totals = rows.cumsum(1, dtype=torch.float64)[:, ends]
+        sizes = (ends + 1).diff(prepend=ends.new_zeros(1))
+        return (torch.cat([totals[:, :1], totals.diff(dim=1)], 1) / sizes).to(rows.dtype)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return a number of each parameter, shape (C, T), at all its columns, shape (C, d)."""
+        return values[:, self._places()[1]]
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Return the last column of each parameter, shape (T,), and the parameter of each column, shape (d,)."""
+        if self._columns is None:
+            sizes = torch.tensor(self._sizes)
+            columns = sizes.cumsum(0) - 1, torch.arange(len(sizes)).repeat_interleave(sizes)
+            self._columns = columns[0].to(self.values.device), columns[1].to(self.values.device)
+        return self._columns
 
     def buffer(self, state: State, name: str) -> Tensor:
         """Return a flat tensor of the state, zero at first, whose views are the parameters' own state.

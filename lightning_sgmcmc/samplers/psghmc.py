@@ -92,6 +92,11 @@ class pSGHMC(PreconditionedSampler):
         """Write √V̂ + λ·rms(√V̂) + 1e-8 of each tensor to `out`, the rms within each chain."""
         torch._foreach_copy_(out, squares)
         torch._foreach_div_(out, max(1 - group["alpha"] ** group["averaged"], 1e-12))
+        flat = self._flat_group(params)
+        if flat is not None and out[0].device.type != "cpu":
+            floors = flat.means(out[0]).sqrt_().mul_(group["floor"]).add_(1e-8)
+            out[0].sqrt_().add_(flat.spread(floors))
+            return out
         each = self._each(params, out)
         means = torch.stack([as_rows(tensor, self.num_chains).mean(1) for tensor in each])
         floors = means.sqrt_().mul_(group["floor"]).add_(1e-8)

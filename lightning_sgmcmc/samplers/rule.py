@@ -1,6 +1,5 @@
 """The base of a sampler's update rule: its contract, the law of its step, and helpers to write it."""
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -26,6 +25,14 @@ class UpdateRule(Optimizer):
     elementwise: ClassVar[bool] = False
     """Whether `update` treats each coordinate by itself, so that one tensor (C, d) may replace a group's tensors. It
     counts for the class that defines `update`; a subclass with a rule of its own sets it itself."""
+
+    _takes_rows: ClassVar[bool] = False
+    """Whether the class is elementwise, and its `update` is not of a subclass that leaves this unsaid."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        owners = [next(base for base in cls.__mro__ if name in vars(base)) for name in ("elementwise", "update")]
+        cls._takes_rows = cls.elementwise and issubclass(*owners)
 
     flat: "FlatParameters | None" = None
     """The parameters as rows of one tensor, during a fit with several chains or on a GPU."""
@@ -155,10 +162,3 @@ class UpdateRule(Optimizer):
     def _noise_factor(self, group: dict[str, Any]) -> Control:
         """Return lr·N/(2·τ); infinite where the temperature is the number 0."""
         return group["lr"] * self.num_data / (2 * group["temperature"]) if self.is_noisy(group) else math.inf
-
-
-@functools.cache
-def is_elementwise(rule: type[UpdateRule]) -> bool:
-    """Return whether a class is `elementwise`, as set by the class that defines its `update` or by a subclass."""
-    owners = [next(cls for cls in rule.__mro__ if name in vars(cls)) for name in ("elementwise", "update")]
-    return rule.elementwise and issubclass(*owners)

@@ -160,3 +160,14 @@ def test_rows_are_clipped_by_their_own_norm() -> None:
     rows = torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]])
     clip_rows(rows, 1.0)
     torch.testing.assert_close(rows, torch.tensor([[0.6, 0.8], [0.3, 0.4], [0.0, 0.0]]))
+
+
+def test_means_of_the_parameters_columns() -> None:
+    sampler = made(SGLD, flat=True)
+    assert sampler.flat is not None
+    for group in sampler.flat.groups:
+        rows = torch.rand(3, group.values.shape[1], generator=torch.Generator().manual_seed(0))
+        expected = torch.stack([piece.reshape(3, -1).mean(1) for piece in group.pieces(rows)], 1)
+        torch.testing.assert_close(group.means(rows), expected)
+        for column, piece in zip(expected.unbind(1), group.pieces(group.spread(expected)), strict=True):
+            assert torch.equal(piece.reshape(3, -1), column[:, None].expand(3, piece[0].numel()))
