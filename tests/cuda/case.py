@@ -179,7 +179,7 @@ def callbacks_for(case: Case, folder: Path) -> list[pl.Callback]:
     if case.other in OWN_SCHEDULES:
         pass
     elif case.schedule == "cyclical" and not case.replica_exchange:
-        made.append(callbacks.CyclicalSchedule(num_cycles=1, exploration=0.3, samples_per_cycle=1))
+        made.append(callbacks.CyclicalSchedule(num_cycles=1, exploration=0.2, samples_per_cycle=1))
     else:
         made.append(callbacks.SamplingSchedule(every_n_steps=LOG_EVERY))
     if case.contour or case.interacting:
