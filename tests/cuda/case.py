@@ -19,7 +19,7 @@ from tests.cuda.record import Record
 from tests.cuda.stand_in import StandIn
 from tests.cuda.trainer import stand_in_trainer
 
-STEPS, ORDINARY, LOG_EVERY = 6, 3, 5
+STEPS, ORDINARY, LOG_EVERY = 7, 6, 5
 """A fit's steps, an ordinary one, and the steps between logs; `FirstBatches` looks at batches 1, 2, 4, 8, …"""
 CLASSES = 10
 
@@ -40,6 +40,8 @@ class Case:
     """Of an epoch."""
     usual: bool = True
     """Whether samples are collected, averaged, drawn and summarised, and the chains' health is measured."""
+    health: int = 20
+    """Steps between two measurements of the chains' health."""
     augment: bool = True
     resident: bool = True
     """Whether the data are on the device."""
@@ -205,7 +207,7 @@ def callbacks_for(case: Case, folder: Path) -> list[pl.Callback]:
             callbacks.RunSummary(),
         ]
         if not case.replica_exchange:  # its chains have temperatures of their own
-            made.append(callbacks.ChainHealth(every_n_steps=LOG_EVERY, warn=False))
+            made.append(callbacks.ChainHealth(every_n_steps=case.health, warn=False))
     return made
 
 

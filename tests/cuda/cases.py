@@ -35,6 +35,7 @@ FITS: dict[str, dict[str, Any]] = {
     "own contour": SMALL | {"contour": True},
     "interacting contour": SMALL | {"interacting": True},
     "one chain, contour": SMALL | {"chains": 1, "contour": True, "clip": 1.0},
+    "health is measured": SMALL | {"health": 3},
     "loop": SMALL | {"execution": "loop", "compile": False},
     "loop, compiled": SMALL_ALONE | {"execution": "loop"},
     "vmap, not compiled": SMALL_ALONE | {"compile": False},
