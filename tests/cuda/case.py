@@ -74,7 +74,7 @@ OTHERS: dict[str, Callable[[], pl.Callback]] = {
     "AutoSampling": lambda: callbacks.AutoSampling(num_draws=4),
     "DeepEnsemble": callbacks.DeepEnsemble,
     "DeepEnsemble by AdamW": lambda: callbacks.DeepEnsemble(optimizer=torch.optim.AdamW, warm_up=0.2),
-    "SWAG": lambda: callbacks.SWAG(rank=2, num_draws=2, collection=0.6, every_n_steps=1),
+    "SWAG": lambda: callbacks.SWAG(rank=2, num_draws=2, collection=0.6, every_n_steps=2),
     "MCDropout": lambda: callbacks.MCDropout(num_draws=2),
     "WarmStart": lambda: callbacks.WarmStart(lr=0.01, epochs=1),
     "a contour that learns its range": lambda: callbacks.ContourGradient(

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 from tests.cuda.backend import NAME
-from tests.cuda.compiled import Graphs
+from tests.cuda.compiled import Graphs, compile
 from tests.cuda.record import RECENT, Record
 from tests.cuda.tensor import CUDA, CudaGenerator
 
@@ -101,7 +101,7 @@ def patched(record: Record, graphs: Graphs) -> Any:
         "torch.amp.autocast": Autocast,
         "torch.is_autocast_enabled": is_autocast_enabled,
         "torch.get_autocast_dtype": get_autocast_dtype,
-        "torch.compile": graphs.compile,
+        "torch.compile": compile,
         "torch.compiler.reset": graphs.reset,
         "torch.compiler.cudagraph_mark_step_begin": graphs.mark_step,
         "torch.cuda.default_generators": (generator,),
