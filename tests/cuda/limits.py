@@ -36,7 +36,7 @@ LAUNCHES = {
     "AutoSampling": 73,
     "DeepEnsemble": 18,
     "DeepEnsemble by AdamW": 659,
-    "SWAG": 41,
+    "SWAG": 18,
     "MCDropout": 20,
     "WarmStart": 659,
     "a contour that learns its range": 26,
