@@ -230,7 +230,7 @@ class ReplicaExchange(StepClaimant):
         energy = layout.mean_over_data(observed.corrected(self.include_prior))
         energies = layout.gather(energy)[self._order]
         variance = self._known_variance()
-        chances = self._log_uniforms(energies.shape[0], energies.shape[1], energies.device)
+        chances = self._log_uniforms(len(energies), energies.shape[1], energies.device)
         tried = self._tried[self._attempts % len(self._tried)]
         slots = temperature * self._slots["temperature"]
         log_rate = log_swap_rate(

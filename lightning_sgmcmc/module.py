@@ -253,7 +253,7 @@ class BayesianModule(EnergyModel):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the gradient of each chain by its own norm."""
-        if self.chains.stacked is None or not gradient_clip_val or gradient_clip_algorithm == "value":
+        if not self.chains.clips_by_chain or not gradient_clip_val or gradient_clip_algorithm == "value":
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
         self.chains.clip_gradients(float(gradient_clip_val))

@@ -132,14 +132,23 @@ class ChainGradients:
         if self.energies is not None:
             self.energies.keep_gradients(self.trainable.values())
 
+    @property
+    def clips_by_chain(self) -> bool:
+        """Whether `clip_gradients` clips; Lightning does it for the tensors of one chain."""
+        return self.stacked is not None or self._clips_rows
+
+    @property
+    def _clips_rows(self) -> bool:
+        """Whether gradients are clipped as the rows of one tensor; on a CPU they are clipped tensor by tensor."""
+        return self.flat is not None and self.flat.holds_gradients and self.flat.gradients.device.type != "cpu"
+
     def clip_gradients(self, limit: float) -> None:
-        """Scale each stacked chain's gradient down to a norm of at most `limit`.
+        """Scale each chain's gradient down to a norm of at most `limit`.
 
         On a CPU a chain's norm is that of its tensors' norms, bit for bit as alone.
         """
-        if self.flat is not None and self.flat.fused and self.flat.holds_gradients:
-            compiled(clip_rows)(self.flat.gradients, limit)
-        elif self.flat is not None and self.flat.holds_gradients and self.flat.gradients.device.type != "cpu":
-            clip_rows(self.flat.gradients, limit)
+        if self.flat is not None and self._clips_rows:
+            clip = compiled(clip_rows) if self.flat.fused else clip_rows
+            clip(self.flat.gradients, limit)
         else:
             clip_each_chain(self._of_parameters(), limit)

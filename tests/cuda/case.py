@@ -1,6 +1,7 @@
 """A fit of a small residual network on the stand-in, and what each of its steps did."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from tests.cuda.record import Record
 from tests.cuda.stand_in import StandIn
 from tests.cuda.trainer import stand_in_trainer
 
-STEPS, ORDINARY, LOG_EVERY, LOGGED, DRAWN = 9, 5, 7, 7, 9
-"""A fit's steps, and the one of each kind; batches 1, 2, 4, 8, … are looked at by `FirstBatches`."""
-BATCHES, CLASSES = 40, 10
+STEPS, ORDINARY, LOG_EVERY = 7, 6, 5
+"""A fit's steps, an ordinary one, and the steps between logs; `FirstBatches` looks at batches 1, 2, 4, 8, …"""
+CLASSES = 10
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,17 @@ class Case:
     chains: int = 4
     sampler: str = "SGHMC"
     execution: str = "auto"
-    compile: Any = True
+    compile: Any = "auto"
     precision: str = "bf16-mixed"
     blocks: int = 3
     width: int = 2
     batch: int = 4
+    batches: int = 40
+    """Of an epoch."""
     usual: bool = True
     """Whether samples are collected, averaged, drawn and summarised, and the chains' health is measured."""
+    health: int = 20
+    """Steps between two measurements of the chains' health."""
     augment: bool = True
     resident: bool = True
     """Whether the data are on the device."""
@@ -59,8 +64,25 @@ class Case:
     """Or "sampling": a sample every five steps, at the module's temperature."""
     steps: int = STEPS
     seed: int = 1
+    other: str = ""
+    """One of `OTHERS`."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Other arguments of the module."""
+
+
+OTHERS: dict[str, Callable[[], pl.Callback]] = {
+    "AutoSampling": lambda: callbacks.AutoSampling(num_draws=4),
+    "DeepEnsemble": callbacks.DeepEnsemble,
+    "DeepEnsemble by AdamW": lambda: callbacks.DeepEnsemble(optimizer=torch.optim.AdamW, warm_up=0.2),
+    "SWAG": lambda: callbacks.SWAG(rank=2, num_draws=2, collection=0.6, every_n_steps=2),
+    "MCDropout": lambda: callbacks.MCDropout(num_draws=2),
+    "WarmStart": lambda: callbacks.WarmStart(lr=0.01, epochs=1),
+    "a contour that learns its range": lambda: callbacks.ContourGradient(
+        ContourRules(zeta=0.75), num_bins=30, warm_up_steps=4
+    ),
+}
+"""Callbacks that take a fit for themselves."""
+OWN_SCHEDULES = ("AutoSampling", "DeepEnsemble", "DeepEnsemble by AdamW", "SWAG")
 
 
 @dataclass
@@ -70,6 +92,8 @@ class Fit:
     module: BayesianModule
     trainer: pl.Trainer
     steps: "list[dict[str, Counter[str]]]"
+    drawn: int
+    """The last step that drew samples, from 1; 0 without any."""
 
 
 class Scaled(nn.Module):
@@ -90,11 +114,15 @@ class Steps(pl.Callback):
     def __init__(self, record: Record) -> None:
         self.record = record
         self.steps: list[dict[str, Counter[str]]] = []
+        self.drawn = 0
         self._made = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._made = trainer.global_step
         self.record.clear()
+
+    def on_posterior_sample(self, *args: Any) -> None:
+        self.drawn = len(self.steps) + 1
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step > self._made:
@@ -109,7 +137,7 @@ def _bytes_to_floats(images: Tensor) -> Tensor:
 def loaders(case: Case) -> tuple[Any, Any]:
     """Return training and validation batches."""
     generator = torch.Generator().manual_seed(0)
-    count = case.batch * BATCHES
+    count = case.batch * case.batches
     images = torch.randint(256, (count, 3, 8, 8), dtype=torch.uint8, generator=generator)
     labels = torch.randint(CLASSES, (count,), generator=generator)
     if case.resident:
@@ -149,9 +177,11 @@ def build(case: Case) -> BayesianModule:
 
 def callbacks_for(case: Case, folder: Path) -> list[pl.Callback]:
     """Return the callbacks of a fit."""
-    made: list[pl.Callback] = []
-    if case.schedule == "cyclical" and not case.replica_exchange:
-        made.append(callbacks.CyclicalSchedule(num_cycles=1, exploration=0.3, samples_per_cycle=1))
+    made: list[pl.Callback] = [OTHERS[case.other]()] if case.other else []
+    if case.other in OWN_SCHEDULES:
+        pass
+    elif case.schedule == "cyclical" and not case.replica_exchange:
+        made.append(callbacks.CyclicalSchedule(num_cycles=1, exploration=0.2, samples_per_cycle=1))
     else:
         made.append(callbacks.SamplingSchedule(every_n_steps=LOG_EVERY))
     if case.contour or case.interacting:
@@ -177,7 +207,7 @@ def callbacks_for(case: Case, folder: Path) -> list[pl.Callback]:
             callbacks.RunSummary(),
         ]
         if not case.replica_exchange:  # its chains have temperatures of their own
-            made.append(callbacks.ChainHealth(every_n_steps=LOG_EVERY, warn=False))
+            made.append(callbacks.ChainHealth(every_n_steps=case.health, warn=False))
     return made
 
 
@@ -218,7 +248,7 @@ def fit(
     trainer = stand_in_trainer(case.precision, callbacks=callbacks_for(case, folder), **(quiet | options))
     training, held_out = loaders(case)
     trainer.fit(module, training, held_out, ckpt_path=resumed)
-    return Fit(module, trainer, steps.steps)
+    return Fit(module, trainer, steps.steps, steps.drawn)
 
 
 def summary(step: "dict[str, Counter[str]]", lines: int = 20) -> dict[str, Any]:

@@ -13,12 +13,19 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.cuda import checks, correct
-from tests.cuda.case import Case
+from tests.cuda.case import OTHERS, Case
 from tests.cuda.stand_in import StandIn
 from tests.cuda.step_report import report
 
 SMALL = {"blocks": 1}
 SMALL_ALONE = SMALL | {"usual": False}
+
+LONGER = {
+    "AutoSampling": {"steps": 40},
+    "WarmStart": {"batches": 8, "steps": 14},
+    "a contour that learns its range": {"schedule": "sampling", "steps": 10},
+}
+"""What other callbacks need."""
 
 FITS: dict[str, dict[str, Any]] = {
     "ResNet-20, four chains": {},
@@ -28,6 +35,7 @@ FITS: dict[str, dict[str, Any]] = {
     "own contour": SMALL | {"contour": True},
     "interacting contour": SMALL | {"interacting": True},
     "one chain, contour": SMALL | {"chains": 1, "contour": True, "clip": 1.0},
+    "health is measured": SMALL | {"health": 3},
     "loop": SMALL | {"execution": "loop", "compile": False},
     "loop, compiled": SMALL_ALONE | {"execution": "loop"},
     "vmap, not compiled": SMALL_ALONE | {"compile": False},
@@ -39,6 +47,7 @@ FITS: dict[str, dict[str, Any]] = {
     "control variates": SMALL_ALONE | {"control_variates": True},
     "covariance friction": SMALL_ALONE
     | {"covariance_friction": True, "sampler": "UnderdampedLangevin", "schedule": "sampling"},
+    **{name: SMALL | {"other": name, "dropout": 0.2} | LONGER.get(name, {}) for name in OTHERS},
     "a step size for each chain": SMALL_ALONE | {"lr_each": True},
     "scalar parameters": SMALL_ALONE | {"scalar": True, "clip": 1.0, "contour": True},
     "scalar parameter, one chain": SMALL_ALONE | {"scalar": True, "chains": 1, "interacting": False},

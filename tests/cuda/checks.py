@@ -136,6 +136,19 @@ def optimizers_step_on_views(device: StandIn) -> None:
     assert torch.equal(flat.cpu(), start - 0.5)
 
 
+def optimizers_and_clipping_take_lists(device: StandIn) -> None:
+    parameters = [nn.Parameter(torch.ones(3, device="cuda")) for _ in range(20)]
+    adam = torch.optim.AdamW(parameters)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        device.record.clear()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        adam.step()
+    assert device.record.launches.total() < 20
+    device.record.clear()
+
+
 def launches_are_counted(device: StandIn) -> None:
     record = device.record
     flat, parameters = _flat()
@@ -273,6 +286,7 @@ CHECKS = {
         a_flat_leaf_has_the_gradient_of_its_views,
         modules_move_and_keep_their_parameters,
         optimizers_step_on_views,
+        optimizers_and_clipping_take_lists,
         launches_are_counted,
         waits_are_counted,
         an_event_is_reached_two_steps_later,

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from tests.cuda.kernels import FusedKernels
 from tests.cuda.record import Record
-from tests.cuda.tensor import CudaTensor
+from tests.cuda.tensor import CudaTensor, Current
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 OVERWRITTEN = (
@@ -57,42 +57,30 @@ class Graphs:
             written = args[0] if isinstance(args[0], list | tuple) else args[:1]
             self._mutates |= any(_memory(t) in self._moving for t in written if isinstance(t, CudaTensor))
 
-    def compile(self, function: Any = None, **options: Any) -> Any:
-        """Stand for `torch.compile`."""
-        if function is None:
-            return lambda found: self.compile(found, **options)
-        if isinstance(function, torch.nn.Module):
-            function.forward = self.compile(function.forward, **options)
-            return function
-        choice = options.get("options") or {}
-        replays = options.get("mode") in GRAPH_MODES or bool(choice.get("triton.cudagraphs"))
+    def call(self, function: Any, replays: bool, args: Any, kwargs: Any) -> Any:
+        """Call a compiled function."""
+        flat, shape = pytree.tree_flatten((args, kwargs))
+        tensors = [part for part in flat if isinstance(part, torch.Tensor)]
+        if self._record.in_graph or not any(isinstance(t, CudaTensor) for t in tensors):
+            return function(*args, **kwargs)
+        if replays:
+            self._begin(tensors)
+        places = [i for i, part in enumerate(flat) if isinstance(part, torch.Tensor) and part.requires_grad]
+        if not torch.is_grad_enabled() or not places:
+            out = self._inside("forward", replays, lambda: function(*args, **kwargs))
+            self.keep(replays, pytree.tree_leaves(out), tensors)
+            return out
 
-        def compiled(*args: Any, **kwargs: Any) -> Any:
-            flat, shape = pytree.tree_flatten((args, kwargs))
-            tensors = [part for part in flat if isinstance(part, torch.Tensor)]
-            if self._record.in_graph or not any(isinstance(t, CudaTensor) for t in tensors):
-                return function(*args, **kwargs)
-            if replays:
-                self._begin(tensors)
-            grad = torch.is_grad_enabled()
-            places = [i for i, part in enumerate(flat) if isinstance(part, torch.Tensor) and part.requires_grad]
-            if not grad or not places:
-                out = self._inside("forward", replays, lambda: function(*args, **kwargs))
-                self.keep(replays, pytree.tree_leaves(out), tensors)
-                return out
+        def with_leaves(leaves: list[torch.Tensor]) -> Any:
+            own = list(flat)
+            for place, leaf in zip(places, leaves, strict=True):
+                own[place] = leaf
+            again, keywords = pytree.tree_unflatten(own, shape)
+            return function(*again, **keywords)
 
-            def call(leaves: list[torch.Tensor]) -> Any:
-                own = list(flat)
-                for place, leaf in zip(places, leaves, strict=True):
-                    own[place] = leaf
-                again, keywords = pytree.tree_unflatten(own, shape)
-                return function(*again, **keywords)
-
-            form: list[Any] = []
-            outputs = _Differentiable.apply(self, replays, call, form, *(flat[place] for place in places))
-            return pytree.tree_unflatten(list(outputs), form[0])
-
-        return compiled
+        form: list[Any] = []
+        outputs = _Differentiable.apply(self, replays, with_leaves, form, *(flat[place] for place in places))
+        return pytree.tree_unflatten(list(outputs), form[0])
 
     def _begin(self, tensors: list[torch.Tensor]) -> None:
         """Begin a generation if the step is new, and copy inputs whose address is not fixed."""
@@ -129,6 +117,22 @@ class Graphs:
         if replays:
             own = {_memory(t) for t in inputs if isinstance(t, CudaTensor)}
             self._outputs += [t.inner for t in outputs if isinstance(t, CudaTensor) and _memory(t) not in own]
+
+
+def compile(function: Any = None, **options: Any) -> Any:
+    """Stand for `torch.compile`; the function may be compiled under one stand-in and called under the next."""
+    if function is None:
+        return lambda found: compile(found, **options)
+    if isinstance(function, torch.nn.Module):
+        function.forward = compile(function.forward, **options)
+        return function
+    choice = options.get("options") or {}
+    replays = options.get("mode") in GRAPH_MODES or bool(choice.get("triton.cudagraphs"))
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        return Current.device.graphs.call(function, replays, args, kwargs)
+
+    return compiled
 
 
 class _Differentiable(torch.autograd.Function):

@@ -7,9 +7,9 @@ from unittest import mock
 import torch
 
 from tests.cuda.backend import NAME
-from tests.cuda.compiled import Graphs
+from tests.cuda.compiled import Graphs, compile
 from tests.cuda.record import RECENT, Record
-from tests.cuda.tensor import CUDA, CudaGenerator
+from tests.cuda.tensor import CUDA, CudaGenerator, CudaTensor
 
 GIB = 2**30
 
@@ -101,7 +101,7 @@ def patched(record: Record, graphs: Graphs) -> Any:
         "torch.amp.autocast": Autocast,
         "torch.is_autocast_enabled": is_autocast_enabled,
         "torch.get_autocast_dtype": get_autocast_dtype,
-        "torch.compile": graphs.compile,
+        "torch.compile": compile,
         "torch.compiler.reset": graphs.reset,
         "torch.compiler.cudagraph_mark_step_begin": graphs.mark_step,
         "torch.cuda.default_generators": (generator,),
@@ -133,6 +133,8 @@ def patched(record: Record, graphs: Graphs) -> Any:
         "torch.cuda.default_stream": lambda *_: stream,
         "torch.cuda.synchronize": lambda *_: record.wait("torch.cuda.synchronize"),
         "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,
+        "torch.optim.optimizer._foreach_supported_types": [torch.Tensor, torch.nn.Parameter, CudaTensor],
+        "torch.utils._foreach_utils._foreach_supported_types": [torch.Tensor, CudaTensor],
         "torch.utils._triton.has_triton": lambda *_: False,
     }
     with contextlib.ExitStack() as stack:

@@ -18,10 +18,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from tests.cuda.case import DRAWN, LOGGED, ORDINARY, Case, fit, summary
+from tests.cuda.case import LOG_EVERY, ORDINARY, Case, fit, summary
 from tests.cuda.stand_in import StandIn
-
-KINDS = {"ordinary": ORDINARY, "logged": LOGGED, "drawn": DRAWN}
 
 
 def report(case: Case, lines: int = 20) -> dict[str, Any]:
@@ -32,8 +30,9 @@ def report(case: Case, lines: int = 20) -> dict[str, Any]:
         lines: how many lines of source are named for each counter.
     """
     with StandIn() as device, tempfile.TemporaryDirectory() as folder:
-        steps = fit(device, case, Path(folder)).steps
-    return {kind: summary(steps[index - 1], lines) for kind, index in KINDS.items()}
+        done = fit(device, case, Path(folder))
+    kinds = {"ordinary": ORDINARY, "logged": LOG_EVERY, "drawn": done.drawn or done.trainer.global_step}
+    return {kind: summary(done.steps[index - 1], lines) for kind, index in kinds.items()}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         name = "--" + field.name.replace("_", "-")
         if field.name == "extra":
             continue
-        if isinstance(field.default, bool):
+        if isinstance(field.default, bool) or field.name == "compile":
             made.add_argument(name, action=argparse.BooleanOptionalAction, default=field.default)
         elif field.name == "ewsg":
             made.add_argument(name, type=int, nargs="?", const=1, default=0, metavar="PROPOSALS")
