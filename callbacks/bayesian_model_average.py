@@ -10,17 +10,21 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import require_schedule, schedule_of
+from lightning_sgmcmc.chains.drawing import Drawing
 from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.together import MOST, grouped, runs_at_once
 from lightning_sgmcmc.checks import check_choice
-from lightning_sgmcmc.evaluation.full_data import full_log_likelihood, undisturbed
+from lightning_sgmcmc.evaluation.full_data import full_log_likelihoods, undisturbed
 from lightning_sgmcmc.evaluation.loader_average import LoaderAverage, loaders_of
+from lightning_sgmcmc.evaluation.of_samples import SampleScores, in_host_memory, scores_on, states_on
 from lightning_sgmcmc.evaluation.out_of_distribution import OutOfDistributionData, OutOfDistributionSource
-from lightning_sgmcmc.evaluation.scoring import evaluate
-from lightning_sgmcmc.evaluation.share import share_of
+from lightning_sgmcmc.evaluation.scoring import Scorer
 from lightning_sgmcmc.evaluation.user_metrics import UserMetrics
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.early_stopping import PatientStopping
 
+LARGEST_SCORES = 2**30
+"""Bytes of the scores that samples may have before they are added to the averages."""
 MONITORS = ("val/bma_", "val/single_", "val/chain_disagreement")
 """The beginnings of the names of the metrics that change with the samples only."""
 
@@ -84,6 +88,12 @@ class BayesianModelAverage(SamplerCallback):
         self.ood = OutOfDistributionData(ood)
         self.metrics = UserMetrics(metrics)
         self._averages: list[LoaderAverage] = []
+        self._scorer: Scorer | None = None
+        self._drawn: list[PosteriorSample] = []
+        """Samples of a drawing whose scores are not computed yet."""
+        self._scores: list[tuple[PosteriorSample, SampleScores]] = []
+        """Scores that are not in the averages yet."""
+        self._most = MOST
         self._stopping = PatientStopping(MONITORS)
 
     # -- during the fit -----------------------------------------------------------------------------------------------
@@ -118,22 +128,36 @@ class BayesianModelAverage(SamplerCallback):
             self.ood.check(trainer, module)
         if len(self._averages) != len(loaders):
             self._averages = [LoaderAverage(self.cycle_weights, self.metrics) for _ in loaders]
+        self._scorer = _scorer(module)
         self._publish(module, "val")
         self._stopping.begin(trainer, self._count())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._stopping.end()
+        self._end()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self._stopping.end()
+        self._scorer, self._drawn, self._scores = None, [], []
 
     def _count(self) -> int:
         return len(self._averages[0].evaluation.members) if self._averages else 0
 
+    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: BayesianModule, drawing: Drawing) -> None:
+        self._drawn, self._scores = list(drawing.samples), []
+
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         if not self._averages:
             return
-        self._add(trainer, pl_module, sample, loaders_of(trainer.val_dataloaders), trainer.num_val_batches)
+        if not (self._scores and self._scores[0][0] is sample):
+            if not (self._drawn and self._drawn[0] is sample):
+                self._drawn = [sample]
+            together, self._drawn = self._drawn[: self._most], self._drawn[self._most :]
+            loaders, limits = loaders_of(trainer.val_dataloaders), trainer.num_val_batches
+            self._scores = list(zip(together, self._score(trainer, pl_module, together, loaders, limits), strict=True))
+        self._add(trainer, pl_module, *self._scores.pop(0))
         metrics = self._metrics("val")
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
@@ -179,33 +203,54 @@ class BayesianModelAverage(SamplerCallback):
         loaders = loaders_of(source)
         self._averages = [LoaderAverage(self.cycle_weights, self.metrics) for _ in loaders]
         self._publish(module, stage)
-        for sample in module.posterior.reweighted(self.importance_weights):
-            self._add(trainer, module, sample, loaders, limits)
+        self._scorer = self._scorer or _scorer(module)
+        samples = iter(module.posterior.reweighted(self.importance_weights))
+        for group in grouped(samples, lambda sample: sample.state, MOST):
+            while group:
+                together, group = group[: self._most], group[self._most :]
+                scores = self._score(trainer, module, together, loaders, limits)
+                for sample, own in zip(together, scores, strict=True):
+                    self._add(trainer, module, sample, own)
 
     # -- during and after the fit -------------------------------------------------------------------------------------
 
-    def _add(
+    def _score(
         self,
         trainer: pl.Trainer,
         module: BayesianModule,
-        sample: PosteriorSample,
+        samples: list[PosteriorSample],
         loaders: list[Any],
         limits: list[int | float],
-    ) -> None:
-        """Evaluate a sample on every loader and add it to the averages."""
+    ) -> list[SampleScores]:
+        """Evaluate samples on every loader, in one pass for all of them."""
+        scorer = self._scorer or _scorer(module)
+        with undisturbed(trainer, module):
+            states = states_on(module.device, samples)
+            log_likelihoods = [0.0] * len(samples)
+            if self.cycle_weights == "harmonic":
+                log_likelihoods = full_log_likelihoods(trainer, module.chains, states, "cycle_weights='harmonic'")
+            ood = self.ood.terms(trainer, module, states)
+            on_loaders = [
+                scores_on(trainer, module, scorer, states, loader, limit, index)
+                for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True))
+            ]
+            ood, on_loaders = in_host_memory((ood, on_loaders))
+        scores = [
+            SampleScores([found[i] for found in on_loaders], log_likelihoods[i], ood[i]) for i in range(len(samples))
+        ]
+        self._most = max(1, min(MOST, LARGEST_SCORES // max(scores[0].size, 1)))
+        return scores
+
+    def _add(self, trainer: pl.Trainer, module: BayesianModule, sample: PosteriorSample, scores: SampleScores) -> None:
+        """Add a sample to the averages."""
         data = getattr(trainer, "datamodule", None)
         units = (float(getattr(data, "target_std", None) or 1.0), float(getattr(data, "target_mean", None) or 0.0))
+        log_likelihood = scores.log_likelihood
+        if self.cycle_weights == "harmonic":
+            log_likelihood /= _temperature(trainer, module, sample.chain)
         with undisturbed(trainer, module):
-            state = {name: tensor.to(module.device) for name, tensor in sample.state.items()}
-            log_likelihood = 0.0
-            if self.cycle_weights == "harmonic":
-                log_likelihood = full_log_likelihood(trainer, module.chains, state, "cycle_weights='harmonic'")
-                log_likelihood /= _temperature(trainer, module, sample.chain)
-            ood_terms = self.ood.terms(trainer, module, state)
-            for index, (average, loader, limit) in enumerate(zip(self._averages, loaders, limits, strict=True)):
-                share = share_of(trainer, loader, limit, index)
-                scores = evaluate(module, state, share.batches(trainer, module))
-                average.add(module, sample, scores, share, units, log_likelihood, ood_terms if index == 0 else {})
+            for index, (average, own) in enumerate(zip(self._averages, scores.on_loaders, strict=True)):
+                average.add(module, sample, own, units, log_likelihood, scores.ood if index == 0 else {})
 
     def _publish(self, module: BayesianModule, stage: str) -> None:
         if self._averages:
@@ -248,6 +293,10 @@ class BayesianModelAverage(SamplerCallback):
             average = LoaderAverage(self.cycle_weights, self.metrics)
             average.load_state_dict(saved)
             self._averages.append(average)
+
+
+def _scorer(module: BayesianModule) -> Scorer:
+    return Scorer(module, compiled=module.chains.compiled and runs_at_once(module.device))
 
 
 def _temperature(trainer: pl.Trainer, module: BayesianModule, chain: int) -> float:

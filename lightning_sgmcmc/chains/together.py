@@ -1,8 +1,8 @@
 """Calls of a module with the states of several samples: all at once, or one after another."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from lightning_sgmcmc.chains.masks import MASK_SEED
 from lightning_sgmcmc.chains.stateless import StatelessCall
 
 State = Mapping[str, Tensor]
+Sample = TypeVar("Sample")
+LARGEST_GROUP = 256 * 2**20
+"""Bytes of samples that run together."""
 MOST = 16
 """States in one vmapped call: memory for the network's activations grows with them."""
 
@@ -28,6 +31,30 @@ def runs_at_once(device: torch.device) -> bool:
 def dtype_of(state: State) -> torch.dtype:
     """Return the dtype of a sample's weights, in which its network computes."""
     return next((t.dtype for t in state.values() if t.is_floating_point()), torch.get_default_dtype())
+
+
+def grouped(samples: Iterable[Sample], state_of: Callable[[Sample], State], most: int) -> Iterator[list[Sample]]:
+    """Yield samples in lists that may run together: up to `most`, of one dtype, and of at most `LARGEST_GROUP` bytes.
+
+    A larger sample is alone.
+
+    Args:
+        samples: samples of one network.
+        state_of: returns a sample's state.
+        most: the largest number.
+    """
+    group: list[Sample] = []
+    room, kind = 0.0, torch.float32
+    for sample in samples:
+        state = state_of(sample)
+        size = sum(tensor.nbytes for tensor in state.values())
+        if group and (len(group) == most or size > room or dtype_of(state) != kind):
+            yield group
+            group = []
+        room, kind = (room if group else LARGEST_GROUP) - size, dtype_of(state)
+        group.append(sample)
+    if group:
+        yield group
 
 
 class States:

@@ -256,8 +256,8 @@ class Posterior:
 
         If the datamodule of the fit standardised its targets (`target_mean`, `target_std`), the store has their
         scaling, and predictions are in the data's units; `posterior.standardised().predict(x)` leaves them as the
-        network sees them. Inputs are the network's: scale them as the datamodule did. Small samples stay in memory. On a
-        GPU samples run at once (`torch.vmap`), on a CPU one after another, which is faster there.
+        network sees them. Scale inputs as the datamodule did. Small samples stay in memory. Samples run at once on a GPU
+        (`torch.vmap`), and one after another on a CPU, where it is faster.
 
         Args:
             x: inputs, a tensor or NumPy array (n, …); or an iterable of batches (a DataLoader), each one inputs or a
@@ -268,7 +268,7 @@ class Posterior:
             the predictive of all inputs, on the model's device.
 
         Raises:
-            RuntimeError: if there are no samples, or no model (see `load`).
+            RuntimeError: if there are no samples, or no model.
             TypeError: if x is a tuple, which could be one batch or several.
             ValueError: if there are no inputs, or all weights are 0.
         """

@@ -1,7 +1,6 @@
 """Passes of samples through their network: the averaged predictive, and BatchNorm's statistics."""
 
 import itertools
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode
-from lightning_sgmcmc.chains.together import MOST, State, States, TogetherCall, dtype_of, runs_at_once
+from lightning_sgmcmc.chains.together import MOST, States, TogetherCall, dtype_of, grouped, runs_at_once
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.evaluation.batch_norm import new_statistics
 from lightning_sgmcmc.evaluation.scoring import concatenate, evaluate
@@ -25,7 +24,7 @@ from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.predictions import Prediction
 
 CHUNK = 256 * 2**20
-"""Bytes of inputs that are kept while all samples predict them, and of samples that run together."""
+"""Bytes of inputs that are kept while all samples predict them."""
 KEPT = 256 * 2**20
 """Bytes of samples in host memory that are kept between predictions."""
 
@@ -121,14 +120,16 @@ class ReadySamples:
             return
         kept: list[States] = []
         room = _room(self.device)
-        for group in _grouped(self._states(), MOST if runs_at_once(self.device) else 1):
+        for states in grouped(self._states(), lambda state: state, MOST if runs_at_once(self.device) else 1):
+            group = States(states)
             yield group
             room -= group.size
             kept.append(group)
             if room < 0:
                 kept.clear()
         if room >= 0:
-            self._groups = kept if runs_at_once(self.device) else list(_grouped(_each_of(kept), sys.maxsize))
+            together = not runs_at_once(self.device) and len({group.dtype for group in kept}) == 1
+            self._groups = [States([state for group in kept for state in group.each])] if together else kept
 
     def _states(self) -> Iterator[dict[str, Tensor]]:
         for sample in self._store:
@@ -146,25 +147,6 @@ def ready_samples(known: ReadySamples | None, store: SampleStore, model: EnergyM
 def _room(device: torch.device) -> float:
     """Return how many bytes of states may be kept on a device."""
     return KEPT if device.type != "cuda" else torch.cuda.mem_get_info(device)[0] / 4
-
-
-def _each_of(groups: Iterable[States]) -> Iterator[State]:
-    return (state for group in groups for state in group.each)
-
-
-def _grouped(states: Iterable[State], most: int) -> Iterator[States]:
-    """Yield up to `most` states of one dtype at a time, of at most `CHUNK` bytes, or one."""
-    group: list[State] = []
-    room = 0.0
-    for state in states:
-        size = sum(tensor.nbytes for tensor in state.values())
-        if group and (len(group) == most or size > room or dtype_of(state) != dtype_of(group[0])):
-            yield States(group)
-            group = []
-        room = (room if group else CHUNK) - size
-        group.append(state)
-    if group:
-        yield States(group)
 
 
 def average_scores(
