@@ -256,8 +256,8 @@ class Posterior:
 
         If the datamodule of the fit standardised its targets (`target_mean`, `target_std`), the store has their
         scaling, and predictions are in the data's units; `posterior.standardised().predict(x)` leaves them as the
-        network sees them. Scale inputs as the datamodule did. Small samples stay in memory. Samples run at once on a GPU
-        (`torch.vmap`), and one after another on a CPU, where it is faster.
+        network sees them. Scale inputs as the datamodule did. Small samples stay in memory. On a GPU samples run at
+        once (`torch.vmap`), on a CPU one after another, which is faster there.
 
         Args:
             x: inputs, a tensor or NumPy array (n, …); or an iterable of batches (a DataLoader), each one inputs or a
@@ -345,7 +345,6 @@ class Posterior:
         if len(self) == 0:
             raise RuntimeError("the posterior has no samples to predict with")
         if self.model is None:
-            raise RuntimeError(
-                f"predictions need the network, but {self._why_no_model}; use Posterior.load(path, net=…) or model=…"
-            )
+            remedy = "use Posterior.load(path, net=…) or model=…"
+            raise RuntimeError(f"predictions need the network, but {self._why_no_model}; {remedy}")
         return self.model
