@@ -14,6 +14,7 @@ from lightning_sgmcmc.chains.drawing import Drawing
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.together import MOST, grouped, runs_at_once
 from lightning_sgmcmc.checks import check_choice
+from lightning_sgmcmc.compiling import is_compiled
 from lightning_sgmcmc.evaluation.full_data import full_log_likelihoods, undisturbed
 from lightning_sgmcmc.evaluation.loader_average import LoaderAverage, loaders_of
 from lightning_sgmcmc.evaluation.of_samples import SampleScores, in_host_memory, scores_on, states_on
@@ -296,7 +297,8 @@ class BayesianModelAverage(SamplerCallback):
 
 
 def _scorer(module: BayesianModule) -> Scorer:
-    return Scorer(module, compiled=module.chains.compiled and runs_at_once(module.device))
+    device = module.device
+    return Scorer(module, compiled=runs_at_once(device) and is_compiled(module.chains.compiled, device))
 
 
 def _temperature(trainer: pl.Trainer, module: BayesianModule, chain: int) -> float:

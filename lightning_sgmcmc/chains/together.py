@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.chains.masks import MASK_SEED
 from lightning_sgmcmc.chains.stateless import StatelessCall
+from lightning_sgmcmc.compiling import compiled_if_possible
 
 State = Mapping[str, Tensor]
 Sample = TypeVar("Sample")
@@ -127,11 +128,11 @@ class TogetherCall:
         self._function = function
         self._alone = StatelessCall(module, function)
         self._most = MOST
-        vmapped = self._vmapped
-        self._ways: list[Callable[..., Any]] = [vmapped]
-        """Ways to run all at once, the first that has not failed."""
-        if compiled:
-            self._ways.insert(0, torch.compile(vmapped, dynamic=False))
+        at_once = self._vmapped
+        self._together: Callable[..., Any] | None = (
+            compiled_if_possible("the samples' evaluation", at_once, dynamic=False) if compiled else at_once
+        )
+        """Runs all at once; None once it has failed."""
 
     def __call__(self, states: States, *args: Any) -> Iterator[Any]:
         """Yield the function's results, one for each state; until the last, the module may have other tensors.
@@ -140,7 +141,7 @@ class TogetherCall:
             states: the samples' states, on the module's device.
             args: passed to the function.
         """
-        if states.have_masks or not self._ways or not runs_at_once(states.device):
+        if states.have_masks or self._together is None or not runs_at_once(states.device):
             return self._one_by_one(states, args)
         return (result for part in states.parts(self._most) for result in self._at_once(part, args))
 
@@ -148,22 +149,20 @@ class TogetherCall:
         return torch.vmap(self._alone.call, in_dims=(0, *[None] * len(args)))(stacked, *args)
 
     def _at_once(self, states: States, args: tuple[Any, ...]) -> list[Any]:
-        while self._ways:
-            try:
-                results = self._ways[0](states.stacked, args)
-                return [pytree.tree_map(lambda t, i=i: t[i], results) for i in range(len(states))]
-            except torch.cuda.OutOfMemoryError:
-                if len(states) == 1:
-                    raise
-                self._most = (len(states) + 1) // 2
-                return [result for part in states.parts(self._most) for result in self._at_once(part, args)]
-            except Exception:
-                # The last way has failed, unless the call is at fault, which raises here.
-                found = list(self._one_by_one(states, args)) if len(self._ways) == 1 else None
-                self._ways.pop(0)
-                if found is not None:
-                    return found
-        return list(self._one_by_one(states, args))
+        if self._together is None:
+            return list(self._one_by_one(states, args))
+        try:
+            results = self._together(states.stacked, args)
+            return [pytree.tree_map(lambda t, i=i: t[i], results) for i in range(len(states))]
+        except torch.cuda.OutOfMemoryError:
+            if len(states) == 1:
+                raise
+            self._most = (len(states) + 1) // 2
+            return [result for part in states.parts(self._most) for result in self._at_once(part, args)]
+        except Exception:
+            found = list(self._one_by_one(states, args))  # raises if the call is at fault, and not vmap
+            self._together = None
+            return found
 
     def _one_by_one(self, states: States, args: tuple[Any, ...]) -> Iterator[Any]:
         if states.have_masks:
