@@ -17,15 +17,13 @@ from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.compiling import is_compiled
 from lightning_sgmcmc.evaluation.full_data import full_log_likelihoods, undisturbed
 from lightning_sgmcmc.evaluation.loader_average import LoaderAverage, loaders_of
-from lightning_sgmcmc.evaluation.of_samples import SampleScores, in_host_memory, scores_on, states_on
+from lightning_sgmcmc.evaluation.of_samples import DrawingScores, SampleScores, in_host_memory, scores_on, states_on
 from lightning_sgmcmc.evaluation.out_of_distribution import OutOfDistributionData, OutOfDistributionSource
 from lightning_sgmcmc.evaluation.scoring import Scorer
 from lightning_sgmcmc.evaluation.user_metrics import UserMetrics
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.early_stopping import PatientStopping
 
-LARGEST_SCORES = 2**30
-"""Bytes of the scores that samples may have before they are added to the averages."""
 MONITORS = ("val/bma_", "val/single_", "val/chain_disagreement")
 """The beginnings of the names of the metrics that change with the samples only."""
 
@@ -90,11 +88,7 @@ class BayesianModelAverage(SamplerCallback):
         self.metrics = UserMetrics(metrics)
         self._averages: list[LoaderAverage] = []
         self._scorer: Scorer | None = None
-        self._drawn: list[PosteriorSample] = []
-        """Samples of a drawing whose scores are not computed yet."""
-        self._scores: list[tuple[PosteriorSample, SampleScores]] = []
-        """Scores that are not in the averages yet."""
-        self._most = MOST
+        self._scores = DrawingScores()
         self._stopping = PatientStopping(MONITORS)
 
     # -- during the fit -----------------------------------------------------------------------------------------------
@@ -141,24 +135,21 @@ class BayesianModelAverage(SamplerCallback):
 
     def _end(self) -> None:
         self._stopping.end()
-        self._scorer, self._drawn, self._scores = None, [], []
+        self._scorer = None
+        self._scores.begin([])
 
     def _count(self) -> int:
         return len(self._averages[0].evaluation.members) if self._averages else 0
 
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: BayesianModule, drawing: Drawing) -> None:
-        self._drawn, self._scores = list(drawing.samples), []
+        self._scores.begin(drawing.samples)
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         if not self._averages:
             return
-        if not (self._scores and self._scores[0][0] is sample):
-            if not (self._drawn and self._drawn[0] is sample):
-                self._drawn = [sample]
-            together, self._drawn = self._drawn[: self._most], self._drawn[self._most :]
-            loaders, limits = loaders_of(trainer.val_dataloaders), trainer.num_val_batches
-            self._scores = list(zip(together, self._score(trainer, pl_module, together, loaders, limits), strict=True))
-        self._add(trainer, pl_module, *self._scores.pop(0))
+        loaders, limits = loaders_of(trainer.val_dataloaders), trainer.num_val_batches
+        scores = self._scores.of(sample, lambda samples: self._score(trainer, pl_module, samples, loaders, limits))
+        self._add(trainer, pl_module, sample, scores)
         metrics = self._metrics("val")
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
@@ -207,11 +198,10 @@ class BayesianModelAverage(SamplerCallback):
         self._scorer = self._scorer or _scorer(module)
         samples = iter(module.posterior.reweighted(self.importance_weights))
         for group in grouped(samples, lambda sample: sample.state, MOST):
-            while group:
-                together, group = group[: self._most], group[self._most :]
-                scores = self._score(trainer, module, together, loaders, limits)
-                for sample, own in zip(together, scores, strict=True):
-                    self._add(trainer, module, sample, own)
+            self._scores.begin(group)
+            for sample in group:
+                scores = self._scores.of(sample, lambda some: self._score(trainer, module, some, loaders, limits))
+                self._add(trainer, module, sample, scores)
 
     # -- during and after the fit -------------------------------------------------------------------------------------
 
@@ -236,11 +226,9 @@ class BayesianModelAverage(SamplerCallback):
                 for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True))
             ]
             ood, on_loaders = in_host_memory((ood, on_loaders))
-        scores = [
+        return [
             SampleScores([found[i] for found in on_loaders], log_likelihoods[i], ood[i]) for i in range(len(samples))
         ]
-        self._most = max(1, min(MOST, LARGEST_SCORES // max(scores[0].size, 1)))
-        return scores
 
     def _add(self, trainer: pl.Trainer, module: BayesianModule, sample: PosteriorSample, scores: SampleScores) -> None:
         """Add a sample to the averages."""

@@ -146,15 +146,17 @@ class SampleCollector(SamplerCallback):
         self._drawing = drawing if drawing.on_cuda else None
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
-        index = self._seen[sample.chain]
+        index, drawing = self._seen[sample.chain], self._drawing
         self._seen[sample.chain] += 1
+        if drawing is not None and sample is drawing.samples[-1]:
+            self._drawing = None
         if (index + 1) % self.every_n_samples:
             return
         store, contour = self._store, pl_module.contour
         assert store is not None
         if isinstance(store, DiskStore) and not trainer.is_global_zero:
             return
-        copy = None if self._drawing is None else self._drawing.host_copy(sample)
+        copy = None if drawing is None else drawing.host_copy(sample)
         if copy is not None and isinstance(store, LaggingStore):
             store.append_later(sample, copy)
         else:

@@ -1,6 +1,6 @@
 """Scores of samples on the data of a run's loaders, in one pass for all of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.together import MOST
 from lightning_sgmcmc.chains.transfers import HostCopies
 from lightning_sgmcmc.evaluation.averages import Terms
 from lightning_sgmcmc.evaluation.scoring import Scorer, Scores
@@ -16,6 +17,10 @@ from lightning_sgmcmc.evaluation.share import share_of
 from lightning_sgmcmc.model import EnergyModel
 
 Tree = TypeVar("Tree")
+
+
+LARGEST_SCORES = 2**30
+"""Bytes of the scores of samples that are scored together."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,9 @@ class SampleScores:
     def size(self) -> int:
         """Bytes of all tensors."""
         return sum(leaf.nbytes for leaf in pytree.tree_leaves((self.on_loaders, self.ood)) if isinstance(leaf, Tensor))
+
+
+Score = Callable[[list[PosteriorSample]], list[SampleScores]]
 
 
 def states_on(device: Any, samples: Sequence[PosteriorSample]) -> list[dict[str, Tensor]]:
@@ -84,3 +92,32 @@ def in_host_memory(tree: Tree) -> Tree:
             leaves[place] = copy
     moved: Tree = pytree.tree_unflatten(leaves, shape)
     return moved
+
+
+class DrawingScores:
+    """The scores of a drawing's samples, computed for several of them in one pass when the first is wanted."""
+
+    def __init__(self) -> None:
+        self._drawn: list[PosteriorSample] = []
+        """Samples without scores."""
+        self._scored: list[tuple[PosteriorSample, SampleScores]] = []
+        self._most = MOST
+
+    def begin(self, samples: Sequence[PosteriorSample]) -> None:
+        """Begin a drawing; nothing is computed yet."""
+        self._drawn, self._scored = list(samples), []
+
+    def of(self, sample: PosteriorSample, score: Score) -> SampleScores:
+        """Return the scores of a sample, the drawing's next one, or one that is in no drawing.
+
+        Args:
+            sample: the sample.
+            score: returns the scores of several samples.
+        """
+        if not (self._scored and self._scored[0][0] is sample):
+            if not (self._drawn and self._drawn[0] is sample):
+                self.begin([sample])
+            together, self._drawn = self._drawn[: self._most], self._drawn[self._most :]
+            self._scored = list(zip(together, score(together), strict=True))
+            self._most = max(1, min(MOST, LARGEST_SCORES // max(self._scored[0][1].size, 1)))
+        return self._scored.pop(0)[1]
