@@ -58,7 +58,11 @@ class LaggingStore(DiskStore):
         writer = self._open_writer()
         earlier = len(self._records) + len(writer)
         size = sum(tensor.numel() * tensor.element_size() for tensor in sample.state.values())
-        writer.submit(lambda: partial(self._enter, write_sample(self.path, copy(), earlier)), size)
+        try:
+            writer.submit(lambda: partial(self._enter, write_sample(self.path, copy(), earlier)), size)
+        except OSError:
+            self._places.discard((sample.step, sample.chain, sample.draw))
+            raise
 
     def set_contour_later(self, contour: LearnedContour) -> None:
         """Queue the state learned by a contour sampler."""
@@ -70,6 +74,10 @@ class LaggingStore(DiskStore):
             return partial(setattr, self, "_contour", content)
 
         self._open_writer().submit(write, 0)
+
+    def _enter(self, record: SampleRecord) -> None:
+        self._records.append(record)  # the getter would settle again
+        self._verified.add(record.file)
 
     def _open_writer(self) -> BackgroundWriter:
         if self._writer is None:
