@@ -273,9 +273,9 @@ class Posterior:
             ValueError: if there are no inputs, or all weights are 0.
         """
         model = self._ready_model()
-        _ = self.weights  # raises if they are NaN, or all zero
+        normalised_weights(log_weights := self.log_weights)  # raises if they are NaN, or all zero
         self._ready = ready_samples(self._ready, self.store, model)
-        prediction = average_predictions(self._ready, self.log_weights.tolist(), x, return_samples)
+        prediction = average_predictions(self._ready, log_weights.tolist(), x, return_samples)
         if self.calibration is not None:
             prediction = self.calibration.applied(prediction)
         scaling = self.store.scaling

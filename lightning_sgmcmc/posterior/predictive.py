@@ -186,6 +186,8 @@ def warn_of_overflow(terms: Mapping[str, Tensor]) -> None:
     Args:
         terms: the averaged terms of a predictive, first axis n.
     """
+    if bool(torch.stack([term.isfinite().all() for term in terms.values()]).all()):
+        return
     bad = torch.stack([~term.reshape(len(term), -1).isfinite().all(1) for term in terms.values()])
     count = int(bad.any(0).sum())
     if count:

@@ -82,9 +82,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     assert not together.runs_at_once(torch.device("cpu"))
-    print(
-        f"| network | batch | {options.samples} bare passes, ms | predict | its passes | vmap |\n|---|---|---|---|---|---|"
-    )
+    print(f"| network | batch | {options.samples} bare passes, ms | predict | its passes | vmap |")
+    print("|---|---|---|---|---|---|")
     for name in NETWORKS:
         for batch in (1, 100):
             print(measure(name, batch, options.samples, options.rounds), flush=True)
