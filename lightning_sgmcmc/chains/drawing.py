@@ -134,8 +134,12 @@ class Drawing:
         copies, sample = self._copies.wait(), self.samples[place]
         if self._states is not None:
             flat = dict(zip(self._states.flat, copies, strict=True))
-            return replace(sample, **self._states.of_chain(self._rows[place], flat))
+            return _with_parts(sample, self._states.of_chain(self._rows[place], flat))
         remaining = iter(copies)
         for own in self.samples[: place + 1]:
             parts = {part: {name: next(remaining) for name in getattr(own, part)} for part in PARTS}
-        return replace(sample, **parts)
+        return _with_parts(sample, parts)
+
+
+def _with_parts(sample: PosteriorSample, parts: Parts) -> PosteriorSample:
+    return replace(sample, parameters=parts["parameters"], buffers=parts["buffers"], scales=parts["scales"])

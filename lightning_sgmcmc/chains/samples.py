@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.chains.chains import Chains
-from lightning_sgmcmc.chains.drawing import Drawing, FlatStates
+from lightning_sgmcmc.chains.drawing import Drawing, FlatStates, Parts
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.transfers import HostCopies
 from lightning_sgmcmc.model import EnergyModel, named_trainable
@@ -60,7 +60,7 @@ def _flat_states(chains: Chains) -> FlatStates:
     together = scales[0]
     if chains.num_chains > 1:
         together = {name: torch.stack([own[name] for own in scales]) for name in scales[0]}
-    parts = {
+    parts: Parts = {
         "parameters": dict(model.named_parameters()),
         "buffers": {name: buffer for name, buffer in model.named_buffers() if not is_prior_state(name)},
         "scales": together,
@@ -76,19 +76,22 @@ def _own_samples(
     energy = layout.mean_over_data(chains.observed.energy) if tags.energy is None else tags.energy
     numbers = [energy, tags.log_weight, states.suspects(), *([] if tags.bin is None else [tags.bin])]
     energies, log_weights, suspects, *bins = (n.reshape(-1).tolist() for n in HostCopies(numbers).wait())
-    samples = [
-        PosteriorSample(
+    samples = []
+    for index, chain in enumerate(layout.chains):
+        parts = states.of_chain(index)
+        sample = PosteriorSample(
             step=step,
             cycle=chains.progress.cycle,
             chain=chain,
             energy=energies[index],
             log_weight=log_weights[index],
+            parameters=parts["parameters"],
+            buffers=parts["buffers"],
             bin=bins[0][index] if bins else None,
             comparable=tags.comparable,
-            **states.of_chain(index),
+            scales=parts["scales"],
         )
-        for index, chain in enumerate(layout.chains)
-    ]
+        samples.append(sample)
     for sample, suspect in zip(samples, suspects, strict=True):
         if suspect:
             check(sample)
