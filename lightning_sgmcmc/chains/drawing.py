@@ -1,7 +1,7 @@
 """The states of a process's chains, copied together when they become samples."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,17 +15,6 @@ Parts = dict[str, dict[str, Tensor]]
 PARTS = ("parameters", "buffers", "scales")
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor is in the flat states."""
-
-    part: str
-    name: str
-    dtype: torch.dtype
-    begin: int
-    shape: torch.Size
-
-
 class FlatStates:
     """Copies of the states of C chains: for each dtype one tensor (C, P), with a row for each chain.
 
@@ -36,21 +25,19 @@ class FlatStates:
 
     def __init__(self, parts: Mapping[str, Mapping[str, Tensor]], num_chains: int) -> None:
         self._num_chains = num_chains
-        self._places: list[_Place] = []
+        self._names: dict[torch.dtype, list[tuple[str, str, torch.Size]]] = {}
+        """Part, name and shape of each tensor in the flat tensor of a dtype, in the order of its columns."""
+        self._order = {part: list(parts[part]) for part in PARTS}
         self._ends: dict[torch.dtype, dict[str, int]] = {}
         """The end of each part's columns in the tensor of a dtype."""
         rows: dict[torch.dtype, list[Tensor]] = {}
-        widths: dict[torch.dtype, int] = {}
         for part in PARTS:
             for name, tensor in parts[part].items():
-                row = as_rows(tensor.detach(), num_chains)
-                begin = widths.get(tensor.dtype, 0)
+                rows.setdefault(tensor.dtype, []).append(as_rows(tensor.detach(), num_chains))
                 shape = tensor.shape[1:] if num_chains > 1 else tensor.shape
-                self._places.append(_Place(part, name, tensor.dtype, begin, shape))
-                rows.setdefault(tensor.dtype, []).append(row)
-                widths[tensor.dtype] = begin + row.shape[1]
-            for dtype, width in widths.items():
-                self._ends.setdefault(dtype, {})[part] = width
+                self._names.setdefault(tensor.dtype, []).append((part, name, shape))
+            for dtype, pieces in rows.items():
+                self._ends.setdefault(dtype, {})[part] = sum(piece.shape[1] for piece in pieces)
         self.flat = {dtype: torch.cat(pieces, 1) for dtype, pieces in rows.items()}
 
     def of_chain(self, row: int, flat: Mapping[torch.dtype, Tensor] | None = None) -> Parts:
@@ -61,12 +48,12 @@ class FlatStates:
             flat: copies of the flat states, instead of these.
         """
         flat = self.flat if flat is None else flat
-        parts: Parts = {part: {} for part in PARTS}
-        for place in self._places:
-            count = place.shape.numel()
-            own = flat[place.dtype][row, place.begin : place.begin + count]
-            parts[place.part][place.name] = own.view(place.shape)
-        return parts
+        found: Parts = {part: {} for part in PARTS}
+        for dtype, names in self._names.items():
+            pieces = flat[dtype][row].split([shape.numel() for _, _, shape in names])
+            for (part, name, shape), piece in zip(names, pieces, strict=True):
+                found[part][name] = piece.view(shape)
+        return {part: {name: found[part][name] for name in names} for part, names in self._order.items()}
 
     def suspects(self) -> Tensor:
         """Return for each chain whether its parameters may have a NaN or an infinity, or its buffers a NaN.
