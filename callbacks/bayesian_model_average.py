@@ -195,13 +195,14 @@ class BayesianModelAverage(SamplerCallback):
         loaders = loaders_of(source)
         self._averages = [LoaderAverage(self.cycle_weights, self.metrics) for _ in loaders]
         self._publish(module, stage)
-        self._scorer = self._scorer or _scorer(module)
+        in_fit, self._scorer = self._scorer, self._scorer or Scorer(module)
         samples = iter(module.posterior.reweighted(self.importance_weights))
         for group in grouped(samples, lambda sample: sample.state, MOST):
             self._scores.begin(group)
             for sample in group:
                 scores = self._scores.of(sample, lambda some: self._score(trainer, module, some, loaders, limits))
                 self._add(trainer, module, sample, scores)
+        self._scorer = in_fit
 
     # -- during and after the fit -------------------------------------------------------------------------------------
 
@@ -214,7 +215,7 @@ class BayesianModelAverage(SamplerCallback):
         limits: list[int | float],
     ) -> list[SampleScores]:
         """Evaluate samples on every loader, in one pass for all of them."""
-        scorer = self._scorer or _scorer(module)
+        scorer = self._scorer or Scorer(module)
         with undisturbed(trainer, module):
             states = states_on(module.device, samples)
             log_likelihoods = [0.0] * len(samples)

@@ -14,15 +14,16 @@ class HostCopies:
     once. The originals may be changed afterwards.
 
     Args:
-        tensors: tensors on any devices.
+        tensors: tensors on the host, and on one other device.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._event: Any = None
         self._copies = [_copy(tensor.detach()) for tensor in tensors]
-        if any(tensor.device.type == "cuda" for tensor in tensors):
+        device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+        if device is not None:
             self._event = torch.cuda.Event(blocking=True)
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> list[Tensor]:
         """Return the copies, once they are complete."""
