@@ -8,10 +8,10 @@ import torch
 
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.posterior.lagging import LaggingStore
-from tests.cuda.case import Case, fit, loaders, network
+from tests.cuda.case import LOG_EVERY, Case, fit, loaders, network
 from tests.cuda.stand_in import StandIn
 
-SMALL = Case(blocks=1, precision="32-true", augment=False, schedule="sampling", steps=5, chains=3)
+SMALL = Case(blocks=1, precision="32-true", augment=False, schedule="sampling", steps=LOG_EVERY, chains=3)
 
 
 def samples_are_the_chains_states(device: StandIn) -> None:
