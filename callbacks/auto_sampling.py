@@ -17,14 +17,15 @@ from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAvera
 from lightning_sgmcmc.callbacks.planned_length import PlannedLength
 from lightning_sgmcmc.callbacks.run_budget import RunBudget
 from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls
+from lightning_sgmcmc.chains.drawing import Drawing
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_choice, check_count, check_positive, check_within
 from lightning_sgmcmc.diagnostics.stacking import stacking_weights
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.evaluation.full_data import undisturbed
-from lightning_sgmcmc.evaluation.scoring import evaluate
-from lightning_sgmcmc.evaluation.share import share_of
+from lightning_sgmcmc.evaluation.of_samples import DrawingScores, SampleScores, in_host_memory, scores_on, states_on
+from lightning_sgmcmc.evaluation.scoring import Scorer
 from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical
 from lightning_sgmcmc.model import named_trainable
@@ -132,6 +133,7 @@ class AutoSampling(Schedule):
         self._densities: dict[tuple[int, int], Tensor] = {}
         """log p(y_i) of the validation data under each draw, by step and chain."""
         self._blocks: dict[int, WeightedAverage] = defaultdict(WeightedAverage)
+        self._scores = DrawingScores()
         """The average of each chain's newest draws."""
         self._counts: dict[int, int] = defaultdict(int)
         self.chosen: dict[int, list[tuple[int, float]]] = {}
@@ -220,19 +222,23 @@ class AutoSampling(Schedule):
             self.plan(trainer, bayesian(pl_module, self))
         super().on_train_batch_end(trainer, pl_module, *args)
 
+    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: BayesianModule, drawing: Drawing) -> None:
+        self._scores.begin(drawing.samples)
+
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         chain, module = sample.chain, pl_module
         self.chosen.setdefault(chain, [(0, self._start_std)])
         loaders = validation_loaders(trainer)
         if not loaders:
             return
-        with undisturbed(trainer, module):
-            state = {name: tensor.to(module.device) for name, tensor in sample.state.items()}
-            share = share_of(trainer, loaders[0], trainer.num_val_batches[0])
-            terms, log_density, target = evaluate(module, state, share.batches(trainer, module))
-            log_density = share.whole(log_density)
-            terms = {name: share.whole(term) for name, term in terms.items()}
-            target = None if target is None else share.whole(target)
+
+        def score(samples: list[PosteriorSample]) -> list[SampleScores]:
+            with undisturbed(trainer, module):
+                states, limit = states_on(module.device, samples), trainer.num_val_batches[0]
+                found = in_host_memory(scores_on(trainer, module, Scorer(module), states, loaders[0], limit))
+            return [SampleScores([own], 0.0, {}) for own in found]
+
+        ((terms, log_density, target),) = self._scores.of(sample, score).on_loaders
         self._densities[sample.step, chain] = log_density.float().cpu()
         self._blocks[chain].add(terms, log_density, 0.0)
         self._counts[chain] += 1

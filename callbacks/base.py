@@ -6,6 +6,7 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.chains.drawing import Drawing
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import is_of_other_namespace
 from lightning_sgmcmc.module import BayesianModule
@@ -18,7 +19,7 @@ class SamplerCallback(pl.Callback):
 
     The order in a step: `on_train_batch_start` (schedules set `lr` and `temperature`), `on_before_optimizer_step`
     (the energy of the batch is known; multipliers are set), the update, `on_train_batch_end` (schedules decide
-    whether the states are samples), and then `on_posterior_sample`, once per chain.
+    whether the states are samples), and then `on_posterior_samples` and, once per chain, `on_posterior_sample`.
     """
 
     setting: ClassVar[str | None] = None
@@ -43,6 +44,12 @@ class SamplerCallback(pl.Callback):
 
     def reset(self) -> None:
         """Clear the state of an earlier fit; a checkpoint's state is loaded afterwards."""
+
+    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: BayesianModule, drawing: Drawing) -> None:
+        """Called with all samples of a step, for work that is done together; `on_posterior_sample` follows with each.
+
+        A step with more samples than the process has chains has several drawings.
+        """
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         """Called with each sample when it is drawn."""

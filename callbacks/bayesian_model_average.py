@@ -10,13 +10,16 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import require_schedule, schedule_of
+from lightning_sgmcmc.chains.drawing import Drawing
 from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.together import MOST, grouped, runs_at_once
 from lightning_sgmcmc.checks import check_choice
-from lightning_sgmcmc.evaluation.full_data import full_log_likelihood, undisturbed
+from lightning_sgmcmc.compiling import is_compiled
+from lightning_sgmcmc.evaluation.full_data import full_log_likelihoods, undisturbed
 from lightning_sgmcmc.evaluation.loader_average import LoaderAverage, loaders_of
+from lightning_sgmcmc.evaluation.of_samples import DrawingScores, SampleScores, in_host_memory, scores_on, states_on
 from lightning_sgmcmc.evaluation.out_of_distribution import OutOfDistributionData, OutOfDistributionSource
-from lightning_sgmcmc.evaluation.scoring import evaluate
-from lightning_sgmcmc.evaluation.share import share_of
+from lightning_sgmcmc.evaluation.scoring import Scorer
 from lightning_sgmcmc.evaluation.user_metrics import UserMetrics
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.early_stopping import PatientStopping
@@ -84,6 +87,8 @@ class BayesianModelAverage(SamplerCallback):
         self.ood = OutOfDistributionData(ood)
         self.metrics = UserMetrics(metrics)
         self._averages: list[LoaderAverage] = []
+        self._scorer: Scorer | None = None
+        self._scores = DrawingScores()
         self._stopping = PatientStopping(MONITORS)
 
     # -- during the fit -----------------------------------------------------------------------------------------------
@@ -118,22 +123,33 @@ class BayesianModelAverage(SamplerCallback):
             self.ood.check(trainer, module)
         if len(self._averages) != len(loaders):
             self._averages = [LoaderAverage(self.cycle_weights, self.metrics) for _ in loaders]
+        self._scorer = _scorer(module)
         self._publish(module, "val")
         self._stopping.begin(trainer, self._count())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._stopping.end()
+        self._end()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self._stopping.end()
+        self._scorer = None
+        self._scores.begin([])
 
     def _count(self) -> int:
         return len(self._averages[0].evaluation.members) if self._averages else 0
 
+    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: BayesianModule, drawing: Drawing) -> None:
+        self._scores.begin(drawing.samples)
+
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
         if not self._averages:
             return
-        self._add(trainer, pl_module, sample, loaders_of(trainer.val_dataloaders), trainer.num_val_batches)
+        loaders, limits = loaders_of(trainer.val_dataloaders), trainer.num_val_batches
+        scores = self._scores.of(sample, lambda samples: self._score(trainer, pl_module, samples, loaders, limits))
+        self._add(trainer, pl_module, sample, scores)
         metrics = self._metrics("val")
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
@@ -179,33 +195,52 @@ class BayesianModelAverage(SamplerCallback):
         loaders = loaders_of(source)
         self._averages = [LoaderAverage(self.cycle_weights, self.metrics) for _ in loaders]
         self._publish(module, stage)
-        for sample in module.posterior.reweighted(self.importance_weights):
-            self._add(trainer, module, sample, loaders, limits)
+        in_fit, self._scorer = self._scorer, self._scorer or Scorer(module)
+        samples = iter(module.posterior.reweighted(self.importance_weights))
+        for group in grouped(samples, lambda sample: sample.state, MOST):
+            self._scores.begin(group)
+            for sample in group:
+                scores = self._scores.of(sample, lambda some: self._score(trainer, module, some, loaders, limits))
+                self._add(trainer, module, sample, scores)
+        self._scorer = in_fit
 
     # -- during and after the fit -------------------------------------------------------------------------------------
 
-    def _add(
+    def _score(
         self,
         trainer: pl.Trainer,
         module: BayesianModule,
-        sample: PosteriorSample,
+        samples: list[PosteriorSample],
         loaders: list[Any],
         limits: list[int | float],
-    ) -> None:
-        """Evaluate a sample on every loader and add it to the averages."""
+    ) -> list[SampleScores]:
+        """Evaluate samples on every loader, in one pass for all of them."""
+        scorer = self._scorer or Scorer(module)
+        with undisturbed(trainer, module):
+            states = states_on(module.device, samples)
+            log_likelihoods = [0.0] * len(samples)
+            if self.cycle_weights == "harmonic":
+                log_likelihoods = full_log_likelihoods(trainer, module.chains, states, "cycle_weights='harmonic'")
+            ood = self.ood.terms(trainer, module, states)
+            on_loaders = [
+                scores_on(trainer, module, scorer, states, loader, limit, index)
+                for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True))
+            ]
+            ood, on_loaders = in_host_memory((ood, on_loaders))
+        return [
+            SampleScores([found[i] for found in on_loaders], log_likelihoods[i], ood[i]) for i in range(len(samples))
+        ]
+
+    def _add(self, trainer: pl.Trainer, module: BayesianModule, sample: PosteriorSample, scores: SampleScores) -> None:
+        """Add a sample to the averages."""
         data = getattr(trainer, "datamodule", None)
         units = (float(getattr(data, "target_std", None) or 1.0), float(getattr(data, "target_mean", None) or 0.0))
+        log_likelihood = scores.log_likelihood
+        if self.cycle_weights == "harmonic":
+            log_likelihood /= _temperature(trainer, module, sample.chain)
         with undisturbed(trainer, module):
-            state = {name: tensor.to(module.device) for name, tensor in sample.state.items()}
-            log_likelihood = 0.0
-            if self.cycle_weights == "harmonic":
-                log_likelihood = full_log_likelihood(trainer, module.chains, state, "cycle_weights='harmonic'")
-                log_likelihood /= _temperature(trainer, module, sample.chain)
-            ood_terms = self.ood.terms(trainer, module, state)
-            for index, (average, loader, limit) in enumerate(zip(self._averages, loaders, limits, strict=True)):
-                share = share_of(trainer, loader, limit, index)
-                scores = evaluate(module, state, share.batches(trainer, module))
-                average.add(module, sample, scores, share, units, log_likelihood, ood_terms if index == 0 else {})
+            for index, (average, own) in enumerate(zip(self._averages, scores.on_loaders, strict=True)):
+                average.add(module, sample, own, units, log_likelihood, scores.ood if index == 0 else {})
 
     def _publish(self, module: BayesianModule, stage: str) -> None:
         if self._averages:
@@ -248,6 +283,11 @@ class BayesianModelAverage(SamplerCallback):
             average = LoaderAverage(self.cycle_weights, self.metrics)
             average.load_state_dict(saved)
             self._averages.append(average)
+
+
+def _scorer(module: BayesianModule) -> Scorer:
+    device = module.device
+    return Scorer(module, compiled=runs_at_once(device) and is_compiled(module.chains.compiled, device))
 
 
 def _temperature(trainer: pl.Trainer, module: BayesianModule, chain: int) -> float:

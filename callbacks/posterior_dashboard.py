@@ -11,6 +11,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.run_summary import STAGE_NAMES
+from lightning_sgmcmc.chains.drawing import Drawing
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
@@ -27,22 +28,8 @@ from lightning_sgmcmc.run.trainer import is_trial, log_interval
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.tensors import mean_of
 
-PARTS = (
-    "schedule",
-    "energy",
-    "traces",
-    "weights",
-    "geometry",
-    "temperatures",
-    "contour",
-    "running",
-    "reliability",
-    "entropy",
-    "segments",
-    "chains",
-    "histograms",
-    "tables",
-)
+OF_CHAINS = ("schedule", "energy", "traces", "weights", "geometry", "temperatures", "contour")
+PARTS = (*OF_CHAINS, "running", "reliability", "entropy", "segments", "chains", "histograms", "tables")
 MOST_CHAINS = 16
 """With more chains, only the mean energy is logged."""
 
@@ -146,6 +133,7 @@ class PosteriorDashboard(SamplerCallback):
         self._drawn_samples = 0
         self._sample_step = 0
         self._due = False
+        self._drawing: Drawing | None = None
         self._folder: Path | None = None
         self._warned: set[str] = set()
 
@@ -199,8 +187,16 @@ class PosteriorDashboard(SamplerCallback):
             scalars["sampler/gradient_multiplier"] = multiplier
         log_scalars(trainer, scalars, trainer.global_step)
 
+    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: BayesianModule, drawing: Drawing) -> None:
+        self._drawing = drawing
+
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
-        self.history.add_sample(sample, sample.parameters if trainer.is_global_zero else None)
+        parameters, drawing = sample.parameters, self._drawing
+        if drawing is not None and drawing.on_cuda and trainer.is_global_zero and self.history.takes_sketch:
+            parameters = drawing.host_copy(sample)().parameters  # one wait for all samples and tensors
+        if drawing is not None and sample is drawing.samples[-1]:
+            self._drawing = None
+        self.history.add_sample(sample, parameters if trainer.is_global_zero else None)
         self._sample_step = trainer.global_step
         count = self.history.samples.seen
         scalars: dict[str, float] = {"samples/count": count}
@@ -241,7 +237,7 @@ class PosteriorDashboard(SamplerCallback):
         """Add the samples of an earlier process's fit to the history."""
         assert module.posterior is not None
         for index, record in enumerate(module.posterior.records):
-            wanted = "geometry" in self.figures and self.history.sketches.takes_next
+            wanted = self.history.takes_sketch
             self.history.add_sample(record, module.posterior[index].parameters if wanted else {})
 
     # -- drawing ------------------------------------------------------------------------------------------------------

@@ -11,13 +11,17 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import require_schedule
+from lightning_sgmcmc.chains.drawing import Drawing
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import check_count, check_flag
+from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.calibration import saved_calibration
 from lightning_sgmcmc.posterior.description import describe_model
-from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
+from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.lagging import LaggingStore
 from lightning_sgmcmc.posterior.lock import StoreLock
+from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore, TargetScaling
 from lightning_sgmcmc.run.folder import newest_store, run_folder
@@ -29,7 +33,9 @@ from lightning_sgmcmc.run.trainer import is_trial
 class SampleCollector(SamplerCallback):
     """Stores samples as they are drawn; afterwards `collector.posterior` and `pl_module.posterior` provide them.
 
-    On disk, every sample is complete and safe before the next step (see `DiskStore`). A new fit moves samples that are
+    On disk, every sample is complete and safe before the next step (see `DiskStore`); on CUDA a thread writes it while
+    the device continues, and it is safe before the next checkpoint, and before anything in this process reads the
+    samples. A new fit moves samples that are
     already in its folder aside (`samples-1`, `samples-2`, …). A fit from a checkpoint continues with them, except those
     drawn after the checkpoint, which it moves aside. It takes the samples beside the checkpoint, if there are any, so
     a copied or moved run uses its own. During a fit no other process can write to the folder.
@@ -72,6 +78,11 @@ class SampleCollector(SamplerCallback):
         self.max_samples = max_samples
         self.posterior: Posterior | None = None
         self._store: SampleStore | None = None
+        self._drawing: Drawing | None = None
+        self._contour: LearnedContour | None = None
+        """The last one that the store was given."""
+        self._lost: OSError | None = None
+        """Why a sample of the fit that has ended is not on the disk."""
         self._lock: StoreLock | None = None
         self._seen: Counter[int] = Counter()
         self._restored: dict[str, Any] | None = None
@@ -98,6 +109,7 @@ class SampleCollector(SamplerCallback):
         self._seen = Counter()
         self._retired = set()
         self._known_to_checkpoints = []
+        self._contour = self._lost = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)
@@ -109,7 +121,7 @@ class SampleCollector(SamplerCallback):
         else:
             path = self.dirpath or run_folder(trainer) / "samples"
             self._lock = on_rank_zero(trainer, lambda: begin_store(path, _description(module), _scaling(trainer)))
-            self._store = DiskStore(path)
+            self._store = LaggingStore(path)
         if isinstance(self._store, MemoryStore):
             self._store.scaling = _scaling(trainer)
         self._publish(module)
@@ -126,24 +138,45 @@ class SampleCollector(SamplerCallback):
         path = find_store(restored, self.dirpath, trainer.ckpt_path)
         trainer.strategy.barrier("read the store before it is cut")
         self._lock = on_rank_zero(trainer, lambda: continue_store(path, restored))
-        self._store = DiskStore(path)
+        self._store = LaggingStore(path)
+
+    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: BayesianModule, drawing: Drawing) -> None:
+        if isinstance(self._store, LaggingStore) and self._store.lags:
+            self._drop_surplus()
+        self._drawing = drawing if drawing.on_cuda else None
 
     def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
-        index = self._seen[sample.chain]
+        index, drawing = self._seen[sample.chain], self._drawing
         self._seen[sample.chain] += 1
+        if drawing is not None and sample is drawing.samples[-1]:
+            self._drawing = None
         if (index + 1) % self.every_n_samples:
             return
-        store = self._store
+        store, contour = self._store, pl_module.contour
         assert store is not None
         if isinstance(store, DiskStore) and not trainer.is_global_zero:
             return
-        store.append(sample)
-        if pl_module.contour is not None:
-            store.contour = pl_module.contour
-        if self.max_samples is not None:
-            dropped = store.keep_newest(self.max_samples)
-            if dropped and isinstance(store, DiskStore):
-                self._discard(store, dropped)
+        copy = None if drawing is None else drawing.host_copy(sample)
+        if copy is not None and isinstance(store, LaggingStore):
+            store.append_later(sample, copy)
+        else:
+            store.append(sample if copy is None else copy())
+        if contour is not None and contour is not self._contour:
+            if isinstance(store, LaggingStore) and copy is not None:
+                store.set_contour_later(contour)
+            else:
+                store.contour = contour
+            self._contour = contour
+        if not (isinstance(store, LaggingStore) and store.lags):
+            self._drop_surplus()
+
+    def _drop_surplus(self) -> None:
+        """Drop the oldest samples above the limit; this waits until the others are written."""
+        if self.max_samples is None or self._store is None:
+            return
+        dropped = self._store.keep_newest(self.max_samples)
+        if dropped and isinstance(self._store, DiskStore):
+            self._discard(self._store, dropped)
 
     def _discard(self, store: DiskStore, dropped: set[str]) -> None:
         """Delete files of dropped samples, except those that one of the last two checkpoints refers to."""
@@ -153,12 +186,14 @@ class SampleCollector(SamplerCallback):
         self._retired &= wanted
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if isinstance(self._store, DiskStore) and trainer.is_global_zero:
+        if isinstance(self._store, LaggingStore) and trainer.is_global_zero:
+            self._drop_surplus()
+            self._store.close()
             self._retired |= self._store.trim()
         trainer.strategy.barrier("all samples are written")
         module = bayesian(pl_module, self)
         if self._store is not None and module.contour is not None and trainer.is_global_zero:
-            self._store.contour = module.contour
+            self._store.contour = self._contour = module.contour
         if isinstance(self._store, DiskStore):
             self._store.reload()
             if trainer.is_global_zero:
@@ -166,9 +201,17 @@ class SampleCollector(SamplerCallback):
         self._release()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if isinstance(self._store, LaggingStore):
+            try:
+                self._store.close()
+            except OSError as error:
+                self._lost = error  # the state that may be saved now would count the sample
+                if error is not exception:
+                    rank_zero_warn(str(error))
         self._release()
 
     def _release(self) -> None:
+        self._drawing = None
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -178,6 +221,10 @@ class SampleCollector(SamplerCallback):
         self.posterior = module.posterior = Posterior(self._store, module)
 
     def state_dict(self) -> dict[str, Any]:
+        if self._lost is not None:
+            raise self._lost
+        if isinstance(self._store, LaggingStore) and self._store.lags:
+            self._drop_surplus()
         state: dict[str, Any] = {"seen": dict(self._seen)}
         if isinstance(self._store, MemoryStore):
             state["samples"] = [vars(sample) for sample in self._store]

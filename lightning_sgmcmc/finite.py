@@ -27,11 +27,18 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]], infinities: bool = T
 
 
 def bad_tensor(parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> str | None:
-    """Return the name of a tensor that rules a state out as a sample, or None.
+    """Return the name of a tensor that rules a state out as a sample, or None; wait for the device once if all is well.
 
     Such a tensor is a parameter with a NaN or an infinity, or a buffer with a NaN (masks often have infinities).
     """
-    floating = [t for t in parameters.values() if t.is_floating_point()]
-    if not all_finite(floating):
-        return first_not_finite(parameters.items())
-    return first_not_finite(buffers.items(), infinities=False)
+    of_parameters, of_buffers = (
+        [t for t in part.values() if t.is_floating_point() and t.numel()] for part in (parameters, buffers)
+    )
+    if not (of_parameters or of_buffers):
+        return None
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm([*of_parameters, *of_buffers])]).tolist()
+    count = len(of_parameters)
+    if all(map(math.isfinite, norms[:count])) and not any(map(math.isnan, norms[count:])):
+        return None
+    # The norm of large finite numbers may overflow, so the tensors are examined element by element.
+    return first_not_finite(parameters.items()) or first_not_finite(buffers.items(), infinities=False)

@@ -65,7 +65,7 @@ class Likelihood(nn.Module, ABC):
     def metrics(
         self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float
     ) -> dict[str, Tensor]:
-        """Return metrics of the averaged predictive.
+        """Return metrics of the averaged predictive; all tensors are in host memory if the module is on CUDA.
 
         Args:
             terms: the averages of `terms` and `target_terms`.

@@ -1,21 +1,25 @@
 """Posterior samples from the chains' current states."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+import torch
 from torch import Tensor
 
 from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.chains.drawing import Drawing, FlatStates, Parts
 from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.transfers import HostCopies
 from lightning_sgmcmc.model import EnergyModel, named_trainable
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.state import is_prior_state, prior_state
 
 
-def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], None]) -> Iterator[PosteriorSample]:
+def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], None]) -> Iterator[Drawing]:
     """Return the chains' current states as samples, one per chain of the run, in their order.
 
-    The claim "expand samples" turns each state into `tags.draws` samples. Samples are made one at a time and own their
-    tensors; all processes iterate over them together.
+    The states are copied together, and their numbers are read together, so the host waits for the device once. The
+    claim "expand samples" turns each state into `tags.draws` samples. A drawing has at most as many samples as this
+    process has chains; all processes iterate over the drawings together.
 
     Args:
         chains: the chains of this process.
@@ -34,47 +38,95 @@ def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], N
     prepare = chains.claims.get("prepare samples")
     if prepare is not None:
         prepare()
-    layout, tags = chains.layout, chains.tags
-    own = _own_samples(chains, step, check)
+    layout, tags, expand = chains.layout, chains.tags, chains.claims.get("expand samples")
+    states = _flat_states(chains)
+    samples = _own_samples(chains, states, step, check)
+    if expand is None and not layout.is_spread:
+        rows = [row for row, sample in enumerate(samples) if _is_chosen(chains, sample)]
+        yield Drawing([samples[row] for row in rows], states, rows)
+        return
+    own = samples if expand is None else _expanded(samples, expand, check)
     everyone = layout.strategy.share_samples(own, chains.num_chains * tags.draws) if layout.is_spread else own
-    for sample in everyone:
-        if tags.labels is not None:
-            sample.chain = tags.labels[sample.chain]
-        if sample.chain in tags.sampled:
-            yield sample
+    for together in _batched((s for s in everyone if _is_chosen(chains, s)), chains.num_chains):
+        yield Drawing(together)
 
 
-def _own_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], None]) -> Iterator[PosteriorSample]:
-    """Yield the samples of this process's chains."""
-    model, tags, layout = chains.model, chains.tags, chains.layout
-    energy = layout.mean_over_data(chains.observed.energy) if tags.energy is None else tags.energy
-    energies, log_weights = energy.reshape(-1).tolist(), tags.log_weight.reshape(-1).tolist()
-    bins = tags.bin.reshape(-1).tolist() if tags.bin is not None else [None] * chains.num_chains
-    for index, chain in enumerate(layout.chains):
+def _flat_states(chains: Chains) -> FlatStates:
+    """Return a copy of the states of this process's chains."""
+    model, scales = chains.model, []
+    for index in range(chains.num_chains):
         with chains.at(index):
-            parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-            buffers = {name: b.detach().clone() for name, b in model.named_buffers() if not is_prior_state(name)}
-            scales = present_scales(model)
+            scales.append(present_scales(model))
+    together = scales[0]
+    if chains.num_chains > 1:
+        together = {name: torch.stack([own[name] for own in scales]) for name in scales[0]}
+    parts: Parts = {
+        "parameters": dict(model.named_parameters()),
+        "buffers": {name: buffer for name, buffer in model.named_buffers() if not is_prior_state(name)},
+        "scales": together,
+    }
+    return FlatStates(parts, chains.num_chains)
+
+
+def _own_samples(
+    chains: Chains, states: FlatStates, step: int, check: Callable[[PosteriorSample], None]
+) -> list[PosteriorSample]:
+    """Return the states of this process's chains as samples, all of which are valid."""
+    tags, layout = chains.tags, chains.layout
+    energy = layout.mean_over_data(chains.observed.energy) if tags.energy is None else tags.energy
+    numbers = [energy, tags.log_weight, states.suspects(), *([] if tags.bin is None else [tags.bin])]
+    energies, log_weights, suspects, *bins = (n.reshape(-1).tolist() for n in HostCopies(numbers).wait())
+    samples = []
+    for index, chain in enumerate(layout.chains):
+        parts = states.of_chain(index)
         sample = PosteriorSample(
             step=step,
             cycle=chains.progress.cycle,
             chain=chain,
             energy=energies[index],
             log_weight=log_weights[index],
-            bin=bins[index],
+            parameters=parts["parameters"],
+            buffers=parts["buffers"],
+            bin=bins[0][index] if bins else None,
             comparable=tags.comparable,
-            parameters=parameters,
-            buffers=buffers,
-            scales=scales,
+            scales=parts["scales"],
         )
-        check(sample)
-        expand = chains.claims.get("expand samples")
-        if expand is None:
-            yield sample
-            continue
+        samples.append(sample)
+    for sample, suspect in zip(samples, suspects, strict=True):
+        if suspect:
+            check(sample)
+    return samples
+
+
+def _expanded(
+    samples: Iterable[PosteriorSample],
+    expand: Callable[[PosteriorSample], Iterable[PosteriorSample]],
+    check: Callable[[PosteriorSample], None],
+) -> Iterator[PosteriorSample]:
+    for sample in samples:
         for drawn in expand(sample):
             check(drawn)
             yield drawn
+
+
+def _is_chosen(chains: Chains, sample: PosteriorSample) -> bool:
+    """Label a sample as its chain is labelled, and return whether samples of that label are drawn."""
+    tags = chains.tags
+    if tags.labels is not None:
+        sample.chain = tags.labels[sample.chain]
+    return sample.chain in tags.sampled
+
+
+def _batched(samples: Iterable[PosteriorSample], size: int) -> Iterator[list[PosteriorSample]]:
+    """Yield lists of up to `size` samples."""
+    together: list[PosteriorSample] = []
+    for sample in samples:
+        together.append(sample)
+        if len(together) == size:
+            yield together
+            together = []
+    if together:
+        yield together
 
 
 def present_scales(model: EnergyModel) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ class WeightedAverage:
             raise ValueError(f"a sample's log-weight must be a number or -inf, got {log_weight}")
         if log_weight == -math.inf:
             return
-        if log_density.device.type != "mps":  # which has no float64
+        if len(log_density) and log_density.device.type != "mps":  # which has no float64
             log_density = log_density.double()
         if self.log_total == -math.inf:
             self.log_total = log_weight
@@ -51,8 +51,9 @@ class WeightedAverage:
         for name, term in terms.items():
             self.terms[name] = self.terms[name].to(term.device)  # a checkpoint's state comes on the CPU
             self.terms[name].lerp_(term, math.exp(log_share))
-        before = self.log_density.to(log_density.device)
-        self.log_density = torch.logaddexp(before + log_rest, log_density + log_share)
+        if len(log_density):
+            before = self.log_density.to(log_density.device)
+            self.log_density = torch.logaddexp(before + log_rest, log_density + log_share)
         self.log_total = new_total
 
     def copy(self) -> "WeightedAverage":

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Subset
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.stateless import evaluation_mode, undisturbed_generators
+from lightning_sgmcmc.chains.together import States, TogetherCall
 from lightning_sgmcmc.evaluation.loader_average import loaders_of
-from lightning_sgmcmc.evaluation.scoring import evaluate
 from lightning_sgmcmc.evaluation.share import EvaluationShare
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.samplers import Sampler
@@ -34,44 +34,44 @@ def undisturbed(trainer: pl.Trainer, module: EnergyModel) -> Iterator[None]:
         yield
 
 
-def full_log_likelihood(
+def full_log_likelihoods(
     trainer: pl.Trainer,
     chains: Chains,
-    state: Mapping[str, Tensor],
+    states: Sequence[Mapping[str, Tensor]],
     reason: str,
-    of_own_chain: bool = False,
-) -> float:
-    """Return log p(D|θ) of all training data, without augmentation; the processes share the data.
+    of_own_chains: bool = False,
+) -> list[float]:
+    """Return log p(D|θ) of all training data for each θ, in one pass without augmentation; processes share the data.
 
     Args:
         trainer: the run's.
         chains: the chains of the model, which is in evaluation mode.
-        state: θ, parameters and buffers by name.
+        states: each θ, parameters and buffers by name.
         reason: the option that needs it, for the message.
-        of_own_chain: whether θ belongs to a chain of this process, so that only the ranks of its group share the data;
-            otherwise all processes have the same θ.
+        of_own_chains: whether they belong to chains of this process, so that only the ranks of its group share the
+            data; otherwise all processes have the same ones.
 
     Raises:
         ValueError: if the trainer has no training data.
     """
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros(len(states), dtype=torch.float64)
+    call, together = TogetherCall(chains.model, lambda model, batch: model.score(batch)[0]), States(states)
     layout = chains.layout
     rank, ranks = trainer.global_rank, trainer.world_size
-    if of_own_chain:
+    if of_own_chains:
         rank, ranks = layout.rank_in_chain, layout.ranks_per_chain
     plain = getattr(getattr(trainer, "datamodule", None), "training_data", None)
     for loader in _training_loaders(trainer, reason):
         dataset = plain() if plain is not None else loader.dataset
         part = again(loader, dataset, range(rank, len(dataset), ranks))
-        _, log_density, _ = evaluate(
-            chains.model, state, EvaluationShare(part, math.inf).batches(trainer, chains.model)
-        )
-        total += log_density.double().sum().cpu()
-    if ranks == 1:
-        return float(total)
-    if of_own_chain:
-        return float(layout.mean_over_data(total)) * ranks
-    return float(trainer.strategy.reduce(total, reduce_op="sum"))
+        with torch.no_grad():
+            batches = EvaluationShare(part, math.inf).batches(trainer, chains.model)
+            found = [list(call(together, batch)) for batch in batches]
+        total += torch.stack([torch.cat(each).double().sum() for each in zip(*found, strict=True)]).cpu()
+    if ranks > 1:
+        reduce = trainer.strategy.reduce
+        total = layout.mean_over_data(total) * ranks if of_own_chains else reduce(total, reduce_op="sum")
+    return [float(value) for value in total]
 
 
 def pass_over_data(

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.stateless import state_of
-from lightning_sgmcmc.evaluation.full_data import full_log_likelihood, undisturbed
+from lightning_sgmcmc.evaluation.full_data import full_log_likelihoods, undisturbed
 from lightning_sgmcmc.model import EnergyModel
 
 
@@ -22,15 +22,15 @@ def full_energies(trainer: pl.Trainer, chains: Chains, include_prior: bool, reas
     Raises:
         ValueError: if there are no training data.
     """
-    energies, model = [], chains.model
+    states, log_priors, model = [], [], chains.model
     for chain in range(chains.num_chains):
         with chains.at(chain), torch.no_grad():
-            state = state_of(model)
-            log_prior = float(model.log_prior()) if include_prior else 0.0
-        with undisturbed(trainer, model):
-            found = full_log_likelihood(trainer, chains, state, reason, of_own_chain=True)
-        energies.append(-found - log_prior)
-    return torch.tensor(energies, dtype=torch.float64, device=model.device)
+            states.append(state_of(model))
+            log_priors.append(model.log_prior().double() if include_prior else torch.zeros((), dtype=torch.float64))
+    with undisturbed(trainer, model):
+        found = full_log_likelihoods(trainer, chains, states, reason, of_own_chains=True)
+    energies = -torch.tensor(found, dtype=torch.float64) - torch.stack(log_priors).cpu()
+    return energies.to(model.device)
 
 
 def differs_in_training(model: EnergyModel) -> bool:

@@ -15,7 +15,7 @@ from lightning_sgmcmc.evaluation.averages import ChainsAverage, CycleAverage, We
 from lightning_sgmcmc.evaluation.comparison import ChainComparison
 from lightning_sgmcmc.evaluation.html_table import html_table
 from lightning_sgmcmc.evaluation.per_datum import PerDatumScores
-from lightning_sgmcmc.evaluation.share import EvaluationShare
+from lightning_sgmcmc.evaluation.scoring import Scores
 from lightning_sgmcmc.evaluation.user_metrics import UserMetrics
 from lightning_sgmcmc.model import EnergyModel
 
@@ -125,8 +125,7 @@ class LoaderAverage:
         self,
         module: EnergyModel,
         sample: PosteriorSample,
-        scores: tuple[dict[str, Tensor], Tensor, Tensor | None],
-        share: EvaluationShare,
+        scores: Scores,
         units: tuple[float, float],
         log_likelihood: float,
         ood_terms: Mapping[str, dict[str, Tensor]],
@@ -136,16 +135,12 @@ class LoaderAverage:
         Args:
             module: the sample's module.
             sample: the sample.
-            scores: the result of `lightning_sgmcmc.evaluation.evaluate` for this process's data.
-            share: this process's share of the data.
+            scores: the sample's scores on the data of all ranks.
             units: the divisor of the targets, and the mean that was subtracted before.
             log_likelihood: log p(D|θ) of all training data, if the weights need it.
             ood_terms: the likelihood's terms on each set of out-of-distribution data, of all ranks.
         """
         terms, log_density, target = scores
-        log_density = share.whole(log_density)
-        terms = {name: share.whole(term) for name, term in terms.items()}
-        target = share.whole(target) if target is not None else None
         self._check_order(target)
 
         def add(total: ChainsAverage | CycleAverage, terms: dict[str, Tensor], density: Tensor) -> WeightedAverage:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import pytorch_lightning as pl
@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sgmcmc.batches.loader import is_shuffled
-from lightning_sgmcmc.chains.stateless import StatelessCall, state_of
+from lightning_sgmcmc.chains.stateless import state_of
+from lightning_sgmcmc.chains.together import States, TogetherCall
 from lightning_sgmcmc.evaluation.scoring import concatenate
 from lightning_sgmcmc.evaluation.share import EvaluationShare, share_of_plain
 from lightning_sgmcmc.model import EnergyModel, overrides
@@ -81,18 +82,19 @@ class OutOfDistributionData:
                 raise ValueError(f"ood: the out-of-distribution data '{name}' are empty")
 
     def terms(
-        self, trainer: pl.Trainer, module: EnergyModel, state: Mapping[str, Tensor]
-    ) -> dict[str, dict[str, Tensor]]:
-        """Return the likelihood's terms of a sample on each set, gathered from all ranks, in evaluation mode."""
-        return {name: self._terms_on(trainer, module, state, name) for name in self.sources}
+        self, trainer: pl.Trainer, module: EnergyModel, states: Sequence[Mapping[str, Tensor]]
+    ) -> list[dict[str, dict[str, Tensor]]]:
+        """Return the likelihood's terms of each sample on each set, gathered from all ranks, in evaluation mode."""
+        on_sets = {name: self._terms_on(trainer, module, states, name) for name in self.sources}
+        return [{name: terms[index] for name, terms in on_sets.items()} for index in range(len(states))]
 
     def _terms_on(
-        self, trainer: pl.Trainer, module: EnergyModel, state: Mapping[str, Tensor], name: str
-    ) -> dict[str, Tensor]:
+        self, trainer: pl.Trainer, module: EnergyModel, states: Sequence[Mapping[str, Tensor]], name: str
+    ) -> list[dict[str, Tensor]]:
         limit = 1 if cast(Any, trainer).fast_dev_run else math.inf
         share = share_of_plain(trainer, self._loaders[name], limit)
-        terms = self._evaluate(share.batches(trainer, module), module, state, name)
-        return {key: share.whole(term) for key, term in terms.items()}
+        each = self._evaluate(share.batches(trainer, module), module, states, name)
+        return [{key: share.whole(term) for key, term in terms.items()} for terms in each]
 
     def check(self, trainer: pl.Trainer, module: EnergyModel) -> None:
         """Pass a batch of each set through the network, so that errors occur before hours of training.
@@ -104,16 +106,17 @@ class OutOfDistributionData:
             state = {name: tensor.detach() for name, tensor in state_of(module).items()}
         for name in self.sources:
             batches = EvaluationShare(self._loaders[name], 1).batches(trainer, module)
-            self._evaluate(batches, module, state, name)
+            self._evaluate(batches, module, [state], name)
 
     def _evaluate(
-        self, batches: Iterable[Any], module: EnergyModel, state: Mapping[str, Tensor], name: str
-    ) -> dict[str, Tensor]:
-        """Return the terms on some of a set's batches."""
-        caller = StatelessCall(module, _terms_of_batch)
+        self, batches: Iterable[Any], module: EnergyModel, states: Sequence[Mapping[str, Tensor]], name: str
+    ) -> list[dict[str, Tensor]]:
+        """Return the terms of each sample on some of a set's batches."""
+        call, together = TogetherCall(module, _terms_of_batch), States(states)
         with torch.no_grad():
             try:
-                return concatenate(caller.call(state, batch) for batch in batches)
+                found = [list(call(together, batch)) for batch in batches]
+                return [concatenate(each) for each in zip(*found, strict=True)]
             except (RuntimeError, TypeError, ValueError) as error:
                 raise type(error)(
                     f"the network cannot process the out-of-distribution data '{name}': {error}"

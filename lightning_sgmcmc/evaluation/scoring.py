@@ -1,18 +1,48 @@
 """Scores of chosen samples on chosen data, without a trainer."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.chains.stateless import StatelessCall
+from lightning_sgmcmc.chains.together import States, TogetherCall
 from lightning_sgmcmc.evaluation.averages import Terms
 
+Scores = tuple[Terms, Tensor, Tensor | None]
+"""The likelihood's terms (first axis n), log densities (n,) and targets (None without a likelihood)."""
 
-def evaluate(
-    module: nn.Module, state: Mapping[str, Tensor], batches: Iterable[Any]
-) -> tuple[Terms, Tensor, Tensor | None]:
+
+class Scorer:
+    """Scores every datum of batches by several samples, in one pass over the batches.
+
+    Args:
+        module: a `BayesianModule`, in evaluation mode when it is called; its own weights are not changed.
+        compiled: whether torch.compile compiles the samples' common pass, where they run at once.
+    """
+
+    def __init__(self, module: nn.Module, compiled: bool = False) -> None:
+        self._call = TogetherCall(module, _score, compiled)
+
+    def __call__(self, states: Sequence[Mapping[str, Tensor]], batches: Iterable[Any]) -> list[Scores]:
+        """Return the scores of each sample.
+
+        Args:
+            states: the samples' parameters and buffers, on the module's device.
+            batches: batches there.
+
+        Raises:
+            ValueError: if there are no batches.
+        """
+        together = States(states)
+        with torch.no_grad():
+            found = [list(self._call(together, batch)) for batch in batches]
+        if not found:
+            raise ValueError("batches has no data to evaluate")
+        return [_joined(of_sample) for of_sample in zip(*found, strict=True)]
+
+
+def evaluate(module: nn.Module, state: Mapping[str, Tensor], batches: Iterable[Any]) -> Scores:
     """Score every datum of the batches by one sample.
 
     Args:
@@ -23,18 +53,18 @@ def evaluate(
     Returns:
         the likelihood's terms (first axis n), log densities (n,) and targets (None without a likelihood).
     """
-    scorer = StatelessCall(module, lambda m, batch: m.score(batch))
-    densities, terms, targets = [], [], []
-    with torch.no_grad():
-        for batch in batches:
-            density, batch_terms, target = scorer.call(state, batch)
-            densities.append(density)
-            terms.append(batch_terms)
-            targets.append(target)
-    if not densities:
-        raise ValueError("batches has no data to evaluate")
-    target = None if targets[0] is None else torch.cat(targets)
-    return concatenate(terms), torch.cat(densities), target
+    return Scorer(module)([state], batches)[0]
+
+
+def _score(module: Any, batch: Any) -> tuple[Any, ...]:
+    density, terms, target = module.score(batch)
+    return (density, terms) if target is None else (density, terms, target)  # vmap returns tensors only
+
+
+def _joined(parts: Sequence[tuple[Any, ...]]) -> Scores:
+    """Join a sample's scores of successive batches."""
+    densities, terms, *targets = zip(*parts, strict=True)
+    return concatenate(terms), torch.cat(densities), torch.cat(targets[0]) if targets else None
 
 
 def concatenate(parts: Iterable[Mapping[str, Tensor]]) -> Terms:

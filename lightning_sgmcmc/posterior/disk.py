@@ -12,40 +12,33 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
-from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, on_cpu, record_of
+from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.files import (
     check_regular,
-    flush,
-    free_space,
     is_regular,
-    megabytes,
     read_regular,
     write_atomically,
 )
 from lightning_sgmcmc.posterior.aside import link_or_copy, next_aside, place_of
 from lightning_sgmcmc.posterior.lock import unusable
 from lightning_sgmcmc.posterior.manifest import (
+    MANIFEST,
     SAMPLE_NAME,
     Manifest,
     is_newer,
-    line_of,
     parse_manifest,
-    sample_name,
     with_own_constants,
     write_manifest,
 )
 from lightning_sgmcmc.posterior.sample_file import (
-    checksum,
-    end_of_last_line,
     in_order,
     read_sample_file,
-    sample_content,
     verify_content,
 )
 from lightning_sgmcmc.posterior.store import SampleStore, TargetScaling
+from lightning_sgmcmc.posterior.writing import wait_for_writers, write_sample
 
-MANIFEST = "manifest.jsonl"
 CONTOUR = "contour.safetensors"
 ORIGIN = ("step", "cycle", "chain", "energy", "log_weight", "bin", "comparable", "draw")
 """What a sample has of its record."""
@@ -143,6 +136,7 @@ class DiskStore(SampleStore):
         Raises:
             ValueError: if the file is damaged.
         """
+        self._settle()
         if self._contour is None:
             return None
         try:
@@ -167,8 +161,12 @@ class DiskStore(SampleStore):
         except ValueError:
             return True
 
+    def _settle(self) -> None:
+        """Wait until all samples are on the disk; here they always are."""
+
     def reload(self) -> None:
         """Read the manifest and the contour again."""
+        wait_for_writers(self.path)
         path = self.path / MANIFEST
         if not os.path.lexists(path):
             raise FileNotFoundError(f"no sample store at {self.path}: there is no {MANIFEST}")
@@ -194,41 +192,30 @@ class DiskStore(SampleStore):
         self._places = _places_of(self.records)
 
     def append(self, sample: PosteriorSample) -> None:
-        if (sample.step, sample.chain, sample.draw) in self._places:
+        self._take_place(sample)
+        try:
+            self._enter(write_sample(self.path, sample, len(self.records)))
+        except OSError:
+            self._forget_lost()
+            raise
+
+    def _take_place(self, sample: PosteriorSample) -> None:
+        """Note that the store has a sample, or is about to."""
+        if _place_of(sample) in self._places:
             raise ValueError(
                 f"{self.path} already has a sample of step {sample.step}, chain {sample.chain}: start each run in a "
                 "folder of its own"
             )
-        name = sample_name(sample.step, sample.chain, sample.draw)
-        sample = on_cpu(sample)
-        content = sample_content(sample)
-        record = record_of(sample, name, checksum(content))
-        try:
-            write_atomically(self.path / name, content)
-            self._add_line(line_of(record))
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"the sample of step {sample.step} could not be written to {self.path / name} "
-                f"({megabytes(len(content))}): {error.strerror}{free_space(self.path)}; the {len(self)} earlier "
-                "samples are complete: free space, and resume from the last checkpoint",
-            ) from error
-        self.records.append(record)
-        self._places.add((record.step, record.chain, record.draw))
-        self._verified.add(name)
+        self._places.add(_place_of(sample))
 
-    def _add_line(self, line: str) -> None:
-        check_regular(self.path / MANIFEST)
-        with open(self.path / MANIFEST, "r+b") as manifest:
-            content_end = end_of_last_line(manifest)
-            manifest.seek(content_end)
-            manifest.truncate()
-            manifest.write((line + "\n").encode())
-            try:
-                flush(manifest)
-            except OSError:
-                manifest.truncate(content_end)
-                raise
+    def _forget_lost(self) -> None:
+        """Let samples be appended again that could not be written."""
+        self._places = _places_of(self.records)
+
+    def _enter(self, record: SampleRecord) -> None:
+        """Add the record of a sample that is written."""
+        self.records.append(record)
+        self._verified.add(record.file)
 
     def __getitem__(self, index: int) -> PosteriorSample:
         record = self.records[index]
@@ -346,5 +333,9 @@ class DiskStore(SampleStore):
         self.records, self._dropped, self._places = records, [], _places_of(records)
 
 
+def _place_of(one: PosteriorSample | SampleRecord) -> tuple[int, int, int]:
+    return one.step, one.chain, one.draw
+
+
 def _places_of(records: Iterable[SampleRecord]) -> set[tuple[int, int, int]]:
-    return {(record.step, record.chain, record.draw) for record in records}
+    return set(map(_place_of, records))

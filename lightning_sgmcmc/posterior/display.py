@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_sgmcmc.chains.sample import SampleRecord
-from lightning_sgmcmc.posterior.disk import MANIFEST
+from lightning_sgmcmc.posterior.manifest import MANIFEST
 
 SHOWN = 10
 """Samples in a notebook's table."""

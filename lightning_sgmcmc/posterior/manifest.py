@@ -10,6 +10,7 @@ from typing import Any
 from lightning_sgmcmc.chains.sample import SampleRecord
 from lightning_sgmcmc.posterior.store import TargetScaling
 
+MANIFEST = "manifest.jsonl"
 FORMAT = "lightning-sgmcmc samples"
 VERSION = 1
 SAMPLE_NAME = re.compile(r"sample-[0-9]{8,20}-chain-[0-9]{3,20}(-draw-[0-9]{3,20})?\.safetensors")

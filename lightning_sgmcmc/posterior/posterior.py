@@ -26,7 +26,7 @@ from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.display import SHOWN, samples_in, summary
 from lightning_sgmcmc.posterior.export import SMALL, to_inference_data
 from lightning_sgmcmc.posterior.network import model_of
-from lightning_sgmcmc.posterior.predictive import append_with_new_statistics, average_predictions
+from lightning_sgmcmc.posterior.predictive import ReadySamples, average_predictions, ready_samples, with_new_statistics
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore, StoreView
 from lightning_sgmcmc.predictions import Prediction
 
@@ -60,6 +60,10 @@ class Posterior:
         self.calibration: Calibration | None = None
         """What `calibrate` has fitted, which predictions use; None leaves them as they are."""
         self._why_no_model = "no model was given"
+        self._ready: ReadySamples | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_ready": None}
 
     @classmethod
     def load(
@@ -252,25 +256,26 @@ class Posterior:
 
         If the datamodule of the fit standardised its targets (`target_mean`, `target_std`), the store has their
         scaling, and predictions are in the data's units; `posterior.standardised().predict(x)` leaves them as the
-        network sees them. Inputs are the network's: scale them as the datamodule did.
+        network sees them. Scale inputs as the datamodule did. Small samples stay in memory. On a GPU samples run at
+        once (`torch.vmap`), on a CPU one after another, which is faster there.
 
         Args:
             x: inputs, a tensor or NumPy array (n, …); or an iterable of batches (a DataLoader), each one inputs or a
-                tuple that starts with inputs. They are read in one pass, in which every sample predicts them.
-                Floating-point inputs are converted to the samples' dtype.
+                tuple that starts with inputs, read in one pass. Floating-point ones get the samples' dtype.
             return_samples: also return each sample's prediction, in the order of the samples, at the cost of memory.
 
         Returns:
             the predictive of all inputs, on the model's device.
 
         Raises:
-            RuntimeError: if there are no samples, or no model (see `load`).
+            RuntimeError: if there are no samples, or no model.
             TypeError: if x is a tuple, which could be one batch or several.
             ValueError: if there are no inputs, or all weights are 0.
         """
         model = self._ready_model()
-        _ = self.weights  # raises if they are NaN, or all zero
-        prediction = average_predictions(model, self, self.log_weights.tolist(), x, return_samples)
+        normalised_weights(log_weights := self.log_weights)  # raises if they are NaN, or all zero
+        self._ready = ready_samples(self._ready, self.store, model)
+        prediction = average_predictions(self._ready, log_weights.tolist(), x, return_samples)
         if self.calibration is not None:
             prediction = self.calibration.applied(prediction)
         scaling = self.store.scaling
@@ -333,16 +338,13 @@ class Posterior:
         Returns:
             a new posterior, in memory; this one is unchanged.
         """
-        model, store = self._ready_model(), MemoryStore()
-        store.scaling = self.store.scaling
-        append_with_new_statistics(store, model, self, batches)
-        return Posterior(store, model)
+        model = self._ready_model()
+        return Posterior(with_new_statistics(self.store, model, batches), model)
 
     def _ready_model(self) -> EnergyModel:
         if len(self) == 0:
             raise RuntimeError("the posterior has no samples to predict with")
         if self.model is None:
-            raise RuntimeError(
-                f"predictions need the network, but {self._why_no_model}; use Posterior.load(path, net=…) or model=…"
-            )
+            remedy = "use Posterior.load(path, net=…) or model=…"
+            raise RuntimeError(f"predictions need the network, but {self._why_no_model}; {remedy}")
         return self.model

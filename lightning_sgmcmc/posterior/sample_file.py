@@ -20,9 +20,15 @@ LARGE_SAMPLE = 2**28
 
 def sample_content(sample: PosteriorSample) -> bytes:
     """Return the content of a sample's file: tensors, and the rest of the sample as metadata."""
-    tensors = {f"parameter.{k}": v.contiguous() for k, v in sample.parameters.items()}
-    tensors |= {f"buffer.{k}": v.contiguous() for k, v in sample.buffers.items()}
-    tensors |= {f"scale.{k}": v.contiguous() for k, v in sample.scales.items()}
+    parts = {"parameter": sample.parameters, "buffer": sample.buffers, "scale": sample.scales}
+    tensors: dict[str, Tensor] = {}
+    places: set[int] = set()
+    for part, named in parts.items():
+        for name, tensor in named.items():
+            own = tensor.detach().cpu().contiguous()
+            # safetensors refuses two names of one tensor.
+            tensors[f"{part}.{name}"] = own.clone() if own.data_ptr() in places else own
+            places.add(own.data_ptr())
     record = asdict(record_of(sample))
     metadata = {k: str(v) for k, v in record.items() if k not in ("file", "checksum", "comparable", "draw")}
     metadata["names"] = json.dumps(list(tensors))  # safetensors does not preserve their order

@@ -10,7 +10,8 @@ from typing import Any
 from lightning_sgmcmc.chains.sample import SampleRecord
 from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.files import is_regular, read_regular
-from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
+from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.run.folder import has_samples
 from lightning_sgmcmc.run.results import RESULTS
 

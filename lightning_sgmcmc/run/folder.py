@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import pytorch_lightning as pl
 
 from lightning_sgmcmc.files import free_name
-from lightning_sgmcmc.posterior.disk import MANIFEST
+from lightning_sgmcmc.posterior.manifest import MANIFEST
 
 _EVALUATIONS: "WeakKeyDictionary[pl.Trainer, tuple[Path, Path]]" = WeakKeyDictionary()
 """Of trainers that evaluate another run's samples: their folder, and the samples."""

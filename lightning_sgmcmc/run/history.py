@@ -74,6 +74,11 @@ class RunHistory:
         self.sketches.append((sample.cycle, sample.chain, *row))
 
     @property
+    def takes_sketch(self) -> bool:
+        """Whether the weights of the next sample are sketched."""
+        return self._sketching and self.sketches.takes_next
+
+    @property
     def has_weights(self) -> bool:
         """Whether the samples' weights differ, or compare within chains only."""
         return self._weights_differ

@@ -114,19 +114,25 @@ class Safeguards(pl.Callback):
         self._interruption.after_step(trainer)
 
     def _pass_samples_on(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Pass the samples of a step to every callback that defines `on_posterior_sample`, and to the module."""
+        """Pass the samples of a step to every callback that has a hook for them, and to the module."""
         assert self._guard is not None
         assert self._sampler is not None
-        for sample in draw_samples(chains_of(pl_module), self._sampler.step_count, self._guard.check_sample):
-            self.samples += 1
-            for receiver in (*callbacks_of(trainer), pl_module):
-                hook = getattr(receiver, "on_posterior_sample", None)
-                if hook is None:
-                    continue
-                if receiver is pl_module:
-                    hook(sample)
-                else:
-                    hook(trainer, pl_module, sample)
+        receivers = (*callbacks_of(trainer), pl_module)
+        for drawing in draw_samples(chains_of(pl_module), self._sampler.step_count, self._guard.check_sample):
+            for receiver in receivers[:-1]:
+                begin = getattr(receiver, "on_posterior_samples", None)
+                if begin is not None:
+                    begin(trainer, pl_module, drawing)
+            for sample in drawing.samples:
+                self.samples += 1
+                for receiver in receivers:
+                    hook = getattr(receiver, "on_posterior_sample", None)
+                    if hook is None:
+                        continue
+                    if receiver is pl_module:
+                        hook(sample)
+                    else:
+                        hook(trainer, pl_module, sample)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         energies = chains_of(pl_module).energies

@@ -10,9 +10,9 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from lightning_sgmcmc.chains.sample import SampleRecord
 from lightning_sgmcmc.files import is_regular
 from lightning_sgmcmc.posterior.aside import aside_folders, next_aside
-from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
+from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.lock import StoreLock
-from lightning_sgmcmc.posterior.manifest import record_from
+from lightning_sgmcmc.posterior.manifest import MANIFEST, record_from
 from lightning_sgmcmc.posterior.store import TargetScaling
 
 LEVELS = 3

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.graphs import graphs_kept
 from tests.cuda.case import Case, build, fit
+from tests.cuda.drawn import samples_are_the_chains_states
 from tests.cuda.stand_in import StandIn
 
 SMALL = Case(blocks=1, usual=False, precision="32-true", augment=False)
@@ -109,5 +110,6 @@ CHECKS: dict[str, Callable[[StandIn], Any]] = {
         resumes_with_an_lr_for_each_chain,
         resumes_with_contour_and_all_callbacks,
         resumes_replica_exchange,
+        samples_are_the_chains_states,
     )
 }

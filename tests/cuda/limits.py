@@ -44,7 +44,7 @@ LAUNCHES = {
 }
 
 WAITS_OF_A_DRAW = {
-    "ResNet-20, four chains": 709,
-    "ResNet-20, contour and clipping": 159,
-    "one chain, contour": 85,
+    "ResNet-20, four chains": 3,
+    "ResNet-20, contour and clipping": 3,
+    "one chain, contour": 3,
 }

@@ -1,6 +1,5 @@
 """Five sentences of a run: their numbers are those of the data, with their truths."""
 
-import math
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from lightning_sgmcmc.diagnostics.findings import Finding, FindingKind
 from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation, LoaderAverage
 from lightning_sgmcmc.evaluation.sentences import NAMES, Claim, five_sentences
-from lightning_sgmcmc.evaluation.share import EvaluationShare
 from lightning_sgmcmc.model import EnergyModel
 
 DATA = 400
@@ -35,7 +33,7 @@ def evaluated(
         terms = likelihood.terms(output) | likelihood.target_terms(output, target)
         density = likelihood.log_prob(output, target)
         scores = ({}, density, None) if own else (terms, density, target)
-        average.add(module, sample, scores, EvaluationShare([], math.inf, 1), (1.0, 0.0), 0.0, {})
+        average.add(module, sample, scores, (1.0, 0.0), 0.0, {})
     return average.evaluation
 
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc import files as files_module
 from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.posterior import disk
-from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
+from lightning_sgmcmc.posterior import writing
+from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 
 
@@ -405,7 +406,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch, where: str, room: int = 30) -> No
         hit = (where == "manifest") == (Path(path).name.lstrip(".").startswith(MANIFEST))
         return FullDisk(open(path, mode), room) if hit and mode != "r" else open(path, mode)
 
-    for module in (files_module, disk):
+    for module in (files_module, writing):
         monkeypatch.setattr(module, "open", small_open, raising=False)
 
 

@@ -13,7 +13,7 @@ from lightning_sgmcmc import BayesianModule, Gaussian, Posterior
 from lightning_sgmcmc.callbacks import BayesianModelAverage, PredictionWriter, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import ArrayDataModule, Split
 from lightning_sgmcmc.datamodules.base import standardise
-from lightning_sgmcmc.posterior.disk import MANIFEST
+from lightning_sgmcmc.posterior.manifest import MANIFEST
 from tests.support.trainers import quiet_trainer
 
 NOISE = 0.3

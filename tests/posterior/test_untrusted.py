@@ -16,8 +16,8 @@ from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.cli.report import main as report
 from lightning_sgmcmc.posterior import disk
-from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
-from lightning_sgmcmc.posterior.manifest import write_manifest
+from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.manifest import MANIFEST, write_manifest
 from tests.support import corpus, small_run
 from tests.support.trainers import quiet_trainer
 

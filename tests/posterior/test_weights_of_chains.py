@@ -12,7 +12,7 @@ from lightning_sgmcmc import SGLD, BayesianModule, Categorical, ContourRules, Po
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ContourGradient, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.chains.sample import SampleRecord
 from lightning_sgmcmc.contour import DecayingStepSize
-from lightning_sgmcmc.posterior.disk import MANIFEST
+from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.report.run_record import read_run
 from lightning_sgmcmc.report.samples import samples
 from lightning_sgmcmc.simulation.target_module import TargetDataModule, TargetModule

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, Posterior
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
-from lightning_sgmcmc.posterior.disk import MANIFEST
+from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.run import interruption
 from lightning_sgmcmc.run.checkpoints import AtomicCheckpointIO
 from lightning_sgmcmc.run.interruption import FILE_NAME

@@ -20,7 +20,8 @@ from torch import nn
 from lightning_sgmcmc import Categorical, Contour, ContourRules, EnergyPartition
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.contour.learned import LearnedContour
-from lightning_sgmcmc.posterior.disk import MANIFEST, DiskStore
+from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.manifest import MANIFEST
 from tests.support import small_run
 from tests.support.trainers import quiet_trainer
 

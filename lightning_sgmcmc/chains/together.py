@@ -1,0 +1,200 @@
+"""Calls of a module with the states of several samples: all at once, or one after another."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_sgmcmc.chains.masks import MASK_SEED
+from lightning_sgmcmc.chains.stateless import StatelessCall
+from lightning_sgmcmc.compiling import compiled_if_possible
+
+State = Mapping[str, Tensor]
+Sample = TypeVar("Sample")
+LARGEST_GROUP = 256 * 2**20
+"""Bytes of samples that run together."""
+MOST = 16
+"""States in one vmapped call: memory for the network's activations grows with them."""
+
+
+def runs_at_once(device: torch.device) -> bool:
+    """Return whether several states run at once on a device.
+
+    On a CPU they run one after another: vmapped convolutions are grouped ones there, 2.5 times as slow for ResNet-20
+    and batches of 100, and vmap gains nothing for a perceptron, since no kernels are launched.
+    """
+    return device.type != "cpu"
+
+
+def dtype_of(state: State) -> torch.dtype:
+    """Return the dtype of a sample's weights, in which its network computes."""
+    return next((t.dtype for t in state.values() if t.is_floating_point()), torch.get_default_dtype())
+
+
+def grouped(samples: Iterable[Sample], state_of: Callable[[Sample], State], most: int) -> Iterator[list[Sample]]:
+    """Yield samples in lists that may run together: up to `most`, of one dtype, and of at most `LARGEST_GROUP` bytes.
+
+    A larger sample is alone.
+
+    Args:
+        samples: samples of one network.
+        state_of: returns a sample's state.
+        most: the largest number.
+    """
+    group: list[Sample] = []
+    room, kind = 0.0, torch.float32
+    for sample in samples:
+        state = state_of(sample)
+        size = sum(tensor.nbytes for tensor in state.values())
+        if group and (len(group) == most or size > room or dtype_of(state) != kind):
+            yield group
+            group = []
+        room, kind = (room if group else LARGEST_GROUP) - size, dtype_of(state)
+        group.append(sample)
+    if group:
+        yield group
+
+
+class States:
+    """The states of several samples of one network, for `TogetherCall`.
+
+    Args:
+        states: parameters and buffers of each by name, on one device.
+    """
+
+    def __init__(self, states: Sequence[State]) -> None:
+        self._each: list[State] = list(states)
+        self._stacked: dict[str, Tensor] | None = None
+        self._parts: tuple[int, list[States]] = (0, [])
+        self.device = next((tensor.device for tensor in self._each[0].values()), torch.device("cpu"))
+        self.have_masks = any(MASK_SEED in state for state in self._each)
+        """Whether dropout masks belong to the samples, which differ in more than tensors then."""
+
+    def __len__(self) -> int:
+        return len(self._each)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for state in self._each for tensor in state.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights, in which the network computes."""
+        return dtype_of(self._each[0])
+
+    @property
+    def each(self) -> list[State]:
+        """The state of each sample."""
+        return self._each
+
+    @property
+    def stacked(self) -> dict[str, Tensor]:
+        """The states along a leading axis; the single states become views of them."""
+        if self._stacked is None:
+            each = self._each
+            self._stacked = stacked = {name: torch.stack([state[name] for state in each]) for name in each[0]}
+            self._each = [{name: tensor[i] for name, tensor in stacked.items()} for i in range(len(each))]
+        return self._stacked
+
+    def parts(self, most: int) -> "list[States]":
+        """Return the states in parts of at most `most` samples."""
+        if len(self) <= most:
+            return [self]
+        if self._parts[0] != most:
+            self._parts = most, [States(self._each[first : first + most]) for first in range(0, len(self), most)]
+        return self._parts[1]
+
+
+class TogetherCall:
+    """Calls `function(module, *args)` with the tensors of each of several samples instead of the module's own.
+
+    On a CPU the samples run one after another, each with its tensors put in the module's place (`runs_at_once`); bit
+    for bit as that sample alone. On other devices they run at once, by `torch.vmap`, equal up to rounding. Networks
+    that vmap cannot run (their control flow depends on data, or they draw random numbers) run one after another there
+    too. If memory does not suffice for all, fewer run at once.
+
+    Args:
+        module: the module, whose own tensors are unchanged afterwards.
+        function: returns a tensor, or tensors in dictionaries, lists and tuples.
+        compiled: whether torch.compile compiles what runs at once.
+    """
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any], compiled: bool = False) -> None:
+        self._module = module
+        self._function = function
+        self._alone = StatelessCall(module, function)
+        self._most = MOST
+        at_once = self._vmapped
+        self._together: Callable[..., Any] | None = (
+            compiled_if_possible("the samples' evaluation", at_once, dynamic=False) if compiled else at_once
+        )
+        """Runs all at once; None once it has failed."""
+
+    def __call__(self, states: States, *args: Any) -> Iterator[Any]:
+        """Yield the function's results, one for each state; until the last, the module may have other tensors.
+
+        Args:
+            states: the samples' states, on the module's device.
+            args: passed to the function.
+        """
+        if states.have_masks or self._together is None or not runs_at_once(states.device):
+            return self._one_by_one(states, args)
+        return (result for part in states.parts(self._most) for result in self._at_once(part, args))
+
+    def _vmapped(self, stacked: dict[str, Tensor], args: tuple[Any, ...]) -> Any:
+        return torch.vmap(self._alone.call, in_dims=(0, *[None] * len(args)))(stacked, *args)
+
+    def _at_once(self, states: States, args: tuple[Any, ...]) -> list[Any]:
+        if self._together is None:
+            return list(self._one_by_one(states, args))
+        try:
+            results = self._together(states.stacked, args)
+            return [pytree.tree_map(lambda t, i=i: t[i], results) for i in range(len(states))]
+        except torch.cuda.OutOfMemoryError:
+            if len(states) == 1:
+                raise
+            self._most = (len(states) + 1) // 2
+            return [result for part in states.parts(self._most) for result in self._at_once(part, args)]
+        except Exception:
+            found = list(self._one_by_one(states, args))  # raises if the call is at fault, and not vmap
+            self._together = None
+            return found
+
+    def _one_by_one(self, states: States, args: tuple[Any, ...]) -> Iterator[Any]:
+        if states.have_masks:
+            yield from (self._alone.call(state, *args) for state in states.each)
+            return
+        with _own_tensors(self._module) as places:
+            for state in states.each:
+                for name, tensor in state.items():
+                    for home, key in places.get(name, ()):
+                        home[key] = tensor
+                yield self._function(self._module, *args)
+
+
+@contextmanager
+def _own_tensors(module: nn.Module) -> Iterator[dict[str, list[tuple[dict[str, Any], str]]]]:
+    """Yield where a module keeps each of its tensors, by name; restore them at the end.
+
+    A tensor that layers share has several places, and the name of the first.
+    """
+    names: dict[int, str] = {}
+    places: dict[str, list[tuple[dict[str, Any], str]]] = {}
+    before = []
+    for kind in ("_parameters", "_buffers"):
+        for prefix, part in module.named_modules():
+            home: dict[str, Any] = getattr(part, kind)
+            for key, tensor in home.items():
+                if tensor is not None:
+                    name = names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
+                    places.setdefault(name, []).append((home, key))
+                    before.append((home, key, tensor))
+    try:
+        yield places
+    finally:
+        for home, key, tensor in before:
+            home[key] = tensor
