@@ -11,6 +11,7 @@ from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
 from lightning_sgmcmc.run.checkpoints import keep_constructor_arguments, protect_checkpoints
 from lightning_sgmcmc.run.checks import check_data, check_run, check_step_size, check_thermostat
+from lightning_sgmcmc.run.convolutions import FastConvolutions
 from lightning_sgmcmc.run.early_stopping import why_without_samples
 from lightning_sgmcmc.run.growth import follow_data
 from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
@@ -48,6 +49,7 @@ class Safeguards(pl.Callback):
         self._max_skipped_in_a_row = max_skipped_in_a_row
         self._interruption = Interruption()
         self._planner = Planner()
+        self._convolutions = FastConvolutions()
         self._guard: EnergyGuard | None = None
         self._sampler: Sampler | None = None
         self._counters = Counters()
@@ -73,6 +75,7 @@ class Safeguards(pl.Callback):
         check_step_size(sampler)
         check_thermostat(trainer, sampler)
         chains.begin_energies(trainer)
+        self._convolutions.begin(pl_module.device, trainer.train_dataloader)
         chains.counters = self._counters
         self._guard = EnergyGuard(chains, sampler, trainer, self._nonfinite_energy, self._max_skipped_in_a_row)
         self._sampler, sampler.guard = sampler, self._guard
@@ -172,6 +175,7 @@ class Safeguards(pl.Callback):
         if self._scales is not None:
             self._scales.release()
         self._guard = self._sampler = self._scales = None
+        self._convolutions.end()
         chains_of(pl_module).end_energies()
 
     def on_save_checkpoint(
