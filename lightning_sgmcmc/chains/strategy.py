@@ -32,7 +32,7 @@ class ChainStrategy(DDPStrategy):
     With W processes, `ranks_per_chain=g` and a module with `num_chains=C` the run has W/g·C chains. Process r holds
     chains C·⌊r/g⌋ and following. A chain's parameters, noise and data order depend only on the seed and the chain's
     index, so chains are the same in every layout. Chains exchange only what callbacks communicate, their samples, and
-    Lightning's SIGTERM flag before each batch. Within a group the training data are divided, gradients are averaged
+    whether to stop, every few batches. Within a group the training data are divided, gradients are averaged
     as in DDP, and all ranks draw the same noise.
 
     Every process passes every chain's samples to its callbacks; evaluations are divided among all processes. A

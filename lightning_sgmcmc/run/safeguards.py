@@ -81,7 +81,7 @@ class Safeguards(pl.Callback):
         self._sampler, sampler.guard = sampler, self._guard
         self._pulse, self._pulse.busy = chains.pulse, True  # the first step may compile
         self._watch = watch_ranks(trainer, self._pulse)
-        self._interruption.begin(trainer, self._pulse, self._watch)
+        self._interruption.begin(trainer)
         if chains.progress.schedule is None and _is_noisy(sampler) and not is_trial(trainer):
             rank_zero_warn(f"This fit draws no posterior samples: {why_without_samples(trainer, chains.progress)}.")
         self._planner.begin(trainer, pl_module)
@@ -144,7 +144,7 @@ class Safeguards(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         restore(trainer)
         self._end_watch(well=True)
-        self._interruption.end()
+        self._interruption.end(well=True)
         if self._guard is not None:
             self._guard.finish()
         progress = chains_of(pl_module).progress
