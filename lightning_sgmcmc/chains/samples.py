@@ -36,7 +36,7 @@ def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], N
         prepare()
     layout, tags = chains.layout, chains.tags
     own = _own_samples(chains, step, check)
-    everyone = layout.strategy.share_samples(own, chains.num_chains * tags.draws) if layout.is_spread else own
+    everyone = layout.strategy.share_samples(own) if layout.is_spread else own
     for sample in everyone:
         if tags.labels is not None:
             sample.chain = tags.labels[sample.chain]
