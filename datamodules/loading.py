@@ -52,7 +52,9 @@ class TensorBatches(Dataset[tuple[Tensor, ...]]):
         """Return the batch of the data with these indices."""
         index = torch.as_tensor(indices)
         if index.device != self.device:
-            pinned = index.pin_memory() if self.device.type == "cuda" else index  # else the copy may wait for the device
+            pinned = (
+                index.pin_memory() if self.device.type == "cuda" else index
+            )  # else the copy may wait for the device
             index = pinned.to(self.device, non_blocking=True)
         rest = (tensor[index] for tensor in self.tensors[1:])
         if isinstance(self.transform, Augmentation):
