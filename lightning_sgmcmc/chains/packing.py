@@ -12,8 +12,8 @@ from lightning_sgmcmc.chains.sample import PosteriorSample
 TENSORS = ("parameters", "buffers", "scales")
 """The fields of a sample that hold tensors by name."""
 NUMBERS = tuple(field.name for field in fields(PosteriorSample) if field.name not in TENSORS)
-KINDS = (int, float, bool, type(None))
-"""Types of the other fields; float64 holds them all exactly, integers below 2^53."""
+KINDS = (int, float, bool)
+"""Types of the other fields, which may also be None; float64 holds them exactly, integers below 2^53."""
 
 
 class SampleRows:
@@ -63,7 +63,7 @@ def numbers_of(samples: Sequence[PosteriorSample]) -> Tensor:
     table = []
     for sample in samples:
         values = [getattr(sample, name) for name in NUMBERS]
-        kinds = [KINDS.index(type(value)) for value in values]
+        kinds = [-1 if value is None else KINDS.index(type(value)) for value in values]
         table.append([0.0 if value is None else float(value) for value in values] + list(map(float, kinds)))
     return torch.tensor(table, dtype=torch.float64)
 
@@ -71,6 +71,5 @@ def numbers_of(samples: Sequence[PosteriorSample]) -> Tensor:
 def _numbers(row: Sequence[float]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value, kind in zip(NUMBERS, row[: len(NUMBERS)], row[len(NUMBERS) :], strict=True):
-        to = KINDS[int(kind)]
-        found[name] = None if to is type(None) else to(value)
+        found[name] = None if kind < 0 else KINDS[int(kind)](value)
     return found
