@@ -63,6 +63,12 @@ class TensorBatches(Dataset[tuple[Tensor, ...]]):
         return (self.transform(inputs) if self.transform is not None else inputs, *rest)
 
 
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on a device, without waiting: copies from memory that is not pinned may wait."""
+    pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
+    return pinned.to(device, non_blocking=True)
+
+
 def evaluation_loader(dataset: TensorBatches, batch_size: int) -> DataLoader[Any]:
     """Return a loader of whole batches in the data's order, whose sampler the trainer can replace."""
     return DataLoader(dataset, batch_size=batch_size, collate_fn=as_is)
