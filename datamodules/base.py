@@ -14,7 +14,7 @@ from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.checks import check_count, check_within
-from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader
+from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader, on_device
 
 
 @dataclass
@@ -143,6 +143,8 @@ class ArrayDataModule(pl.LightningDataModule):
         """Move a batch to the device; a batch that is there already is returned without a search through it."""
         if is_on(batch, device):
             return batch
+        if device.type == "cuda" and type(batch) is tuple and all(type(part) is Tensor for part in batch):
+            return tuple(on_device(part, device) for part in batch)
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def train_dataloader(self) -> Any:

@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+# Autograd starts before any compilation, which registers a device: with one it would start threads, and tests that fork
+# would fail.
+torch.ones((), requires_grad=True).backward()
+
 
 @pytest.fixture(autouse=True)
 def _quiet_and_contained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:

@@ -77,6 +77,12 @@ class ChainEnergies:
         self.through_stack = False
         """Whether gradients reach the stacked parameters through the graph, as a data-parallel wrapper requires."""
 
+    def follow(self, num_data: int) -> None:
+        """Take another N, for data that grow."""
+        self.num_data = num_data
+        if self._rows is not None:
+            self._rows.follow(num_data)
+
     @property
     def collects(self) -> bool:
         """Whether the slices hold the gradients after a backward pass."""

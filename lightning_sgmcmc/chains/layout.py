@@ -5,6 +5,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -49,6 +50,8 @@ class ChainLayout:
             return tensor
         if self.is_spread:
             reduced: Tensor = self.strategy.mean_in_group(tensor)
+        elif dist.is_initialized():
+            reduced = mean_over_ranks(tensor, self.strategy.root_device, self.ranks_per_chain)
         else:
             reduced = self.strategy.reduce(tensor, reduce_op="mean")
         return reduced
@@ -107,6 +110,20 @@ class ChainLayout:
             tensor = tensor.mean(0)
             return self.own_stored(tensor) if self.is_spread else tensor
         return tensor[self.rank_in_chain]
+
+
+def mean_over_ranks(tensor: Tensor, device: torch.device, ranks: int, group: Any = None) -> Tensor:
+    """Return the mean over ranks; a strategy's own `reduce` also waits for all of them at a barrier.
+
+    Args:
+        tensor: this rank's value.
+        device: on which ranks communicate.
+        ranks: their number.
+        group: theirs; None means all ranks.
+    """
+    total = tensor.to(device, copy=True)
+    dist.all_reduce(total, group=group)
+    return (total / ranks).to(tensor.device)
 
 
 def layout_of(trainer: pl.Trainer | None, num_chains: int) -> ChainLayout:

@@ -71,6 +71,11 @@ class RowEnergies:
         self._inverse = torch.full((), 1 / num_data, dtype=flat.values.dtype, device=flat.values.device)
         self._compiled = self._compile(compiler) if compiler is not None else None
 
+    def follow(self, num_data: int) -> None:
+        """Take another N, for data that grow."""
+        self._num_data = num_data
+        self._inverse.fill_(1 / num_data)
+
     def __call__(self, batch: Any) -> Found:
         """Return the energies of a batch.
 

@@ -38,7 +38,7 @@ def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], N
     prepare = chains.claims.get("prepare samples")
     if prepare is not None:
         prepare()
-    layout, tags, expand = chains.layout, chains.tags, chains.claims.get("expand samples")
+    layout, expand = chains.layout, chains.claims.get("expand samples")
     states = _flat_states(chains)
     samples = _own_samples(chains, states, step, check)
     if expand is None and not layout.is_spread:
@@ -46,7 +46,7 @@ def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], N
         yield Drawing([samples[row] for row in rows], states, rows)
         return
     own = samples if expand is None else _expanded(samples, expand, check)
-    everyone = layout.strategy.share_samples(own, chains.num_chains * tags.draws) if layout.is_spread else own
+    everyone = layout.strategy.share_samples(own) if layout.is_spread else own
     for together in _batched((s for s in everyone if _is_chosen(chains, s)), chains.num_chains):
         yield Drawing(together)
 

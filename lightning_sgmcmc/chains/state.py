@@ -234,9 +234,7 @@ class Pulse:
     Attributes:
         count: events so far: batches begun, losses and gradients computed, batches ended.
         busy: whether the main thread may do without events for any time, as in a validation.
-        stop: whether the process has received a signal to stop.
     """
 
     count: int = 0
     busy: bool = True
-    stop: bool = False

@@ -2,7 +2,7 @@
 
 import atexit
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from contextlib import nullcontext
 from typing import Any
 
 import pytorch_lightning as pl
@@ -16,14 +16,15 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.chains.checkpoint import join_sampler, join_tensors, split_sampler, split_tensors
-from lightning_sgmcmc.chains.layout import ChainLayout
+from lightning_sgmcmc.chains.layout import ChainLayout, mean_over_ranks
+from lightning_sgmcmc.chains.packing import SampleRows, numbers_of
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 
-TENSORS = ("parameters", "buffers", "scales")
-"""The fields of a sample that hold tensors by name."""
+LARGEST_GATHER = 2**30
+"""Bytes of samples that a process receives at once."""
 
 
 class ChainStrategy(DDPStrategy):
@@ -32,7 +33,7 @@ class ChainStrategy(DDPStrategy):
     With W processes, `ranks_per_chain=g` and a module with `num_chains=C` the run has W/g·C chains. Process r holds
     chains C·⌊r/g⌋ and following. A chain's parameters, noise and data order depend only on the seed and the chain's
     index, so chains are the same in every layout. Chains exchange only what callbacks communicate, their samples, and
-    Lightning's SIGTERM flag before each batch. Within a group the training data are divided, gradients are averaged
+    whether to stop, every few batches. Within a group the training data are divided, gradients are averaged
     as in DDP, and all ranks draw the same noise.
 
     Every process passes every chain's samples to its callbacks; evaluations are divided among all processes. A
@@ -125,6 +126,11 @@ class ChainStrategy(DDPStrategy):
 
     def _setup_model(self, model: Any) -> DistributedDataParallel:
         device_ids = self.determine_ddp_device_ids()
+        # In a stream of its own, as a graph of the backward pass needs (torch's notes on CUDA, "Usage with DDP").
+        with torch.cuda.stream(torch.cuda.Stream()) if device_ids is not None else nullcontext():
+            return self._wrapped(model, device_ids)
+
+    def _wrapped(self, model: Any, device_ids: list[int] | None) -> DistributedDataParallel:
         return DistributedDataParallel(model, device_ids=device_ids, process_group=self._group, **self._ddp_kwargs)
 
     def configure_ddp(self) -> None:
@@ -157,9 +163,7 @@ class ChainStrategy(DDPStrategy):
 
     def mean_in_group(self, tensor: Tensor) -> Tensor:
         """Return the mean over the ranks that share this process's chains."""
-        total = tensor.to(self.root_device, copy=True)
-        dist.all_reduce(total, group=self._group)
-        return (total / self.ranks_per_chain).to(tensor.device)
+        return mean_over_ranks(tensor, self.root_device, self.ranks_per_chain, self._group)
 
     def gather_groups(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all groups, in the order of their chains."""
@@ -168,40 +172,32 @@ class ChainStrategy(DDPStrategy):
         dist.all_gather(everyone, tensor.contiguous(), group=group)
         return everyone
 
-    def share_samples(self, samples: Iterable[PosteriorSample], chains_each: int) -> Iterator[PosteriorSample]:
+    def share_samples(self, samples: Iterable[PosteriorSample]) -> Iterator[PosteriorSample]:
         """Yield the samples of all chains, in their order, on every process.
 
-        Args:
-            samples: samples of this process's chains.
-            chains_each: number of samples in each process.
-        """
-        own = iter(samples)
-        for group in range(self.num_groups):
-            source = group * self.ranks_per_chain
-            for _ in range(chains_each):
-                mine = next(own) if group == self.group_index else None
-                yield self._broadcast_sample(mine, source)
+        They travel as rows: one collective operation for each dtype and one for their numbers, whatever the number of
+        chains and tensors; large ones group by group, so that no process holds all of them at once.
 
-    def _broadcast_sample(self, sample: PosteriorSample | None, source: int) -> PosteriorSample:
-        header: list[Any] = [None]
-        if sample is not None and self.global_rank == source:
-            numbers = {f.name: getattr(sample, f.name) for f in fields(sample) if f.name not in TENSORS}
-            shapes = {
-                part: {n: (tuple(t.shape), t.dtype) for n, t in getattr(sample, part).items()} for part in TENSORS
-            }
-            header = [(numbers, shapes)]
-        dist.broadcast_object_list(header, source)
-        numbers, shapes = header[0]
-        received: dict[str, Any] = {part: {} for part in TENSORS}
-        for part, kinds in shapes.items():
-            for name, (shape, dtype) in kinds.items():
-                if self.global_rank == source:
-                    tensor = getattr(sample, part)[name].contiguous()
-                else:
-                    tensor = torch.empty(shape, dtype=dtype, device=self.root_device)
-                dist.broadcast(tensor, source)
-                received[part][name] = tensor
-        return PosteriorSample(**numbers, **received)
+        Args:
+            samples: samples of this process's chains, as many in each process, at least one.
+        """
+        own = list(samples)
+        form, device = SampleRows(own[0]), self.root_device
+        rows = form.pack(own, device)
+        if self.ranks_per_chain > 1:  # statistics of a layer may differ between ranks until the next batch
+            for tensor in rows:
+                dist.broadcast(tensor, self.group_index * self.ranks_per_chain, group=self._group)
+        numbers = self.gather_groups(numbers_of(own))
+        size = sum(tensor.nbytes for tensor in rows) * self.num_groups
+        gathered = [self.gather_groups(tensor) for tensor in rows] if size <= LARGEST_GATHER else None
+        for group in range(self.num_groups):
+            if gathered is not None:
+                of_group = [everyone[group] for everyone in gathered]
+            else:
+                of_group = [tensor if group == self.group_index else torch.empty_like(tensor) for tensor in rows]
+                for tensor in of_group:
+                    dist.broadcast(tensor, group * self.ranks_per_chain)
+            yield from form.unpack(of_group, numbers[group])
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -72,8 +72,9 @@ def _check_strategy(strategy: Any) -> None:
     names = {cls.__name__ for cls in type(strategy).__mro__}
     if names & set(SHARDING):
         raise ValueError(
-            f"{type(strategy).__name__} shards the parameters, but the noise and the prior need whole parameters: "
-            "use strategy='ddp' or one device"
+            f"{type(strategy).__name__} shards the parameters, but a chain's noise, prior and samples are of whole "
+            "ones: use strategy='chains' for chains on several devices, or strategy='ddp' to share a chain's data; if "
+            "memory is short, fewer chains in a process (num_chains)"
         )
 
 

@@ -22,4 +22,4 @@ def follow_data(trainer: pl.Trainer, module: Any) -> None:
     num_data = resolve_num_data(module.given_num_data, trainer, type(module).__name__)
     module.num_data = chains.observed.num_data = sampler_of(module).num_data = num_data
     if chains.energies is not None:
-        chains.energies.num_data = num_data
+        chains.energies.follow(num_data)

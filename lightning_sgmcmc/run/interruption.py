@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_sgmcmc.chains.state import Pulse
+from lightning_sgmcmc.run.agreement import StopAgreement
 from lightning_sgmcmc.run.checkpoints import describe_checkpoint
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
-from lightning_sgmcmc.run.rank_watch import RankWatch
 from lightning_sgmcmc.run.trainer import is_trial, was_terminated
 
 FILE_NAME = "last-interrupted.ckpt"
@@ -44,61 +44,62 @@ class Interruption:
         self.term_requested = False
         self._requested_at = 0.0
         self._saved = False
-        self._pulse = Pulse()
+        self._agreement: StopAgreement | None = None
 
-    def begin(self, trainer: pl.Trainer, pulse: Pulse, watch: RankWatch | None = None) -> None:
+    def begin(self, trainer: pl.Trainer) -> None:
         """Listen for Ctrl-C in the main thread, if no other handler is installed, and for SIGTERM with several ranks.
 
         Args:
             trainer: the run's.
-            pulse: what this process publishes to the other ranks.
-            watch: knows whether another rank has received a signal.
         """
         self.requested = self.term_requested = self._after_a_step = self._together = self._saved = False
-        self._trainer, self._pulse = trainer, pulse
+        self._trainer = trainer
         in_main_thread = threading.current_thread() is threading.main_thread()
         if trainer.world_size > 1 and in_main_thread:
-            self._begin_together(trainer, watch)
+            self._begin_together(trainer)
         if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._previous = signal.signal(signal.SIGINT, self._on_signal)
 
-    def _begin_together(self, trainer: pl.Trainer, watch: RankWatch | None) -> None:
+    def _begin_together(self, trainer: pl.Trainer) -> None:
         """Defer signals to the point before a batch where Lightning lets the ranks agree on them.
 
         Lightning's own handler exchanges the signal at once, even during other collective operations, which deadlocks
-        the ranks.
+        the ranks, and its agreement waits for the device before every batch.
         """
         loop = trainer.fit_loop.epoch_loop
-        agree = getattr(loop, "_broadcast_sigterm_tensor", None)
-        if agree is None:
+        if not hasattr(loop, "_broadcast_sigterm_tensor") or not torch.distributed.is_initialized():
             return
+        agreement = self._agreement = StopAgreement()
 
-        def wait_and_agree() -> None:
-            # Rank 0 decides and broadcasts; on another rank Lightning would raise at the next epoch's end, alone.
-            requested = self._pulse.stop or (watch is not None and watch.stop_requested)
-            if requested and trainer.global_rank == 0:
-                trainer._signal_connector.received_sigterm = True
-            try:
-                agree()
-            except SIGTERMException as agreed:
-                self._together = True
-                self.save(trainer, agreed)  # here, since processes of a fork or spawn launcher call no `on_exception`
-                self._together = False
-                if self.requested and not self.term_requested:
-                    raise KeyboardInterrupt from agreed
-                raise
+        def agree() -> None:
+            if not agreement.on_stop(self.requested or self.term_requested):
+                return
+            agreed = SIGTERMException()
+            self._together = True
+            self.save(trainer, agreed)  # here, since processes of a fork or spawn launcher call no `on_exception`
+            self._together = False
+            if self.requested and not self.term_requested:
+                raise KeyboardInterrupt from agreed
+            raise agreed
 
-        loop._broadcast_sigterm_tensor = wait_and_agree  # type: ignore[method-assign]
+        loop._broadcast_sigterm_tensor = agree  # type: ignore[method-assign]
         self._previous_term = signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
         launcher = self._trainer.strategy.launcher if self._trainer is not None else None
         if not self.term_requested and launcher is not None:
             launcher.kill(number)  # type: ignore[arg-type]
-        self.term_requested = self._pulse.stop = True
+        self.term_requested = True
 
-    def end(self) -> None:
-        """Stop listening for signals."""
+    def end(self, well: bool = False) -> None:
+        """Stop listening for signals.
+
+        Args:
+            well: whether the fit has ended without an error.
+        """
+        if self._agreement is not None:
+            self._agreement.end(well)
+            self._agreement = None
         if self._previous_term is not None:
             if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
                 signal.signal(signal.SIGTERM, self._previous_term)
@@ -117,7 +118,7 @@ class Interruption:
             return  # a launcher passes on what the terminal has sent to all its processes
         if self._trainer is None or self.requested or not (together or in_a_step(self._trainer)):
             raise KeyboardInterrupt
-        self.requested = self._pulse.stop = True
+        self.requested = True
         self._requested_at = time.monotonic()
         rank_zero_info("\nStopping after this step; press Ctrl-C again to stop at once.")
 

@@ -35,7 +35,6 @@ class Beat:
         progress: counts events of its main thread; equal numbers are equal places in the run.
         busy: whether its main thread does something of any length: a validation, a checkpoint, samples, the first step.
         step: optimizer steps made.
-        stop: whether it has received SIGTERM or SIGINT.
         ended: whether its fit has ended.
     """
 
@@ -43,7 +42,6 @@ class Beat:
     progress: int
     busy: bool
     step: int
-    stop: bool
     ended: bool
 
     def to_text(self) -> str:
@@ -51,8 +49,8 @@ class Beat:
 
     @classmethod
     def from_text(cls, text: str) -> "Beat":
-        number, progress, busy, step, stop, ended = map(int, text.split())
-        return cls(number, progress, bool(busy), step, bool(stop), bool(ended))
+        number, progress, busy, step, ended = map(int, text.split())
+        return cls(number, progress, bool(busy), step, bool(ended))
 
 
 class Judge:
@@ -115,8 +113,6 @@ class RankWatch:
         self.timeout = timeout_of(trainer)
         self._interval = min(5.0, self.timeout / 20)
         self._ended = threading.Event()
-        self.stop_requested = False
-        """Whether any rank has received a signal to stop."""
         self._thread = threading.Thread(target=self._run, name="rank watch", daemon=True)
         self._number = 0
         self._publish()
@@ -136,7 +132,7 @@ class RankWatch:
 
     def _publish(self, ended: bool = False) -> None:
         pulse, self._number = self._pulse, self._number + 1
-        beat = Beat(self._number, pulse.count, pulse.busy, self._trainer.global_step, pulse.stop, ended)
+        beat = Beat(self._number, pulse.count, pulse.busy, self._trainer.global_step, ended)
         self._store.set(str(self._trainer.global_rank), beat.to_text())
 
     def _run(self) -> None:
@@ -154,7 +150,6 @@ class RankWatch:
                 if now - last_answer > self.timeout and not self._ended.is_set():
                     self._give_up(f"the store of the ranks has not answered for {self.timeout:g} s")
                 continue
-            self.stop_requested = any(beat.stop for beat in beats)
             rank = judge.observe(beats, now) if beats else None
             if rank is not None and not self._ended.is_set():
                 self._give_up(f"rank {rank} has made no progress for {self.timeout:g} s after step {beats[rank].step}")

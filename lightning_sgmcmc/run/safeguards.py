@@ -11,6 +11,7 @@ from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
 from lightning_sgmcmc.run.checkpoints import keep_constructor_arguments, protect_checkpoints
 from lightning_sgmcmc.run.checks import check_data, check_run, check_step_size, check_thermostat
+from lightning_sgmcmc.run.convolutions import FastConvolutions
 from lightning_sgmcmc.run.early_stopping import why_without_samples
 from lightning_sgmcmc.run.growth import follow_data
 from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
@@ -48,6 +49,7 @@ class Safeguards(pl.Callback):
         self._max_skipped_in_a_row = max_skipped_in_a_row
         self._interruption = Interruption()
         self._planner = Planner()
+        self._convolutions = FastConvolutions()
         self._guard: EnergyGuard | None = None
         self._sampler: Sampler | None = None
         self._counters = Counters()
@@ -73,12 +75,13 @@ class Safeguards(pl.Callback):
         check_step_size(sampler)
         check_thermostat(trainer, sampler)
         chains.begin_energies(trainer)
+        self._convolutions.begin(pl_module.device, trainer.train_dataloader)
         chains.counters = self._counters
         self._guard = EnergyGuard(chains, sampler, trainer, self._nonfinite_energy, self._max_skipped_in_a_row)
         self._sampler, sampler.guard = sampler, self._guard
         self._pulse, self._pulse.busy = chains.pulse, True  # the first step may compile
         self._watch = watch_ranks(trainer, self._pulse)
-        self._interruption.begin(trainer, self._pulse, self._watch)
+        self._interruption.begin(trainer)
         if chains.progress.schedule is None and _is_noisy(sampler) and not is_trial(trainer):
             rank_zero_warn(f"This fit draws no posterior samples: {why_without_samples(trainer, chains.progress)}.")
         self._planner.begin(trainer, pl_module)
@@ -147,7 +150,7 @@ class Safeguards(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         restore(trainer)
         self._end_watch(well=True)
-        self._interruption.end()
+        self._interruption.end(well=True)
         if self._guard is not None:
             self._guard.finish()
         progress = chains_of(pl_module).progress
@@ -178,6 +181,7 @@ class Safeguards(pl.Callback):
         if self._scales is not None:
             self._scales.release()
         self._guard = self._sampler = self._scales = None
+        self._convolutions.end()
         chains_of(pl_module).end_energies()
 
     def on_save_checkpoint(

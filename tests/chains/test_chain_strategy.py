@@ -1,5 +1,6 @@
 """Chains over processes (gloo): the same chains in every layout, checkpoints that go from one layout to another."""
 
+import math
 import os
 import signal
 import subprocess
@@ -22,6 +23,8 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
     VarianceReducedEnergy,
 )
+from lightning_sgmcmc.chains import strategy
+from lightning_sgmcmc.chains.packing import SampleRows, numbers_of
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from tests.support.comparisons import assert_equal_trees, assert_same
 from tests.support.paths import REPOSITORY
@@ -207,6 +210,59 @@ def test_what_interacting_chains_send(tmp_path: Path) -> None:
         for rank in range(2):
             sent = torch.load(tmp_path / f"sent{rank}.pt", weights_only=False)
             assert sent == [(torch.int64, 3 * 8)] * STEPS
+
+
+@pytest.mark.parametrize("largest", [2**30, pytest.param(0, marks=pytest.mark.slow)])
+def test_samples_travel_in_few_exchanges(largest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for the numbers and one for each dtype, floats and BatchNorm's counters, whatever chains and tensors there
+    are; or one for each dtype and process, where the samples are large."""
+    whole, _ = fit_in_layout(tmp_path / "whole", 4, 1, steps=5)
+    monkeypatch.setattr(strategy, "LARGEST_GATHER", largest)
+    calls: list[str] = []
+    share = ChainStrategy.share_samples
+
+    def shared(*args: Any) -> Any:
+        for name in ("all_gather", "broadcast", "broadcast_object_list"):
+            own = getattr(torch.distributed, name)
+            counted = lambda *a, own=own, name=name, **k: (calls.append(name), own(*a, **k))[1]  # noqa: E731
+            monkeypatch.setattr(torch.distributed, name, counted)
+        samples = list(share(*args))
+        (tmp_path / str(torch.distributed.get_rank())).write_text(" ".join(calls))
+        return iter(samples)
+
+    monkeypatch.setattr(ChainStrategy, "share_samples", shared)
+    assert_same(whole, fit_in_layout(tmp_path / "ranks", 2, 2, steps=5)[0])
+    expected = ["all_gather"] * 3 if largest else ["all_gather"] + ["broadcast"] * 4
+    assert [(tmp_path / rank).read_text().split() for rank in "01"] == [expected] * 2
+
+
+def test_a_sample_survives_its_journey() -> None:
+    """Every field comes back exactly with its type, and each sample owns its tensors."""
+    samples = [
+        PosteriorSample(
+            step=2**40 + chain,
+            cycle=1,
+            chain=chain,
+            energy=1 / 3,
+            log_weight=-math.inf,
+            parameters={"w": torch.randn(2, 3), "scalar": torch.randn(()), "half": torch.randn(2).bfloat16()},
+            buffers={"count": torch.tensor(2**60 + chain), "none": torch.empty(0)},
+            bin=None if chain else 4,
+            comparable=chain == 0,
+            scales={"w": torch.rand(())},
+            draw=3,
+        )
+        for chain in range(3)
+    ]
+    form = SampleRows(samples[0])
+    rows = form.pack(samples, torch.device("cpu"))
+    assert [tuple(row.shape) for row in rows] == [(3, 8), (3, 2), (3, 1)]
+    found = list(form.unpack(rows, numbers_of(samples)))
+    for sample, other in zip(samples, found, strict=True):
+        assert_equal_trees(vars(other), vars(sample))
+        assert [type(value) for value in vars(other).values()] == [type(value) for value in vars(sample).values()]
+        own = {tensor.untyped_storage().data_ptr() for tensor in other.state.values()}
+        assert not own & {row.untyped_storage().data_ptr() for row in rows if row.numel()}
 
 
 def test_outside_of_a_fit_all_processes_share_the_data(tmp_path: Path) -> None:

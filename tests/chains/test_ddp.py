@@ -9,11 +9,17 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Categorical, Posterior
-from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector, SamplingSchedule
+from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Categorical, ContourRules, Posterior
+from lightning_sgmcmc.callbacks import (
+    BayesianModelAverage,
+    ContourGradient,
+    CyclicalSchedule,
+    SampleCollector,
+    SamplingSchedule,
+)
 from lightning_sgmcmc.callbacks.base import SamplerCallback
 from lightning_sgmcmc.chains.sample import PosteriorSample
-from tests.support.comparisons import check_law
+from tests.support.comparisons import assert_equal_trees, check_law
 from tests.support.problems import Blobs, ConjugateRegression, RankData
 from tests.support.recorders import Draws
 from tests.support.trainers import quiet_trainer
@@ -71,6 +77,32 @@ def test_replicas_stay_bit_identical(tmp_path: Path, sampler: Any) -> None:
     assert not torch.equal(first["parameters"]["net.weight"], start)
     assert first["energies"] == second["energies"], "a sample's energy is the mean over the ranks"
     assert len(first["energies"]) == 10
+
+
+def test_a_contour_on_two_ranks_has_no_barrier_in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both learn by the mean of their energies, in one exchange of it a step."""
+    calls: list[str] = []
+
+    class Count(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 1:
+                for name in ("barrier", "all_reduce"):
+                    own = getattr(torch.distributed, name)
+                    counted = lambda *a, own=own, name=name, **k: (calls.append(name), own(*a, **k))[1]  # noqa: E731
+                    monkeypatch.setattr(torch.distributed, name, counted)
+
+        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+            if trainer.global_step == 6:
+                learned = module.contour.state._asdict() | {"calls": list(calls)}
+                torch.save(learned, tmp_path / f"learned{trainer.global_rank}")
+
+    contour = ContourGradient(ContourRules(zeta=0.75), num_bins=30, first_edge=20.0, width=5.0)
+    fit_on_two_ranks(tmp_path, 8, [SamplingSchedule(every_n_steps=8), contour, Count()], sampler=SGLD, lr=0.02)
+    first, second = (torch.load(tmp_path / f"learned{rank}", weights_only=True) for rank in range(2))
+    assert first["calls"].count("barrier") == 0
+    assert first["calls"].count("all_reduce") == 5 + 4, "energies, and whether to stop before the later batches"
+    assert_equal_trees(first, second)
+    assert int(first["visits"].sum()) > 0
 
 
 CHAINS = 40

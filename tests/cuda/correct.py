@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.chains.graphs import graphs_kept
-from tests.cuda.case import Case, build, fit
+from lightning_sgmcmc.datamodules import DigitsDataModule
+from tests.cuda.case import ORDINARY, Case, build, fit
 from tests.cuda.drawn import samples_are_the_chains_states
 from tests.cuda.stand_in import StandIn
 
@@ -69,6 +70,23 @@ def starts_on_the_device_are_drawn_by_chain(device: StandIn) -> None:
     assert len({float(chain.sum()) for chain in weight}) == SMALL.chains
 
 
+def batches_of_the_host_move_as_one_stack(device: StandIn) -> None:
+    """Inputs and targets of all chains go to the device in one copy each, from pinned memory, with the default that
+    compiles; a datamodule's batch of one chain does too."""
+    case = dataclasses.replace(SMALL, resident=False, compile="auto")
+    with tempfile.TemporaryDirectory() as name:
+        step = fit(device, case, Path(name)).steps[ORDINARY - 1]
+    copies = {line: count for line, count in step["transfers"].items() if "to the device" in line}
+    assert sum(copies.values()) == 2, copies
+    assert all("from pinned memory" in line for line in copies), copies
+    assert step["graphs"].total() == 2
+    batch, data = (torch.ones(2, 3), torch.ones(2)), DigitsDataModule()
+    device.record.clear()
+    moved = data.transfer_batch_to_device(batch, torch.device("cuda", 0), 0)
+    assert all(part.is_cuda for part in moved)
+    assert all("from pinned memory" in line for line in device.record.clear()["transfers"])
+
+
 def loop_and_vmap_agree(device: StandIn) -> None:
     """Chains in a loop and at once, compiled or not, end in the same state up to rounding."""
     found = {}
@@ -105,6 +123,7 @@ CHECKS: dict[str, Callable[[StandIn], Any]] = {
     check.__name__: check
     for check in (
         starts_on_the_device_are_drawn_by_chain,
+        batches_of_the_host_move_as_one_stack,
         loop_and_vmap_agree,
         frees_its_graphs,
         resumes_with_an_lr_for_each_chain,

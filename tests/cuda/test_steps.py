@@ -31,6 +31,7 @@ DEFAULT_CORRECT = (
     "starts_on_the_device_are_drawn_by_chain",
     "resumes_with_an_lr_for_each_chain",
     "samples_are_the_chains_states",
+    "batches_of_the_host_move_as_one_stack",
 )
 SLOW = tuple(name for name in LAUNCHES if name not in DEFAULT)
 SLOW_CORRECT = tuple(name for name in CORRECT if name not in DEFAULT_CORRECT)

@@ -40,6 +40,8 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
 )
 from lightning_sgmcmc.datamodules import DatasetDataModule, DigitsDataModule, MNISTDataModule
+from tests.support.problems import Data, Net
+from tests.support.processes import in_a_process
 from tests.support.small_run import COUNT, loader, module, tensors
 from tests.support.trainers import quiet_trainer
 
@@ -209,8 +211,18 @@ def test_sharding_strategies(name: str) -> None:
     from lightning_sgmcmc.run.checks import _check_strategy
 
     kind = types.new_class(name)
-    with pytest.raises(ValueError, match=f"{name} shards the parameters, but the noise and the prior need whole"):
+    with pytest.raises(ValueError, match=f"{name} shards the parameters, but a chain's noise, prior and samples"):
         _check_strategy(types.new_class(name, (kind,))())
+
+
+def test_fsdp2_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """Lightning's strategy of it runs on a CPU, in a process of its own."""
+
+    def run() -> None:
+        with pytest.raises(ValueError, match=r"ModelParallelStrategy shards the parameters, .* use strategy='chains' "):
+            quiet_trainer(max_steps=1, strategy=pl.strategies.ModelParallelStrategy()).fit(Net(2), datamodule=Data())
+
+    assert in_a_process(run, tmp_path / "said") == 0, (tmp_path / "said").read_text()[-2000:]
 
 
 def test_a_module_of_the_other_namespace() -> None:

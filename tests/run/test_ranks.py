@@ -104,7 +104,7 @@ def test_a_long_checkpoint_is_no_hang(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def beat(number: int, progress: int, busy: bool = False, ended: bool = False) -> Beat:
-    return Beat(number, progress, busy, progress // 2, False, ended)
+    return Beat(number, progress, busy, progress // 2, ended)
 
 
 def test_the_rank_that_is_least_far_hangs() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from lightning_sgmcmc import Posterior
+from lightning_sgmcmc.run import agreement
 from lightning_sgmcmc.run.interruption import FILE_NAME
 from tests.support.comparisons import assert_same
 from tests.support.paths import REPOSITORY
@@ -41,6 +42,52 @@ def test_a_signal_to_one_of_two_forked_ranks_saves_the_state_of_both(number: int
     assert torch.load(tmp_path / FILE_NAME, weights_only=True)["global_step"] == 7
     samples, _ = fit_in_layout(tmp_path, 2, 1, ckpt_path=tmp_path / FILE_NAME)
     assert_same(fit_in_layout(tmp_path / "whole", 2, 1)[0], samples)
+
+
+def test_ranks_agree_later_where_steps_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM to one rank only, after the first steps: both end before the same batch, at most two intervals later, and
+    the run continues bit for bit from their common checkpoint."""
+    monkeypatch.setattr(agreement, "LONGEST", 5)
+    with pytest.raises((ProcessExitedException, ProcessRaisedException)):
+        fit_in_layout(tmp_path, 1, 2, callbacks=[SignalToOne(1, 12, signal.SIGTERM)], steps=60)
+    ended = torch.load(tmp_path / FILE_NAME, weights_only=True)["global_step"]
+    assert agreement.TIMED < 12 + 1 < ended <= 12 + 2 * 5 + 1
+    samples, _ = fit_in_layout(tmp_path, 2, 1, ckpt_path=tmp_path / FILE_NAME, steps=ended + 5)
+    assert_same(fit_in_layout(tmp_path / "whole", 2, 1, steps=ended + 5)[0], samples)
+
+
+def _exchanges(rank: int, file: str, seconds: float, requests: dict[int, int]) -> None:
+    store = torch.distributed.FileStore(file, 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    ours = agreement.StopAgreement()
+    for batch in range(300):
+        time.sleep(seconds * rank)  # the other rank is slower
+        if ours.on_stop(requests.get(rank, 1000) <= batch):
+            break
+    ours.end(well=True)
+    Path(f"{file}.{rank}").write_text(f"{batch} {ours._every}")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "requests", "last", "every"),
+    [
+        (0.0, {}, (299, 299), (50, 50)),
+        (0.0, {0: 3}, (3, 3), (1, 1)),
+        (0.02, {1: 40}, (41, 40 + 2 * 25 + 1), (15, 25)),
+        pytest.param(0.6, {0: 14}, (14, 14), (1, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_read_a_request_before_the_same_batch(
+    seconds: float, requests: dict[int, int], last: Any, every: Any, tmp_path: Path
+) -> None:
+    """At once in the first batches and in long ones; in short ones within two half seconds of the slower rank."""
+    file = str(tmp_path / "store")
+    torch.multiprocessing.start_processes(_exchanges, (file, seconds, requests), 2, start_method="fork")
+    ends = [tuple(map(int, Path(f"{file}.{rank}").read_text().split())) for rank in range(2)]
+    assert ends[0] == ends[1]
+    assert last[0] <= ends[0][0] <= last[1]
+    assert every[0] <= ends[0][1] <= every[1]
 
 
 SCRIPT = """

@@ -49,10 +49,12 @@ class Profiled(pl.Callback):
     def findings(self) -> dict[str, Any]:
         """Return the calls a step, the milliseconds a step in which the device computes, and the largest kernels."""
         events = self._profile.events()
-        kernels = [event for event in events if "CUDA" in str(event.device_type)]
+        kernels = [event for event in events if "CUDA" in str(event.device_type) and not _is_range(event)]
         by_name: dict[str, float] = {}
         for kernel in kernels:
-            by_name[kernel.name[:80]] = by_name.get(kernel.name[:80], 0.0) + kernel.device_time / self.count / 1e3
+            by_name[kernel.name[:80]] = (
+                by_name.get(kernel.name[:80], 0.0) + kernel.time_range.elapsed_us() / self.count / 1e3
+            )
         largest = sorted(by_name.items(), key=lambda pair: -pair[1])[:LARGEST]
         counted = {
             name: sum(event.name in names for event in events) / self.count
@@ -68,6 +70,11 @@ class Profiled(pl.Callback):
     def write_trace(self, path: Path) -> None:
         """Write what a browser shows at chrome://tracing."""
         self._profile.export_chrome_trace(str(path))
+
+
+def _is_range(event: Any) -> bool:
+    """Return whether an event is a named range of kernels, such as an optimizer's step, and none of its own."""
+    return bool(getattr(event, "is_user_annotation", False)) or event.name.startswith(("##", "Optimizer.", "Torch-"))
 
 
 def run(setting: Setting, case: str, say: Say, traces: Path | None = None) -> None:

@@ -53,11 +53,15 @@ class Setting:
     def side(self) -> int:
         return 8 if self.tiny else 32
 
-    def network(self) -> nn.Module:
-        """Return ResNet-20, or a residual network of two channels, always with the same values."""
+    def network(self, blocks: int = 3) -> nn.Module:
+        """Return ResNet-20, or a residual network of two channels, always with the same values.
+
+        Args:
+            blocks: residual blocks in each of the three stages.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return resnet(1, 2, 10) if self.tiny else resnet(3, 16, 10)
+            return resnet(1, 2, 10) if self.tiny else resnet(blocks, 16, 10)
 
     def wait(self) -> None:
         """Wait until the device has done everything."""
@@ -92,10 +96,10 @@ class RandomImages(ImageDataModule):
         return Augmentation(self.transform(), self.padding, flip=True, erasing=0.5)
 
 
-def module(setting: Setting, chains: int, **options: Any) -> BayesianModule:
-    """Return the chains that are measured; options are the module's."""
+def module(setting: Setting, chains: int, blocks: int = 3, **options: Any) -> BayesianModule:
+    """Return the chains that are measured; options are the module's, except the network's blocks."""
     chosen: dict[str, Any] = {"sampler": SGHMC, "lr": 0.01, "num_chains": chains, "seed": 1} | options
-    return BayesianModule(net=setting.network(), likelihood=Categorical(), **chosen)
+    return BayesianModule(net=setting.network(blocks), likelihood=Categorical(), **chosen)
 
 
 class PlainSGD(pl.LightningModule):
