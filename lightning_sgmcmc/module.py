@@ -64,8 +64,8 @@ class BayesianModule(EnergyModel):
             `initialise_chain`); "same" starts all chains from those values; a list has a state dict for each chain of
             the run, or the path of a checkpoint (of one chain, or of as many as the run has), torch or sample file.
         shared_batch: whether all chains see the same mini-batches; else each has its own, from a `ResumableLoader`.
-        chain_execution: "loop" computes one chain after another, bit for bit as each alone; "vmap" all at once;
-            "auto" loops on a CPU, where that is faster, and uses vmap elsewhere.
+        chain_execution: "loop" computes one chain after another, bit for bit as each alone; "vmap" all at once, and
+            "unrolled" one by one in one function; "auto" loops on a CPU, and elsewhere takes the faster of the others.
         compile: compile the network's passes by `torch.compile`; "auto" does on CUDA, if the network compiles.
         seed: seed of the injected noise; None uses `seed_everything`'s, or a random one that all ranks share.
         nonfinite_energy: what to do about a NaN or infinite energy or gradient. "stop" ends the run with a

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, get_args
 
 import pytorch_lightning as pl
 import torch
@@ -39,7 +39,7 @@ class Chains(ChainGradients):
         num_chains: C, chains in this process.
         start: "own" draws a start for each chain except the first, "same" starts all at the model's values; or states.
         shared_batch: whether all chains see the same mini-batches.
-        execution: "loop", "vmap" or "auto", which loops on a CPU.
+        execution: see `BayesianModule`; "auto" loops on a CPU.
         compiled: whether to compile the network by `torch.compile`; "auto" does on CUDA.
         seed: seed of starts and noise; None uses `seed_everything`'s, or a random one.
 
@@ -66,7 +66,7 @@ class Chains(ChainGradients):
         check_count("num_chains", num_chains, optional=False)
         check_count("seed", seed, least=0)
         check_start(start)
-        check_choice("chain_execution", execution, ("auto", "loop", "vmap"))
+        check_choice("chain_execution", execution, get_args(Execution))
         check_flag("shared_batch", shared_batch)
         check_compile(compiled)
         self.model = model
@@ -226,11 +226,9 @@ class Chains(ChainGradients):
     # -- energies -----------------------------------------------------------------------------------------------------
 
     @property
-    def execution(self) -> Literal["loop", "vmap"]:
-        """How chains are computed on the model's device: one after another, or all at once."""
-        if self._execution != "auto":
-            return self._execution
-        return "loop" if self.model.device.type == "cpu" else "vmap"
+    def execution(self) -> Execution:
+        """How chains are computed on the model's device; "auto" is all at once in the faster way."""
+        return "loop" if self._execution == "auto" and self.model.device.type == "cpu" else self._execution
 
     def begin_energies(self, trainer: pl.Trainer) -> None:
         """Choose how the chains' energies are computed, when a fit begins."""

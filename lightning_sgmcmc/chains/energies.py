@@ -19,7 +19,7 @@ from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
 from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.samplers.flat import FlatParameters
 
-Execution = Literal["auto", "loop", "vmap"]
+Execution = Literal["auto", "loop", "vmap", "unrolled"]
 
 
 class ChainEnergies:
@@ -30,11 +30,12 @@ class ChainEnergies:
     * "loop": one chain after another, with its slices as the module's tensors. Bit for bit equal to each chain run
       alone.
     * "vmap": all chains in one call, by `torch.vmap` over the stacked tensors. Equal up to rounding.
+    * "unrolled": one chain after another inside one function, which can be compiled as one.
 
     Args:
         model: the model.
         chains: its stacked tensors; None for a single unstacked chain.
-        execution: "loop" or "vmap".
+        execution: one of them; "auto" is "vmap" or, where graphs are replayed and it is faster, "unrolled".
         compiled: whether `torch.compile` compiles the network's part; "auto" does on CUDA, if the network compiles.
         num_data: N.
         trainable: the model's own sampled parameters by name.
@@ -57,7 +58,7 @@ class ChainEnergies:
         self._chains = chains
         self._of_prior = dict(trainable) | prior_state(model)
         """What the prior is a function of: the model's own tensors by name."""
-        self._vmapped = execution == "vmap" and chains is not None
+        self._vmapped = execution in ("auto", "vmap") and chains is not None
         self._own_prior = overrides(model, "log_prior")
         self._call = StatelessCall(model, type(model).log_likelihood)
         compiler = None
@@ -68,8 +69,9 @@ class ChainEnergies:
         """Whether compiled code is replayed as CUDA graphs."""
         self._kept: dict[Tensor, Tensor] = {}
         self._rows: RowEnergies | None = None
-        if flat is not None and (self._vmapped or chains is None):
-            self._rows = RowEnergies(model, chains, flat, num_data, compiler)
+        if flat is not None and (execution != "loop" or chains is None):
+            unrolled = None if execution == "auto" else execution == "unrolled"
+            self._rows = RowEnergies(model, chains, flat, num_data, compiler, unrolled)
         self._network = self._compile(compiler) if compiler is not None and self._rows is None else None
         self._homes = homes_of(model) if self._network is not None and chains is None else {}
         self.first_batches: FirstBatches | None = None
@@ -86,7 +88,7 @@ class ChainEnergies:
     @property
     def collects(self) -> bool:
         """Whether the slices hold the gradients after a backward pass."""
-        return self._chains is not None and not self._vmapped and not self.through_stack
+        return self._chains is not None and not self._vmapped and not self.through_stack and self._rows is None
 
     def __call__(
         self,

@@ -1,14 +1,12 @@
 """Gradients of a process's chains: where they arrive, how they reach the parameters, and their clipping."""
 
-from typing import Literal
-
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sgmcmc.chains.claims import Claims
-from lightning_sgmcmc.chains.energies import ChainEnergies
+from lightning_sgmcmc.chains.energies import ChainEnergies, Execution
 from lightning_sgmcmc.chains.stacked import StackedChains, clip_each_chain
 from lightning_sgmcmc.chains.state import Accumulation, Pulse
 from lightning_sgmcmc.compiling import Compile, is_compiled
@@ -39,8 +37,8 @@ class ChainGradients:
     """The sampled parameters as rows of one tensor during a fit; None where they are not."""
 
     @property
-    def execution(self) -> Literal["loop", "vmap"]:
-        """How chains are computed: one after another, or all at once."""
+    def execution(self) -> Execution:
+        """How chains are computed on the model's device; "auto" is all at once in the faster way."""
         raise NotImplementedError
 
     # -- one tensor of all parameters ---------------------------------------------------------------------------------
@@ -73,7 +71,7 @@ class ChainGradients:
 
     @property
     def _arrive_in_rows(self) -> bool:
-        return self.flat is not None and (self.stacked is None or self.execution == "vmap")
+        return self.flat is not None and (self.stacked is None or self.execution != "loop")
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients in as few tensors as hold them, with a leading axis of chains where there are several;

@@ -1,14 +1,18 @@
 """Energies of all chains as one function of their parameters in rows of one tensor, which torch can compile."""
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.chains.forms import convolutions_of, unrolled_is_faster
 from lightning_sgmcmc.chains.stacked import StackedChains
-from lightning_sgmcmc.chains.stateless import StatelessCall, state_of
+from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode, state_of, undisturbed_generators
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.samplers.flat import FlatParameters
@@ -40,6 +44,8 @@ class RowEnergies:
         flat: the sampled parameters.
         num_data: N.
         compiler: compiles the function as `torch.compile` does; None leaves it as it is.
+        unrolled: whether the chains are written out one by one in the function instead of `torch.vmap`; None measures
+            which is faster where graphs are replayed (see `chains.forms`), and is `torch.vmap` elsewhere.
     """
 
     def __init__(
@@ -49,7 +55,9 @@ class RowEnergies:
         flat: FlatParameters,
         num_data: int,
         compiler: Callable[..., Any] | None,
+        unrolled: bool | None = False,
     ) -> None:
+        self._model = model
         self._chains = chains
         self._flat = flat
         self._num_data = num_data
@@ -70,6 +78,7 @@ class RowEnergies:
         self._replays = compiler is not None and flat.values.device.type == "cuda"
         self._inverse = torch.full((), 1 / num_data, dtype=flat.values.dtype, device=flat.values.device)
         self._compiled = self._compile(compiler) if compiler is not None else None
+        self._unrolled = unrolled if self._replays and chains is not None else bool(unrolled)
 
     def follow(self, num_data: int) -> None:
         """Take another N, for data that grow."""
@@ -86,6 +95,8 @@ class RowEnergies:
         if own:
             batch = batch.stacked() if self._chains is not None else batch[0]
         axis = 0 if own and self._chains is not None else None
+        if self._unrolled is None:
+            self._unrolled = self._measured(batch if axis is None else pytree.tree_map(lambda t: t[0], batch))
         if self._compiled is None:
             return Found(*self._energies(self._flat.leaf, self._others, batch, axis, 1 / self._num_data))
         loss, numbers, each = self._compiled(self._flat.leaf, self._others, batch, axis, self._inverse)
@@ -97,6 +108,11 @@ class RowEnergies:
         named = dict(zip(self._names, self._flat.split(leaf), strict=True))
         if self._chains is None:
             each = self._likelihood.call(named | dict(others), batch)[None]
+        elif self._unrolled:
+            chains = range(self._chains.num_chains)
+            own = [batch if batch_axis is None else pytree.tree_map(operator.itemgetter(c), batch) for c in chains]
+            columns = {name: tensor.unbind(0) for name, tensor in named.items()}
+            each = torch.stack([self._likelihood.call(_row(columns | dict(others), c), own[c]) for c in chains])
         else:
             over_chains = torch.vmap(self._likelihood.call, in_dims=(0, batch_axis), randomness="different")
             each = over_chains(named | dict(others), batch)
@@ -123,6 +139,18 @@ class RowEnergies:
         """Return tensors with a leading axis of chains."""
         return {name: tensor[None] if self._chains is None else tensor for name, tensor in tensors.items()}
 
+    def _measured(self, batch: Any) -> bool:
+        """Return whether written out chains are faster, from the first chain's convolutions on its batch."""
+        assert self._chains is not None
+        apart = undisturbed_generators(self._model), evaluation_mode(self._model)
+        with torch.no_grad(), apart[0], apart[1], self._chains.at(0), convolutions_of(self._model) as convolutions:
+            self._model.log_likelihood(batch)
+        device = self._flat.values.device
+        faster = unrolled_is_faster(convolutions, self._chains.num_chains, device)
+        if faster:
+            rank_zero_info("The chains' convolutions are faster one by one on this GPU, so they are not grouped.")
+        return faster
+
     def _compile(self, compiler: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
         mode = "reduce-overhead" if self._replays else None
         compiled: Callable[..., tuple[Tensor, Tensor, Tensor]] = compiler(self._energies, dynamic=False, mode=mode)
@@ -137,3 +165,7 @@ class RowEnergies:
             return compiled(*arguments)
 
         return replayed
+
+
+def _row(tensors: Mapping[str, Any], chain: int) -> dict[str, Tensor]:
+    return {name: tensor[chain] for name, tensor in tensors.items()}

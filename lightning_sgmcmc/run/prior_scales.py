@@ -106,7 +106,7 @@ class PriorScales:
     def _squares(self) -> Tensor:
         """Return S of each chain and group, shape (C, G)."""
         chains, prior = self._chains, self._prior
-        if chains.stacked is not None and chains.execution == "vmap":
+        if chains.stacked is not None and chains.execution != "loop":
             return prior.squares(named_trainable(chains.model) | prior_state(chains.model), chains=True)
         each = []  # one after another, with the rounding of each chain alone
         for index in range(chains.num_chains):

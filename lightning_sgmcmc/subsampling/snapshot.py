@@ -27,7 +27,7 @@ class Snapshot:
         self._module = module
         self._call = StatelessCall(module, type(module).log_likelihood)
         self._prior = StatelessCall(module, type(module).log_prior)
-        self._vmapped = chains.num_chains > 1 and chains.execution == "vmap"
+        self._vmapped = chains.num_chains > 1 and chains.execution in ("auto", "vmap")
         self.tensors = {name: tensor.detach().clone() for name, tensor in self._present().items()}
         self.log_likelihood = torch.zeros(chains.num_chains, dtype=torch.float64, device=module.device)
         """log p(D|θ_q) of each chain over all data, shape (C,)."""

@@ -18,7 +18,7 @@ from lightning_sgmcmc import (
     StudentTPrior,
 )
 from lightning_sgmcmc.callbacks import ChainHealth, SamplingSchedule
-from lightning_sgmcmc.chains.stacked import clip_together
+from lightning_sgmcmc.chains.stacked import clip_each_chain
 from lightning_sgmcmc.priors import Prior
 from tests.support.recorders import Each
 from tests.support.trainers import quiet_trainer
@@ -133,8 +133,8 @@ def test_compiled_chains_too(prior: str, likelihood: str) -> None:
 
 
 def test_clipping_with_parameters_without_axes() -> None:
-    """By the norm of each chain's whole gradient, in the form for accelerators too."""
+    """By the norm of each chain's whole gradient."""
     gradients = [torch.tensor([3.0, 0.1, 0.0]), torch.tensor([[4.0, 0.0], [0.0, 0.1], [0.0, 0.0]])]
-    clip_together(gradients, 1.0)
+    clip_each_chain(gradients, 1.0)
     torch.testing.assert_close(gradients[0], torch.tensor([0.6, 0.1, 0.0]))
     torch.testing.assert_close(gradients[1], torch.tensor([[0.8, 0.0], [0.0, 0.1], [0.0, 0.0]]))

@@ -1,0 +1,82 @@
+"""The forms in which all chains are one function: the same energies, gradients and statistics; which one is chosen."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sgmcmc import SGHMC, BayesianModule, Categorical
+from lightning_sgmcmc.batches.loader import ResumableLoader
+from lightning_sgmcmc.callbacks import SamplingSchedule
+from lightning_sgmcmc.chains import forms
+from lightning_sgmcmc.chains.forms import convolutions_of, unrolled_is_faster
+from lightning_sgmcmc.datamodules import TensorBatches
+from tests.support.trainers import quiet_trainer
+
+CHAINS = 3
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3, padding=1, groups=2),
+        nn.Flatten(),
+        nn.Linear(100, 3),
+    )
+
+
+def fitted(execution: str, **options: Any) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    data = TensorBatches(torch.randn(24, 2, 5, 5, generator=generator), torch.randint(3, (24,), generator=generator))
+    module = BayesianModule(
+        net=network(),
+        likelihood=Categorical(),
+        sampler=SGHMC,
+        lr=1e-3,
+        num_chains=CHAINS,
+        seed=2,
+        chain_execution=execution,  # type: ignore[arg-type]
+        compile=False,
+    )
+    trainer = quiet_trainer(max_steps=4, callbacks=[SamplingSchedule(every_n_steps=4)], **options)
+    trainer.fit(module, ResumableLoader(data, 8))
+    return {name: tensor.double() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}])
+def test_all_forms_make_the_same_run(options: Any) -> None:
+    """Parameters and BatchNorm's statistics after four steps with noise, equal up to rounding."""
+    loop = fitted("loop", **options)
+    for execution in ("vmap", "unrolled"):
+        for name, tensor in fitted(execution, **options).items():
+            torch.testing.assert_close(tensor, loop[name], rtol=1e-5, atol=1e-6, msg=f"{execution} {name}")
+
+
+def test_the_faster_form_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the time of the convolutions, which run in either form as the network's do."""
+    monkeypatch.setattr(forms, "_KNOWN", {})
+    model = network()
+    with convolutions_of(model) as found:
+        model(torch.randn(8, 2, 5, 5))
+    assert [c.groups for c in found] == [1, 2]
+    model(torch.randn(8, 2, 5, 5))
+    assert len(found) == 2
+    device, calls = torch.device("cpu"), []
+
+    def grouped_takes_longer(call: Any) -> float:
+        call()
+        calls.append(call)
+        return 1.0 + len(calls) % 2  # apart is measured first
+
+    assert not unrolled_is_faster([], CHAINS, device, grouped_takes_longer)
+    assert not unrolled_is_faster(found, 16, device, grouped_takes_longer)
+    assert not calls
+    assert not unrolled_is_faster(found, CHAINS, device, grouped_takes_longer)
+    assert len(calls) == 4
+    assert not unrolled_is_faster(found, CHAINS, device, lambda call: pytest.fail("it is known"))
+    assert unrolled_is_faster(found, 4, device, lambda call: 3.0 - grouped_takes_longer(call))
+    assert not unrolled_is_faster(found, 5, device, lambda call: 0.0)  # the profiler sees no kernel
