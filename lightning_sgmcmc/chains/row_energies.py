@@ -74,7 +74,8 @@ class RowEnergies:
         # On a CPU the sum over tensors stays as it is, bit for bit.
         self._of_rows = None
         if self._own_prior is None and (compiler is not None or flat.values.device.type != "cpu"):
-            self._of_rows = model.prior.of_rows(self._with_axis(dict(zip(self._names, flat.parameters, strict=True))))
+            sampled = dict(zip(self._names, flat.parameters, strict=True))
+            self._of_rows = model.prior.of_rows(self._with_axis(sampled | _of_prior(self._others)))
         self._replays = compiler is not None and flat.values.device.type == "cuda"
         self._inverse = torch.full((), 1 / num_data, dtype=flat.values.dtype, device=flat.values.device)
         self._compiled = self._compile(compiler) if compiler is not None else None
@@ -130,7 +131,7 @@ class RowEnergies:
                 return torch.stack([self._own_prior.call(named | dict(others))])
             result: Tensor = torch.vmap(self._own_prior.call)(named | dict(others))
             return result
-        state = self._with_axis({name: tensor for name, tensor in others.items() if is_prior_state(name)})
+        state = self._with_axis(_of_prior(others))
         if self._of_rows is not None:
             return self._of_rows(leaf, state)
         return self._prior.log_prob_of_chains(self._with_axis(named) | state)
@@ -169,3 +170,7 @@ class RowEnergies:
 
 def _row(tensors: Mapping[str, Any], chain: int) -> dict[str, Tensor]:
     return {name: tensor[chain] for name, tensor in tensors.items()}
+
+
+def _of_prior(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if is_prior_state(name)}

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc import SGHMC, BayesianModule, Categorical
+from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, GaussianPrior, HierarchicalPrior
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.callbacks import SamplingSchedule
 from lightning_sgmcmc.chains import forms
 from lightning_sgmcmc.chains.forms import convolutions_of, unrolled_is_faster
 from lightning_sgmcmc.datamodules import TensorBatches
+from lightning_sgmcmc.priors import Prior
 from tests.support.trainers import quiet_trainer
 
 CHAINS = 3
@@ -29,7 +30,7 @@ def network() -> nn.Module:
     )
 
 
-def fitted(execution: str, **options: Any) -> dict[str, Tensor]:
+def fitted(execution: str, prior: Prior | None = None, compiled: bool = False, **options: Any) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     data = TensorBatches(torch.randn(24, 2, 5, 5, generator=generator), torch.randint(3, (24,), generator=generator))
     module = BayesianModule(
@@ -40,7 +41,8 @@ def fitted(execution: str, **options: Any) -> dict[str, Tensor]:
         num_chains=CHAINS,
         seed=2,
         chain_execution=execution,  # type: ignore[arg-type]
-        compile=False,
+        compile=compiled,
+        prior=prior,
     )
     trainer = quiet_trainer(max_steps=4, callbacks=[SamplingSchedule(every_n_steps=4)], **options)
     trainer.fit(module, ResumableLoader(data, 8))
@@ -54,6 +56,24 @@ def test_all_forms_make_the_same_run(options: Any) -> None:
     for execution in ("vmap", "unrolled"):
         for name, tensor in fitted(execution, **options).items():
             torch.testing.assert_close(tensor, loop[name], rtol=1e-5, atol=1e-6, msg=f"{execution} {name}")
+
+
+@pytest.mark.parametrize(
+    ("execution", "prior"),
+    [("vmap", GaussianPrior(center="start")), ("unrolled", HierarchicalPrior())],
+    ids=["centred", "hierarchical"],
+)
+def test_network_and_prior_are_one_graph(execution: str, prior: Prior, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo finds one function without a break in likelihood and prior, which makes the run of the loop."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: original(function, backend="eager", fullgraph=True))
+    torch._dynamo.reset()
+    compiled = fitted(execution, prior, compiled=True)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for name, tensor in fitted("loop", prior).items():
+        torch.testing.assert_close(compiled[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+original = torch.compile
 
 
 def test_the_faster_form_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
