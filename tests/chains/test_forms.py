@@ -67,6 +67,7 @@ def test_network_and_prior_are_one_graph(execution: str, prior: Prior, monkeypat
     """Dynamo finds one function without a break in likelihood and prior, which makes the run of the loop."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: original(function, backend="eager", fullgraph=True))
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     compiled = fitted(execution, prior, compiled=True)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     for name, tensor in fitted("loop", prior).items():
