@@ -39,8 +39,8 @@ class SampleRows:
         packed = []
         for dtype in self.dtypes:
             names = [(part, name) for part, name, own, *_ in self._places if own == dtype]
-            flat = [torch.cat([getattr(sample, part)[name].reshape(-1) for part, name in names]) for sample in samples]
-            packed.append(torch.stack(flat).to(device))
+            flat = [getattr(sample, part)[name].reshape(-1).to(device) for sample in samples for part, name in names]
+            packed.append(torch.cat(flat).view(len(samples), -1))
         return packed
 
     def unpack(self, rows: Sequence[Tensor], numbers: Tensor) -> Iterator[PosteriorSample]:

@@ -128,10 +128,7 @@ class ChainStrategy(DDPStrategy):
         device_ids = self.determine_ddp_device_ids()
         # In a stream of its own, as a graph of the backward pass needs (torch's notes on CUDA, "Usage with DDP").
         with torch.cuda.stream(torch.cuda.Stream()) if device_ids is not None else nullcontext():
-            return self._wrapped(model, device_ids)
-
-    def _wrapped(self, model: Any, device_ids: list[int] | None) -> DistributedDataParallel:
-        return DistributedDataParallel(model, device_ids=device_ids, process_group=self._group, **self._ddp_kwargs)
+            return DistributedDataParallel(model, device_ids=device_ids, process_group=self._group, **self._ddp_kwargs)
 
     def configure_ddp(self) -> None:
         if self.ranks_per_chain > 1:
