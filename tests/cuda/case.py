@@ -45,6 +45,8 @@ class Case:
     augment: bool = True
     resident: bool = True
     """Whether the data are on the device."""
+    on_cpu: bool = False
+    """Whether the fit is on the CPU, for comparison; its precision is float32."""
     dropout: float = 0.0
     scalar: bool = False
     """Whether the network has a parameter of shape ()."""
@@ -140,7 +142,7 @@ def loaders(case: Case) -> tuple[Any, Any]:
     count = case.batch * case.batches
     images = torch.randint(256, (count, 3, 8, 8), dtype=torch.uint8, generator=generator)
     labels = torch.randint(CLASSES, (count,), generator=generator)
-    if case.resident:
+    if case.resident and not case.on_cpu:
         images, labels = images.cuda(), labels.cuda()
     augmentation = Augmentation(_bytes_to_floats, padding=1, flip=True, erasing=0.5)
     data = TensorBatches(images, labels, transform=augmentation if case.augment else _bytes_to_floats)
@@ -245,7 +247,8 @@ def fit(
         "accumulate_grad_batches": case.accumulate,
         "num_sanity_val_steps": 0,
     }
-    trainer = stand_in_trainer(case.precision, callbacks=callbacks_for(case, folder), **(quiet | options))
+    options = quiet | {"callbacks": callbacks_for(case, folder)} | options
+    trainer = pl.Trainer(accelerator="cpu", **options) if case.on_cpu else stand_in_trainer(case.precision, **options)
     training, held_out = loaders(case)
     trainer.fit(module, training, held_out, ckpt_path=resumed)
     return Fit(module, trainer, steps.steps, steps.drawn)

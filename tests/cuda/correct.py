@@ -119,12 +119,49 @@ def frees_its_graphs(device: StandIn) -> None:
     assert device.graphs.resets == 2
 
 
+SAME: dict[str, dict[str, Any]] = {
+    "SGLD": {"sampler": "SGLD", "clip": 1.0},
+    "pSGLD": {"sampler": "pSGLD", "extra": {"lr": 1e-7}},  # its preconditioner magnifies rounding
+    "SGHMC": {"sampler": "SGHMC", "clip": 1.0, "accumulate": 2},
+    "SGNHT": {"sampler": "SGNHT", "lr_each": True},
+    "UnderdampedLangevin": {"sampler": "UnderdampedLangevin"},
+    "pSGHMC": {"sampler": "pSGHMC"},
+    "own contour": {"contour": True, "lr_each": True},
+    "interacting contour": {"interacting": True, "clip": 1.0},
+    "one chain": {"chains": 1, "clip": 1.0},
+    "one chain, contour": {"chains": 1, "contour": True},
+    "replica exchange": {"replica_exchange": True},
+    "EWSG": {"ewsg": 1, "sampler": "UnderdampedLangevin"},
+    "scalar parameters": {"scalar": True},
+}
+"""Fits whose states on the CPU and on the device are compared."""
+
+
+def the_device_makes_the_steps_of_the_cpu(device: StandIn) -> None:
+    """Rows, fused kernels and graphs make the same noisy steps as the CPU's loop over chains, up to rounding.
+
+    The stand-in's generators draw a CPU generator's numbers, so the noise is the same.
+    """
+    wrong = {}
+    for name, settings in SAME.items():
+        case = dataclasses.replace(SMALL, schedule="sampling", steps=5, **settings)
+        states = []
+        for on_cpu in (True, False):
+            with tempfile.TemporaryDirectory() as folder:
+                states.append(_state(fit(device, dataclasses.replace(case, on_cpu=on_cpu), Path(folder)).module))
+        difference = _largest_difference(*states)
+        if not difference < 2e-4:
+            wrong[name] = difference
+    assert wrong == {}
+
+
 CHECKS: dict[str, Callable[[StandIn], Any]] = {
     check.__name__: check
     for check in (
         starts_on_the_device_are_drawn_by_chain,
         batches_of_the_host_move_as_one_stack,
         loop_and_vmap_agree,
+        the_device_makes_the_steps_of_the_cpu,
         frees_its_graphs,
         resumes_with_an_lr_for_each_chain,
         resumes_with_contour_and_all_callbacks,
