@@ -172,6 +172,15 @@ class Sampler(UpdateRule):
         self.step_count += 1
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, as torch's optimizers do but without entering a profiler at every step."""
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
+            return
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
     def _update_tensors(self, noise: list[Tensor] | None) -> None:
         """Update the parameters that have a gradient, tensor by tensor."""
         start = 0
