@@ -87,9 +87,9 @@ def _pass(convolution: Convolution, chains: int, device: torch.device, apart: bo
     count, channels, *place = convolution.input
     outputs, inside, *kernel = convolution.weight
     times, widths = (chains, 1) if apart else (1, chains)
-    options = {"dtype": convolution.dtype, "device": device, "requires_grad": True}
-    inputs = [torch.zeros(count, widths * channels, *place, **options) for _ in range(times)]
-    weights = [torch.zeros(widths * outputs, inside, *kernel, **options) for _ in range(times)]
+    options: dict[str, Any] = {"dtype": convolution.dtype, "device": device, "requires_grad": True}
+    inputs = [torch.zeros((count, widths * channels, *place), **options) for _ in range(times)]
+    weights = [torch.zeros((widths * outputs, inside, *kernel), **options) for _ in range(times)]
 
     def run() -> None:
         for x, weight in zip(inputs, weights, strict=True):
