@@ -104,6 +104,7 @@ def noisy(tmp_path_factory: pytest.TempPathFactory) -> tuple[BayesianModule, Aut
     return fit(auto, noise=0.3, folder=folder), auto, folder
 
 
+@pytest.mark.slow
 def test_noisy_labels_tighten_the_prior_and_clean_ones_loosen_it(
     noisy: tuple[BayesianModule, AutoSampling, Path],
 ) -> None:

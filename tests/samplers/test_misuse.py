@@ -145,7 +145,7 @@ MODULES: list[Mistake] = [
     (
         lambda: module(chain_execution="gpu"),
         ValueError,
-        "chain_execution must be 'auto' or 'loop' or 'vmap', got",
+        "chain_execution must be 'auto' or 'loop' or 'vmap' or 'unrolled', got",
     ),
     (lambda: module(net=[nn.Linear(2, 2)]), TypeError, "net should be a Module, got a list"),
     (
