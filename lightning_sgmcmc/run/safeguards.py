@@ -16,9 +16,9 @@ from lightning_sgmcmc.run.early_stopping import why_without_samples
 from lightning_sgmcmc.run.growth import follow_data
 from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
 from lightning_sgmcmc.run.interruption import Interruption
+from lightning_sgmcmc.run.overhead import leave_out, restore
 from lightning_sgmcmc.run.plan import Planner
 from lightning_sgmcmc.run.prior_scales import PriorScales, begin_scales, take_centers
-from lightning_sgmcmc.run.quiet_profiler import quieten, restore
 from lightning_sgmcmc.run.rank_watch import RankWatch, watch_ranks
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import Sampler
@@ -85,7 +85,7 @@ class Safeguards(pl.Callback):
         if chains.progress.schedule is None and _is_noisy(sampler) and not is_trial(trainer):
             rank_zero_warn(f"This fit draws no posterior samples: {why_without_samples(trainer, chains.progress)}.")
         self._planner.begin(trainer, pl_module)
-        quieten(trainer)
+        leave_out(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         follow_data(trainer, pl_module)

@@ -1,4 +1,4 @@
-"""A profiler that the user chose is used; Lightning's own idle one is replaced during a fit only."""
+"""Idle profilers and hooks are left out during a fit only; what a user defines is used."""
 
 import pytest
 import pytorch_lightning as pl
@@ -10,7 +10,7 @@ from lightning_sgmcmc import BayesianModule, Gaussian
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.callbacks import SamplingSchedule
 from lightning_sgmcmc.datamodules import TensorBatches
-from lightning_sgmcmc.run.quiet_profiler import QuietProfiler
+from lightning_sgmcmc.run.overhead import HOOKS, QuietProfiler
 
 
 class Fails(pl.Callback):
@@ -59,3 +59,30 @@ def test_a_chosen_profiler_measures() -> None:
     fit(trainer)
     assert trainer.profiler is profiler
     assert any("optimizer_step" in action for action in profiler.recorded_durations)
+
+
+class Defines(pl.Callback):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_after_backward(self, *_: object) -> None:
+        self.seen.append("of the class")
+
+
+class Inherits(Defines):
+    pass
+
+
+def test_idle_hooks_are_hidden_during_a_fit() -> None:
+    """Hooks of the class, of a base class and of the object itself are called; the idle ones are there afterwards."""
+    defines, inherits, idle, sees = Defines(), Inherits(), pl.Callback(), Sees()
+    inherits.on_before_zero_grad = lambda *_: inherits.seen.append("of the object")  # type: ignore[method-assign]
+    hidden: list[object] = []
+    sees.on_before_backward = lambda *_: hidden.append([vars(idle).get(hook, hook) for hook in HOOKS])  # type: ignore[method-assign]
+    fit(trainer_of(defines, inherits, idle, sees))
+    assert defines.seen == ["of the class"] * 3
+    assert sorted(inherits.seen) == ["of the class"] * 3 + ["of the object"] * 3
+    assert hidden == [[None] * len(HOOKS)] * 3
+    assert not set(HOOKS) & set(vars(idle))
+    assert callable(idle.on_train_batch_end)
+    assert callable(defines.on_train_batch_end)
