@@ -232,7 +232,9 @@ def test_a_prior_of_the_users_own_under_vmap() -> None:
     assert run("vmap") == pytest.approx(run("loop"), rel=1e-5)
 
 
-@pytest.mark.parametrize(("chains", "execution"), [(1, "loop"), (2, "loop"), (2, "vmap")])
+@pytest.mark.parametrize(
+    ("chains", "execution"), [(1, "loop"), pytest.param(2, "loop", marks=pytest.mark.slow), (2, "vmap")]
+)
 def test_compiled_networks(chains: int, execution: Any) -> None:
     """Compiled with full graphs, once, whatever the step size does; equal to rounding."""
 

@@ -23,9 +23,7 @@ DEFAULT = (
     "ResNet-20, four chains",
     "ResNet-20, contour and clipping",
     "one chain, contour",
-    "loop, compiled",
     "replica exchange",
-    "EWSG",
 )
 DEFAULT_CORRECT = (
     "starts_on_the_device_are_drawn_by_chain",
