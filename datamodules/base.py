@@ -14,7 +14,8 @@ from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.checks import check_count, check_within
-from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader, on_device
+from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader
+from lightning_sgmcmc.tensors import sent
 
 
 @dataclass
@@ -144,7 +145,7 @@ class ArrayDataModule(pl.LightningDataModule):
         if is_on(batch, device):
             return batch
         if device.type == "cuda" and type(batch) is tuple and all(type(part) is Tensor for part in batch):
-            return tuple(on_device(part, device) for part in batch)
+            return tuple(sent(part, device) for part in batch)
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def train_dataloader(self) -> Any:

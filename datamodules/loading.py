@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_sgmcmc.batches.loader import as_is
 from lightning_sgmcmc.datamodules.augmentation import Augmentation
+from lightning_sgmcmc.tensors import sent
 
 
 class TensorBatches(Dataset[tuple[Tensor, ...]]):
@@ -50,23 +51,12 @@ class TensorBatches(Dataset[tuple[Tensor, ...]]):
 
     def whole_batch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, ...]:
         """Return the batch of the data with these indices."""
-        index = torch.as_tensor(indices)
-        if index.device != self.device:
-            pinned = (
-                index.pin_memory() if self.device.type == "cuda" else index
-            )  # else the copy may wait for the device
-            index = pinned.to(self.device, non_blocking=True)
+        index = sent(torch.as_tensor(indices), self.device)
         rest = (tensor[index] for tensor in self.tensors[1:])
         if isinstance(self.transform, Augmentation):
             return (self.transform.of_rows(self.tensors[0], index), *rest)
         inputs = self.tensors[0][index]
         return (self.transform(inputs) if self.transform is not None else inputs, *rest)
-
-
-def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on a device, without waiting: copies from memory that is not pinned may wait."""
-    pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
-    return pinned.to(device, non_blocking=True)
 
 
 def evaluation_loader(dataset: TensorBatches, batch_size: int) -> DataLoader[Any]:

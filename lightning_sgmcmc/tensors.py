@@ -62,8 +62,11 @@ def for_each_tensor(factor: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a CPU tensor on a device, or itself on a CPU; the host does not wait for a CUDA device."""
-    if device.type == "cuda":
+    """Return a tensor on a device, itself if it is there; the host does not wait for a CUDA device.
+
+    A copy from memory that is not pinned may wait.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 

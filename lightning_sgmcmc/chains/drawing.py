@@ -13,6 +13,7 @@ from lightning_sgmcmc.tensors import as_rows
 Parts = dict[str, dict[str, Tensor]]
 """A sample's parameters, buffers and scales, each by name."""
 PARTS = ("parameters", "buffers", "scales")
+"""The fields of a sample that hold tensors by name."""
 
 
 class FlatStates:

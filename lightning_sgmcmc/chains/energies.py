@@ -184,7 +184,7 @@ class ChainEnergies:
 
     def _named(self, tensors: Sequence[Tensor] | None) -> dict[str, Tensor]:
         if tensors is None or self._chains is None:  # collecting them by name is slow
-            return {name: home[key] for name, (home, key) in self._homes.items() if home[key] is not None}
+            return {name: home[key] for name, ((home, key), *_) in self._homes.items() if home[key] is not None}
         return dict(zip(self._chains.names, tensors, strict=True))
 
     # -- all at once --------------------------------------------------------------------------------------------------

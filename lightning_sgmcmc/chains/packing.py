@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.chains.drawing import PARTS
 from lightning_sgmcmc.chains.sample import PosteriorSample
 
-TENSORS = ("parameters", "buffers", "scales")
-"""The fields of a sample that hold tensors by name."""
-NUMBERS = tuple(field.name for field in fields(PosteriorSample) if field.name not in TENSORS)
+NUMBERS = tuple(field.name for field in fields(PosteriorSample) if field.name not in PARTS)
 KINDS = (int, float, bool)
 """Types of the other fields, which may also be None; float64 holds them exactly, integers below 2^53."""
 
@@ -26,7 +25,7 @@ class SampleRows:
     def __init__(self, sample: PosteriorSample) -> None:
         self._places: list[tuple[str, str, torch.dtype, torch.Size, slice]] = []
         sizes: dict[torch.dtype, int] = {}
-        for part in TENSORS:
+        for part in PARTS:
             for name, tensor in getattr(sample, part).items():
                 start = sizes.get(tensor.dtype, 0)
                 sizes[tensor.dtype] = start + tensor.numel()
@@ -52,7 +51,7 @@ class SampleRows:
         """
         for index, own in enumerate(numbers.tolist()):
             row = {dtype: tensor[index].clone() for dtype, tensor in zip(self.dtypes, rows, strict=True)}
-            held: dict[str, Any] = {part: {} for part in TENSORS}
+            held: dict[str, Any] = {part: {} for part in PARTS}
             for part, name, dtype, shape, place in self._places:
                 held[part][name] = row[dtype][place].view(shape)
             yield PosteriorSample(**_numbers(own), **held)

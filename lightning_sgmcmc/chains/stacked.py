@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sgmcmc.chains.stateless import homes_of
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.samplers.flat import FlatParameters
-
-Home = tuple[dict[str, Any], str]
-"""Where a module keeps a tensor: the dictionary and the key."""
 
 
 class StackedChains:
@@ -30,7 +28,7 @@ class StackedChains:
 
     def __init__(self, module: nn.Module, num_chains: int, initialise: Callable[[int], None]) -> None:
         self.num_chains = num_chains
-        self.homes = _homes(module)
+        self.homes = list(homes_of(module).values())
         """For each tensor, parameters first, where the module keeps it."""
         self.names = [name for name, _ in module.named_parameters()] + [name for name, _ in module.named_buffers()]
         self.num_parameters = sum(1 for _ in module.named_parameters())
@@ -192,19 +190,6 @@ class StackedChains:
     def __getstate__(self) -> dict[str, Any]:
         # Copies make their own slices.
         return self.__dict__ | {"_stacked": [], "_slices": [], "_gradients": [], "_of_prior": [], "_rows": None}
-
-
-def _homes(module: nn.Module) -> list[list[Home]]:
-    """Return where the module keeps each parameter, then each buffer, in the order of `named_parameters` and
-    `named_buffers`; a tensor shared by layers has several places."""
-    found: dict[int, list[Home]] = {}
-    for kind in ("_parameters", "_buffers"):
-        for part in module.modules():
-            home: dict[str, Any] = getattr(part, kind)
-            for key, tensor in home.items():
-                if tensor is not None:
-                    found.setdefault(id(tensor), []).append((home, key))
-    return list(found.values())
 
 
 def clip_each_chain(gradients: Sequence[Tensor], limit: float) -> None:

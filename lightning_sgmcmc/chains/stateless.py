@@ -12,19 +12,26 @@ from torch.func import functional_call
 from lightning_sgmcmc.chains.masks import MASK_SEED, masked
 from lightning_sgmcmc.priors.state import is_prior_state
 
+Home = tuple[dict[str, Any], str]
+"""Where a module keeps a tensor: the dictionary and the key."""
+
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's parameters and buffers by name, the parameters first."""
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def homes_of(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Return the dictionary in which a submodule keeps each tensor of `state_of`, and its key there, by name."""
-    homes: dict[str, tuple[dict[str, Any], str]] = {}
-    for name in state_of(module):
-        path, _, key = name.rpartition(".")
-        part = module.get_submodule(path)
-        homes[name] = (part._parameters if key in part._parameters else part._buffers, key)
+def homes_of(module: nn.Module) -> dict[str, list[Home]]:
+    """Return where a module keeps each tensor of `state_of`, by name; a tensor that layers share has several places."""
+    names: dict[int, str] = {}
+    homes: dict[str, list[Home]] = {}
+    for kind in ("_parameters", "_buffers"):
+        for prefix, part in module.named_modules():
+            home: dict[str, Any] = getattr(part, kind)
+            for key, tensor in home.items():
+                if tensor is not None:
+                    name = names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
+                    homes.setdefault(name, []).append((home, key))
     return homes
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.chains.masks import MASK_SEED
-from lightning_sgmcmc.chains.stateless import StatelessCall
+from lightning_sgmcmc.chains.stateless import Home, StatelessCall, homes_of
 from lightning_sgmcmc.compiling import compiled_if_possible
 
 State = Mapping[str, Tensor]
@@ -177,22 +177,10 @@ class TogetherCall:
 
 
 @contextmanager
-def _own_tensors(module: nn.Module) -> Iterator[dict[str, list[tuple[dict[str, Any], str]]]]:
-    """Yield where a module keeps each of its tensors, by name; restore them at the end.
-
-    A tensor that layers share has several places, and the name of the first.
-    """
-    names: dict[int, str] = {}
-    places: dict[str, list[tuple[dict[str, Any], str]]] = {}
-    before = []
-    for kind in ("_parameters", "_buffers"):
-        for prefix, part in module.named_modules():
-            home: dict[str, Any] = getattr(part, kind)
-            for key, tensor in home.items():
-                if tensor is not None:
-                    name = names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
-                    places.setdefault(name, []).append((home, key))
-                    before.append((home, key, tensor))
+def _own_tensors(module: nn.Module) -> Iterator[dict[str, list[Home]]]:
+    """Yield where a module keeps each of its tensors, by name; restore them at the end."""
+    places = homes_of(module)
+    before = [(home, key, home[key]) for homes in places.values() for home, key in homes]
     try:
         yield places
     finally:

@@ -88,7 +88,6 @@ class EnergyGuard:
         # Chains of other processes must not take more steps than these.
         self._decides_together = chains.layout.is_spread and not self._stops
         self.has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
-        self._parameters = [p for group in sampler.param_groups for p in group["params"]]
         on_cuda = self._model.device.type == "cuda"
         self._deferred = DeferredCheck(chains.num_chains, pinned=True) if on_cuda and self._stops else None
         self._looks_at_gradients = not self._stops or (self._shares_gradients and not on_cuda)

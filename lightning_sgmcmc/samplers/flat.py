@@ -3,7 +3,7 @@
 A step over a network then costs one operation where it would cost one for each of the network's tensors.
 """
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -90,9 +90,8 @@ class FlatParameters:
         self.fused = fused
         self.parameters = [p for group in groups for p in group]
         first = self.parameters[0]
-        self.sizes = [p.numel() // num_chains for p in self.parameters]
-        """Columns of each parameter."""
-        self.values = torch.empty(num_chains, sum(self.sizes), dtype=first.dtype, device=first.device)
+        columns = sum(p.numel() // num_chains for p in self.parameters)
+        self.values = torch.empty(num_chains, columns, dtype=first.dtype, device=first.device)
         """The parameters of all chains, shape (C, P)."""
         self.gradients = torch.zeros_like(self.values)
         """Their gradients, shape (C, P)."""
@@ -101,6 +100,7 @@ class FlatParameters:
         self._is_clear = True
         """Whether `gradients` stand for zero, whatever their numbers."""
         whole = FlatGroup(self.parameters, self.values, self.gradients)
+        self.split = whole.pieces
         with torch.no_grad():
             for parameter, view in zip(self.parameters, whole.pieces(self.values), strict=True):
                 view.copy_(parameter)
@@ -125,11 +125,6 @@ class FlatParameters:
     def group_of(self, tensors: Sequence[Tensor]) -> FlatGroup | None:
         """Return the group whose `values` are the only tensor of a list, or None."""
         return self._of_values.get(id(tensors[0])) if len(tensors) == 1 else None
-
-    def split(self, rows: Tensor) -> Iterator[Tensor]:
-        """Yield the parameters' columns of a tensor (C, P), in the parameters' shapes, differentiably."""
-        for column, parameter in zip(rows.split(self.sizes, 1), self.parameters, strict=True):
-            yield column.view(parameter.shape)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 

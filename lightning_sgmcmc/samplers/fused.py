@@ -4,7 +4,7 @@ The controls arrive as tensors: a compiled function would be compiled again for 
 tensor of shape () in the host's memory, which a kernel takes as an argument, so that nothing is copied.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -31,6 +31,11 @@ def coefficient(value: Control, rows: Tensor) -> Tensor:
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=rows.dtype)
     return value.reshape(()) if value.numel() == 1 else value.view(-1, 1)
+
+
+def coefficients(group: Mapping[str, Any], rows: Tensor) -> list[Tensor]:
+    """Return a parameter group's lr, κ and τ, each as `coefficient` does."""
+    return [coefficient(group[name], rows) for name in ("lr", "gradient_multiplier", "temperature")]
 
 
 def sgld_step(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.checks import check_within
 from lightning_sgmcmc.samplers.base import Sampler
-from lightning_sgmcmc.samplers.fused import coefficient, compiled, sghmc_step
+from lightning_sgmcmc.samplers.fused import coefficients, compiled, sghmc_step
 from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.tensors import Control, square_root
 
@@ -61,7 +61,7 @@ class SGHMC(Sampler):
         lr, friction = group["lr"], group["friction"]
         momenta = self._momenta(group, params, as_velocity=noise is not None)
         if noise is not None and self._is_fused(params):
-            controls = [coefficient(group[name], params[0]) for name in ("lr", "gradient_multiplier", "temperature")]
+            controls = coefficients(group, params[0])
             options = self.num_data, friction, group["noise_estimate"]
             compiled(sghmc_step)(params[0], momenta[0], grads[0], noise[0], *controls, *options)
             group["last_lr"] = lr.clone() if isinstance(lr, Tensor) else lr

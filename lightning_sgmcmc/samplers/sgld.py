@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_sgmcmc.samplers.base import Sampler
-from lightning_sgmcmc.samplers.fused import coefficient, compiled, sgld_step
+from lightning_sgmcmc.samplers.fused import coefficients, compiled, sgld_step
 from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.tensors import square_root
 
@@ -36,8 +36,7 @@ class SGLD(Sampler):
     ) -> None:
         lr = group["lr"]
         if noise is not None and self._is_fused(params):
-            controls = [coefficient(group[name], params[0]) for name in ("lr", "gradient_multiplier", "temperature")]
-            compiled(sgld_step)(params[0], grads[0], noise[0], *controls, self.num_data)
+            compiled(sgld_step)(params[0], grads[0], noise[0], *coefficients(group, params[0]), self.num_data)
             return
         self._add(params, grads, -lr * group["gradient_multiplier"])
         if noise is not None:
