@@ -1,7 +1,6 @@
 """The store of a running fit: what is queued, who waits for it, and what an error in its thread does."""
 
 import copy
-import errno
 import pickle
 import threading
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.posterior import writing
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.lagging import LaggingStore
+from tests.support.full_disk import full_at
 
 
 def sample(step: int) -> PosteriorSample:
@@ -84,13 +84,7 @@ def test_readers_wait_until_all_samples_are_on_the_disk(reader: str, store: Lagg
 def test_a_full_disk_is_an_error_in_the_runs_thread(
     reader: str, store: LaggingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(path: Path, content: bytes) -> None:
-        if "00000002" in path.name:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, content)
-
-    write = writing.write_atomically
-    monkeypatch.setattr(writing, "write_atomically", fail)
+    full_at(monkeypatch, "00000002")
     gate = Gate()
     gate.open()
     for step in (1, 2, 3):

@@ -1,6 +1,5 @@
 """Runs whose samples a thread writes, as on CUDA: what a signal, a kill, or a full disk leaves behind."""
 
-import errno
 import signal
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from lightning_sgmcmc.chains.drawing import Drawing
 from lightning_sgmcmc.posterior import writing
 from lightning_sgmcmc.run.interruption import FILE_NAME
 from tests.run.test_faults import STEPS, SignalAt, fit, loader, module, steps_of
+from tests.support.full_disk import full_at
 from tests.support.processes import in_a_process
 from tests.support.trainers import quiet_trainer
 
@@ -68,13 +68,7 @@ def test_a_kill_leaves_every_sample_that_a_checkpoint_refers_to(tmp_path: Path) 
 def test_a_full_disk_ends_the_run_at_the_next_sample_or_checkpoint(
     checkpoints: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, content: bytes) -> None:
-        if "00000008" in path.name:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, content)
-
-    write = writing.write_atomically
-    monkeypatch.setattr(writing, "write_atomically", full)
+    full_at(monkeypatch, "00000008")
     with pytest.raises(OSError, match=r"the sample of step 8 could not be written.*the 3 earlier samples are complete"):
         fit(tmp_path, keep=checkpoints)
     assert steps_of(tmp_path) == [2, 4, 6]
