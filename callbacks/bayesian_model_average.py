@@ -197,7 +197,7 @@ class BayesianModelAverage(SamplerCallback):
         self._publish(module, stage)
         in_fit, self._scorer = self._scorer, self._scorer or Scorer(module)
         samples = iter(module.posterior.reweighted(self.importance_weights))
-        for group in grouped(samples, lambda sample: sample.state, MOST):
+        for group in grouped(samples, lambda sample: sample.own_state, MOST):
             self._scores.begin(group)
             for sample in group:
                 scores = self._scores.of(sample, lambda some: self._score(trainer, module, some, loaders, limits))

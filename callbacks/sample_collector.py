@@ -115,25 +115,28 @@ class SampleCollector(SamplerCallback):
         module = bayesian(pl_module, self)
         if self._restored is not None:
             check_resume(trainer, module)  # before the store is touched
-            self._resume(trainer)
+            self._resume(trainer, module)
         elif self.in_memory or is_trial(trainer):
             self._store = MemoryStore()  # a trial run must not move real samples aside
         else:
             path = self.dirpath or run_folder(trainer) / "samples"
-            self._lock = on_rank_zero(trainer, lambda: begin_store(path, _description(module), _scaling(trainer)))
+            shared = module.chains.sharing.tensors()
+            self._lock = on_rank_zero(
+                trainer, lambda: begin_store(path, _description(module), _scaling(trainer), shared)
+            )
             self._store = LaggingStore(path)
         if isinstance(self._store, MemoryStore):
             self._store.scaling = _scaling(trainer)
         self._publish(module)
 
-    def _resume(self, trainer: pl.Trainer) -> None:
+    def _resume(self, trainer: pl.Trainer, module: BayesianModule) -> None:
         assert self._restored is not None
         restored, self._restored = self._restored, None
         self._seen = Counter(restored["seen"])
         if self.in_memory:
-            self._store = MemoryStore()
+            self._store, shared = MemoryStore(), module.chains.sharing.tensors()
             for sample in restored["samples"]:
-                self._store.append(PosteriorSample(**sample))
+                self._store.append(PosteriorSample(**sample, shared=shared))
             return
         path = find_store(restored, self.dirpath, trainer.ckpt_path)
         trainer.strategy.barrier("read the store before it is cut")
@@ -227,7 +230,8 @@ class SampleCollector(SamplerCallback):
             self._drop_surplus()
         state: dict[str, Any] = {"seen": dict(self._seen)}
         if isinstance(self._store, MemoryStore):
-            state["samples"] = [vars(sample) for sample in self._store]
+            # The module's own state has what is not sampled.
+            state["samples"] = [{n: v for n, v in vars(s).items() if n != "shared"} for s in self._store]
         elif isinstance(self._store, DiskStore):
             records = self._store.records
             state["path"] = str(self._store.path.absolute())

@@ -29,6 +29,8 @@ ONLY_FOR_TRAINING = {
     "chain_execution",
     "compile",
     "max_skipped_in_a_row",
+    "sampled",
+    "frozen_dropout",
 }
 """Constructor arguments that a store does not need to rebuild the network."""
 

@@ -55,10 +55,9 @@ class BayesianModule(EnergyModel):
         lr: step size in units of the mean potential, `lr = ε·N` for a paper's ε; None uses the sampler's default.
             A sequence sets one per chain of the run, a mapping one by name pattern (`{"*.fc.*": 0.1, "*": 1e-3}`, the
             first that matches), each a number or a sequence.
-        temperature: τ of the target exp(-U/τ); schedules use it in their sampling stages. A sequence sets one
-            per chain of the run.
-        num_data: N, the number of training data; None uses the datamodule's `num_data`, or the length of the
-            training data set, and reads it again when an epoch begins, for data that grow (see `StreamDataModule`).
+        temperature: τ of the target exp(-U/τ), used in sampling stages. A sequence sets one per chain of the run.
+        num_data: N, the number of training data; None uses the datamodule's `num_data`, or the training data's length,
+            and reads it again when an epoch begins, for data that grow (see `StreamDataModule`).
         num_chains: number of chains C in this process.
         chain_start: "own" draws a start for each chain except the first, which keeps the network's values (see
             `initialise_chain`); "same" starts all chains from those values; a list has a state dict for each chain of
@@ -72,6 +71,10 @@ class BayesianModule(EnergyModel):
             `NonFiniteEnergyError` before the state reaches a sample or checkpoint; "skip" omits the update and counts
             it (`skipped_steps`), but synchronizes with a CUDA device once a step.
         max_skipped_in_a_row: with "skip", this many skipped steps in a row stop the run.
+        sampled: name patterns of the parameters to sample (`["*.fc.*", "*.lora_*"]`), beside the likelihood's; None
+            samples those that require gradients. All chains share the others, a store has them once, and parts without
+            a sampled parameter keep their BatchNorm statistics.
+        frozen_dropout: whether such parts drop out in training.
 
     Raises:
         ValueError: for a negative or infinite temperature or lr, a num_data or num_chains below 1, or a weight decay.
@@ -96,14 +99,16 @@ class BayesianModule(EnergyModel):
         seed: int | None = None,
         nonfinite_energy: Literal["stop", "skip"] = "stop",
         max_skipped_in_a_row: int = 100,
+        sampled: Sequence[str] | None = None,
+        frozen_dropout: bool = False,
     ) -> None:
         super().__init__(net, likelihood, prior)
         check_methods(self, BayesianModule)
         check_sampler(sampler, lr)
         check_control("temperature", temperature)
         check_step_size(lr)
-        check_count("num_data", num_data)
-        check_count("max_skipped_in_a_row", max_skipped_in_a_row)
+        for name, count in (("num_data", num_data), ("max_skipped_in_a_row", max_skipped_in_a_row)):
+            check_count(name, count)
         check_choice("nonfinite_energy", nonfinite_energy, ("stop", "skip"))
         if self._compiled_net and (num_chains > 1 or compile is True):
             raise ValueError(
@@ -113,11 +118,11 @@ class BayesianModule(EnergyModel):
         self.sampler_factory = sampler
         self.lr = lr
         self.temperature = float(temperature) if isinstance(temperature, int | float) else tuple(temperature)
-        self.num_data = num_data
-        self.given_num_data = num_data
+        self.num_data = self.given_num_data = num_data
         self.nonfinite_energy = nonfinite_energy
         self.max_skipped_in_a_row = max_skipped_in_a_row
         self.chains = Chains(self, num_chains, chain_start, shared_batch, chain_execution, compile, seed)
+        self.chains.sharing.choose(sampled, frozen_dropout)
         """The chains of this process, their energies and state."""
         self.posterior: Posterior | None = None
         """The collected samples, if a callback collects them."""
@@ -149,8 +154,6 @@ class BayesianModule(EnergyModel):
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
-
-    # -- chains -------------------------------------------------------------------------------------------------------
 
     @property
     def num_chains(self) -> int:
@@ -209,8 +212,6 @@ class BayesianModule(EnergyModel):
 
     def on_posterior_sample(self, sample: PosteriorSample) -> None:
         """Called with each sample when it is drawn, after the callbacks' `on_posterior_sample`; override as needed."""
-
-    # -- Lightning's hooks --------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
         """Stack the chains, once; a subclass that defines its layers here calls `super().configure_model()` last."""
@@ -296,6 +297,7 @@ class BayesianModule(EnergyModel):
         check_model(self)
         chains = self.chains
         chains.trainable = named_trainable(self)
+        chains.sharing.check(chains.trainable)
         if not chains.trainable:
             raise ValueError(f"{type(self).__name__} has no trainable parameters to sample: set requires_grad")
         with self.at_chain(0):
@@ -322,8 +324,6 @@ class BayesianModule(EnergyModel):
         if self.trainer.progress_bar_callback is not None:
             needed.append(SamplingProgress(safeguards))
         return needed
-
-    # -- sampling -----------------------------------------------------------------------------------------------------
 
     @property
     def sampler(self) -> Sampler:

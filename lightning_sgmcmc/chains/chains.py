@@ -16,6 +16,7 @@ from lightning_sgmcmc.chains.first_batches import FirstBatches
 from lightning_sgmcmc.chains.gradients import ChainGradients
 from lightning_sgmcmc.chains.graphs import free_graphs
 from lightning_sgmcmc.chains.layout import ChainLayout, layout_of
+from lightning_sgmcmc.chains.sharing import Sharing
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.starts import ChainStart, check_start, start_chain
 from lightning_sgmcmc.chains.state import Accumulation, Counters, ObservedEnergy, Progress, Pulse, SampleTags
@@ -46,6 +47,7 @@ class Chains(ChainGradients):
     Attributes:
         layout: which chains of the run this process holds.
         stacked: the stacked tensors, None for a single unstacked chain.
+        sharing: what all chains share, which is not sampled.
         trainable: the sampled parameters by name, once the sampler is made.
         flat: the sampled parameters as rows of one tensor during a fit; None where they are not.
         energies: computes Ũ/N of a batch during a fit.
@@ -81,6 +83,7 @@ class Chains(ChainGradients):
         self.layout = ChainLayout()
         self.stacked: StackedChains | None = None
         self._started: range | None = None
+        self.sharing = Sharing(model)
         self.trainable: dict[str, Tensor] = {}
         self.energies: ChainEnergies | None = None
         self.claims = Claims()
@@ -109,6 +112,8 @@ class Chains(ChainGradients):
             initialise: draws the start of the chain with this global index into the model's own tensors.
         """
         self.layout = layout_of(trainer, self.num_chains)
+        if self.stacked is None:
+            self.sharing.begin()
         if self._started is not None:
             if self._started != self.layout.chains:
                 rank_zero_warn(
@@ -116,6 +121,9 @@ class Chains(ChainGradients):
                     "same states: create a new module for a run on several processes."
                 )
             return
+        if self.sharing.names and self.layout.is_spread:
+            # Networks that the processes have drawn without a seed differ.
+            self.layout.strategy.share_first(self.sharing.tensors().values())
         if self.num_chains == 1 and (self.start == "same" or (self.start == "own" and self.layout.first_chain == 0)):
             return
         check_layers(self.model)
@@ -123,10 +131,10 @@ class Chains(ChainGradients):
         self._started = self.layout.chains
 
         def start(index: int) -> None:
-            start_chain(self.model, self.start, self.layout, index, self.seed or 0, initialise)
+            start_chain(self.model, self.start, self.layout, index, self.seed or 0, initialise, self.sharing.names)
 
         if self.num_chains > 1:
-            self.stacked = StackedChains(self.model, self.num_chains, start)
+            self.stacked = StackedChains(self.model, self.num_chains, start, self.sharing.names)
         else:
             with torch.no_grad():
                 start(0)
@@ -141,10 +149,16 @@ class Chains(ChainGradients):
         return self.seed
 
     def are_stacked_in(self, state_dict: Mapping[str, Any]) -> bool:
-        """Return whether a state dict holds stacked chains while this object's are not stacked yet."""
+        """Return whether a state dict holds stacked chains while this object's are not stacked yet.
+
+        Raises:
+            ValueError: if they are stacked, and those of the state dict share other tensors.
+        """
+        if self.stacked is not None:
+            self.sharing.check_state(state_dict)
         if self.num_chains == 1 or self.stacked is not None:
             return False
-        own = {name: parameter.dim() for name, parameter in self.model.named_parameters()}
+        own = {name: p.dim() for name, p in self.model.named_parameters() if p.requires_grad}
         return any(state_dict[name].dim() == dim + 1 for name, dim in own.items() if name in state_dict)
 
     @contextmanager
@@ -167,6 +181,8 @@ class Chains(ChainGradients):
 
     def first_bad(self, name: str) -> int:
         """Return the global index of the first chain whose tensor `name` is not finite."""
+        if name in self.sharing.names:
+            return self.layout.first_chain
         rows = as_rows(state_of(self.model)[name], self.num_chains)
         return self.layout.chains[int((~rows.isfinite()).any(1).byte().argmax())]
 
@@ -232,6 +248,7 @@ class Chains(ChainGradients):
 
     def begin_energies(self, trainer: pl.Trainer) -> None:
         """Choose how the chains' energies are computed, when a fit begins."""
+        self.sharing.set_evaluating()
         num_data, flat = self.observed.num_data, self.flat
         self.energies = ChainEnergies(
             self.model, self.stacked, self.execution, self.compiled, num_data, self.trainable, flat

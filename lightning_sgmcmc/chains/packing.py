@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sgmcmc.chains.drawing import PARTS
 from lightning_sgmcmc.chains.sample import PosteriorSample
 
-NUMBERS = tuple(field.name for field in fields(PosteriorSample) if field.name not in PARTS)
+NUMBERS = tuple(field.name for field in fields(PosteriorSample) if field.name not in (*PARTS, "shared"))
 KINDS = (int, float, bool)
 """Types of the other fields, which may also be None; float64 holds them exactly, integers below 2^53."""
 
@@ -32,6 +32,7 @@ class SampleRows:
                 place = slice(start, start + tensor.numel())
                 self._places.append((part, name, tensor.dtype, tensor.shape, place))
         self.dtypes = tuple(sizes)
+        self._shared = sample.shared
 
     def pack(self, samples: Sequence[PosteriorSample], device: torch.device) -> list[Tensor]:
         """Return the samples' tensors, one tensor (S, P) on a device for each of `dtypes`."""
@@ -54,7 +55,7 @@ class SampleRows:
             held: dict[str, Any] = {part: {} for part in PARTS}
             for part, name, dtype, shape, place in self._places:
                 held[part][name] = row[dtype][place].view(shape)
-            yield PosteriorSample(**_numbers(own), **held)
+            yield PosteriorSample(**_numbers(own), **held, shared=self._shared)
 
 
 def numbers_of(samples: Sequence[PosteriorSample]) -> Tensor:

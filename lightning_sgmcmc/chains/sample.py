@@ -20,8 +20,10 @@ class PosteriorSample:
         energy: the step's mini-batch estimate Ũ of the potential energy (before the step's update), in nats; or U
             of the sample itself over all data, if a callback computed it.
         log_weight: log of its importance weight, up to a constant; 0 if samples are equally weighted.
-        parameters: all parameters of this chain's module by name, without a chain axis.
+        parameters: the sampled parameters of this chain's module by name, without a chain axis.
         buffers: all buffers, likewise (BatchNorm's running statistics, …).
+        shared: the tensors that are not sampled and that all samples of a run have in common, by name: frozen
+            parameters and the buffers of frozen parts. They are the same objects in all samples; do not change them.
         bin: bin of the energy, from 0; None without an energy partition.
         comparable: whether the constant in log_weight is the same for all chains. It is not if each chain learns its
             own π; weights are then normalised within each chain, and chains count alike.
@@ -42,10 +44,16 @@ class PosteriorSample:
     comparable: bool = True
     scales: dict[str, Tensor] = field(default_factory=dict)
     draw: int = 0
+    shared: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """Parameters and buffers together."""
+        """All tensors of the sample's network: parameters, buffers, and what is not sampled."""
+        return {**self.shared, **self.parameters, **self.buffers}
+
+    @property
+    def own_state(self) -> dict[str, Tensor]:
+        """The tensors in which samples differ: parameters and buffers."""
         return {**self.parameters, **self.buffers}
 
     def __repr__(self) -> str:
@@ -91,7 +99,7 @@ def comparable_log_weights(records: Sequence[SampleRecord]) -> Tensor:
 
 
 def on_cpu(sample: PosteriorSample) -> PosteriorSample:
-    """Return a copy of a sample in the host's memory."""
+    """Return a copy of a sample in the host's memory; tensors that it shares with others are not copied."""
     parameters = {k: v.detach().to("cpu", copy=True) for k, v in sample.parameters.items()}
     buffers = {k: v.detach().to("cpu", copy=True) for k, v in sample.buffers.items()}
     scales = {k: v.detach().to("cpu", copy=True) for k, v in sample.scales.items()}

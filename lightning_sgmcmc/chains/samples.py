@@ -61,8 +61,12 @@ def _flat_states(chains: Chains) -> FlatStates:
     if chains.num_chains > 1:
         together = {name: torch.stack([own[name] for own in scales]) for name in scales[0]}
     parts: Parts = {
-        "parameters": dict(model.named_parameters()),
-        "buffers": {name: buffer for name, buffer in model.named_buffers() if not is_prior_state(name)},
+        "parameters": {name: p for name, p in model.named_parameters() if name not in chains.sharing.names},
+        "buffers": {
+            name: buffer
+            for name, buffer in model.named_buffers()
+            if name not in chains.sharing.names and not is_prior_state(name)
+        },
         "scales": together,
     }
     return FlatStates(parts, chains.num_chains)
@@ -76,7 +80,7 @@ def _own_samples(
     energy = layout.mean_over_data(chains.observed.energy) if tags.energy is None else tags.energy
     numbers = [energy, tags.log_weight, states.suspects(), *([] if tags.bin is None else [tags.bin])]
     energies, log_weights, suspects, *bins = (n.reshape(-1).tolist() for n in HostCopies(numbers).wait())
-    samples = []
+    samples, shared = [], chains.sharing.tensors()
     for index, chain in enumerate(layout.chains):
         parts = states.of_chain(index)
         sample = PosteriorSample(
@@ -90,6 +94,7 @@ def _own_samples(
             bin=bins[0][index] if bins else None,
             comparable=tags.comparable,
             scales=parts["scales"],
+            shared=shared,
         )
         samples.append(sample)
     for sample, suspect in zip(samples, suspects, strict=True):

@@ -24,14 +24,22 @@ class StackedChains:
         module: the module with one chain's tensors; they are replaced by stacked ones.
         num_chains: C.
         initialise: writes the start of chain c, an index in this process, to the module's own tensors.
+        shared: names of the tensors that all chains share, which are left as they are.
     """
 
-    def __init__(self, module: nn.Module, num_chains: int, initialise: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        num_chains: int,
+        initialise: Callable[[int], None],
+        shared: frozenset[str] = frozenset(),
+    ) -> None:
         self.num_chains = num_chains
-        self.homes = list(homes_of(module).values())
+        homes = {name: places for name, places in homes_of(module).items() if name not in shared}
+        self.homes = list(homes.values())
         """For each tensor, parameters first, where the module keeps it."""
-        self.names = [name for name, _ in module.named_parameters()] + [name for name, _ in module.named_buffers()]
-        self.num_parameters = sum(1 for _ in module.named_parameters())
+        self.names = list(homes)
+        self.num_parameters = sum(1 for name, _ in module.named_parameters() if name not in shared)
         given = [tensor.detach().clone() for tensor in self._present()]
         starts = []
         for chain in range(num_chains):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.layout import ChainLayout
+from lightning_sgmcmc.chains.sharing import shared_names
 from lightning_sgmcmc.chains.stateless import state_of
 from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.files import check_regular
@@ -47,7 +48,13 @@ def check_start(start: ChainStart) -> None:
 
 
 def start_chain(
-    model: nn.Module, start: ChainStart, layout: ChainLayout, index: int, seed: int, initialise: Callable[[int], None]
+    model: nn.Module,
+    start: ChainStart,
+    layout: ChainLayout,
+    index: int,
+    seed: int,
+    initialise: Callable[[int], None],
+    shared: frozenset[str] = frozenset(),
 ) -> None:
     """Write a chain's initial state to a model's tensors.
 
@@ -58,9 +65,11 @@ def start_chain(
         index: the chain's index in this process.
         seed: the run's seed.
         initialise: draws the state of a chain into the model, for "own".
+        shared: names of the tensors that all chains share, which only the first may set.
 
     Raises:
-        ValueError: if the list of states has not one for each chain, or a state does not fit the model.
+        ValueError: if the list of states has not one for each chain, a state does not fit the model, or two states
+            have different values of a shared tensor.
     """
     chain, total = layout.chains[index], layout.total_chains
     if not isinstance(start, str):
@@ -71,13 +80,26 @@ def start_chain(
             )
         if not isinstance(start[chain], Mapping) and not _path_of(start[chain]).exists():
             return  # a resumed run needs no file; `check_files` raises in another one
+        common = {id(tensor): name for name, tensor in state_of(model).items() if name in shared}
         for tensor, value in _fitting(model, read_state(start[chain], chain), chain, total):
-            tensor.copy_(value)
+            if index > 0 and id(tensor) in common:
+                _check_common(tensor, value, common[id(tensor)], chain)
+            else:
+                tensor.copy_(value)
     elif start == "own" and chain > 0:
         device = next(model.parameters()).device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             reseed(derive_seed(seed, "start", chain), device)
             initialise(chain)
+
+
+def _check_common(tensor: Tensor, value: Tensor, name: str, chain: int) -> None:
+    """Raise ValueError unless a chain's state has the first chain's values of a tensor that all chains share."""
+    if not torch.equal(tensor, value.to(tensor)):
+        raise ValueError(
+            f"chain_start[{chain}] has other values of '{name}' than the first chain's, and all chains share what is "
+            "not sampled: pass states with the same values of it, or sample it"
+        )
 
 
 def check_files(start: ChainStart, chains: Sequence[int]) -> None:
@@ -203,8 +225,8 @@ def draw_start(module: nn.Module, rebuild: Callable[[], nn.Module] | None) -> li
     Returns:
         the names of the trainable parameters that kept their values.
     """
-    frozen = [(p, p.detach().clone()) for p in module.parameters() if not p.requires_grad]
-    own = state_of(module)
+    own, shared = state_of(module), shared_names(module)
+    frozen = [(own[name], own[name].detach().clone()) for name in shared]
     renewed: set[int] = set()
     fresh = rebuild() if rebuild is not None else None
     if fresh is not None:
@@ -219,8 +241,8 @@ def draw_start(module: nn.Module, rebuild: Callable[[], nn.Module] | None) -> li
         if callable(reset) and any(id(p) not in renewed for p in part.parameters() if p.requires_grad):
             reset()
             renewed.update(id(p) for p in part.parameters(recurse=False))
-    for parameter, value in frozen:
-        parameter.copy_(value)
+    for tensor, value in frozen:
+        tensor.copy_(value)
     return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in renewed]
 
 

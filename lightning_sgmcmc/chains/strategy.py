@@ -19,6 +19,7 @@ from lightning_sgmcmc.chains.checkpoint import join_sampler, join_tensors, split
 from lightning_sgmcmc.chains.layout import ChainLayout, mean_over_ranks
 from lightning_sgmcmc.chains.packing import SampleRows, numbers_of
 from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.sharing import keys_of
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
@@ -169,6 +170,13 @@ class ChainStrategy(DDPStrategy):
         dist.all_gather(everyone, tensor.contiguous(), group=group)
         return everyone
 
+    def share_first(self, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors by those of the first process."""
+        for tensor in tensors:
+            moved = tensor.detach().to(self.root_device)
+            dist.broadcast(moved, 0)
+            tensor.detach().copy_(moved)
+
     def share_samples(self, samples: Iterable[PosteriorSample]) -> Iterator[PosteriorSample]:
         """Yield the samples of all chains, in their order, on every process.
 
@@ -197,6 +205,12 @@ class ChainStrategy(DDPStrategy):
             yield from form.unpack(of_group, numbers[group])
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _shared_keys(self) -> set[str]:
+        """Return the keys of a state dict with what all chains share."""
+        module = self.lightning_module
+        chains = getattr(module, "chains", None)
+        return set() if chains is None else keys_of(module, chains.sharing.names)
 
     def _layout(self) -> ChainLayout:
         return self.chain_layout(getattr(self.lightning_module, "num_chains", 1))
@@ -237,8 +251,12 @@ class ChainStrategy(DDPStrategy):
         layout = self._layout()
         if not layout.is_spread:
             return state
-        everyone = self.collect(dict(state))
-        return state if everyone is None else join_tensors(everyone, layout.num_chains)
+        shared = self._shared_keys()
+        everyone = self.collect({key: tensor for key, tensor in state.items() if key not in shared})
+        if everyone is None:
+            return state
+        whole = join_tensors(everyone, layout.num_chains)
+        return {key: whole.get(key, tensor) for key, tensor in state.items()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state: dict[str, Any] = super().optimizer_state(optimizer)
@@ -251,7 +269,9 @@ class ChainStrategy(DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         layout = self._layout()
         if layout.is_spread:
-            checkpoint = dict(checkpoint) | {"state_dict": split_tensors(checkpoint["state_dict"], layout)}
+            state, shared = checkpoint["state_dict"], self._shared_keys()
+            own = split_tensors({key: tensor for key, tensor in state.items() if key not in shared}, layout)
+            checkpoint = dict(checkpoint) | {"state_dict": {key: own.get(key, t) for key, t in state.items()}}
         super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -206,7 +206,7 @@ class BestStates:
     def _state_of(self, chain: int) -> dict[str, Tensor]:
         """Return a chain's sampled parameters and its buffers, by name."""
         model, trainable = self._chains.model, self._chains.trainable
-        parameters = {name for name, _ in model.named_parameters()}
+        parameters = {name for name, _ in model.named_parameters()} | self._chains.sharing.names
         with self._chains.at(chain):
             state = state_of(model)
         return {name: tensor for name, tensor in state.items() if name in trainable or name not in parameters}

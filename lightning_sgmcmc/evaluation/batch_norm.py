@@ -41,11 +41,11 @@ def new_statistics(
 
     Args:
         model: the network, in evaluation mode.
-        state: parameters and buffers by name; unchanged.
+        state: parameters and buffers by name; unchanged. Layers without statistics in it keep the model's.
         batches: not read if the network has no BatchNorm.
         call: calls the network with a state and a batch.
     """
-    layers = batch_norm_layers(model)
+    layers = {n: layer for n, layer in batch_norm_layers(model).items() if f"{n}.running_mean" in state}
     fresh = dict(state)
     for name in layers:
         for statistic, value in (("running_mean", 0), ("running_var", 1), ("num_batches_tracked", 0)):

@@ -48,7 +48,7 @@ Score = Callable[[list[PosteriorSample]], list[SampleScores]]
 
 def states_on(device: Any, samples: Sequence[PosteriorSample]) -> list[dict[str, Tensor]]:
     """Return the states of samples on a device."""
-    return [{name: tensor.to(device) for name, tensor in sample.state.items()} for sample in samples]
+    return [{name: tensor.to(device) for name, tensor in sample.own_state.items()} for sample in samples]
 
 
 def scores_on(

@@ -62,7 +62,7 @@ def refreshed(
     device, steps = model.device, trainer.accumulate_grad_batches
     with unchanged_generators([device]), undisturbed(trainer, model), torch.no_grad():
         likelihood = StatelessCall(model, type(model).log_likelihood)
-        state: Mapping[str, Tensor] = {name: tensor.to(device) for name, tensor in sample.state.items()}
+        state: Mapping[str, Tensor] = {name: tensor.to(device) for name, tensor in sample.own_state.items()}
         state = new_statistics(model, state, _batches(trainer, model, seed, batches), likelihood.call)
         means = [likelihood.call(state, batch).mean() for batch in _batches(trainer, model, seed, steps)]
         # The prior is that of the tensors with requires_grad.

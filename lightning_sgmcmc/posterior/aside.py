@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -52,7 +53,16 @@ def _is_file_of(file: Path, record: SampleRecord) -> bool:
     return all(metadata.get(name, str(getattr(record, name))) == str(getattr(record, name)) for name in IDENTITY)
 
 
-def link_or_copy(source: Path, target: Path) -> None:
+def fill_aside(path: Path, aside: Path, files: Iterable[str]) -> None:
+    """Create a folder with files of another one, without copying their content where possible; missing ones are left
+    out."""
+    aside.mkdir()
+    for file in files:
+        if is_regular(path / file):
+            _link_or_copy(path / file, aside / file)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
     """Give a file a second name, or copy it on a file system without hard links."""
     try:
         os.link(source, target)

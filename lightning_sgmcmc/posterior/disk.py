@@ -2,7 +2,7 @@
 
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +14,8 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord
 from lightning_sgmcmc.contour.learned import LearnedContour
-from lightning_sgmcmc.files import (
-    check_regular,
-    is_regular,
-    read_regular,
-    write_atomically,
-)
-from lightning_sgmcmc.posterior.aside import link_or_copy, next_aside, place_of
+from lightning_sgmcmc.files import check_regular, is_regular, read_regular, write_atomically
+from lightning_sgmcmc.posterior.aside import fill_aside, next_aside, place_of
 from lightning_sgmcmc.posterior.lock import unusable
 from lightning_sgmcmc.posterior.manifest import (
     MANIFEST,
@@ -31,11 +26,8 @@ from lightning_sgmcmc.posterior.manifest import (
     with_own_constants,
     write_manifest,
 )
-from lightning_sgmcmc.posterior.sample_file import (
-    in_order,
-    read_sample_file,
-    verify_content,
-)
+from lightning_sgmcmc.posterior.sample_file import in_order, read_sample_file, verify_content
+from lightning_sgmcmc.posterior.shared_file import SHARED, read_shared, shared_shapes, write_shared
 from lightning_sgmcmc.posterior.store import SampleStore, TargetScaling
 from lightning_sgmcmc.posterior.writing import wait_for_writers, write_sample
 
@@ -78,6 +70,7 @@ class DiskStore(SampleStore):
         self._manifest = Manifest()
         self._places: set[tuple[int, int, int]] = set()
         self._contour: bytes | None = None
+        self._shared: dict[str, Tensor] | None = None
         self.records = []
         self.reload()
 
@@ -106,15 +99,19 @@ class DiskStore(SampleStore):
 
     @classmethod
     def create(
-        cls, path: str | Path, model_description: Any = None, scaling: TargetScaling | None = None
+        cls,
+        path: str | Path,
+        model_description: Any = None,
+        scaling: TargetScaling | None = None,
+        shared: Mapping[str, Tensor] | None = None,
     ) -> "DiskStore":
         """Create an empty store.
 
         Args:
             path: folder, created if needed; it must not contain a store.
-            model_description: plain data that describe the network (see `lightning_sgmcmc.posterior.description`),
-                or None.
+            model_description: plain data of the network (see `lightning_sgmcmc.posterior.description`), or None.
             scaling: the scaling of the targets, or None.
+            shared: the tensors that all samples have in common, by name, which are not sampled.
 
         Raises:
             FileExistsError: if the folder contains a store.
@@ -124,7 +121,9 @@ class DiskStore(SampleStore):
             raise FileExistsError(f"{path} already contains a sample store: choose another folder")
         try:
             path.mkdir(parents=True, exist_ok=True)
-            write_atomically(path / MANIFEST, write_manifest(model_description, uuid.uuid4().hex, (), scaling))
+            checksum = write_shared(path, shared or {})
+            content = write_manifest(model_description, uuid.uuid4().hex, (), scaling, checksum)
+            write_atomically(path / MANIFEST, content)
         except OSError as error:
             raise unusable(path, error) from error
         return cls(path)
@@ -233,7 +232,19 @@ class DiskStore(SampleStore):
             for start in ("parameter.", "buffer.", "scale.")
         ]
         own = {name: getattr(record, name) for name in ORIGIN}
-        return PosteriorSample(**own, parameters=parts[0], buffers=parts[1], scales=parts[2])
+        return PosteriorSample(**own, parameters=parts[0], buffers=parts[1], scales=parts[2], shared=self.shared)
+
+    @property
+    def shared(self) -> dict[str, Tensor]:
+        """What is not sampled, by name: read once, and the same tensors in all samples."""
+        if self._shared is None:
+            expected = self._manifest.shared
+            self._shared = {} if expected is None else read_shared(self.path, expected)
+        return self._shared
+
+    def shared_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of what is not sampled, by name."""
+        return {} if self._manifest.shared is None else shared_shapes(self.path)
 
     def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
         with self._open(index) as file:
@@ -308,15 +319,11 @@ class DiskStore(SampleStore):
         others = [r for r in self.records if repr(r) not in wanted]
         aside = next_aside(self.path) if others else None
         if aside is not None:
-            aside.mkdir()
-            for record in others:
-                if is_regular(self.path / record.file):
-                    link_or_copy(self.path / record.file, aside / record.file)
+            copied = [record.file for record in others] + ([] if self._manifest.shared is None else [SHARED])
+            fill_aside(self.path, aside, copied)
             if self._contour is not None:
                 write_atomically(aside / CONTOUR, self._contour)
-            write_atomically(
-                aside / MANIFEST, write_manifest(self.model_description, uuid.uuid4().hex, others, self.scaling)
-            )
+            write_atomically(aside / MANIFEST, self._content(others, uuid.uuid4().hex))
         self._write_manifest(list(records))
         self.discard({path.name for path in self.path.glob("sample-*.safetensors")} - {r.file for r in records})
         return aside
@@ -327,9 +334,11 @@ class DiskStore(SampleStore):
             if SAMPLE_NAME.fullmatch(file) and is_regular(self.path / file):
                 (self.path / file).unlink(missing_ok=True)
 
+    def _content(self, records: Iterable[SampleRecord], run: str | None) -> bytes:
+        return write_manifest(self.model_description, run, records, self.scaling, self._manifest.shared)
+
     def _write_manifest(self, records: list[SampleRecord]) -> None:
-        content = write_manifest(self.model_description, self.run_id, records, self.scaling)
-        write_atomically(self.path / MANIFEST, content)
+        write_atomically(self.path / MANIFEST, self._content(records, self.run_id))
         self.records, self._dropped, self._places = records, [], _places_of(records)
 
 

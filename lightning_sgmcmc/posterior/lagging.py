@@ -57,7 +57,7 @@ class LaggingStore(DiskStore):
         self._take_place(sample)
         writer = self._open_writer()
         earlier = len(self._records) + len(writer)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in sample.state.values())
+        size = sum(tensor.numel() * tensor.element_size() for tensor in sample.own_state.values())
         try:
             writer.submit(lambda: partial(self._enter, write_sample(self.path, copy(), earlier)), size)
         except OSError:

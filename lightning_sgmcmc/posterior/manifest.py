@@ -12,7 +12,8 @@ from lightning_sgmcmc.posterior.store import TargetScaling
 
 MANIFEST = "manifest.jsonl"
 FORMAT = "lightning-sgmcmc samples"
-VERSION = 1
+VERSION = 2
+"""Version 2 has tensors that all samples share; stores without any are of version 1."""
 SAMPLE_NAME = re.compile(r"sample-[0-9]{8,20}-chain-[0-9]{3,20}(-draw-[0-9]{3,20})?\.safetensors")
 """Names of sample files. A manifest or a checkpoint can come from anywhere, so no other file is read or deleted."""
 LARGEST_COUNT = 2**62
@@ -29,6 +30,7 @@ class Manifest:
         scaling: of the targets, or None.
         records: of the samples.
         damaged_lines: numbers of the lines that are no records, from 1.
+        shared: the checksum of the file with what all samples share, None without one.
     """
 
     model: Any = None
@@ -37,6 +39,7 @@ class Manifest:
     scaling: TargetScaling | None = None
     records: list[SampleRecord] = field(default_factory=list)
     damaged_lines: list[int] = field(default_factory=list)
+    shared: str | None = None
 
 
 def sample_name(step: int, chain: int, draw: int = 0) -> str:
@@ -45,10 +48,17 @@ def sample_name(step: int, chain: int, draw: int = 0) -> str:
 
 
 def write_manifest(
-    model: Any, run: str | None, records: Iterable[SampleRecord], scaling: TargetScaling | None = None
+    model: Any,
+    run: str | None,
+    records: Iterable[SampleRecord],
+    scaling: TargetScaling | None = None,
+    shared: str | None = None,
 ) -> bytes:
     """Return the content of a manifest."""
-    header = {"format": FORMAT, "version": VERSION, "library": version("lightning-sgmcmc"), "model": model, "run": run}
+    number = 1 if shared is None else VERSION
+    header = {"format": FORMAT, "version": number, "library": version("lightning-sgmcmc"), "model": model, "run": run}
+    if shared is not None:
+        header["shared"] = shared
     if scaling is not None:
         header["targets"] = asdict(scaling)
     return "".join(f"{line}\n" for line in (json.dumps(header), *map(line_of, records))).encode()
@@ -78,17 +88,17 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     try:
         known = json.loads(header)
         kind, number, model = known["format"], known["version"], known["model"]
-        library, run = known.get("library", ""), known.get("run")
+        library, run, shared = known.get("library", ""), known.get("run"), known.get("shared")
         scaling = TargetScaling.from_plain(known.get("targets"))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise ValueError(f"{where} is not the manifest of a sample store") from None
-    if kind != FORMAT or not isinstance(number, int) or not isinstance(run, str | None):
+    if kind != FORMAT or not isinstance(number, int) or not all(isinstance(text, str | None) for text in (run, shared)):
         raise ValueError(f"{where} is not the manifest of a sample store")
     library = library if isinstance(library, str) and len(library) < 40 else ""
     if number > VERSION:
         writer = f" (lightning-sgmcmc {library} wrote it)" if library else ""
         raise ValueError(f"{where} has version {number}, this library reads up to {VERSION}: update it{writer}")
-    manifest = Manifest(model, library, run, scaling)
+    manifest = Manifest(model, library, run, scaling, shared=shared)
     for index, line in enumerate(lines, start=2):
         try:
             manifest.records.append(record_from(json.loads(line)))

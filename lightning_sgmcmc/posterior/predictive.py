@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.sharing import holding
 from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode
 from lightning_sgmcmc.chains.together import MOST, States, TogetherCall, dtype_of, grouped, runs_at_once
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
@@ -57,7 +59,7 @@ def average_predictions(
         )
     averages: list[WeightedAverage] = []
     kept: list[Tensor] = []
-    with evaluation_mode(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad(), samples.shared():
         for chunk in _chunks(batches):
             part = [WeightedAverage() for _ in chunk]
             of_chunk: list[Tensor] = []
@@ -109,6 +111,10 @@ class ReadySamples:
         same = store is self._store and model is self.model and next(model.parameters()).device == self.device
         return same and store.records == self._records
 
+    def shared(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has what the samples have in common."""
+        return holding(self.model, self._store.shared)
+
     def groups(self) -> Iterator[States]:
         """Yield the samples' states, in their order, in groups that run together.
 
@@ -134,7 +140,7 @@ class ReadySamples:
     def _states(self) -> Iterator[dict[str, Tensor]]:
         for sample in self._store:
             check_sample(sample, self.model)
-            yield {name: tensor.to(self.device) for name, tensor in sample.state.items()}
+            yield {name: tensor.to(self.device) for name, tensor in sample.own_state.items()}
 
 
 def ready_samples(known: ReadySamples | None, store: SampleStore, model: EnergyModel) -> ReadySamples:
@@ -157,8 +163,9 @@ def average_scores(
     with evaluation_mode(model):
         for sample, log_weight in zip(samples, log_weights, strict=True):
             check_sample(sample, model)
-            state = {name: tensor.to(model.device) for name, tensor in sample.state.items()}
-            terms, _, found = evaluate(model, state, batches)
+            state = {name: tensor.to(model.device) for name, tensor in sample.own_state.items()}
+            with holding(model, sample.shared):
+                terms, _, found = evaluate(model, state, batches)
             assert found is not None  # the model has a likelihood
             average.add(terms, torch.empty(0, device=model.device), log_weight)
             target = found
@@ -174,8 +181,10 @@ def with_new_statistics(samples: SampleStore, model: nn.Module, batches: Iterabl
     caller = StatelessCall(model, lambda m, x: m(x))
     with evaluation_mode(model):
         for sample in samples:
-            state = {name: tensor.to(device) for name, tensor in sample.state.items()}
-            state = new_statistics(model, state, _inputs_of(batches, device, dtype_of(sample.parameters)), caller.call)
+            state = {name: tensor.to(device) for name, tensor in sample.own_state.items()}
+            inputs = _inputs_of(batches, device, dtype_of(sample.parameters))
+            with holding(model, sample.shared):
+                state = new_statistics(model, state, inputs, caller.call)
             store.append(replace(sample, buffers={name: state[name] for name in sample.buffers}))
     return store
 

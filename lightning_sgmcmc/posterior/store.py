@@ -53,6 +53,11 @@ class SampleStore(ABC):
     scaling: TargetScaling | None = None
     """The scaling of the targets, for predictions in the data's units; None if they were not scaled, or if unknown."""
 
+    @property
+    def shared(self) -> dict[str, Tensor]:
+        """What is not sampled and all samples have in common, by name."""
+        return {}
+
     @abstractmethod
     def append(self, sample: PosteriorSample) -> None:
         """Add a sample at the end."""
@@ -98,9 +103,16 @@ class MemoryStore(SampleStore):
     def __init__(self) -> None:
         self.records = []
         self._samples: list[PosteriorSample] = []
+        self._shared: dict[str, Tensor] = {}
+
+    @property
+    def shared(self) -> dict[str, Tensor]:
+        return self._shared
 
     def append(self, sample: PosteriorSample) -> None:
-        self._samples.append(on_cpu(sample))
+        if not self._shared:
+            self._shared = {name: tensor.detach().to("cpu", copy=True) for name, tensor in sample.shared.items()}
+        self._samples.append(replace(on_cpu(sample), shared=self._shared))
         self.records.append(record_of(sample))
 
     def __getitem__(self, index: int) -> PosteriorSample:
@@ -148,6 +160,10 @@ class StoreView(SampleStore):
             record = store.records[index]
             known = record.comparable if comparable is None else comparable
             self.records.append(replace(record, log_weight=log_weight, comparable=known))
+
+    @property
+    def shared(self) -> dict[str, Tensor]:
+        return self._store.shared
 
     @property
     def contour(self) -> LearnedContour | None:  # type: ignore[override]

@@ -1,11 +1,12 @@
 """The folder of a run's samples: claimed by one process, found again on resume, with later samples moved aside."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 
 from lightning_sgmcmc.chains.sample import SampleRecord
 from lightning_sgmcmc.files import is_regular
@@ -19,13 +20,19 @@ LEVELS = 3
 """Folders above a checkpoint, and parts of a store's path, that are searched for a moved run's samples."""
 
 
-def begin_store(path: Path, description: Any, scaling: TargetScaling | None = None) -> StoreLock:
+def begin_store(
+    path: Path,
+    description: Any,
+    scaling: TargetScaling | None = None,
+    shared: Mapping[str, Tensor] | None = None,
+) -> StoreLock:
     """Create an empty store for a new run, and move the samples of an earlier run aside.
 
     Args:
         path: the folder.
         description: the network's, see `DiskStore.create`.
         scaling: the targets'.
+        shared: what is not sampled, see `DiskStore.create`.
 
     Returns:
         the lock that keeps other processes out.
@@ -40,7 +47,7 @@ def begin_store(path: Path, description: Any, scaling: TargetScaling | None = No
         rank_zero_info(f"The samples of an earlier run in {path} were moved to {aside}")
         lock.release()
         lock = StoreLock(path)
-    DiskStore.create(path, description, scaling)
+    DiskStore.create(path, description, scaling, shared)
     return lock
 
 

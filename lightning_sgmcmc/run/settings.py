@@ -4,6 +4,7 @@ import functools
 import inspect
 import os
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ def settings_of(trainer: pl.Trainer, module: Any, sampler: Sampler) -> Settings:
         "seed": chains_of(module).seed,
         "sampler": name_of(type(sampler)),
         "chain_start": text_of_start(chains_of(module).start),
+        "sampled": _sampled(module),
     }
     for name in inspect.signature(type(sampler)).parameters:
         values = [group[name] for group in sampler.param_groups if name in group]
@@ -53,6 +55,14 @@ def settings_of(trainer: pl.Trainer, module: Any, sampler: Sampler) -> Settings:
         trainer.fit_loop.setup_data()
     settings["data"] = fingerprint(trainer.train_dataloader)
     return settings
+
+
+def _sampled(module: Any) -> str:
+    """Return which parameters are sampled, as text."""
+    chains = chains_of(module)
+    if not chains.sharing.names:
+        return "all"
+    return f"{len(chains.trainable)} tensors, crc32 {zlib.crc32(' '.join(chains.trainable).encode()):08x}"
 
 
 def differences(saved: Settings, own: Settings, seed_given: bool) -> list[str]:

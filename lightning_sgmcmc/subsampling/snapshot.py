@@ -43,7 +43,7 @@ class Snapshot:
         self._states = self._make_states()
 
     def _present(self) -> dict[str, Tensor]:
-        return state_of(self._module)
+        return {name: t for name, t in state_of(self._module).items() if name not in self._chains.sharing.names}
 
     def _like_parameters(self) -> tuple[Tensor, list[Tensor]]:
         """Return zeros in one piece of memory, and its parts in the parameters' shapes."""
@@ -72,12 +72,11 @@ class Snapshot:
         """Copy the chains' current states; results of a pass over the data become invalid."""
         layout = self._chains.layout
         with torch.no_grad():
-            for name, parameter in self._module.named_parameters():
-                self.tensors[name].copy_(parameter)
-            for name, buffer in self._module.named_buffers():
+            for name, tensor in self._present().items():
                 # Ranks that share a chain have running statistics of their own, and the snapshot is one.
-                averaged = layout.ranks_per_chain > 1 and buffer.is_floating_point()
-                self.tensors[name].copy_(layout.mean_over_data(buffer.clone()) if averaged else buffer)
+                is_buffer = not isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
+                averaged = layout.ranks_per_chain > 1 and is_buffer
+                self.tensors[name].copy_(layout.mean_over_data(tensor.clone()) if averaged else tensor)
         self.clear()
 
     # -- the data at θ_q ----------------------------------------------------------------------------------------------

@@ -227,17 +227,17 @@ def test_a_header_without_version_or_model_is_refused(header: dict[str, Any], tm
 
 
 def test_a_newer_version_is_refused(tmp_path: Path) -> None:
-    header = {"format": "lightning-sgmcmc samples", "version": 2, "model": None}
+    header = {"format": "lightning-sgmcmc samples", "version": 3, "model": None}
     (tmp_path / MANIFEST).write_text(json.dumps(header) + "\n")
-    with pytest.raises(ValueError, match="has version 2, this library reads up to 1"):
+    with pytest.raises(ValueError, match="has version 3, this library reads up to 2"):
         DiskStore(tmp_path)
 
 
 def test_a_newer_version_with_more_fields_says_so(tmp_path: Path) -> None:
     DiskStore.create(tmp_path).append(sample())
-    text = (tmp_path / MANIFEST).read_text().replace('"version": 1', '"version": 2')
+    text = (tmp_path / MANIFEST).read_text().replace('"version": 1', '"version": 3')
     (tmp_path / MANIFEST).write_text(text.replace('"step"', '"bin": 3, "step"'))
-    with pytest.raises(ValueError, match="has version 2, this library reads up to 1"):
+    with pytest.raises(ValueError, match="has version 3, this library reads up to 2"):
         DiskStore(tmp_path)
 
 

@@ -366,7 +366,8 @@ def test_frozen_parameters_are_not_sampled() -> None:
     assert torch.equal(model.net[0].weight, before)  # type: ignore[index]
     assert set(model.chains.trainable) == {"net.1.weight", "net.1.bias"}
     assert model.posterior is not None
-    assert torch.equal(model.posterior[0].parameters["net.0.weight"], before)
+    assert torch.equal(model.posterior[0].state["net.0.weight"], before)
+    assert list(model.posterior[0].parameters) == ["net.1.weight", "net.1.bias"]
 
 
 class Tied(nn.Module):
