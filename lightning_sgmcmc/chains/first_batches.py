@@ -163,4 +163,4 @@ def _is_own(model: EnergyModel) -> bool:
     """Return whether the log-likelihood is the user's and not the library's."""
     if model.likelihood is None or overrides(model, "log_likelihood"):
         return True
-    return type(model.likelihood).log_prob.__module__ != likelihoods.__name__
+    return not type(model.likelihood).log_prob.__module__.startswith(f"{likelihoods.__name__}.")
