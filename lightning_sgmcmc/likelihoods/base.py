@@ -60,10 +60,7 @@ class Likelihood(nn.Module):
         Returns:
             tensors that broadcast to (n, D), the targets' shape; (n,) is (n, 1).
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} needs a distribution and components(output), or its own log_prob, terms, metrics "
-            "and prediction"
-        )
+        raise NotImplementedError(f"{type(self).__name__} needs components(output) for its distribution")
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         """Return log p(target | output) of each datum, shape (n,)."""
@@ -171,7 +168,10 @@ class Likelihood(nn.Module):
     def law(self, output: Tensor) -> Distribution:
         """Return the distribution of the targets, of shape (n, D)."""
         if self.distribution is None:
-            raise NotImplementedError(f"{type(self).__name__} has no distribution of numbers")
+            raise NotImplementedError(
+                f"{type(self).__name__} has no distribution of numbers: define distribution and components(output), or "
+                "log_prob, terms, metrics and prediction"
+            )
         return self.distribution(**self.kept_components(output), validate_args=False)
 
     def kept_components(self, output: Tensor) -> dict[str, Tensor]:
