@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ class Likelihood(nn.Module):
     tensor([-2.])
     """
 
-    distribution: type[Distribution] | None = None
+    distribution: type[Any] | None = None
     """The distribution of each number, called with `components` as its arguments."""
 
     per_sample_term: str = "mean"
@@ -145,6 +146,7 @@ class Likelihood(nn.Module):
             return
         check_finite(type(self).__name__, target)
         law, numbers = self._matched(output, target)
+        assert law.support is not None  # all of torch's have one
         outside = numbers[~law.support.check(numbers).expand(numbers.shape)]
         if outside.numel():
             raise ValueError(
@@ -172,7 +174,8 @@ class Likelihood(nn.Module):
                 f"{type(self).__name__} has no distribution of numbers: define distribution and components(output), or "
                 "log_prob, terms, metrics and prediction"
             )
-        return self.distribution(**self.kept_components(output), validate_args=False)
+        law: Distribution = self.distribution(**self.kept_components(output), validate_args=False)
+        return law
 
     def kept_components(self, output: Tensor) -> dict[str, Tensor]:
         """Return the components, all of one shape that starts with (n, D)."""

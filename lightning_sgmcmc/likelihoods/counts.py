@@ -59,6 +59,7 @@ class NegativeBinomial(Likelihood):
     """
 
     distribution = distributions.NegativeBinomial
+    log_concentration: Tensor
 
     def __init__(self, concentration: float = 1.0, learned: bool = False) -> None:
         super().__init__()

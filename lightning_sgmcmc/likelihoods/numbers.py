@@ -31,6 +31,7 @@ class Gaussian(Likelihood):
     """
 
     distribution = Normal
+    log_std: Tensor
 
     def __init__(self, std: float = 1.0, learned: bool = False) -> None:
         super().__init__()
@@ -105,9 +106,10 @@ class HeteroscedasticGaussian(Likelihood):
         return {"loc": mean, "scale": self.min_std + self.std / math.log(2) * F.softplus(raw)}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
-        law, target = self._matched(output, target)
-        standardised = (target - law.loc) / law.scale
-        return (-standardised.square() / 2 - law.scale.log() - math.log(2 * math.pi) / 2).sum(-1)
+        own = self.kept_components(output)
+        mean, target = matched("HeteroscedasticGaussian", own["loc"], target)
+        standardised = (target - mean) / own["scale"]
+        return (-standardised.square() / 2 - own["scale"].log() - math.log(2 * math.pi) / 2).sum(-1)
 
     def chance_nll(self, target: Tensor) -> float | None:
         return _gaussian_chance(columns(target, type(self).__name__))
@@ -137,6 +139,7 @@ class StudentT(Likelihood):
     """
 
     distribution = distributions.StudentT
+    log_scale: Tensor
 
     def __init__(self, df: float = 4.0, scale: float = 1.0, learned: bool = False) -> None:
         super().__init__()

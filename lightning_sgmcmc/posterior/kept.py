@@ -51,7 +51,8 @@ class KeptPredictions:
 
     def why_not(self) -> str:
         """Return why there are none, for a message."""
-        return f"they take more than {self._most / 2**20:.0f} MB: pass return_samples=True to predict, or fewer inputs"
+        size = f"{self._most / 2**20:.0f} MB"
+        return f"all of them take more than {size}: pass return_samples=True to predict, or fewer inputs"
 
 
 def kept_of(likelihood: Likelihood, output: Tensor, terms: Mapping[str, Tensor]) -> dict[str, Tensor]:

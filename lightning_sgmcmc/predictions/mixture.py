@@ -1,6 +1,7 @@
 """The mixture of the samples' distributions: its distribution function, quantiles and draws."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class Mixture:
 
     def __init__(
         self,
-        law: type[Distribution],
+        law: type[Any],
         parameters: Mapping[str, Tensor],
         weights: Tensor,
         shift: Tensor | float = 0.0,
@@ -45,7 +46,8 @@ class Mixture:
 
     def _made(self, parameters: Mapping[str, Tensor]) -> Distribution:
         exact = {name: p if p.device.type == "mps" else p.double() for name, p in parameters.items()}
-        return self.law(**exact, validate_args=False)
+        law: Distribution = self.law(**exact, validate_args=False)
+        return law
 
     def to(self, device: torch.device | str) -> "Mixture":
         """Return a copy on a device."""

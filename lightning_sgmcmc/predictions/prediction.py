@@ -41,7 +41,7 @@ class Prediction:
     def __init__(self, **parts: Tensor | None) -> None:
         vars(self).update((name, part) for name, part in parts.items() if part is not None)
         self._kept: Kept | None = None
-        self._why_not_kept = "they are not kept: pass return_samples=True to predict"
+        self._why_not_kept = "it is not kept: pass return_samples=True to predict"
 
     @property
     def parts(self) -> dict[str, Tensor]:
@@ -57,6 +57,10 @@ class Prediction:
         self._kept = kept
         self._why_not_kept = why_not if why_not is not None else self._why_not_kept
         return self
+
+    def without_distributions(self: Kind) -> Kind:
+        """Return this prediction without the samples' distributions, as `Trainer.predict` collects all batches'."""
+        return self.with_kept(None, "Trainer.predict does not keep it: use Posterior.predict")
 
     def to(self: Kind, device: torch.device | str) -> Kind:
         """Return a copy on a device."""
