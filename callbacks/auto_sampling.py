@@ -27,7 +27,7 @@ from lightning_sgmcmc.evaluation.full_data import undisturbed
 from lightning_sgmcmc.evaluation.of_samples import DrawingScores, SampleScores, in_host_memory, scores_on, states_on
 from lightning_sgmcmc.evaluation.scoring import Scorer
 from lightning_sgmcmc.files import write_atomically
-from lightning_sgmcmc.likelihoods import Bernoulli, Categorical
+from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.model import named_trainable
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.disk import DiskStore
@@ -146,7 +146,7 @@ class AutoSampling(Schedule):
         if stage != "fit":
             return
         module = bayesian(pl_module, self)
-        has_classes = isinstance(module.likelihood, Bernoulli | Categorical)
+        has_classes = isinstance(module.likelihood, ClassLikelihood)
         temperature, std = (1.0, 0.2) if self.objective == "ood" else (0.03, 0.3) if has_classes else (0.1, 0.35)
         given_temperature, given_std = self._given
         self.temperature = temperature if given_temperature is None else given_temperature

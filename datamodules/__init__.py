@@ -1,5 +1,6 @@
 """Datamodules: each has N (`num_data`) and its splits, and normalises by the training part only."""
 
+from lightning_sgmcmc.datamodules.airfoil import AirfoilDataModule
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split
 from lightning_sgmcmc.datamodules.cifar import CIFAR10DataModule, CIFAR100DataModule
 from lightning_sgmcmc.datamodules.covertype import CovertypeDataModule
@@ -16,6 +17,7 @@ from lightning_sgmcmc.datamodules.uci import UCIClassificationDataModule, UCIReg
 from lightning_sgmcmc.datamodules.wrapper import DatasetDataModule
 
 __all__ = [
+    "AirfoilDataModule",
     "ArrayDataModule",
     "CIFAR10DataModule",
     "CIFAR100DataModule",

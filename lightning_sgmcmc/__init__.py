@@ -8,10 +8,30 @@ from lightning_sgmcmc.batches.switching import SwitchingBatchSampler, SwitchingO
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.strategy import ChainStrategy
 from lightning_sgmcmc.contour import Contour, ContourRules, DecayingStepSize, EnergyPartition, LearnedContour
-from lightning_sgmcmc.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from lightning_sgmcmc.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    MixtureOfGaussians,
+    MultiLabelBernoulli,
+    NegativeBinomial,
+    Ordinal,
+    PixelCategorical,
+    Poisson,
+    StudentT,
+    TokenCategorical,
+)
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.posterior import Posterior
-from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
+from lightning_sgmcmc.predictions import (
+    ClassPrediction,
+    CountPrediction,
+    MultiLabelPrediction,
+    Prediction,
+    RegressionPrediction,
+)
 from lightning_sgmcmc.priors import (
     FlatPrior,
     GaussianPrior,
@@ -39,17 +59,26 @@ __all__ = [
     "ClusteredOrder",
     "Contour",
     "ContourRules",
+    "CountPrediction",
     "DecayingStepSize",
     "EnergyPartition",
     "FlatPrior",
     "Gaussian",
     "GaussianPrior",
+    "HeteroscedasticGaussian",
     "HierarchicalPrior",
     "LaplacePrior",
     "LearnedContour",
     "Likelihood",
+    "MixtureOfGaussians",
+    "MultiLabelBernoulli",
+    "MultiLabelPrediction",
+    "NegativeBinomial",
     "NonFiniteEnergyError",
+    "Ordinal",
     "Patience",
+    "PixelCategorical",
+    "Poisson",
     "PolynomialDecay",
     "Posterior",
     "PosteriorSample",
@@ -58,9 +87,11 @@ __all__ = [
     "RegressionPrediction",
     "ResumableLoader",
     "Sampler",
+    "StudentT",
     "StudentTPrior",
     "SwitchingBatchSampler",
     "SwitchingOrder",
+    "TokenCategorical",
     "UnderdampedLangevin",
     "__version__",
     "cluster_data",

@@ -109,6 +109,15 @@ class EnergyModel(pl.LightningModule):
         output, target = self.output_and_target(batch)
         return self.likelihood.log_prob(output, target)
 
+    def predictive_terms(self, inputs: Any) -> dict[str, Tensor]:
+        """Return what predictions average over samples; define it beside your own `log_likelihood`.
+
+        Tensors by name, first axis n: `probabilities` (n, …, K) make a `ClassPrediction`, `mean` and `variance` (n, D)
+        a `RegressionPrediction`, and others a `Prediction` with their averages.
+        """
+        remedy = "pass likelihood=… or define predictive_terms(x)"
+        raise RuntimeError(f"{type(self).__name__} has no likelihood object to define a predictive: {remedy}")
+
     def log_prior(self) -> Tensor:
         """Return log p(θ) of the trainable parameters, shape (), for one chain."""
         return self.prior.log_prob(named_trainable(self) | prior_state(self))

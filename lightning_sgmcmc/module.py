@@ -290,7 +290,7 @@ class BayesianModule(EnergyModel):
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Prediction:
         """Return the posterior predictive for a batch: inputs, or a tuple that starts with them."""
         assert self.posterior is not None
-        return self.posterior.predict(batch[0] if isinstance(batch, list | tuple) else batch)
+        return self.posterior.predict(batch[0] if isinstance(batch, list | tuple) else batch).without_distributions()
 
     def configure_optimizers(self) -> Any:
         """Return the sampler, with N, the seed and the number of chains filled in."""

@@ -149,10 +149,10 @@ def _look(model: EnergyModel, chains: StackedChains | None, batch: Any) -> tuple
     if model.likelihood is None or overrides(model, "log_likelihood"):
         return math.inf, -math.inf, None
     first = batch[0] if isinstance(batch, ChainBatches) else batch
-    with torch.no_grad(), undisturbed_generators(model), evaluation_mode(model):
-        with chains.at(0) if chains is not None else nullcontext():
-            output, target = model.output_and_target(first)
-        model.likelihood.check_target(output, target)
+    at_first = chains.at(0) if chains is not None else nullcontext()
+    with torch.no_grad(), undisturbed_generators(model), evaluation_mode(model), at_first:
+        output, target = model.output_and_target(first)
+        model.likelihood.check_target(output, target)  # which may use parameters of the likelihood
     if not isinstance(output, Tensor) or output.numel() == 0:
         return math.inf, -math.inf, target
     low, high = torch.stack(output.aminmax()).tolist()
@@ -163,4 +163,4 @@ def _is_own(model: EnergyModel) -> bool:
     """Return whether the log-likelihood is the user's and not the library's."""
     if model.likelihood is None or overrides(model, "log_likelihood"):
         return True
-    return type(model.likelihood).log_prob.__module__ != likelihoods.__name__
+    return not type(model.likelihood).log_prob.__module__.startswith(f"{likelihoods.__name__}.")

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from lightning_sgmcmc.cli.auto import PACKAGE, WITH_IT
 from lightning_sgmcmc.cli.config_file import NAME
-from lightning_sgmcmc.likelihoods import Bernoulli, Categorical
+from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.results import RESULTS, TABLE, markdown_table, write_results
@@ -46,7 +46,7 @@ def run_baselines(trainer: pl.Trainer, module: BayesianModule, run: Callable[[di
     if not {"sampler", "lr", "prior", "num_chains"} <= arguments.keys():
         rank_zero_warn("--baselines changes sampler, lr, prior and num_chains, which the model's class does not take.")
         return
-    has_classes = isinstance(module.likelihood, Bernoulli | Categorical)
+    has_classes = isinstance(module.likelihood, ClassLikelihood)
     steps = trainer.global_step * module.num_chains
     for name, members in MEMBERS.items():
         own = folder / "baselines" / name

@@ -4,19 +4,12 @@ import math
 
 from torch import Tensor
 
+from lightning_sgmcmc.predictions.members import FLOOR, tempered
+
+__all__ = ["FLOOR", "LARGEST", "SMALLEST", "class_nll", "fit_std_factor", "fit_temperature", "gaussian_nll", "tempered"]
+
 SMALLEST, LARGEST = 1e-2, 1e2
 """Bounds of a fitted temperature; data that are all right, or all wrong, have no finite optimum."""
-FLOOR = 1e-30
-"""Smallest probability whose logarithm is taken."""
-
-
-def tempered(probabilities: Tensor, temperature: float) -> Tensor:
-    """Return p_k^(1/T) / Σ_j p_j^(1/T), the softmax of log p / T, shape (n, K).
-
-    >>> tempered(Tensor([[0.9, 0.1]]), 2.0)
-    tensor([[0.7500, 0.2500]])
-    """
-    return (probabilities.double().clamp_min(FLOOR).log() / temperature).softmax(-1).to(probabilities.dtype)
 
 
 def fit_temperature(probabilities: Tensor, labels: Tensor) -> float:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_sgmcmc.model import EnergyModel
-from lightning_sgmcmc.predictions import ClassPrediction
+from lightning_sgmcmc.predictions import RegressionPrediction
 
 
 class UserMetrics:
@@ -65,12 +65,10 @@ class UserMetrics:
         if not self._metrics or model.likelihood is None or target is None:
             return {}
         prediction = model.likelihood.prediction(terms, None)
-        if isinstance(prediction, ClassPrediction):
-            predicted, target = prediction.probabilities, target.long().reshape(-1)
-        else:
+        predicted, target = model.likelihood.scored(prediction, target)
+        if isinstance(prediction, RegressionPrediction):
             scale, shift = units
-            predicted = prediction.mean * scale + shift
-            target = target.reshape(predicted.shape) * scale + shift
+            predicted, target = predicted * scale + shift, target * scale + shift
         found = {}
         for name, metric in self._metrics.items():
             if isinstance(metric, Metric):

@@ -25,13 +25,19 @@ from lightning_sgmcmc.diagnostics.calibration import (
     gaussian_nll,
     tempered,
 )
-from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
 from lightning_sgmcmc.files import read_regular, write_atomically
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.predictive import average_scores
 from lightning_sgmcmc.posterior.store import SampleStore
-from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
+from lightning_sgmcmc.predictions import (
+    ClassPrediction,
+    CountPrediction,
+    MultiLabelPrediction,
+    Prediction,
+    RegressionPrediction,
+)
+from lightning_sgmcmc.predictions.classes import of_both
 
 FILE = "calibration.json"
 LARGEST_FILE = 2**16
@@ -61,11 +67,12 @@ class Calibration:
         return f"{self.kind} {self.value:.4g}"
 
     def applied(self, prediction: Prediction) -> Prediction:
-        """Return a calibrated prediction; single samples' predictions and the mutual information are unchanged."""
-        if self.kind == "temperature":
-            probabilities = tempered(prediction.probabilities, self.value)
-            return prediction.replaced(probabilities=probabilities, entropy=predictive_entropy(probabilities))
-        return prediction.replaced(std=prediction.std * self.value, epistemic_std=prediction.epistemic_std * self.value)
+        """Return a calibrated prediction, whose intervals are calibrated too; `sample_…` and the mutual information are
+        unchanged."""
+        if isinstance(prediction, ClassPrediction | MultiLabelPrediction):
+            return prediction.tempered(self.value)
+        assert isinstance(prediction, RegressionPrediction)
+        return prediction.stretched(self.value)
 
 
 def identify(records: Iterable[SampleRecord]) -> str:
@@ -94,15 +101,16 @@ def fit_calibration(
         raise ValueError("calibrate needs validation data, and the loader has none: pass a loader with some batches")
     terms, target = average_scores(model, samples, log_weights, converted)
     prediction = likelihood.prediction(terms, None)
-    if isinstance(prediction, ClassPrediction):
-        read = getattr(likelihood, "labels", None)
-        labels = (read(target) if read is not None else target).long()
-        value = fit_temperature(prediction.probabilities, labels)
-        before = class_nll(prediction.probabilities, labels)
-        after = class_nll(tempered(prediction.probabilities, value), labels)
+    if isinstance(prediction, ClassPrediction | MultiLabelPrediction):
+        probabilities, labels = likelihood.scored(prediction, target)
+        if isinstance(prediction, MultiLabelPrediction):
+            probabilities, labels = of_both(probabilities).flatten(0, 1), labels.flatten()
+        value = fit_temperature(probabilities, labels)
+        before = class_nll(probabilities, labels)
+        after = class_nll(tempered(probabilities, value), labels)
         _warn_of_bounds(value)
         return Calibration("temperature", value, len(labels), before, after, identity)
-    if isinstance(prediction, RegressionPrediction):
+    if isinstance(prediction, RegressionPrediction) and not isinstance(prediction, CountPrediction):
         mean, std = prediction.mean, prediction.std
         target = target.reshape(mean.shape)
         value = fit_std_factor(mean, std, target)

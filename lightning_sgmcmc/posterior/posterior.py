@@ -265,7 +265,8 @@ class Posterior:
             return_samples: also return each sample's prediction, in the order of the samples, at the cost of memory.
 
         Returns:
-            the predictive of all inputs, on the model's device.
+            the predictive of all inputs, on the model's device. It keeps each sample's distribution, for `interval`,
+            `quantile`, `cdf` and `sample`, if all take at most 64 MB or with return_samples.
 
         Raises:
             RuntimeError: if there are no samples, or no model.
@@ -276,8 +277,7 @@ class Posterior:
         normalised_weights(log_weights := self.log_weights)  # raises if they are NaN, or all zero
         self._ready = ready_samples(self._ready, self.store, model)
         prediction = average_predictions(self._ready, log_weights.tolist(), x, return_samples)
-        if self.calibration is not None:
-            prediction = self.calibration.applied(prediction)
+        prediction = prediction if self.calibration is None else self.calibration.applied(prediction)
         scaling = self.store.scaling
         return prediction if scaling is None else prediction.rescaled(scaling.mean, scaling.std)
 
@@ -288,8 +288,8 @@ class Posterior:
             N(mean, (factor·std)²)
 
         The average is scaled, not each sample: T = 2 halves the logits log p̄. For one sample this is temperature
-        scaling of its network. The samples' weights are respected. `trainer.test` evaluates the average without it;
-        selections of samples, and those with other weights, are calibrated again.
+        scaling of its network. Intervals are scaled alike, those of numbers about the mean. The samples' weights are
+        respected. `trainer.test` evaluates the average without it; other samples or weights are calibrated again.
 
         Args:
             data: validation data with targets, not used in the fit: a loader or a list of batches as in training, or a
@@ -298,13 +298,13 @@ class Posterior:
 
         Raises:
             ValueError: if there are no data; with save, if the samples are in no folder.
-            TypeError: if `data` has another type, or the likelihood predicts neither classes nor numbers.
+            TypeError: if `data` has another type, or the likelihood predicts neither classes nor real numbers.
 
         Source: Guo et al. 2017; Rahaman & Thiery 2021, section 4 (scaling the average of an ensemble).
         """
-        weights = self.log_weights.tolist()
         chosen = self._selected(range(len(self)), [record.log_weight for record in self.records])
-        chosen.calibration = fit_calibration(self._ready_model(), self, weights, data, identify(self.records))
+        given = self._ready_model(), self, self.log_weights.tolist(), data, identify(self.records)
+        chosen.calibration = fit_calibration(*given)
         if save:
             save_calibration(chosen.calibration, self.store)
         return chosen

@@ -1,6 +1,7 @@
 """Passes of samples through their network: the averaged predictive, and BatchNorm's statistics."""
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -20,8 +21,10 @@ from lightning_sgmcmc.chains.together import MOST, States, TogetherCall, dtype_o
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.evaluation.batch_norm import new_statistics
 from lightning_sgmcmc.evaluation.scoring import concatenate, evaluate
-from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.likelihoods.own import completed, per_sample_term_of, prediction_of
+from lightning_sgmcmc.model import EnergyModel, overrides
 from lightning_sgmcmc.posterior.checks import check_sample
+from lightning_sgmcmc.posterior.kept import SMALL, KeptPredictions, kept_of, with_distributions
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.predictions import Prediction
 
@@ -43,9 +46,6 @@ def average_predictions(
         ValueError: if there are no inputs, or a sample is damaged.
     """
     model = samples.model
-    likelihood = model.likelihood
-    if likelihood is None:
-        raise RuntimeError(f"{type(model).__name__} has no likelihood object to define a predictive: pass likelihood=…")
     if isinstance(inputs, tuple):
         raise TypeError(
             f"x is a tuple of {len(inputs)}, which could be a batch (x, y) or several batches: pass the inputs alone, "
@@ -58,33 +58,51 @@ def average_predictions(
             "to match them with inputs."
         )
     averages: list[WeightedAverage] = []
-    kept: list[Tensor] = []
+    kept = KeptPredictions(math.inf if return_samples else SMALL)
+    requested = KeptPredictions(math.inf)
     with evaluation_mode(model), torch.no_grad(), samples.shared():
         for chunk in _chunks(batches):
             part = [WeightedAverage() for _ in chunk]
-            of_chunk: list[Tensor] = []
             remaining = iter(log_weights)
             for group in samples.groups():
                 weights = list(itertools.islice(remaining, len(group)))
-                of_group = []
-                for average, x in zip(part, _inputs_of(chunk, group.device, group.dtype), strict=True):
-                    each = []
-                    for terms, log_weight in zip(samples.call(group, x), weights, strict=True):
+                batches_of_chunk = zip(part, _inputs_of(chunk, group.device, group.dtype), strict=True)
+                for batch, (average, x) in enumerate(batches_of_chunk, len(averages)):
+                    for (terms, own), log_weight in zip(samples.call(group, x), weights, strict=True):
                         average.add(terms, torch.empty(0, device=group.device), log_weight)
+                        kept.add(batch, own)
                         if return_samples:
-                            each.append(terms[likelihood.per_sample_term])
-                    if return_samples:
-                        of_group.append(torch.stack(each))
-                if return_samples:
-                    of_chunk.append(torch.cat(of_group, 1))
+                            requested.add(batch, {"each": terms[_per_sample_term(model, terms)]})
             averages += part
-            if return_samples:
-                kept.append(torch.cat(of_chunk))
     if not averages:
         raise ValueError("x has no inputs to predict")
     terms = concatenate(average.terms for average in averages)
     warn_of_overflow(terms)
-    return likelihood.prediction(terms, torch.cat(kept, 1) if kept else None)
+    likelihood = None if has_own_terms(model) else model.likelihood
+    describe = prediction_of if likelihood is None else likelihood.prediction
+    prediction = describe(terms, requested.stacked().get("each"))
+    return with_distributions(prediction, likelihood, kept, torch.tensor(log_weights, dtype=torch.float64).softmax(0))
+
+
+def has_own_terms(model: EnergyModel) -> bool:
+    """Return whether a module defines its predictive itself."""
+    return overrides(model, "predictive_terms")
+
+
+def _per_sample_term(model: EnergyModel, terms: Mapping[str, Tensor]) -> str:
+    if has_own_terms(model) or model.likelihood is None:
+        return per_sample_term_of(terms)
+    return model.likelihood.per_sample_term
+
+
+def _predicted(model: Any, inputs: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the terms of one sample, and the tensors that its distribution can be made of."""
+    if has_own_terms(model) or model.likelihood is None:
+        terms = completed(model.predictive_terms(inputs))
+        return terms, {name: terms[name] for name in ("probabilities",) if name in terms}
+    output = model(inputs)
+    terms = model.likelihood.terms(output)
+    return terms, kept_of(model.likelihood, output, terms)
 
 
 class ReadySamples:
@@ -104,7 +122,7 @@ class ReadySamples:
         self._store = store
         self._records = list(store.records)
         self._groups: list[States] | None = None
-        self.call = TogetherCall(model, lambda m, x: m.likelihood.terms(m(x)))
+        self.call = TogetherCall(model, _predicted)
 
     def are_of(self, store: SampleStore, model: EnergyModel) -> bool:
         """Return whether these are a store's present samples, on a model's present device."""

@@ -29,7 +29,6 @@ def sureness(likelihood: Any, terms: Mapping[str, Tensor], target: Tensor, prior
     factors = factor_grid()
     if not isinstance(prediction, ClassPrediction):
         return None
-    read = getattr(likelihood, "labels", None)
-    labels = (read(target) if read is not None else target).long()
-    nll = [class_nll(tempered(prediction.probabilities, factor), labels) for factor in factors.tolist()]
+    probabilities, labels = likelihood.scored(prediction, target)
+    nll = [class_nll(tempered(probabilities, factor), labels) for factor in factors.tolist()]
     return shrunk_factor(torch.tensor(nll, dtype=torch.float64), factors, len(target), prior_std)

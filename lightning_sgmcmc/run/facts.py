@@ -9,7 +9,7 @@ from lightning_sgmcmc.diagnostics.chains import ChainDiagnostics, ChainGrid, cor
 from lightning_sgmcmc.diagnostics.verdict import AverageGrowth, RunFacts
 from lightning_sgmcmc.evaluation.comparison import FOLLOWED, prediction_diagnostics
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
-from lightning_sgmcmc.likelihoods import Bernoulli, Categorical
+from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.priors import GaussianPrior
 
@@ -41,7 +41,7 @@ def facts_of(
         num_chains=chains.layout.total_chains,
         num_data=chains.observed.num_data,
         chance_nll=chance_nll(chains),
-        has_classes=isinstance(chains.model.likelihood, Categorical | Bernoulli),
+        has_classes=isinstance(chains.model.likelihood, ClassLikelihood),
         prior_norm=prior_norm(chains),
         relaxation_times=None if plan is None else plan.relaxation_times,
         is_cyclical=chains.progress.num_cycles is not None,

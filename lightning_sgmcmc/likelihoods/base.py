@@ -1,0 +1,256 @@
+"""The base of all likelihoods: what one consists of, and the defaults for distributions of numbers."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
+
+from lightning_sgmcmc.predictions import ClassPrediction, CountPrediction, Prediction, RegressionPrediction
+from lightning_sgmcmc.predictions.distributions import has_cdf, is_discrete
+
+COVERAGE_LEVELS = (0.5, 0.9)
+COVERAGES = tuple(f"coverage_{level * 100:.0f}" for level in COVERAGE_LEVELS)
+
+
+class Likelihood(nn.Module):
+    """Density of a target given the network's output; subclass it for your own.
+
+    A likelihood of numbers is a class of `torch.distributions` and its arguments as a function of the output. Log
+    densities, averages, metrics, predictions with intervals, and draws follow from these two. Parameters of the
+    likelihood are sampled with the weights, under the module's prior; store constructor arguments under their names, so
+    that a sample store can rebuild it. For other targets define `log_prob`, `terms`, `metrics` and `prediction`.
+
+    >>> class Gamma(Likelihood):
+    ...     '''Positive numbers: output (n, 2), target (n,); shape exp(output_0), rate exp(output_1).'''
+    ...
+    ...     distribution = torch.distributions.Gamma
+    ...
+    ...     def components(self, output):
+    ...         return {"concentration": output[:, 0].exp(), "rate": output[:, 1].exp()}
+    >>> Gamma().log_prob(torch.zeros(1, 2), torch.tensor([2.0]))
+    tensor([-2.])
+    """
+
+    distribution: type[Any] | None = None
+    """The distribution of each number, called with `components` as its arguments."""
+
+    per_sample_term: str = "mean"
+    """The entry of `terms` that per-sample predictions keep for each sample."""
+
+    metric_names: tuple[str, ...] = ("nll",)
+    """The names that `metrics` returns."""
+
+    applies_itself: tuple[type[nn.Module], ...] = ()
+    """Layers that the likelihood applies to the output, so that a network must not end in one."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = any("metric_names" in vars(base) for base in cls.__mro__[: cls.__mro__.index(Likelihood)])
+        if cls.distribution is not None and not own:
+            cls.metric_names = ("rmse", "nll", *(COVERAGES if has_cdf(cls.distribution) else ()))
+
+    def components(self, output: Tensor) -> dict[str, Tensor]:
+        """Return the arguments of `distribution` for each number, by name.
+
+        Args:
+            output: the network's output, in float32 or float64.
+
+        Returns:
+            tensors that broadcast to (n, D), the targets' shape; (n,) is (n, 1).
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs components(output) for its distribution")
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return log p(target | output) of each datum, shape (n,)."""
+        law, target = self._matched(output, target)
+        return law.log_prob(target).sum(-1)
+
+    def terms(self, output: Tensor) -> dict[str, Tensor]:
+        """Return the tensors, first axis n, whose average over samples describes the predictive distribution."""
+        law = self.law(output)
+        mean, variance = law.mean, law.variance
+        if mean.device.type != "mps":  # which has no float64
+            mean = mean.double()  # E[f²] - E[f]² below needs the digits
+        return {"mean": mean, "square": mean.square(), "variance": variance}
+
+    def target_terms(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """Return the tensors to average that depend on the target, for `metrics`."""
+        if self.distribution is None or not has_cdf(self.distribution):
+            return {}
+        law, target = self._matched(output, target)
+        # The averaged probability integral transform is the mixture's own, so intervals need no stored samples.
+        terms = {"cdf": law.cdf(target)}
+        if is_discrete(law):
+            terms["cdf_below"] = law.cdf(target - 1)
+        return terms
+
+    def metrics(
+        self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float
+    ) -> dict[str, Tensor]:
+        """Return metrics of the averaged predictive; all tensors are in host memory if the module is on CUDA.
+
+        The defaults are `rmse`, `nll` and, with a distribution function, the share of targets in the central 50 % and
+        90 % intervals. A count on an interval's edge belongs to it by the share that makes the interval exact.
+
+        Args:
+            terms: the averages of `terms` and `target_terms`.
+            log_density: log of the averaged density of each datum, shape (n,).
+            target: the targets.
+            scale: the divisor that standardised the targets; metrics are in the original units.
+        """
+        mean, target = terms["mean"], columns(target, type(self).__name__)
+        metrics = {
+            "rmse": (mean - target).square().mean().sqrt() * scale,
+            "nll": -log_density.mean() + mean.shape[1] * math.log(scale),
+        }
+        if "cdf" in terms:
+            inside = (covered(terms["cdf"], terms.get("cdf_below"), level) for level in COVERAGE_LEVELS)
+            metrics |= {name: share.to(mean.dtype).mean() for name, share in zip(COVERAGES, inside, strict=True)}
+        return metrics
+
+    def prediction(self, terms: Mapping[str, Tensor], per_sample: Tensor | None) -> Prediction:
+        """Return the predictive that the averages of `terms` describe.
+
+        Args:
+            terms: the averages of `terms`.
+            per_sample: the entry `per_sample_term` of each sample, first axes (S, n), None without.
+        """
+        dtype = terms["variance"].dtype
+        epistemic = (terms["square"] - terms["mean"].square()).clamp_min(0).to(dtype)
+        kind = CountPrediction if self.distribution is not None and _counts(self.distribution) else RegressionPrediction
+        return kind(
+            mean=terms["mean"].to(dtype),
+            std=(epistemic + terms["variance"]).sqrt(),
+            epistemic_std=epistemic.sqrt(),
+            sample_means=None if per_sample is None else per_sample.to(dtype),
+        )
+
+    def scored(self, prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a metric compares: class probabilities (m, K) and labels (m,), or means and targets (n, D)."""
+        if isinstance(prediction, ClassPrediction):
+            return prediction.probabilities, target.long().reshape(-1)
+        return prediction.mean, target.reshape(prediction.mean.shape)
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def check_target(self, output: Tensor, target: Tensor) -> None:
+        """Check the values of outputs and targets; called with some of a fit's first batches, and after a failure.
+
+        Raises:
+            ValueError: if the likelihood has no density for a target, or the outputs are of another kind.
+        """
+        if self.distribution is None:
+            return
+        check_finite(type(self).__name__, target)
+        law, numbers = self._matched(output, target)
+        assert law.support is not None  # all of torch's have one
+        outside = numbers[~law.support.check(numbers).expand(numbers.shape)]
+        if outside.numel():
+            raise ValueError(
+                f"{type(self).__name__}: targets must be {_support(law)}, got {outside.reshape(-1)[0].item():.6g}"
+            )
+
+    def doubt(self, low: float, high: float) -> str | None:
+        """Return what is probably wrong if all outputs of a fit's first batches are in [low, high], or None."""
+        return None
+
+    def chance_nll(self, target: Tensor) -> float | None:
+        """Return the lowest mean NLL per datum of a constant output, in nats; None if the likelihood does not know.
+
+        Args:
+            target: targets of many data.
+        """
+        return None
+
+    # -- the distribution ---------------------------------------------------------------------------------------------
+
+    def law(self, output: Tensor) -> Distribution:
+        """Return the distribution of the targets, of shape (n, D)."""
+        if self.distribution is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} has no distribution of numbers: define distribution and components(output), or "
+                "log_prob, terms, metrics and prediction"
+            )
+        law: Distribution = self.distribution(**self.kept_components(output), validate_args=False)
+        return law
+
+    def kept_components(self, output: Tensor) -> dict[str, Tensor]:
+        """Return the components, all of one shape that starts with (n, D)."""
+        found = self.components(at_least_float32(output))
+        names = [name for name, p in found.items() if isinstance(p, Tensor)]
+        together = torch.broadcast_tensors(*(found[name] for name in names))
+        return {n: p[:, None] if p.dim() == 1 else p for n, p in zip(names, together, strict=True)}
+
+    def _matched(self, output: Tensor, target: Tensor) -> tuple[Distribution, Tensor]:
+        law, target = self.law(output), columns(target, type(self).__name__)
+        if law.batch_shape != target.shape:
+            raise ValueError(
+                f"{type(self).__name__}: outputs of shape {tuple(output.shape)} are distributions of shape "
+                f"{tuple(law.batch_shape)}, for targets of shape {tuple(target.shape)}"
+            )
+        return law, target
+
+
+def positive(module: nn.Module, name: str, value: float, learned: bool) -> None:
+    """Register log(value) under a name: as a parameter if it is learned, else as a buffer that is not stored."""
+    log_value = torch.tensor(math.log(value))
+    if learned:
+        module.register_parameter(name, nn.Parameter(log_value))
+    else:
+        module.register_buffer(name, log_value, persistent=False)
+
+
+def covered(cdf: Tensor, below: Tensor | None, level: float) -> Tensor:
+    """Return by how much each target is in the central interval: 0 or 1, for counts a share in [0, 1].
+
+    Args:
+        cdf: P(Y ≤ y) at the targets.
+        below: P(Y < y) at the targets of counts, None for continuous ones.
+        level: probability of the interval.
+    """
+    if below is None:
+        return (cdf - 0.5).abs() <= level / 2
+    low, high = (1 - level) / 2, (1 + level) / 2
+    overlap = (cdf.clamp_max(high) - below.clamp_min(low)).clamp_min(0)
+    width = cdf - below
+    within = (cdf > low) & (cdf < high)
+    return torch.where(width > 0, overlap / width.clamp_min(torch.finfo(cdf.dtype).tiny), within.to(cdf.dtype))
+
+
+def columns(tensor: Tensor, name: str) -> Tensor:
+    """Return numbers of shape (n, D), from (n, D) or (n,).
+
+    Raises:
+        ValueError: for another shape; the message has the likelihood's name.
+    """
+    tensor = at_least_float32(tensor if tensor.is_floating_point() else tensor.float())
+    if tensor.dim() == 1:
+        return tensor[:, None]
+    if tensor.dim() != 2:
+        raise ValueError(f"{name} needs outputs and targets of shape (n, D) or (n,), got {tuple(tensor.shape)}")
+    return tensor
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return a tensor whose half precision is converted to float32."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def check_finite(name: str, target: Tensor) -> None:
+    """Raise if a target is NaN or infinite."""
+    if target.is_floating_point() and not target.isfinite().all():
+        raise ValueError(f"{name}: targets must be finite numbers, and a batch has NaN or infinite ones")
+
+
+def _counts(law: type[Distribution]) -> bool:
+    return bool(getattr(getattr(law, "support", None), "is_discrete", False))
+
+
+def _support(law: Distribution) -> str:
+    """Return the support of a distribution in words."""
+    if is_discrete(law):
+        return "counts (0, 1, 2, …) that are not standardised"
+    return f"in its support, {law.support}"

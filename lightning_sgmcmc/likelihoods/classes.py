@@ -1,0 +1,230 @@
+"""Likelihoods of classes: one of K, one of two, and ordered ones."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_sgmcmc.checks import check_count
+from lightning_sgmcmc.diagnostics.metrics import classification_metrics, predictive_entropy
+from lightning_sgmcmc.likelihoods.base import Likelihood, at_least_float32
+from lightning_sgmcmc.predictions import ClassPrediction, Prediction
+
+
+class ClassLikelihood(Likelihood):
+    """Base of the likelihoods of one label among K, by class probabilities.
+
+    A subclass has `log_prob` and `probabilities`, and `labels` if targets are not integer labels (n,).
+    """
+
+    per_sample_term = "probabilities"
+    metric_names = ("accuracy", "nll", "brier", "ece", "entropy")
+
+    def probabilities(self, output: Tensor) -> Tensor:
+        """Return the class probabilities, shape (n, K)."""
+        raise NotImplementedError(f"{type(self).__name__} needs probabilities(output)")
+
+    def labels(self, target: Tensor) -> Tensor:
+        """Return integer labels, shape (n,)."""
+        return target
+
+    def scored(self, prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:
+        return prediction.probabilities, self.labels(target).long().reshape(-1)
+
+    def chance_nll(self, target: Tensor) -> float | None:
+        counts = self.labels(target).reshape(-1).unique(return_counts=True)[1].double()
+        return float(torch.special.entr(counts / counts.sum()).sum())
+
+    def terms(self, output: Tensor) -> dict[str, Tensor]:
+        probabilities = self.probabilities(output)
+        return {"probabilities": probabilities, "sample_entropy": predictive_entropy(probabilities)}
+
+    def metrics(
+        self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float
+    ) -> dict[str, Tensor]:
+        metrics = classification_metrics(terms["probabilities"], self.labels(target))
+        metrics["nll"] = -log_density.mean()  # the same number, without the clamp
+        return metrics
+
+    def prediction(self, terms: Mapping[str, Tensor], per_sample: Tensor | None) -> Prediction:
+        entropy = predictive_entropy(terms["probabilities"])
+        return ClassPrediction(
+            probabilities=terms["probabilities"],
+            entropy=entropy,
+            mutual_information=(entropy - terms["sample_entropy"]).clamp_min(0),
+            sample_probabilities=per_sample,
+        )
+
+
+NO_LABEL = torch.iinfo(torch.int64).min
+
+
+class Categorical(ClassLikelihood):
+    """Classification: the network's output is K logits, log p(y|x,θ) = log softmax(output)_y.
+
+    Output (n, K), target integer labels (n,).
+
+    >>> logits = torch.tensor([[0.0, 0.0], [0.0, torch.inf]])
+    >>> Categorical().log_prob(torch.zeros(1, 2), torch.tensor([1]))
+    tensor([-0.6931])
+    """
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        if output.dim() != 2 or target.shape != output.shape[:1] or target.is_floating_point():
+            raise ValueError(
+                "Categorical needs logits of shape (n, K) and integer labels of shape (n,), got "
+                f"{tuple(output.shape)} and {tuple(target.shape)} of {target.dtype}"
+            )
+        # By default torch ignores the label -100, as if the datum were certain.
+        return -F.cross_entropy(at_least_float32(output), target, reduction="none", ignore_index=NO_LABEL)
+
+    applies_itself = (nn.Softmax, nn.Softmax2d)
+
+    def check_target(self, output: Tensor, target: Tensor) -> None:
+        if output.dim() == 2 and output.shape[1] == 1:
+            raise ValueError(
+                "Categorical: one logit makes every datum certain, so nothing would be learned: use Bernoulli, or a "
+                "network with one output for each class"
+            )
+        if output.dim() == 2 and len(output) and _are_probabilities(output):
+            raise ValueError(
+                f"Categorical: the outputs lie in [{output.min().item():.3g}, {output.max().item():.3g}] and each row "
+                "sums to 1, but it needs logits: remove the softmax"
+            )
+        if target.dim() == 1 and output.dim() == 2 and not target.is_floating_point() and len(target):
+            low, high = target.min().item(), target.max().item()
+            if low < 0 or high >= output.shape[1]:
+                raise ValueError(
+                    f"Categorical: labels from {low} to {high} for {output.shape[1]} logits; labels count from 0, so "
+                    "the network needs more outputs or the data other labels"
+                )
+
+    def probabilities(self, output: Tensor) -> Tensor:
+        return at_least_float32(output).softmax(-1)
+
+
+class Bernoulli(ClassLikelihood):
+    """Two classes: the network's output is one logit, p(y=1|x,θ) = sigmoid(output).
+
+    Output (n,) or (n, 1), target 0 or 1 of any dtype, shape (n,) or (n, 1). Predictive probabilities have K = 2
+    columns.
+    """
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        logit = self._column(output, "output")
+        label = self._column(target, "target")
+        if logit.shape != label.shape:
+            raise ValueError(f"Bernoulli: {len(logit)} outputs for {len(label)} targets")
+        log_prob = -F.binary_cross_entropy_with_logits(logit, label.to(logit.dtype), reduction="none")
+        # Other labels have probability 0; the formula would still return a number for them.
+        return log_prob.masked_fill((label != 0) & (label != 1), -math.inf)
+
+    applies_itself = (nn.Sigmoid, nn.LogSigmoid, nn.Softmax)
+
+    def doubt(self, low: float, high: float) -> str | None:
+        if not 0 <= low <= high <= 1:
+            return None
+        return (
+            f"all outputs lie in [{low:.3g}, {high:.3g}], but Bernoulli needs logits, which are usually negative for "
+            "some data: if the network applies a sigmoid, remove it"
+        )
+
+    def check_target(self, output: Tensor, target: Tensor) -> None:
+        odd = target[(target != 0) & (target != 1)]
+        if odd.numel():
+            raise ValueError(f"Bernoulli: targets must be 0 or 1, got {odd.reshape(-1)[0].item()}")
+
+    def probabilities(self, output: Tensor) -> Tensor:
+        logit = self._column(output, "output")
+        return torch.stack([torch.sigmoid(-logit), torch.sigmoid(logit)], -1)
+
+    def labels(self, target: Tensor) -> Tensor:
+        return self._column(target, "target").long()
+
+    @staticmethod
+    def _column(tensor: Tensor, name: str) -> Tensor:
+        if tensor.dim() == 2 and tensor.shape[1] == 1:
+            tensor = tensor[:, 0]
+        if tensor.dim() != 1:
+            raise ValueError(f"Bernoulli needs an {name} of shape (n,) or (n, 1), got {tuple(tensor.shape)}")
+        return at_least_float32(tensor) if tensor.is_floating_point() else tensor
+
+
+class Ordinal(ClassLikelihood):
+    """Ordered classes: the network's output is one score, and cut points c_1 < … < c_(K-1) divide its line.
+
+        P(y ≤ k | x,θ) = sigmoid(c_(k+1) - output),   k = 0 … K-2
+
+    Output (n,) or (n, 1), target integer labels (n,) or (n, 1) in 0 … K-1. The cut points are parameters, `first_cut`
+    and the logarithms of their gaps, sampled under the module's prior. They begin at equal probabilities for score 0.
+
+    Args:
+        num_classes: K, at least 3; for two classes use `Bernoulli`.
+
+    Raises:
+        ValueError: for fewer than 3 classes.
+
+    Source: McCullagh 1980 (cumulative logits).
+
+    >>> Ordinal(4).probabilities(torch.zeros(1, 1))
+    tensor([[0.2500, 0.2500, 0.2500, 0.2500]], grad_fn=<ExpBackward0>)
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        check_count("num_classes", num_classes)
+        if num_classes < 3:
+            raise ValueError(f"num_classes must be at least 3, got {num_classes}: use Bernoulli for two classes")
+        self.num_classes = num_classes
+        cuts = torch.logit(torch.arange(1, num_classes, dtype=torch.float64) / num_classes)
+        self.first_cut = nn.Parameter(cuts[0].float())
+        self.log_gaps = nn.Parameter(cuts.diff().log().float())
+
+    @property
+    def cuts(self) -> Tensor:
+        """The cut points in increasing order, shape (K-1,)."""
+        return torch.cat([self.first_cut[None], self.first_cut + self.log_gaps.exp().cumsum(0)])
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        labels = self.labels(target)
+        found = self._log_probabilities(output)
+        if labels.shape != found.shape[:1] or labels.is_floating_point():
+            raise ValueError(
+                f"Ordinal: {len(found)} outputs for integer labels of shape {tuple(labels.shape)} and {labels.dtype}"
+            )
+        return found.gather(1, labels.long()[:, None])[:, 0]
+
+    def check_target(self, output: Tensor, target: Tensor) -> None:
+        low, high = target.min().item(), target.max().item()
+        if low < 0 or high >= self.num_classes:
+            raise ValueError(
+                f"Ordinal: labels from {low} to {high} for num_classes={self.num_classes}; labels count from 0"
+            )
+
+    def probabilities(self, output: Tensor) -> Tensor:
+        return self._log_probabilities(output).exp()
+
+    def labels(self, target: Tensor) -> Tensor:
+        return target[:, 0] if target.dim() == 2 and target.shape[1] == 1 else target
+
+    def _log_probabilities(self, output: Tensor) -> Tensor:
+        """Return log p_k, by sigmoid(b) - sigmoid(a) = sigmoid(b)·sigmoid(-a)·(1 - exp(a - b)), shape (n, K)."""
+        score = at_least_float32(output)
+        if score.dim() == 2 and score.shape[1] == 1:
+            score = score[:, 0]
+        if score.dim() != 1:
+            raise ValueError(f"Ordinal needs an output of shape (n,) or (n, 1), got {tuple(score.shape)}")
+        edges = self.cuts.to(score.dtype) - score[:, None]
+        up_to, above = F.logsigmoid(edges), F.logsigmoid(-edges)
+        gaps = self.log_gaps.to(score.dtype).exp()
+        within = up_to[:, 1:] + above[:, :-1] + torch.log(-torch.expm1(-gaps))
+        return torch.cat([up_to[:, :1], within, above[:, -1:]], 1)
+
+
+def _are_probabilities(output: Tensor) -> bool:
+    """Return whether all rows are in [0, 1] and sum to 1, up to rounding."""
+    tolerance = 1e-4 if output.dtype in (torch.float32, torch.float64) else 0.02
+    rows = output.detach().float()
+    return bool(((rows >= 0).all() & ((rows.sum(1) - 1).abs() <= tolerance).all()).item())

@@ -1,0 +1,84 @@
+"""Likelihoods of counts."""
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.checks import check_flag, check_within
+from lightning_sgmcmc.likelihoods.base import Likelihood, columns, positive
+from lightning_sgmcmc.likelihoods.numbers import matched
+from lightning_sgmcmc.predictions import distributions
+
+
+class Poisson(Likelihood):
+    """Counts whose variance is their mean: the network's output is the log of the rate.
+
+        log p(y|x,θ) = Σ_d y_d·output_d - exp(output_d) - log y_d!
+
+    Output and target (n, D) or (n,), targets 0, 1, 2, … of any dtype.
+
+    Source: McCullagh & Nelder 1989, chapter 6.
+
+    >>> Poisson().log_prob(torch.zeros(1, 1), torch.tensor([[2]]))
+    tensor([-1.6931])
+    """
+
+    distribution = distributions.Poisson
+
+    def components(self, output: Tensor) -> dict[str, Tensor]:
+        return {"rate": columns(output, "Poisson").exp()}
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        output, target = matched("Poisson", output, target)
+        return (target * output - output.exp() - torch.lgamma(target + 1)).sum(-1)
+
+    def chance_nll(self, target: Tensor) -> float | None:
+        counts = columns(target, "Poisson").double()
+        mean = counts.mean(0)
+        return float((mean - torch.xlogy(counts, mean) + torch.lgamma(counts + 1)).sum(-1).mean())
+
+
+class NegativeBinomial(Likelihood):
+    """Counts that vary more than Poisson's: mean m = exp(output), variance m + m²/r.
+
+        log p(y|x,θ) = Σ_d log Γ(y + r) - log Γ(r) - log y! + r·log(r/(r + m)) + y·log(m/(r + m))
+
+    Output and target (n, D) or (n,), targets 0, 1, 2, … of any dtype. r → ∞ is `Poisson`.
+
+    Args:
+        concentration: r > 0; its initial value if it is learned.
+        learned: whether to sample log(r) together with the weights. It is then the module's parameter
+            `likelihood.log_concentration`, under the module's prior.
+
+    Raises:
+        ValueError: if the concentration is not positive.
+
+    Source: Lawless 1987.
+
+    >>> NegativeBinomial(1.0).log_prob(torch.zeros(1, 1), torch.tensor([[0]]))
+    tensor([-0.6931])
+    """
+
+    distribution = distributions.NegativeBinomial
+    log_concentration: Tensor
+
+    def __init__(self, concentration: float = 1.0, learned: bool = False) -> None:
+        super().__init__()
+        check_within("concentration", concentration, "(0, inf)")
+        check_flag("learned", learned)
+        self.concentration = float(concentration)
+        self.learned = learned
+        positive(self, "log_concentration", self.concentration, learned)
+
+    def components(self, output: Tensor) -> dict[str, Tensor]:
+        logits = columns(output, "NegativeBinomial") - self.log_concentration
+        return {"total_count": self.log_concentration.exp(), "logits": logits}
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        output, y = matched("NegativeBinomial", output, target)
+        r, logits = self.log_concentration.exp(), output - self.log_concentration
+        sigmoid = torch.nn.functional.logsigmoid
+        each = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1) + r * sigmoid(-logits) + y * sigmoid(logits)
+        return each.sum(-1)
+
+    def extra_repr(self) -> str:
+        return f"concentration={self.concentration}, learned={self.learned}"

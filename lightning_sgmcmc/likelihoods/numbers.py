@@ -1,0 +1,241 @@
+"""Likelihoods of real numbers: Gaussian ones, Student's t, and mixtures."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_sgmcmc.checks import check_count, check_flag, check_within
+from lightning_sgmcmc.likelihoods.base import Likelihood, check_finite, columns, positive
+from lightning_sgmcmc.predictions import distributions
+from lightning_sgmcmc.predictions.distributions import Normal, NormalMixture
+
+
+class Gaussian(Likelihood):
+    """Regression: y = output + noise, log p(y|x,θ) = Σ_d log N(y_d; output_d, std²).
+
+    Output and target (n, D) or (n,).
+
+    Args:
+        std: standard deviation of the noise, > 0, in the units of the (standardised) target; its initial value if it
+            is learned.
+        learned: whether to sample log(std) together with the weights. It is then the module's parameter
+            `likelihood.log_std`, under the module's prior.
+
+    Raises:
+        ValueError: if std is not positive.
+
+    >>> Gaussian(std=2.0).log_prob(torch.zeros(1, 1), torch.tensor([[2.0]]))
+    tensor([-2.1121])
+    """
+
+    distribution = Normal
+    log_std: Tensor
+
+    def __init__(self, std: float = 1.0, learned: bool = False) -> None:
+        super().__init__()
+        check_within("std", std, "(0, inf)")
+        check_flag("learned", learned)
+        self.std = float(std)
+        self.learned = learned
+        positive(self, "log_std", std, learned)
+
+    def check_target(self, output: Tensor, target: Tensor) -> None:
+        check_finite("Gaussian", target)
+
+    def chance_nll(self, target: Tensor) -> float | None:
+        variance = columns(target, "Gaussian").double().var(0, correction=0)
+        noise = variance if self.learned else torch.full_like(variance, self.std**2)
+        return float((variance / noise + (2 * math.pi * noise).log()).sum() / 2) if bool((noise > 0).all()) else None
+
+    def extra_repr(self) -> str:
+        return f"std={self.std}, learned={self.learned}"
+
+    def components(self, output: Tensor) -> dict[str, Tensor]:
+        return {"loc": columns(output, "Gaussian"), "scale": self.log_std.exp()}
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        output, target = matched("Gaussian", output, target)
+        standardised = (target - output) / self.log_std.exp()
+        return (-standardised.square() / 2 - self.log_std - math.log(2 * math.pi) / 2).sum(-1)
+
+    def terms(self, output: Tensor) -> dict[str, Tensor]:
+        mean = columns(output, "Gaussian")
+        variance = (2 * self.log_std).exp().expand_as(mean)
+        if mean.device.type != "mps":  # which has no float64
+            mean = mean.double()  # E[f²] - E[f]² below needs the digits
+        return {"mean": mean, "square": mean.square(), "variance": variance}
+
+    def target_terms(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        output, target = matched("Gaussian", output, target)
+        return {"cdf": torch.special.ndtr((target - output) / self.log_std.exp())}
+
+
+class HeteroscedasticGaussian(Likelihood):
+    """Regression with noise that depends on the input: the network has an output for each mean and each scale.
+
+        p(y|x,θ) = Π_d N(y_d; m_d, s_d²),   s_d = min_std + std·softplus(a_d)/log 2
+
+    Output (n, 2·D), first the D means m, then the D numbers a; target (n, D), or (n,) if D is 1.
+
+    Args:
+        std: the scale where its output is 0 (besides min_std), > 0, in the units of the (standardised) target.
+        min_std: the smallest scale, > 0, which bounds the density of repeated data.
+
+    Raises:
+        ValueError: for a number out of range.
+
+    Source: Nix & Weigend 1994.
+
+    >>> HeteroscedasticGaussian(std=1.0, min_std=1e-6).log_prob(torch.zeros(1, 2), torch.tensor([0.0]))
+    tensor([-0.9189])
+    """
+
+    distribution = Normal
+
+    def __init__(self, std: float = 1.0, min_std: float = 1e-3) -> None:
+        super().__init__()
+        check_within("std", std, "(0, inf)")
+        check_within("min_std", min_std, "(0, inf)")
+        self.std = std
+        self.min_std = min_std
+
+    def components(self, output: Tensor) -> dict[str, Tensor]:
+        mean, raw = _split(output, 2, "HeteroscedasticGaussian")
+        return {"loc": mean, "scale": self.min_std + self.std / math.log(2) * F.softplus(raw)}
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        own = self.kept_components(output)
+        mean, target = matched("HeteroscedasticGaussian", own["loc"], target)
+        standardised = (target - mean) / own["scale"]
+        return (-standardised.square() / 2 - own["scale"].log() - math.log(2 * math.pi) / 2).sum(-1)
+
+    def chance_nll(self, target: Tensor) -> float | None:
+        return _gaussian_chance(columns(target, type(self).__name__))
+
+    def extra_repr(self) -> str:
+        return f"std={self.std}, min_std={self.min_std}"
+
+
+class StudentT(Likelihood):
+    """Robust regression: y = output + scale·t, t of Student's distribution with df degrees of freedom.
+
+    Output and target (n, D) or (n,). Outliers have a bounded influence; df → ∞ is `Gaussian`.
+
+    Args:
+        df: degrees of freedom, > 2, so that predictions have a standard deviation.
+        scale: > 0, in the units of the (standardised) target; its initial value if it is learned.
+        learned: whether to sample log(scale) together with the weights. It is then the module's parameter
+            `likelihood.log_scale`, under the module's prior.
+
+    Raises:
+        ValueError: for a number out of range.
+
+    Source: Lange et al. 1989.
+
+    >>> StudentT(df=4.0).log_prob(torch.zeros(1, 1), torch.zeros(1, 1))
+    tensor([-0.9808])
+    """
+
+    distribution = distributions.StudentT
+    log_scale: Tensor
+
+    def __init__(self, df: float = 4.0, scale: float = 1.0, learned: bool = False) -> None:
+        super().__init__()
+        check_flag("learned", learned)
+        check_within("df", df, "(2, inf)")
+        check_within("scale", scale, "(0, inf)")
+        self.df = float(df)
+        self.scale = float(scale)
+        self.learned = learned
+        positive(self, "log_scale", self.scale, learned)
+
+    def components(self, output: Tensor) -> dict[str, Tensor]:
+        loc = columns(output, "StudentT")
+        return {"df": torch.full_like(loc, self.df), "loc": loc, "scale": self.log_scale.exp()}
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        output, target = matched("StudentT", output, target)
+        z, half = (target - output) / self.log_scale.exp(), (self.df + 1) / 2
+        normaliser = math.lgamma(half) - math.lgamma(self.df / 2) - math.log(self.df * math.pi) / 2
+        return (normaliser - half * (z.square() / self.df).log1p() - self.log_scale).sum(-1)
+
+    def extra_repr(self) -> str:
+        return f"df={self.df}, scale={self.scale}, learned={self.learned}"
+
+
+class MixtureOfGaussians(Likelihood):
+    """Regression with several modes: a mixture of J Gaussians for each number (a mixture density network).
+
+        p(y|x,θ) = Π_d Σ_j w_dj·N(y_d; m_dj, s_dj²),   w_d = softmax(a_d),   s_dj = min_std + std·softplus(b_dj)/log 2
+
+    Output (n, 3·J·D): for each of the D numbers J of a, J of m and J of b; target (n, D), or (n,) if D is 1.
+
+    Args:
+        num_components: J, at least 2.
+        std: the scales where their outputs are 0 (besides min_std), > 0, in the units of the (standardised) target.
+        min_std: the smallest scale, > 0, which bounds the density of repeated data.
+
+    Raises:
+        ValueError: for a number out of range.
+
+    Source: Bishop 1994.
+
+    >>> MixtureOfGaussians(2, min_std=1e-6).log_prob(torch.zeros(1, 6), torch.tensor([0.0]))
+    tensor([-0.9189])
+    """
+
+    distribution = NormalMixture
+
+    def __init__(self, num_components: int, std: float = 1.0, min_std: float = 1e-3) -> None:
+        super().__init__()
+        check_count("num_components", num_components)
+        if num_components < 2:
+            raise ValueError(
+                f"num_components must be at least 2, got {num_components}: use HeteroscedasticGaussian for one"
+            )
+        check_within("std", std, "(0, inf)")
+        check_within("min_std", min_std, "(0, inf)")
+        self.num_components = num_components
+        self.std = std
+        self.min_std = min_std
+
+    def components(self, output: Tensor) -> dict[str, Tensor]:
+        width = 3 * self.num_components
+        if output.dim() != 2 or output.shape[1] % width:
+            raise ValueError(
+                f"MixtureOfGaussians({self.num_components}) needs {width} outputs for each target, shape (n, "
+                f"{width}·D), got {tuple(output.shape)}"
+            )
+        logits, loc, raw = output.reshape(len(output), -1, 3, self.num_components).unbind(2)
+        return {"logits": logits, "loc": loc, "scale": self.min_std + self.std / math.log(2) * F.softplus(raw)}
+
+    def extra_repr(self) -> str:
+        return f"num_components={self.num_components}, std={self.std}, min_std={self.min_std}"
+
+
+def matched(name: str, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs and targets of one shape (n, D), since others would broadcast.
+
+    Raises:
+        ValueError: if their shapes differ; the message has the likelihood's name.
+    """
+    output, target = columns(output, name), columns(target, name)
+    if output.shape != target.shape:
+        raise ValueError(f"{name}: outputs of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)}")
+    return output, target
+
+
+def _split(output: Tensor, parts: int, name: str) -> tuple[Tensor, ...]:
+    if output.dim() != 2 or output.shape[1] % parts:
+        raise ValueError(
+            f"{name} needs {parts} outputs for each target, shape (n, {parts}·D), got {tuple(output.shape)}"
+        )
+    return output.chunk(parts, 1)
+
+
+def _gaussian_chance(target: Tensor) -> float | None:
+    """Return the NLL of the Gaussian of the targets' own mean and variance, in nats per datum."""
+    variance = target.double().var(0, correction=0)
+    return float((1 + (2 * math.pi * variance).log()).sum() / 2) if bool((variance > 0).all()) else None

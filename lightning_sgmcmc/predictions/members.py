@@ -1,0 +1,67 @@
+"""Every sample's probabilities: quantiles over the samples, and draws of labels."""
+
+import torch
+from torch import Tensor
+
+
+def tempered(probabilities: Tensor, temperature: float) -> Tensor:
+    """Return p_k^(1/T) / Σ_j p_j^(1/T), the softmax of log p / T, shape (…, K).
+
+    >>> tempered(Tensor([[0.9, 0.1]]), 2.0)
+    tensor([[0.7500, 0.2500]])
+    """
+    return (probabilities.double().clamp_min(FLOOR).log() / temperature).softmax(-1).to(probabilities.dtype)
+
+
+FLOOR = 1e-30
+"""Smallest probability whose logarithm is taken."""
+
+
+class Members:
+    """The probabilities of each sample, with the samples' weights.
+
+    Args:
+        probabilities: shape (S, n, …, K).
+        weights: w, shape (S,), summing to 1.
+    """
+
+    def __init__(self, probabilities: Tensor, weights: Tensor) -> None:
+        self.probabilities = probabilities
+        self.weights = weights
+
+    def to(self, device: torch.device | str) -> "Members":
+        """Return a copy on a device."""
+        return Members(self.probabilities.to(device), self.weights.to(device))
+
+    def quantile(self, q: float) -> Tensor:
+        """Return the smallest probability that samples of weight q or more do not exceed, shape (n, …, K)."""
+        ordered, order = self.probabilities.sort(0)
+        # A cumulative sum of equal weights differs from its exact value by rounding.
+        reached = self.weights.double()[order].cumsum(0) >= q - 1e-12
+        first = reached.long().argmax(0, keepdim=True)
+        return ordered.gather(0, first)[0]
+
+    def cdf(self, p: Tensor | float) -> Tensor:
+        """Return the weight of the samples whose probability is at most p, shape (n, …, K)."""
+        below = (self.probabilities <= p).double()
+        return torch.einsum("s,s...->...", self.weights.double(), below).to(self.probabilities.dtype)
+
+    def chosen(self, num: int, generator: torch.Generator) -> Tensor:
+        """Return the probabilities of a sample drawn by the weights for each of num·n draws, shape (num, n, …, K)."""
+        count = self.probabilities.shape[1]
+        chosen = torch.multinomial(self.weights.cpu(), num * count, replacement=True, generator=generator)
+        rows = torch.arange(count, device=self.probabilities.device)
+        return self.probabilities[chosen.view(num, count).to(self.probabilities.device), rows]
+
+
+def labels_of(probabilities: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a label drawn from each row, shape (…, K) to (…), by inversion."""
+    uniform = torch.rand(probabilities.shape[:-1], generator=generator, dtype=torch.float64)
+    total = probabilities.double().cumsum(-1)
+    below = total < (uniform.to(probabilities.device) * total[..., -1])[..., None]
+    return below.sum(-1)
+
+
+def generator_of(seed: int | torch.Generator) -> torch.Generator:
+    """Return the generator, or a new one with this seed."""
+    return seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
