@@ -5,12 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_sgmcmc.batches.inputs import as_tensors, batches_in, has_doubtful_target, inputs_of, plain
 from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode
@@ -18,7 +18,7 @@ from lightning_sgmcmc.chains.together import MOST, States, TogetherCall, dtype_o
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.evaluation.batch_norm import new_statistics
 from lightning_sgmcmc.evaluation.scoring import concatenate, evaluate
-from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.model import EnergyModel, overrides
 from lightning_sgmcmc.posterior.checks import check_sample
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.predictions import Prediction
@@ -44,12 +44,7 @@ def average_predictions(
     likelihood = model.likelihood
     if likelihood is None:
         raise RuntimeError(f"{type(model).__name__} has no likelihood object to define a predictive: pass likelihood=…")
-    if isinstance(inputs, tuple):
-        raise TypeError(
-            f"x is a tuple of {len(inputs)}, which could be a batch (x, y) or several batches: pass the inputs alone, "
-            "predict(x), or a list of batches"
-        )
-    batches = [inputs] if isinstance(inputs, Tensor | np.ndarray) else inputs
+    batches = batches_in(inputs, model.accepted_arguments)
     if is_shuffled(batches):
         rank_zero_warn(
             "The loader shuffles, so the predictions are in the order of this one pass: pass a loader in a fixed order "
@@ -58,14 +53,14 @@ def average_predictions(
     averages: list[WeightedAverage] = []
     kept: list[Tensor] = []
     with evaluation_mode(model), torch.no_grad():
-        for chunk in _chunks(batches):
+        for chunk in _chunks(_inputs_alone(batches, model)):
             part = [WeightedAverage() for _ in chunk]
             of_chunk: list[Tensor] = []
             remaining = iter(log_weights)
             for group in samples.groups():
                 weights = list(itertools.islice(remaining, len(group)))
                 of_group = []
-                for average, x in zip(part, _inputs_of(chunk, group.device, group.dtype), strict=True):
+                for average, x in zip(part, _on(chunk, group.device, group.dtype), strict=True):
                     each = []
                     for terms, log_weight in zip(samples.call(group, x), weights, strict=True):
                         average.add(terms, torch.empty(0, device=group.device), log_weight)
@@ -102,7 +97,7 @@ class ReadySamples:
         self._store = store
         self._records = list(store.records)
         self._groups: list[States] | None = None
-        self.call = TogetherCall(model, lambda m, x: m.likelihood.terms(m(x)))
+        self.call = TogetherCall(model, lambda m, x: m.likelihood.terms(m.output_of(x)))
 
     def are_of(self, store: SampleStore, model: EnergyModel) -> bool:
         """Return whether these are a store's present samples, on a model's present device."""
@@ -165,17 +160,18 @@ def average_scores(
     return average.terms, target
 
 
-def with_new_statistics(samples: SampleStore, model: nn.Module, batches: Iterable[Any]) -> MemoryStore:
+def with_new_statistics(samples: SampleStore, model: EnergyModel, batches: Iterable[Any]) -> MemoryStore:
     """Return samples with re-estimated BatchNorm statistics; see `Posterior.update_batch_norm`."""
     store = MemoryStore()
     store.scaling = samples.scaling
     device = next(model.parameters()).device
     batches = _repeatable(batches)
-    caller = StatelessCall(model, lambda m, x: m(x))
+    caller = StatelessCall(model, lambda m, x: m.output_of(x))
     with evaluation_mode(model):
         for sample in samples:
             state = {name: tensor.to(device) for name, tensor in sample.state.items()}
-            state = new_statistics(model, state, _inputs_of(batches, device, dtype_of(sample.parameters)), caller.call)
+            inputs = _on(_inputs_alone(batches, model), device, dtype_of(sample.parameters))
+            state = new_statistics(model, state, inputs, caller.call)
             store.append(replace(sample, buffers={name: state[name] for name in sample.buffers}))
     return store
 
@@ -205,7 +201,7 @@ def _chunks(batches: Iterable[Any]) -> Iterator[list[Any]]:
     chunk: list[Any] = []
     size = 0
     for batch in batches:
-        own = sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(batch))
+        own = sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(plain(batch)))
         if chunk and size + own > CHUNK:
             yield chunk
             chunk, size = [], 0
@@ -220,8 +216,25 @@ def _repeatable(batches: Iterable[Any]) -> Iterable[Any]:
     return list(batches) if isinstance(batches, Iterator) else batches
 
 
-def _inputs_of(batches: Iterable[Any], device: torch.device, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield inputs on a device; floating-point ones in a dtype, since NumPy's are float64."""
+def _inputs_alone(batches: Iterable[Any], model: EnergyModel) -> Iterator[Any]:
+    """Yield the inputs of batches, which may have targets.
+
+    A batch of a form that the model takes apart itself goes through its `inputs_and_target`.
+    """
+    arguments, own, warned = model.accepted_arguments, overrides(model, "inputs_and_target"), False
     for batch in batches:
-        inputs = torch.as_tensor(batch[0] if isinstance(batch, list | tuple) else batch)
-        yield inputs.to(device, dtype if inputs.is_floating_point() else inputs.dtype)
+        if own and isinstance(batch, list | tuple | Mapping):
+            yield model.inputs_and_target(batch)[0]
+            continue
+        if not warned and has_doubtful_target(batch, arguments):
+            warned = True
+            rank_zero_warn(
+                "predict takes the first of each pair as the inputs and the second as their target, which it ignores, "
+                "although forward takes several inputs: if the second is one, pass dicts, {'name': …}, or nest them, "
+                "((a, b), y)."
+            )
+        yield model.used_of(inputs_of(batch, arguments))
+
+
+def _on(batches: Iterable[Any], device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
+    return (as_tensors(inputs, device, dtype) for inputs in batches)
