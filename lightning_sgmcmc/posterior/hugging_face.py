@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.stateless import state_of
