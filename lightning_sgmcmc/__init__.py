@@ -12,6 +12,7 @@ from lightning_sgmcmc.likelihoods import Bernoulli, Categorical, Gaussian, Likel
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
+from lightning_sgmcmc.pretrained import bayesianize
 from lightning_sgmcmc.priors import (
     FlatPrior,
     GaussianPrior,
@@ -63,6 +64,7 @@ __all__ = [
     "SwitchingOrder",
     "UnderdampedLangevin",
     "__version__",
+    "bayesianize",
     "cluster_data",
     "pSGHMC",
     "pSGLD",
