@@ -140,9 +140,7 @@ def test_weights_of_a_checkpoint(tmp_path: Path) -> None:
     trained = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     states = {
         "plain": trained.state_dict(),
-        "lightning": {
-            "state_dict": {f"model.{n}": t for n, t in trained.state_dict().items()} | {"scale": Tensor([1])}
-        },
+        "lightning": {"state_dict": {f"model.{n}": t for n, t in trained.state_dict().items()}},
     }
     for name, state in states.items():
         torch.save(state, tmp_path / f"{name}.pt")
@@ -174,7 +172,7 @@ def tied() -> Any:
 @pytest.mark.parametrize(
     ("make", "what", "message"),
     [
-        (lambda: nn.Linear(2, 2), "head", "what must be 'last_layer', 'lora' or 'all', got 'head'"),
+        (lambda: nn.Linear(2, 2), "head", "what must be 'last_layer' or 'lora' or 'all', got 'head'"),
         (lambda: nn.Linear(2, 2), 3, "what must be 'last_layer', 'lora', 'all', a LoraConfig or name patterns, got 3"),
         (lambda: nn.Sequential(nn.Linear(2, 2)), ["fc.*"], r"no parameter of Sequential matches 'fc\.\*'"),
         (nn.Tanh, "last_layer", "Tanh has no linear layer to sample"),
@@ -227,7 +225,7 @@ BERT = "transformers.models.bert.modeling_bert:BertModel"
 @pytest.mark.parametrize(
     ("description", "message"),
     [
-        ({"class": BERT, "config": BERT, "attention": None, "arguments": {"dict": {}}}, "is not a PretrainedConfig"),
+        ({"class": BERT, "config": BERT, "attention": None, "arguments": {"dict": {}}}, "is not a PreTrainedConfig"),
         (
             {"class": "transformers.pipelines:pipeline", "config": BERT, "attention": None, "arguments": {"dict": {}}},
             "has no networks that a store may name",
