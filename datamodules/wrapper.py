@@ -33,8 +33,8 @@ class DatasetDataModule(pl.LightningDataModule):
         num_data: N, for training data without a length only.
         drop_last: leave out the last batch of an epoch if it is smaller; N stays the whole training set.
         order: makes the order of the training data, see `ResumableLoader`.
-        collate_fn: makes a batch of a list of items, such as transformers' `DataCollatorWithPadding(tokenizer)`; None is
-            torch's default, or `collate_rows`.
+        collate_fn: makes a batch of a list of items, such as `DataCollatorWithPadding(tokenizer)` of transformers;
+            None is torch's default, or `collate_rows`.
 
     Raises:
         ValueError: if batch_size is below 1, N is missing, or num_data contradicts the training data's length.

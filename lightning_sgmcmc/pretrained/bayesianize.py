@@ -59,11 +59,10 @@ def bayesianize(
 
     Example::
 
-        net = torchvision.models.resnet18(weights="DEFAULT")
-        net.fc = nn.Linear(512, 5)
+        net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))  # or resnet18(…)
         module = bayesianize(net, "last_layer", Categorical(), lr=0.1, num_chains=4)
-        trainer = pl.Trainer(max_epochs=10, callbacks=[WarmStart(epochs=2), CyclicalSchedule(4), SampleCollector()])
-        trainer.fit(module, datamodule)
+        callbacks = [SamplingSchedule(every_n_epochs=1, burn_in_epochs=2), SampleCollector()]
+        trainer = pl.Trainer(max_epochs=10, callbacks=callbacks)  # and trainer.fit(module, datamodule)
 
     Source: Li et al. 2018 (Explicit inductive bias for transfer learning, the penalty of the distance to the start);
     Yang et al. 2024 (Bayesian low-rank adaptation, a posterior of LoRA's weights).
