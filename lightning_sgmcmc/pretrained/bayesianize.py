@@ -79,7 +79,7 @@ def bayesianize(
     network, kind = _chosen(network, what, example)
     if not any(parameter.requires_grad for parameter in network.parameters()):
         raise ValueError(f"what={what!r} leaves {type(network).__name__} no weight to sample: pass name patterns")
-    config = getattr(network, "config", None)
+    config: Any = getattr(network, "config", None)
     if getattr(config, "use_cache", None):
         config.use_cache = False  # a cache of earlier tokens serves the generation of text only
     module = BayesianModule(

@@ -34,7 +34,9 @@ def last_layer(network: nn.Module, example: Any = None) -> str:
     Raises:
         ValueError: if there is none, or if it shares its weight with another layer.
     """
-    linear = {name: part for name, part in network.named_modules() if isinstance(part, LINEAR) and name}
+    linear: dict[str, nn.Module] = {
+        name: part for name, part in network.named_modules() if isinstance(part, LINEAR) and name
+    }
     found = _last_called(network, linear, example) if example is not None else _last_defined(network, linear)
     if found is None:
         raise ValueError(
@@ -59,7 +61,7 @@ def _last_defined(network: nn.Module, linear: dict[str, nn.Module]) -> str | Non
         own = [n for n in names if n == f"{beginning}{head}" or n.startswith(f"{beginning}{head}.")]
         if own:
             return next((n for n in reversed(own) if n in dense), own[-1])
-    return (dense or names or [None])[-1]
+    return next(reversed(dense or names), None)
 
 
 def _wrapping(network: nn.Module) -> str:

@@ -15,7 +15,7 @@ import torchvision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sgmcmc import BayesianModule, Gaussian, Posterior, bayesianize
+from lightning_sgmcmc import BayesianModule, ChainStrategy, Gaussian, Posterior, bayesianize
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule, WarmStart
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from lightning_sgmcmc.posterior.classes import NotDescribableError
@@ -303,3 +303,58 @@ def test_stores_load_in_a_new_process_without_the_program(how: Any, tmp_path: Pa
 
 def of(how: str) -> dict[str, Any]:
     return {"lr": 0.01, "seed": 0, "num_chains": CHAINS, "chain_execution": how}
+
+
+class Folded(pl.Callback):
+    """Writes each rank's state at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        torch.save(pl_module.state_dict(), self.folder / f"rank{trainer.global_rank}.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strategy", ["ddp_fork", "chains"])
+def test_dict_batches_on_two_ranks(strategy: str, tmp_path: Path) -> None:
+    """Two ranks share a chain's rows (ddp), or have two chains each, whose draws are those of one process."""
+    rows = Sentences()
+    chains = 2 if strategy == "chains" else 1
+    kind: Any = strategy if strategy == "ddp_fork" else ChainStrategy(start_method="fork")
+    module = bayesianize(encoder(), lora(), lr=0.01, seed=0, num_chains=chains)
+    collected = [SamplingSchedule(every_n_steps=2), SampleCollector(tmp_path / "samples"), Folded(tmp_path)]
+    trainer = quiet_trainer(max_steps=4, strategy=kind, devices=2, callbacks=[*collected, BayesianModelAverage()])
+    trainer.fit(module, DatasetDataModule(rows, rows, batch_size=8 if chains > 1 else 4))
+    states = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    alone = bayesianize(encoder(), lora(), lr=0.01, seed=0, num_chains=4 if chains > 1 else 1)
+    fitted(alone, DatasetDataModule(rows, rows, batch_size=8))
+    assert alone.posterior is not None
+    store = Posterior.load(tmp_path / "samples")
+    assert len(store) == len(alone.posterior)
+    if chains == 1:
+        assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+        return  # the ranks' batches are the halves of other batches than one process has
+    mine = {(sample.step, sample.chain): sample for sample in alone.posterior}
+    for sample in store:
+        own = mine[sample.step, sample.chain]
+        assert all(torch.allclose(t, own.parameters[name], atol=1e-5) for name, t in sample.parameters.items())
+
+
+@pytest.mark.slow
+def test_a_resumed_run_of_dict_batches_is_the_same_run(tmp_path: Path) -> None:
+    rows = Sentences()
+
+    def run(steps: int, path: Any = None) -> pl.Trainer:
+        data = DatasetDataModule(rows, batch_size=8)
+        module = bayesianize(encoder(0.1), lora(), lr=0.01, seed=0, num_chains=2)
+        trainer = quiet_trainer(max_steps=steps)
+        trainer.fit(module, data, ckpt_path=path)
+        return trainer
+
+    whole = run(7)
+    run(3).save_checkpoint(tmp_path / "third.ckpt")
+    resumed = run(7, tmp_path / "third.ckpt")
+    state = resumed.lightning_module.state_dict()
+    assert all(torch.equal(t, state[n]) for n, t in whole.lightning_module.state_dict().items())
