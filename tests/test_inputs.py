@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_sgmcmc import BayesianModule, Categorical, Posterior, ResumableLoader
 from lightning_sgmcmc.batches.padding import padded_alike
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
+from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from tests.support.trainers import quiet_trainer
 
@@ -254,3 +255,16 @@ def test_tables_of_pandas(tmp_path: Any) -> None:
     assert torch.equal(found, module.posterior.predict(torch.tensor(x).float()).probabilities)
     with pytest.raises(TypeError, match=r"x has the column 'c' of .*not numeric: encode it"):
         module.posterior.predict(frame.assign(c="red"))
+
+
+def test_a_layer_that_vmap_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has no vmapped LSTM: by "auto" its chains run one by one, also where others run at once."""
+    monkeypatch.setattr(Chains, "execution", "auto")
+    data = DatasetDataModule(Rows("tuple"), batch_size=8)
+    found = fitted(reader(), data, num_chains=4)[0].posterior
+    monkeypatch.undo()
+    looped = fitted(reader(), data, num_chains=4)[0].posterior
+    for one, same in zip(found or [], looped or [], strict=True):
+        assert all(torch.allclose(tensor, same.state[name], atol=1e-6) for name, tensor in one.state.items())
+    with pytest.raises(RuntimeError, match=r"torch.vmap cannot run 'net.lstm' \(LSTM\) .* pass chain_execution='loop'"):
+        fitted(reader(), data, chain_execution="vmap")
