@@ -27,6 +27,7 @@ def bayesianize(
     prior: Prior | float | None = None,
     checkpoint: "Mapping[str, Any] | str | Path | None" = None,
     example: Any = None,
+    chain_start: 'Literal["own", "same"] | Sequence[Any]' = "same",
     **options: Any,
 ) -> BayesianModule:
     """Return a trained network as a module whose chains start at its weights.
@@ -34,8 +35,8 @@ def bayesianize(
         log p(θ) = log N(θ; θ₀, std²),   θ₀ the sampled weights as they are given, the others fixed
 
     The prior is centred at the network's weights, since they come from other data. If they come from the data of the
-    fit, that would count these twice: pass `prior=GaussianPrior()`, whose centre is 0. All chains start at the weights
-    (`chain_start="same"`), because drawn starts would lose them; so agreement of the chains (R̂) says less at first.
+    fit, that would count these twice: pass `prior=GaussianPrior()`, whose centre is 0. All chains start at the weights,
+    because drawn starts would lose them, so agreement of the chains (R̂) says less at first.
 
     Args:
         network: a network of torch, torchvision, transformers or peft, or a trained LightningModule with a `forward`;
@@ -49,6 +50,7 @@ def bayesianize(
         checkpoint: weights to load into the network first: a state dict, or the path of a Lightning checkpoint, of a
             file by `torch.save` or of a safetensors file.
         example: inputs of the network, to find the last layer by a call.
+        chain_start: "same", or as for `BayesianModule`.
         options: further arguments of `BayesianModule`: `lr`, `sampler`, `num_chains`, `temperature`, ….
 
     Raises:
@@ -86,7 +88,8 @@ def bayesianize(
         network,
         likelihood if likelihood is not None else Categorical(),
         _prior(prior, kind),
-        **({"chain_start": "same"} | options),
+        chain_start=chain_start,
+        **options,
     )
     _say(network, kind)
     return module
