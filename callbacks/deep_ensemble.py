@@ -15,10 +15,10 @@ from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.warm_start import ChainOptimizers, check_optimizer, chosen_decay, make_optimizer
 from lightning_sgmcmc.checks import check_choice, check_within
-from lightning_sgmcmc.model import name_of
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.priors import FlatPrior
 from lightning_sgmcmc.run.trainer import callbacks_of
+from lightning_sgmcmc.samplers.factories import name_of
 from lightning_sgmcmc.schedules import cyclical_lr_factor
 
 

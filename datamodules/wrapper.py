@@ -11,10 +11,14 @@ from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.datamodules.base import replica_of
 from lightning_sgmcmc.datamodules.loading import TensorBatches
+from lightning_sgmcmc.datamodules.rows import collate_rows, is_table_of_rows
 
 
 class DatasetDataModule(pl.LightningDataModule):
-    """Wraps torch data sets of pairs (x, y).
+    """Wraps data sets: torch's, of pairs (x, y) or of dicts with "labels", or Hugging Face's, of rows by column.
+
+    The rows of a `datasets.Dataset`, of format torch or of plain lists, become a dict batch (see `collate_rows`); what
+    the network's `forward` does not accept, is not passed to it.
 
     A `ResumableLoader` loads the training data, so a run continues exactly from any step, with any number of workers.
     Training data without a length are loaded by a `DataLoader`. A `TensorDataset` is indexed by whole batches, as the
@@ -29,7 +33,8 @@ class DatasetDataModule(pl.LightningDataModule):
         num_data: N, for training data without a length only.
         drop_last: leave out the last batch of an epoch if it is smaller; N stays the whole training set.
         order: makes the order of the training data, see `ResumableLoader`.
-        collate_fn: makes a batch of a list of items; None is torch's default.
+        collate_fn: makes a batch of a list of items, such as `DataCollatorWithPadding(tokenizer)` of transformers;
+            None is torch's default, or `collate_rows`.
 
     Raises:
         ValueError: if batch_size is below 1, N is missing, or num_data contradicts the training data's length.
@@ -69,7 +74,7 @@ class DatasetDataModule(pl.LightningDataModule):
         self.num_workers = num_workers
         self.drop_last = drop_last
         self.order = order
-        self.collate_fn = collate_fn
+        self.collate_fn = collate_rows if collate_fn is None and is_table_of_rows(train) else collate_fn
         self._num_data = num_data
 
     @property
@@ -128,6 +133,8 @@ def _check_data_set(name: str, data: Any) -> None:
         raise TypeError(
             f"{name} is a {type(data).__name__}, which counts batches, not data: pass its dataset (loader.dataset)"
         )
+    if type(data).__module__ == "datasets.dataset_dict" or type(data) is dict:
+        raise TypeError(f"{name} holds the data sets {', '.join(map(repr, data))}: pass one, {name}=data['train']")
     if isinstance(data, type):
         raise TypeError(f"{name}={data.__name__} is a class: pass an instance, {name}={data.__name__}(…)")
     if data is None and name == "train":

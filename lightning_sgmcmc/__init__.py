@@ -32,6 +32,7 @@ from lightning_sgmcmc.predictions import (
     Prediction,
     RegressionPrediction,
 )
+from lightning_sgmcmc.pretrained import bayesianize
 from lightning_sgmcmc.priors import (
     FlatPrior,
     GaussianPrior,
@@ -94,6 +95,7 @@ __all__ = [
     "TokenCategorical",
     "UnderdampedLangevin",
     "__version__",
+    "bayesianize",
     "cluster_data",
     "pSGHMC",
     "pSGLD",

@@ -1,22 +1,35 @@
 """EnergyModel: the network, likelihood and prior that define a potential energy, for one chain."""
 
-import functools
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_sgmcmc.batches.inputs import (
+    TARGETS,
+    Arguments,
+    arguments_of,
+    arguments_of_network,
+    called,
+    is_float64,
+    plain,
+    target_name,
+    trimmed,
+    unused,
+    unwrapped,
+)
 from lightning_sgmcmc.checks import names_other_lightning
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.priors import GaussianPrior, Prior
 from lightning_sgmcmc.priors.state import begin_prior_state, prior_state, with_own_state
-from lightning_sgmcmc.samplers import Sampler
 
 ONLY_FOR_TRAINING = {
     "prior",
@@ -33,10 +46,6 @@ ONLY_FOR_TRAINING = {
     "frozen_dropout",
 }
 """Constructor arguments that a store does not need to rebuild the network."""
-
-
-SET_BY_MODULE = ("lr", "temperature", "num_data", "num_chains", "seed", "first_chain")
-"""Arguments that a `BayesianModule` passes to its sampler."""
 
 
 class EnergyModel(pl.LightningModule):
@@ -69,6 +78,8 @@ class EnergyModel(pl.LightningModule):
         check_part("net", net, nn.Module)
         check_part("likelihood", likelihood, Likelihood)
         check_part("prior", prior, Prior)
+        self._accepted: Arguments | None = None
+        self._said_unused = False
         self._compiled_net: list[nn.Module] = []
         """The network's torch.compile wrapper, if any; in a list, so that it is not registered as a submodule."""
         if net is not None:
@@ -86,19 +97,68 @@ class EnergyModel(pl.LightningModule):
         net = self._compiled_net[0] if self._compiled_net and self.training else self.net
         return net(*args, **kwargs)
 
-    def output_and_target(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the network's output for a batch and its target; override it if batches are not pairs (x, y)."""
+    def inputs_and_target(self, batch: Any) -> tuple[Any, Any]:
+        """Return the inputs and the target of a batch; override it for batches of another form.
+
+        A batch is a pair (x, y), or a dict with its target as "labels", "label", "target" or "y", whose other entries
+        are the inputs. The inputs are a tensor, a tuple or list of tensors, or a dict.
+        """
+        if isinstance(batch, Mapping):
+            name = target_name(batch, self.accepted_arguments)
+            if name is None:
+                raise TypeError(
+                    f"a dict batch needs its target as {', '.join(map(repr, TARGETS))}, and this one has "
+                    f"{', '.join(map(repr, batch))}: rename one, or override inputs_and_target(batch) of "
+                    f"{type(self).__name__}"
+                )
+            return {key: value for key, value in batch.items() if key != name}, batch[name]
         if not (isinstance(batch, list | tuple) and len(batch) == 2):
             raise TypeError(
-                f"a batch should be a pair (x, y), got {type(batch).__name__}: for other batches, override "
-                f"output_and_target(batch) of {type(self).__name__}"
+                f"a batch should be a pair (x, y), got {_kind(batch)}: nest several inputs, ((a, b), y), or override "
+                f"inputs_and_target(batch) of {type(self).__name__}"
             )
-        x, y = batch
+        return plain(batch[0]), batch[1]
+
+    def output_of(self, inputs: Any) -> Any:
+        """Return the network's output for inputs, as the likelihood receives it; override it for another call.
+
+        A tensor is passed to `forward` as it is, several tensors as positional arguments where it takes so many, a dict
+        by name, without the entries that it does not accept. Of a model's output object the logits are returned.
+        """
+        if isinstance(inputs, Tensor):
+            return unwrapped(self(inputs))
+        return unwrapped(called(self, inputs, self.accepted_arguments))
+
+    def output_and_target(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the network's output for a batch and its target, by `inputs_and_target` and `output_of`."""
+        inputs, target = self.inputs_and_target(batch)
         try:
-            return self(x), y
+            return self.output_of(inputs), target
         except RuntimeError as error:
-            check_dtype(self, x, error)
+            check_dtype(self, inputs, error)
             raise
+
+    def used_of(self, batch: Any) -> Any:
+        """Return a batch without what `output_of` would leave out, and log it, once; with own hooks all is used."""
+        if any(overrides(self, method) for method in ("log_likelihood", *HOOKS)):
+            return batch
+        used = trimmed(batch, self.accepted_arguments)
+        if used is not batch and not self._said_unused:
+            self._said_unused = True
+            names = ", ".join(map(repr, unused(batch, self.accepted_arguments)))
+            rank_zero_info(f"The network's forward does not accept {names} of the batches, so it is not passed.")
+        return used
+
+    @property
+    def accepted_arguments(self) -> Arguments:
+        """What the network's `forward` accepts."""
+        if self._accepted is None:
+            own = overrides(self, "forward") or "net" not in self._modules
+            # Not the object's own attribute, where a data-parallel wrapper puts another method.
+            self._accepted = (
+                arguments_of(MethodType(type(self).forward, self)) if own else arguments_of_network(self.net)
+            )
+        return self._accepted
 
     def log_likelihood(self, batch: Any) -> Tensor:
         """Return log p(y|x,θ) for each datum of a batch, shape (n,), for one chain."""
@@ -150,14 +210,16 @@ class EnergyModel(pl.LightningModule):
         """Restore from `state_dict()`, also of a module with another prior."""
         return super().load_state_dict(with_own_state(self, self.prior, state_dict), strict=strict, assign=assign)
 
-    # -- about the model ----------------------------------------------------------------------------------------------
-
     def recorded_arguments(self) -> dict[str, Any]:
         """Return the constructor arguments that rebuild the network: all except those used only in training."""
         return {name: value for name, value in self._arguments.items() if name not in ONLY_FOR_TRAINING}
 
     _arguments: dict[str, Any]
     """The constructor arguments, see `lightning_sgmcmc.posterior.description.record_arguments`."""
+
+
+HOOKS = ("inputs_and_target", "output_of", "output_and_target")
+"""The methods that take a batch apart."""
 
 
 def overrides(model: EnergyModel, method: str) -> bool:
@@ -185,7 +247,7 @@ def check_model(model: EnergyModel) -> None:
         )
     if model.likelihood is None and not overrides(model, "log_likelihood"):
         raise ValueError(f"{name} needs a likelihood: pass likelihood=… or define log_likelihood(batch)")
-    overridden = any(overrides(model, method) for method in ("forward", "log_likelihood", "output_and_target"))
+    overridden = any(overrides(model, method) for method in ("forward", "log_likelihood", *HOOKS))
     if "net" not in model._modules and not overridden:
         raise ValueError(f"{name} needs a network: pass net=… or define forward")
     last, likelihood = _last_layer(getattr(model, "net", None)), model.likelihood
@@ -194,6 +256,10 @@ def check_model(model: EnergyModel) -> None:
             f"net ends in {type(last).__name__}, which {type(likelihood).__name__} applies itself: it needs logits, so "
             "remove that layer"
         )
+
+
+def _kind(batch: Any) -> str:
+    return f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, list | tuple) else type(batch).__name__
 
 
 def _last_layer(network: Any) -> Any:
@@ -250,7 +316,7 @@ def check_dtype(model: nn.Module, inputs: Any, error: RuntimeError) -> None:
         TypeError: if the inputs are float64 and the parameters are not.
     """
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    if isinstance(inputs, Tensor) and inputs.dtype == torch.float64 and dtype not in (None, torch.float64):
+    if dtype not in (None, torch.float64) and is_float64(inputs):
         raise TypeError(
             f"the batch's inputs are float64 and the network's parameters {str(dtype).removeprefix('torch.')}: convert "
             "the data by .float() (NumPy's numbers are float64), or use Trainer(precision='64-true')"
@@ -282,69 +348,3 @@ def check_part(name: str, value: Any, kind: type) -> None:
     if isinstance(value, type):
         raise TypeError(f"{name}={value.__name__} is a class: pass an instance, {name}={value.__name__}(…)")
     raise TypeError(f"{name} should be a {kind.__name__}, got a {type(value).__name__}")
-
-
-def check_sampler(sampler: Any, lr: Any = None) -> None:
-    """Raise unless `sampler` is a sampler factory that leaves the module's own arguments to the module.
-
-    Args:
-        sampler: the argument of `BayesianModule`.
-        lr: the module's lr; with None the factory may set its own.
-
-    Raises:
-        TypeError: if it is no factory of samplers.
-        ValueError: if it sets an argument that the module sets, or a weight decay, which would count the prior twice.
-    """
-    made = sampler.func if isinstance(sampler, functools.partial) else sampler
-    if not callable(made):
-        raise TypeError(
-            "sampler should be a class or function that returns a sampler for parameters, got a "
-            f"{type(made).__name__} object: pass the class, with its arguments in functools.partial"
-        )
-    if isinstance(made, type) and not issubclass(made, Sampler):
-        raise TypeError(
-            f"sampler={made.__name__} adds no noise: use one of lightning_sgmcmc.samplers (at temperature 0 they "
-            "equal torch's optimizers)"
-        )
-    if isinstance(sampler, functools.partial) and "weight_decay" in sampler.keywords:
-        raise ValueError(
-            "weight decay is a Gaussian prior, which the potential energy already contains: omit weight_decay, "
-            "and pass prior=GaussianPrior(std=…) with std² = 1/(N·weight_decay)"
-        )
-    for name, value in _set_twice(sampler, lr).items():
-        raise ValueError(
-            f"sampler=partial({name_of(sampler)}, {name}={value!r}) has no effect, since the module sets {name}: pass "
-            f"{'seed' if name == 'first_chain' else name}=… to the module instead"
-        )
-
-
-def _set_twice(sampler: Any, lr: Any) -> dict[str, Any]:
-    """Return the keyword arguments of a partial that the module overrides."""
-    chosen = chosen_options(sampler, Sampler)
-    return {n: v for n, v in chosen.items() if n in SET_BY_MODULE and (n != "lr" or lr is not None)}
-
-
-def chosen_options(factory: Any, base: type | None = None) -> dict[str, Any]:
-    """Return the keyword arguments that a user has chosen in a partial; {} for other factories.
-
-    Args:
-        factory: a class, a function, or a partial of one.
-        base: a class whose constructor's defaults the made class shares.
-    """
-    if not isinstance(factory, functools.partial):
-        return {}
-    if isinstance(factory.func, type):
-        return dict(factory.keywords)
-    # The command line's partial holds all arguments, those that the user left out by their defaults.
-    cls = next((part for part in factory.args if isinstance(part, type)), None)
-    signatures = [inspect.signature(kind).parameters for kind in (cls, base) if kind is not None]
-    defaults = {n: p.default for parameters in reversed(signatures) for n, p in parameters.items()}
-    return {n: v for n, v in factory.keywords.items() if n not in defaults or v != defaults[n]}
-
-
-def name_of(factory: Any) -> str:
-    """Return the name of a class or function, unwrapping a `functools.partial`."""
-    if isinstance(factory, functools.partial):
-        # The command line's partial calls a parser helper that takes the class as an argument.
-        factory = next((part for part in factory.args if isinstance(part, type)), factory.func)
-    return getattr(factory, "__name__", type(factory).__name__)

@@ -20,7 +20,7 @@ from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.likelihoods import Likelihood
-from lightning_sgmcmc.model import EnergyModel, check_methods, check_model, check_sampler, name_of, named_trainable
+from lightning_sgmcmc.model import EnergyModel, check_methods, check_model, named_trainable
 from lightning_sgmcmc.posterior.description import record_arguments
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.predictions import Prediction
@@ -31,6 +31,7 @@ from lightning_sgmcmc.run.resume import ExactResume
 from lightning_sgmcmc.run.safeguards import Safeguards
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import SGLD, Sampler
+from lightning_sgmcmc.samplers.factories import check_sampler, name_of
 
 
 class BayesianModule(EnergyModel):
@@ -39,7 +40,7 @@ class BayesianModule(EnergyModel):
         U(θ) = -Σ_i log p(y_i|x_i,θ) - log p(θ),   Ũ(θ) = (N/n)·Σ_{i in batch} -log p(y_i|x_i,θ) - log p(θ)
 
     The training loss is Ũ/N, a mean loss like any other (with C chains, their sum). Subclass it and define `forward`,
-    or pass `net`. Batches are pairs (x, y) unless `output_and_target` or `log_likelihood` is overridden.
+    or pass `net`. Batches are pairs (x, y) or dicts with "labels": see `inputs_and_target` and `output_of`.
 
     With `num_chains=C` the module holds C copies of its network: when a fit begins, every parameter and buffer gets a
     leading chain axis. `forward` and all other code is still written for one network; `with module.at_chain(c):`
@@ -78,8 +79,7 @@ class BayesianModule(EnergyModel):
 
     Raises:
         ValueError: for a negative or infinite temperature or lr, a num_data or num_chains below 1, or a weight decay.
-        TypeError: if a part is a class instead of an object or has the wrong type, a numeric argument is no number, or
-            a subclass replaces `training_step` or another method of the sampling run.
+        TypeError: if an argument has the wrong type, or a subclass replaces `training_step` or another method of a run.
     """
 
     def __init__(
@@ -288,9 +288,9 @@ class BayesianModule(EnergyModel):
         self.posterior = self.posterior.in_memory()
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Prediction:
-        """Return the posterior predictive for a batch: inputs, or a tuple that starts with them."""
+        """Return the posterior predictive for a batch: inputs, or a batch as in training, whose target is ignored."""
         assert self.posterior is not None
-        return self.posterior.predict(batch[0] if isinstance(batch, list | tuple) else batch).without_distributions()
+        return self.posterior.predict([batch]).without_distributions()
 
     def configure_optimizers(self) -> Any:
         """Return the sampler, with N, the seed and the number of chains filled in."""

@@ -73,6 +73,12 @@ def _stack(*parts: Any) -> Tensor:
             f"a batch with a {type(parts[0]).__name__} in it cannot be stacked over chains: let batches hold tensors "
             "only, or run the chains one after the other by chain_execution='loop'"
         )
+    shapes = list(dict.fromkeys(str(tuple(part.shape)) for part in parts))
+    if len(shapes) > 1:
+        raise ValueError(
+            f"the chains' batches have the shapes {', '.join(shapes)}, and chains that are computed at once need one: "
+            "pad all batches to one length in collate_fn (padding='max_length'), or pass chain_execution='loop'"
+        )
     return torch.stack(parts)
 
 

@@ -24,8 +24,9 @@ from lightning_sgmcmc.chains.stateless import state_of
 from lightning_sgmcmc.chains.step_sizes import StepSize, groups_by_pattern, values_of
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag
 from lightning_sgmcmc.compiling import Compile, check_compile
-from lightning_sgmcmc.model import EnergyModel, check_layers, name_of, named_trainable
+from lightning_sgmcmc.model import EnergyModel, check_layers, named_trainable
 from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.samplers.factories import name_of
 from lightning_sgmcmc.tensors import as_rows
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.batches.padding import padded_alike
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.chains.first_batches import FirstBatches
 from lightning_sgmcmc.chains.row_energies import RowEnergies
@@ -72,6 +73,8 @@ class ChainEnergies:
         if flat is not None and (execution != "loop" or chains is None):
             unrolled = None if execution == "auto" else execution == "unrolled"
             self._rows = RowEnergies(model, chains, flat, num_data, compiler, unrolled)
+        model.accepted_arguments  # noqa: B018  # found now, since a compiler cannot read signatures
+        self._pad = int(getattr(getattr(getattr(model, "net", None), "config", None), "pad_token_id", None) or 0)
         self._network = self._compile(compiler) if compiler is not None and self._rows is None else None
         self._homes = homes_of(model) if self._network is not None and chains is None else {}
         self.first_batches: FirstBatches | None = None
@@ -113,6 +116,7 @@ class ChainEnergies:
         if isinstance(batch, ChainBatches) and (chains is None or len(batch) != chains.num_chains):
             own = 1 if chains is None else chains.num_chains
             raise ValueError(f"the batch has {len(batch)} chains, the module {own}: make one batch for each chain")
+        batch = self._usable(batch)
         looks = self.first_batches is not None and self.first_batches.takes(batch)
         through_stack = self.through_stack if through_stack is None else through_stack
         if self._rows is not None and not through_stack:
@@ -137,6 +141,15 @@ class ChainEnergies:
             self.first_batches.after(each)
         potential = torch.add(mean, log_prior, alpha=1 / self.num_data).neg()
         return StepEnergy(potential, log_prior.detach(), each.detach() if keeps_each else None, size)
+
+    def _usable(self, batch: Any) -> Any:
+        """Return a batch of what the network takes, of one length for all chains that are computed at once."""
+        if not isinstance(batch, ChainBatches):
+            return self._model.used_of(batch)
+        used = [self._model.used_of(own) for own in batch]
+        if self._vmapped or self._rows is not None:
+            used = padded_alike(used, self._pad)
+        return batch if all(new is old for new, old in zip(used, batch, strict=True)) else ChainBatches(used)
 
     def _of_rows(self, rows: RowEnergies, batch: Any, keeps_each: bool, looks: bool) -> StepEnergy:
         try:

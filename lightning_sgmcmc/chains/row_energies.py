@@ -45,7 +45,8 @@ class RowEnergies:
         num_data: N.
         compiler: compiles the function as `torch.compile` does; None leaves it as it is.
         unrolled: whether the chains are written out one by one in the function instead of `torch.vmap`; None measures
-            which is faster where graphs are replayed (see `chains.forms`), and is `torch.vmap` elsewhere.
+            which is faster where graphs are replayed (see `chains.forms`), and is `torch.vmap` elsewhere, unless vmap
+            cannot run a layer (an LSTM).
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class RowEnergies:
         self._inverse = torch.full((), 1 / num_data, dtype=flat.values.dtype, device=flat.values.device)
         self._compiled = self._compile(compiler) if compiler is not None else None
         self._unrolled = unrolled if self._replays and chains is not None else bool(unrolled)
+        self._may_unroll = unrolled is None and chains is not None
 
     def follow(self, num_data: int) -> None:
         """Take another N, for data that grow."""
@@ -98,6 +100,19 @@ class RowEnergies:
         axis = 0 if own and self._chains is not None else None
         if self._unrolled is None:
             self._unrolled = self._measured(batch if axis is None else pytree.tree_map(lambda t: t[0], batch))
+        if not self._may_unroll:
+            return self._found(batch, axis)
+        self._may_unroll = False
+        try:
+            return self._found(batch, axis)
+        except RuntimeError as error:
+            if "vmap" not in str(error) and "atching rule" not in str(error):
+                raise
+            rank_zero_info(f"torch.vmap cannot run the network ({str(error).splitlines()[0]}): chains run one by one.")
+            self._unrolled = True
+            return self._found(batch, axis)
+
+    def _found(self, batch: Any, axis: int | None) -> Found:
         if self._compiled is None:
             return Found(*self._energies(self._flat.leaf, self._others, batch, axis, 1 / self._num_data))
         loss, numbers, each = self._compiled(self._flat.leaf, self._others, batch, axis, self._inverse)

@@ -11,6 +11,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_sgmcmc.batches.inputs import inputs_of
 from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.stateless import state_of
 from lightning_sgmcmc.chains.together import States, TogetherCall
@@ -125,10 +126,11 @@ class OutOfDistributionData:
 
 def _terms_of_batch(module: EnergyModel, batch: Any) -> dict[str, Tensor]:
     assert module.likelihood is not None
-    pair = isinstance(batch, list | tuple) and len(batch) == 2
-    if pair or overrides(module, "output_and_target"):
+    if overrides(module, "output_and_target"):
         return module.likelihood.terms(module.output_and_target(batch)[0])
-    return module.likelihood.terms(module(batch[0] if isinstance(batch, list | tuple) else batch))
+    own = overrides(module, "inputs_and_target")
+    inputs = module.inputs_and_target(batch)[0] if own else inputs_of(batch, module.accepted_arguments)
+    return module.likelihood.terms(module.output_of(inputs))
 
 
 def _test_loader(trainer: pl.Trainer, name: str, source: Any) -> Any:

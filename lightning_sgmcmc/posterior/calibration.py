@@ -12,8 +12,8 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from lightning_sgmcmc.batches.inputs import as_tensors
 from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord
 from lightning_sgmcmc.diagnostics.calibration import (
@@ -96,7 +96,7 @@ def fit_calibration(
     if likelihood is None:
         raise TypeError(f"{type(model).__name__} has no likelihood object to define a predictive: pass likelihood=…")
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    converted = [_on(model.device, dtype, batch) for batch in batches]
+    converted = [as_tensors(batch, model.device, dtype) for batch in batches]
     if not converted:
         raise ValueError("calibrate needs validation data, and the loader has none: pass a loader with some batches")
     terms, target = average_scores(model, samples, log_weights, converted)
@@ -158,18 +158,6 @@ def _warn_of_bounds(value: float) -> None:
             f"The calibration temperature {value:.3g} is at its bound, since the validation data have no finite "
             "optimum (all predictions are right, or no better than chance): use more data."
         )
-
-
-def _on(device: torch.device, dtype: torch.dtype, batch: Any) -> Any:
-    """Return a batch on a device, its floating-point numbers in a dtype."""
-
-    def convert(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor | np.ndarray):
-            return leaf
-        tensor = torch.as_tensor(leaf)
-        return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
-
-    return pytree.tree_map(convert, batch)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,16 @@ from torch import nn
 
 IMPORTED = ("lightning_sgmcmc", "torch.nn", "torchvision.models", "torchvision.ops")
 """Packages whose modules are imported if a store names them."""
-REFUSED = ("lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics", "torchvision")
+REFUSED = (
+    "lightning",
+    "lightning_fabric",
+    "peft",
+    "pytorch_lightning",
+    "torch",
+    "torchmetrics",
+    "torchvision",
+    "transformers",
+)
 """Packages whose other modules are refused even if imported: some of their classes read files or download."""
 
 
@@ -49,14 +58,20 @@ def find_module_class(path: Any, trust: bool = False) -> type[nn.Module]:
     return found
 
 
-def find(path: Any, trust: bool = False) -> Any:
-    """Return the class or function of this name; see `find_module_class`."""
+def find(path: Any, trust: bool = False, packages: tuple[str, ...] = ()) -> Any:
+    """Return the class or function of this name; see `find_module_class`.
+
+    Args:
+        path: "package.module:Class".
+        trust: import any module.
+        packages: packages besides `IMPORTED` whose modules are imported.
+    """
     parts = path.split(":") if isinstance(path, str) else []
     names = [name for part in parts for name in part.split(".")]
     if len(parts) != 2 or not all(name.isidentifier() for name in names):
         raise NotDescribableError(f"{str(path)[:80]!r} is not the name of a class")
     module_name, qualified_name = parts
-    found: Any = _module(module_name, trust)
+    found: Any = _module(module_name, trust, packages)
     outer: list[Any] = [found]
     for name in qualified_name.split("."):
         # Not getattr: a module's `__getattr__` may import. Only classes hold classes: a module holds other modules.
@@ -66,8 +81,8 @@ def find(path: Any, trust: bool = False) -> Any:
     return outer[-1]
 
 
-def _module(name: str, trust: bool) -> Any:
-    known = _is_below(name, IMPORTED)
+def _module(name: str, trust: bool, packages: tuple[str, ...]) -> Any:
+    known = _is_below(name, (*IMPORTED, *packages))
     if not trust and not known and _is_below(name, REFUSED):
         raise NotDescribableError(f"{name} has no networks that a store may name: pass net=… or model=…")
     if name in sys.modules:

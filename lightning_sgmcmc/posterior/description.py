@@ -19,6 +19,15 @@ from torch import nn
 from lightning_sgmcmc.chains.stateless import network_state
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.classes import NotDescribableError, find_module_class, path_of
+from lightning_sgmcmc.posterior.hugging_face import (
+    build_adapted,
+    build_transformer,
+    describe_adapted,
+    describe_transformer,
+    import_named,
+    is_adapted,
+    is_transformer,
+)
 from lightning_sgmcmc.posterior.vision import (
     build_by,
     describe_by_builder,
@@ -86,6 +95,7 @@ def build(description: Any, net: nn.Module | None = None, trust: bool = False) -
         NotDescribableError: if a named class cannot be found or is not a torch module, its constructor refuses the
             arguments, or a network is missing.
     """
+    import_named(description)  # importing them takes as many calls as building a network
     try:
         with _few_calls():
             if net is None:
@@ -111,6 +121,10 @@ def _build(description: Any, trust: bool) -> Any:
         return {key: _build(item, trust) for key, item in description["dict"].items()}
     if MISSING in description:
         raise NotDescribableError(str(description[MISSING]))
+    if "peft" in description:
+        return build_adapted(description, lambda network: _build(network, trust))
+    if "config" in description:
+        return build_transformer(description)
     if "replaced" in description:
         network = build_by(find_builder(description["class"]), description["arguments"])
         for name, part in description["replaced"].items():
@@ -207,10 +221,14 @@ def _describe_module(module: nn.Module) -> dict[str, Any]:
             "class": "torch.nn.modules.container:Sequential",
             "children": [[name, describe(child)] for name, child in module._modules.items()],
         }
-    if is_vision_model(module):
+    if is_adapted(module):
+        description: dict[str, Any] = describe_adapted(module, describe)
+    elif is_transformer(module):
+        description = describe_transformer(module)
+    elif is_vision_model(module):
         path, options, changed = describe_by_builder(module)
         replaced = {name: describe(part) for name, part in changed.items()}
-        description: dict[str, Any] = {"class": path, "arguments": options, "replaced": replaced}
+        description = {"class": path, "arguments": options, "replaced": replaced}
     else:
         description = {"class": path_of(type(module)), "arguments": _arguments_of(module)}
     _check_rebuilds(module, description)

@@ -30,7 +30,7 @@ class _Network(nn.Module):
         self.model = model
 
     def forward(self, x: Any) -> Any:
-        return self.model(x)
+        return self.model.output_of(x)
 
 
 def last_layer_laplace(

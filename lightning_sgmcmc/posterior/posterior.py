@@ -260,8 +260,8 @@ class Posterior:
         once (`torch.vmap`), on a CPU one after another, which is faster there.
 
         Args:
-            x: inputs, a tensor or NumPy array (n, …); or an iterable of batches (a DataLoader), each one inputs or a
-                tuple that starts with inputs, read in one pass. Floating-point ones get the samples' dtype.
+            x: a tensor, array or data frame (n, …), a dict by the names of `forward`, or a tuple of all that it needs;
+                or batches (a loader) of these or as in training, read in one pass. Floats get the samples' dtype.
             return_samples: also return each sample's prediction, in the order of the samples, at the cost of memory.
 
         Returns:
@@ -270,7 +270,7 @@ class Posterior:
 
         Raises:
             RuntimeError: if there are no samples, or no model.
-            TypeError: if x is a tuple, which could be one batch or several.
+            TypeError: if x is a tuple that could be one batch or several.
             ValueError: if there are no inputs, or all weights are 0.
         """
         model = self._ready_model()

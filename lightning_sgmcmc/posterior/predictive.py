@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_sgmcmc.batches.inputs import as_tensors, batches_in, has_doubtful_target, inputs_of, plain
 from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.sharing import holding
@@ -46,12 +46,7 @@ def average_predictions(
         ValueError: if there are no inputs, or a sample is damaged.
     """
     model = samples.model
-    if isinstance(inputs, tuple):
-        raise TypeError(
-            f"x is a tuple of {len(inputs)}, which could be a batch (x, y) or several batches: pass the inputs alone, "
-            "predict(x), or a list of batches"
-        )
-    batches = [inputs] if isinstance(inputs, Tensor | np.ndarray) else inputs
+    batches = batches_in(inputs, model.accepted_arguments)
     if is_shuffled(batches):
         rank_zero_warn(
             "The loader shuffles, so the predictions are in the order of this one pass: pass a loader in a fixed order "
@@ -61,12 +56,12 @@ def average_predictions(
     kept = KeptPredictions(math.inf if return_samples else SMALL)
     requested = KeptPredictions(math.inf)
     with evaluation_mode(model), torch.no_grad(), samples.shared():
-        for chunk in _chunks(batches):
+        for chunk in _chunks(_inputs_alone(batches, model)):
             part = [WeightedAverage() for _ in chunk]
             remaining = iter(log_weights)
             for group in samples.groups():
                 weights = list(itertools.islice(remaining, len(group)))
-                batches_of_chunk = zip(part, _inputs_of(chunk, group.device, group.dtype), strict=True)
+                batches_of_chunk = zip(part, _on(chunk, group.device, group.dtype), strict=True)
                 for batch, (average, x) in enumerate(batches_of_chunk, len(averages)):
                     for (terms, own), log_weight in zip(samples.call(group, x), weights, strict=True):
                         average.add(terms, torch.empty(0, device=group.device), log_weight)
@@ -100,7 +95,7 @@ def _predicted(model: Any, inputs: Any) -> tuple[dict[str, Tensor], dict[str, Te
     if has_own_terms(model) or model.likelihood is None:
         terms = completed(model.predictive_terms(inputs))
         return terms, {name: terms[name] for name in ("probabilities",) if name in terms}
-    output = model(inputs)
+    output = model.output_of(inputs)
     terms = model.likelihood.terms(output)
     return terms, kept_of(model.likelihood, output, terms)
 
@@ -190,17 +185,17 @@ def average_scores(
     return average.terms, target
 
 
-def with_new_statistics(samples: SampleStore, model: nn.Module, batches: Iterable[Any]) -> MemoryStore:
+def with_new_statistics(samples: SampleStore, model: EnergyModel, batches: Iterable[Any]) -> MemoryStore:
     """Return samples with re-estimated BatchNorm statistics; see `Posterior.update_batch_norm`."""
     store = MemoryStore()
     store.scaling = samples.scaling
     device = next(model.parameters()).device
     batches = _repeatable(batches)
-    caller = StatelessCall(model, lambda m, x: m(x))
+    caller = StatelessCall(model, lambda m, x: m.output_of(x))
     with evaluation_mode(model):
         for sample in samples:
             state = {name: tensor.to(device) for name, tensor in sample.own_state.items()}
-            inputs = _inputs_of(batches, device, dtype_of(sample.parameters))
+            inputs = _on(_inputs_alone(batches, model), device, dtype_of(sample.parameters))
             with holding(model, sample.shared):
                 state = new_statistics(model, state, inputs, caller.call)
             store.append(replace(sample, buffers={name: state[name] for name in sample.buffers}))
@@ -232,7 +227,7 @@ def _chunks(batches: Iterable[Any]) -> Iterator[list[Any]]:
     chunk: list[Any] = []
     size = 0
     for batch in batches:
-        own = sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(batch))
+        own = sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(plain(batch)))
         if chunk and size + own > CHUNK:
             yield chunk
             chunk, size = [], 0
@@ -247,8 +242,25 @@ def _repeatable(batches: Iterable[Any]) -> Iterable[Any]:
     return list(batches) if isinstance(batches, Iterator) else batches
 
 
-def _inputs_of(batches: Iterable[Any], device: torch.device, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield inputs on a device; floating-point ones in a dtype, since NumPy's are float64."""
+def _inputs_alone(batches: Iterable[Any], model: EnergyModel) -> Iterator[Any]:
+    """Yield the inputs of batches, which may have targets.
+
+    A batch of a form that the model takes apart itself goes through its `inputs_and_target`.
+    """
+    arguments, own, warned = model.accepted_arguments, overrides(model, "inputs_and_target"), False
     for batch in batches:
-        inputs = torch.as_tensor(batch[0] if isinstance(batch, list | tuple) else batch)
-        yield inputs.to(device, dtype if inputs.is_floating_point() else inputs.dtype)
+        if own and isinstance(batch, list | tuple | Mapping):
+            yield model.inputs_and_target(batch)[0]
+            continue
+        if not warned and has_doubtful_target(batch, arguments):
+            warned = True
+            rank_zero_warn(
+                "predict takes the first of each pair as the inputs and the second as their target, which it ignores, "
+                "although forward takes several inputs: if the second is one, pass dicts, {'name': …}, or nest them, "
+                "((a, b), y)."
+            )
+        yield model.used_of(inputs_of(batch, arguments))
+
+
+def _on(batches: Iterable[Any], device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
+    return (as_tensors(inputs, device, dtype) for inputs in batches)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.starts import text_of_start
-from lightning_sgmcmc.model import name_of
 from lightning_sgmcmc.run.fingerprint import fingerprint, is_divided, is_same_data
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.base import CONTROLS
+from lightning_sgmcmc.samplers.factories import name_of
 
 Settings = dict[str, Any]
 

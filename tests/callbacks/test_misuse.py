@@ -423,7 +423,7 @@ def test_batches_of_another_form() -> None:
         def __getitem__(self, index: int) -> Any:
             return (*data()[index], index)
 
-    message = r"a batch should be a pair \(x, y\), got list: for other batches, override output_and_target\(batch\)"
+    message = r"should be a pair \(x, y\), got list of 3: nest several inputs.*override inputs_and_target\(batch\)"
     with pytest.raises(TypeError, match=message):
         fit(module(), every_step(), train=DataLoader(Triples(), BATCH))
 

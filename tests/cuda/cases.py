@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from tests.cuda import checks, correct
+from tests.cuda import checks, correct, inputs
 from tests.cuda.case import OTHERS, Case
 from tests.cuda.stand_in import StandIn
 from tests.cuda.step_report import report
@@ -72,7 +72,7 @@ def _of_function(function: Callable[..., Any]) -> dict[str, Any]:
     return found or {}
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = checks.CHECKS | correct.CHECKS
+FUNCTIONS: dict[str, Callable[..., Any]] = checks.CHECKS | correct.CHECKS | inputs.CHECKS
 
 
 def run(name: str) -> dict[str, Any]:

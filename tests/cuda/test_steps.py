@@ -16,6 +16,7 @@ import pytest
 
 from tests.cuda.checks import CHECKS
 from tests.cuda.correct import CHECKS as CORRECT
+from tests.cuda.inputs import CHECKS as INPUTS
 from tests.cuda.limits import LAUNCHES, MORE_WAITS_OF_A_DRAW, WAITS_OF_A_DRAW
 from tests.support.paths import REPOSITORY
 
@@ -32,7 +33,7 @@ DEFAULT_CORRECT = (
     "batches_of_the_host_move_as_one_stack",
 )
 SLOW = tuple(name for name in LAUNCHES if name not in DEFAULT)
-SLOW_CORRECT = tuple(name for name in CORRECT if name not in DEFAULT_CORRECT)
+SLOW_CORRECT = tuple(name for name in CORRECT | INPUTS if name not in DEFAULT_CORRECT)
 
 Found = dict[str, dict[str, Any]]
 

@@ -1,0 +1,259 @@
+"""What of a batch a network receives, how it is passed to `forward`, and what its output is."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+TARGETS = ("labels", "label", "target", "y")
+"""Entries of a dict batch that may hold its target; the first that is there does."""
+
+
+class Arguments(NamedTuple):
+    """What a network's `forward` accepts.
+
+    Attributes:
+        required: number of positional arguments without a default.
+        most: number of positional arguments, without flags (those whose default is another value than None).
+        names: the arguments that can be passed by name; None if any can.
+        needed: the names of those without a default.
+        hugging_face: whether it is that of a model of transformers.
+    """
+
+    required: int
+    most: float
+    names: frozenset[str] | None
+    needed: frozenset[str]
+    hugging_face: bool = False
+
+
+def arguments_of(forward: Callable[..., Any], hugging_face: bool = False) -> Arguments:
+    """Return what a `forward` accepts.
+
+    Args:
+        forward: a bound method.
+        hugging_face: whether it is that of a model of transformers, whose `**kwargs` are for its layers, which raise
+            for unknown entries.
+    """
+    parameters = inspect.signature(forward).parameters.values()
+    by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters) and not hugging_face
+    names = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    needed = frozenset(p.name for p in names if p.default is p.empty)
+    return Arguments(
+        required=sum(p.default is p.empty for p in by_place),
+        most=float("inf") if variadic else sum(p.default is p.empty or p.default is None for p in by_place),
+        # A network that gets labels computes a loss of its own, which nothing uses.
+        names=None if any_name else frozenset(p.name for p in names) - ({"labels"} - needed),
+        needed=needed,
+        hugging_face=hugging_face,
+    )
+
+
+def arguments_of_network(network: nn.Module) -> Arguments:
+    """Return what a network accepts; the wrappers of torch.compile and peft are looked through."""
+    network = getattr(network, "_orig_mod", network)
+    if type(network).__module__.startswith("peft."):
+        network = network.get_base_model()  # type: ignore[operator]
+    return arguments_of(network.forward, is_hugging_face(network))
+
+
+def is_hugging_face(network: Any) -> bool:
+    """Return whether a network is a model of transformers, or derived from one."""
+    return any(cls.__module__ == "transformers.modeling_utils" for cls in type(network).__mro__)
+
+
+def target_name(batch: Mapping[str, Any], arguments: Arguments) -> str | None:
+    """Return the entry of a dict batch that holds its target, None if there is none.
+
+    An entry that `forward` cannot do without is an input, whatever its name.
+    """
+    return next((name for name in TARGETS if name in batch and name not in arguments.needed), None)
+
+
+def accepted(inputs: Mapping[str, Any], arguments: Arguments) -> dict[str, Any]:
+    """Return the entries that `forward` accepts by name."""
+    return {name: value for name, value in inputs.items() if arguments.names is None or name in arguments.names}
+
+
+def called(module: Callable[..., Any], inputs: Any, arguments: Arguments) -> Any:
+    """Call a module with inputs: a dict by name, a tuple or list as positional arguments if `forward` takes so many.
+
+    Args:
+        module: the network.
+        inputs: what `inputs_and_target` returns first.
+        arguments: what its `forward` accepts.
+    """
+    if isinstance(inputs, Mapping):
+        used = accepted(inputs, arguments)
+        if not arguments.hugging_face or torch.compiler.is_compiling():
+            return module(**used)
+        with _no_branches():
+            return module(**used)
+    if isinstance(inputs, list | tuple) and takes(arguments, len(inputs)):
+        return module(*inputs)
+    return module(inputs)
+
+
+@contextmanager
+def _no_branches() -> Iterator[None]:
+    """Within `torch.vmap`, let a model of transformers use its attention mask without a look at its values.
+
+    It does so where torch compiles it. Otherwise it looks whether the mask hides anything, which vmap refuses.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    if torch._C._functorch.peek_interpreter_stack() is None or not hasattr(masks, "is_tracing"):
+        yield
+        return
+    before = masks.is_tracing
+    masks.is_tracing = lambda tensor=None: True
+    try:
+        yield
+    finally:
+        masks.is_tracing = before
+
+
+def trimmed(batch: Any, arguments: Arguments) -> Any:
+    """Return a batch without the entries of its dict that `forward` does not accept; itself if there are none.
+
+    Chains stack the entries of their batches, so texts, for instance, must not be among them.
+    """
+    if isinstance(batch, Mapping):
+        kept = accepted(batch, arguments) | {name: batch[name] for name in [target_name(batch, arguments)] if name}
+        return batch if len(kept) == len(batch) else kept
+    if type(batch) in (list, tuple) and len(batch) == 2 and isinstance(batch[0], Mapping):
+        kept = accepted(batch[0], arguments)
+        return batch if len(kept) == len(batch[0]) else (kept, batch[1])
+    return batch
+
+
+def unused(batch: Any, arguments: Arguments) -> list[str]:
+    """Return the names of the entries that `trimmed` leaves out."""
+    kept = trimmed(batch, arguments)
+    before, after = (batch, kept) if isinstance(batch, Mapping) else (batch[0], kept[0])
+    return [name for name in before if name not in after]
+
+
+def takes(arguments: Arguments, count: int) -> bool:
+    """Return whether `forward` takes so many positional arguments."""
+    return arguments.required <= count <= arguments.most
+
+
+def unwrapped(output: Any) -> Any:
+    """Return the logits of a model's output object, or the output itself.
+
+    Outputs of transformers, and of torchvision's networks with auxiliary heads, have `logits`; torchvision's networks
+    for segmentation return a dict with "out".
+
+    Raises:
+        TypeError: for an output of transformers without logits.
+    """
+    if isinstance(output, Tensor):
+        return output
+    logits = getattr(output, "logits", None)
+    if logits is not None:
+        return logits
+    if isinstance(output, Mapping):
+        if any(cls.__module__.startswith("transformers.") for cls in type(output).__mro__):
+            raise TypeError(
+                f"the network returned a {type(output).__name__} with {', '.join(output)}, which has no logits: use a "
+                "model with a head (…ForSequenceClassification), or override output_of(inputs)"
+            )
+        if isinstance(output.get("out"), Tensor):
+            return output["out"]
+    return output
+
+
+def plain(batch: Any) -> Any:
+    """Return a batch whose mapping, such as transformers' BatchEncoding, is a dict, which torch can take apart."""
+    return dict(batch) if isinstance(batch, Mapping) and type(batch) is not dict else batch
+
+
+def is_float64(inputs: Any) -> bool:
+    """Return whether an input is in double precision, as NumPy's numbers are."""
+    return any(isinstance(leaf, Tensor) and leaf.dtype == torch.float64 for leaf in pytree.tree_leaves(plain(inputs)))
+
+
+# -- inputs without targets -------------------------------------------------------------------------------------------
+
+
+def from_table(x: Any) -> Any:
+    """Return the numbers of a pandas frame (n, columns) or series (n, 1) as an array; other values as they are.
+
+    Raises:
+        TypeError: if a column holds no numbers.
+    """
+    if type(x).__module__.split(".")[0] != "pandas" or not hasattr(x, "to_numpy"):
+        return x
+    frame = x.to_frame() if hasattr(x, "to_frame") and x.ndim == 1 else x
+    odd = next((f"{name!r} of {kind}" for name, kind in frame.dtypes.items() if kind.kind not in "biuf"), None)
+    if odd is not None:
+        raise TypeError(
+            f"x has the column {odd}, which is not numeric: encode it as the training data were (pandas.get_dummies), "
+            "or leave it out"
+        )
+    return frame.to_numpy(dtype=np.float64)
+
+
+def batches_in(x: Any, arguments: Arguments) -> Iterable[Any]:
+    """Return the batches of inputs in an argument of `predict`: one, or those of an iterable.
+
+    Raises:
+        TypeError: for a tuple that could be a batch with its target, or several batches.
+    """
+    x = from_table(x)
+    if isinstance(x, Tensor | np.ndarray | Mapping):
+        return [x]
+    if isinstance(x, tuple):
+        nested = len(x) == 2 and isinstance(x[0], list | tuple | Mapping)
+        if nested or (len(x) > 1 and len(x) == arguments.required):
+            return [x]
+        raise TypeError(
+            f"x is a tuple of {len(x)}, which could be a batch (x, y) or several batches: pass the inputs alone, "
+            "predict(x), several by their names in forward, predict({'name': …}), or a list of batches"
+        )
+    found: Iterable[Any] = x
+    return found
+
+
+def inputs_of(batch: Any, arguments: Arguments) -> Any:
+    """Return the inputs of a batch, which may have a target; see `has_doubtful_target`.
+
+    Args:
+        batch: inputs alone; a dict; a pair (x, y); or a tuple of as many inputs as `forward` needs.
+        arguments: what `forward` accepts.
+    """
+    batch = from_table(batch)
+    if isinstance(batch, Mapping):
+        target = target_name(batch, arguments)
+        return {name: value for name, value in batch.items() if name != target}
+    if not isinstance(batch, list | tuple):
+        return batch
+    if len(batch) > 1 and len(batch) == arguments.required and not isinstance(batch[0], list | tuple | Mapping):
+        return tuple(batch)
+    return plain(batch[0])
+
+
+def has_doubtful_target(batch: Any, arguments: Arguments) -> bool:
+    """Return whether the second part of a pair, which is taken as the target, could be an input of `forward`."""
+    pair = isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[0], Tensor | np.ndarray)
+    return pair and arguments.required < 2 <= arguments.most < float("inf")
+
+
+def as_tensors(inputs: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return inputs on a device: arrays as tensors, floating-point ones in a dtype, since NumPy's are float64."""
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor | np.ndarray | np.generic):
+            return leaf
+        tensor = torch.as_tensor(leaf)
+        return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+
+    return pytree.tree_map(convert, plain(inputs))

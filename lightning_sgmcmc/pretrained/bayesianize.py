@@ -1,0 +1,147 @@
+"""A trained network as a `BayesianModule`: the chains start at its weights, and the prior is centred there."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from torch import nn
+
+from lightning_sgmcmc.chains.stateless import homes_of
+from lightning_sgmcmc.checks import check_choice
+from lightning_sgmcmc.likelihoods import Categorical, Likelihood
+from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.pretrained.parts import choose, last_layer, with_adapters
+from lightning_sgmcmc.pretrained.weights import load_weights, network_in
+from lightning_sgmcmc.priors import GaussianPrior, Prior
+
+What = Literal["last_layer", "lora", "all"]
+GAINS = {"lora": 1.0, "all": 0.1}
+"""Width of the default prior, in units of the scale of fresh weights, 1/√fan_in."""
+
+
+def bayesianize(
+    network: "nn.Module | str | Path",
+    what: Any = "last_layer",
+    likelihood: Likelihood | None = None,
+    prior: Prior | float | None = None,
+    checkpoint: "Mapping[str, Any] | str | Path | None" = None,
+    example: Any = None,
+    chain_start: 'Literal["own", "same"] | Sequence[Any]' = "same",
+    **options: Any,
+) -> BayesianModule:
+    """Return a trained network as a module whose chains start at its weights.
+
+        log p(θ) = log N(θ; θ₀, std²),   θ₀ the sampled weights as they are given, the others fixed
+
+    The prior is centred at the network's weights, since they come from other data. If they come from the data of the
+    fit, that would count these twice: pass `prior=GaussianPrior()`, whose centre is 0. All chains start at the weights,
+    because drawn starts would lose them, so agreement of the chains (R̂) says less at first.
+
+    Args:
+        network: a network of torch, torchvision, transformers or peft, or a trained LightningModule with a `forward`;
+            or a folder of transformers' `save_pretrained`. It is changed in place.
+        what: which weights to sample: "last_layer" (which one, is logged), "lora" (peft's adapters and what peft trains
+            beside them; a model of transformers gets new ones), "all"; a `LoraConfig` of peft for new adapters, or name
+            patterns (`["fc.*", "layer4.*"]`).
+        likelihood: p(y | output); None is `Categorical()`.
+        prior: the prior, or the standard deviation of one that is centred at the weights. None centres one with 1 for
+            the last layer and for patterns, with 1/√fan_in for adapters, and with a tenth of it for all weights.
+        checkpoint: weights to load into the network first: a state dict, or the path of a Lightning checkpoint, of a
+            file by `torch.save` or of a safetensors file.
+        example: inputs of the network, to find the last layer by a call.
+        chain_start: "same", or as for `BayesianModule`.
+        options: further arguments of `BayesianModule`: `lr`, `sampler`, `num_chains`, `temperature`, ….
+
+    Raises:
+        ValueError: for another `what`, a checkpoint of another network, a network that `device_map` has spread over
+            devices, quantized weights to sample, or if nothing is found to sample.
+        TypeError: if the network is none.
+        ImportError: if peft is missing.
+
+    Example::
+
+        net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))  # or resnet18(…)
+        module = bayesianize(net, "last_layer", Categorical(), lr=0.1, num_chains=4)
+        callbacks = [SamplingSchedule(every_n_epochs=1, burn_in_epochs=2), SampleCollector()]
+        trainer = pl.Trainer(max_epochs=10, callbacks=callbacks)  # and trainer.fit(module, datamodule)
+
+    Source: Li et al. 2018 (Explicit inductive bias for transfer learning, the penalty of the distance to the start);
+    Yang et al. 2024 (Bayesian low-rank adaptation, a posterior of LoRA's weights).
+    """
+    if isinstance(network, str | Path):
+        network = network_in(Path(network))
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"network should be a torch module, got a {type(network).__name__}: pass the trained network")
+    if isinstance(network, BayesianModule):
+        raise TypeError("network is a BayesianModule already: pass the network in it, module.net")
+    _check_in_one_place(network)
+    if checkpoint is not None:
+        load_weights(network, checkpoint)
+    network, kind = _chosen(network, what, example)
+    if not any(parameter.requires_grad for parameter in network.parameters()):
+        raise ValueError(f"what={what!r} leaves {type(network).__name__} no weight to sample: pass name patterns")
+    config: Any = getattr(network, "config", None)
+    if getattr(config, "use_cache", None):
+        config.use_cache = False  # a cache of earlier tokens serves the generation of text only
+    module = BayesianModule(
+        network,
+        likelihood if likelihood is not None else Categorical(),
+        _prior(prior, kind),
+        chain_start=chain_start,
+        **options,
+    )
+    _say(network, kind)
+    return module
+
+
+def _check_in_one_place(network: nn.Module) -> None:
+    """Raise if parts of a network are on different devices, or are moved there by accelerate."""
+    places = {str(place) for place in (getattr(network, "hf_device_map", None) or {}).values()}
+    devices = {str(parameter.device) for parameter in network.parameters()}
+    if len(places) > 1 or places & {"disk"} or len(devices) > 1:
+        raise ValueError(
+            f"network has parts on {', '.join(sorted(places if len(places) > 1 else devices | places))}, as device_map "
+            "places them: load it without device_map, and the trainer moves it"
+        )
+
+
+def _chosen(network: nn.Module, what: Any, example: Any) -> tuple[nn.Module, str]:
+    """Return the network with the sampled weights marked by requires_grad, and the kind of the choice."""
+    if type(what).__name__ == "LoraConfig":
+        return with_adapters(network, what), "lora"
+    if isinstance(what, str):
+        check_choice("what", what, ("last_layer", "lora", "all"))
+        if what == "lora":
+            network = with_adapters(network, None)
+        elif what == "last_layer":
+            choose(network, [f"{last_layer(network, example)}.*"])
+        else:
+            if getattr(network, "is_quantized", False):
+                raise ValueError("what='all' would sample quantized weights, which are integers: use what='lora'")
+            choose(network, ["*"])
+        return network, what
+    if not isinstance(what, Sequence) or not all(isinstance(pattern, str) for pattern in what) or not what:
+        raise TypeError(f"what must be 'last_layer', 'lora', 'all', a LoraConfig or name patterns, got {what!r}")
+    choose(network, what)
+    return network, "patterns"
+
+
+def _prior(prior: Prior | float | None, kind: str) -> Prior:
+    if isinstance(prior, Prior):
+        return prior
+    # The likelihood's own parameters, such as a noise scale, are not the network's.
+    options: dict[str, Any] = {"center": "start", "centered": ["net.*"]}
+    if prior is not None or kind not in GAINS:
+        return GaussianPrior(1.0 if prior is None else prior, **options)
+    return GaussianPrior("fan_in", gain=GAINS[kind], **options)
+
+
+def _say(network: nn.Module, kind: str) -> None:
+    named = {name: p for name, p in network.named_parameters() if p.requires_grad}
+    total, sampled = sum(p.numel() for p in network.parameters()), sum(p.numel() for p in named.values())
+    layers = list(dict.fromkeys(name.rpartition(".")[0] for name in named))
+    where = f"'{layers[0]}'" if len(layers) == 1 else f"{len(layers)} layers, '{layers[0]}' to '{layers[-1]}'"
+    shared = sum(len(homes) > 1 for name, homes in homes_of(network).items() if name in named)
+    tied = f" ({shared} of them in several layers)" if shared else ""
+    rank_zero_info(f"Sampled: {sampled:,} of {total:,} weights{tied}, in {where}; the others are fixed.")

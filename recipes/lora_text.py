@@ -1,0 +1,347 @@
+"""LoRA of a GPT-2-shaped network on English text: cost beside plain LoRA training, and what four chains gain.
+
+The network is transformers' `GPT2ForSequenceClassification` with GPT-2's vocabulary of 50,257 and six layers of width
+320 (23.6 million weights), made from its configuration: nothing is downloaded. The text is the documentation in the
+source code of installed packages, by paragraphs of 12 to 80 words; a word's token is its checksum. All of the network
+is trained to tell apart torch, NumPy, scikit-learn and Matplotlib (the trunk). Then LoRA (rank 8 in the attention of
+the last layer) and a new head learn four other packages from 100 paragraphs each, by four methods at equal cost, in
+network passes: one network by AdamW, four of them averaged, and four chains of SGHMC that start at the trunk
+(`bayesianize(net, LoraConfig(…))`). The texts, so the figures, differ a little between versions of the packages.
+
+Cost: a step of `Trainer.fit` with all callbacks beside one of plain Lightning with AdamW, of one network on the same
+batches. The chains share their batch and the frozen weights (`shared_batch=True`, `chain_execution="vmap"`), so all
+below the first adapter is computed once for all of them. `adapters in all layers` is the same with LoRA in all six.
+Bytes: a sample's file beside the adapters' and head's numbers. Memory: bytes of the module's tensors with four chains
+beside those of one network.
+
+Measured (quick, {seconds} s on two cores): see the table that the run writes.
+"""
+
+import ast
+import copy
+import importlib.util
+import itertools
+import re
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, bayesianize
+from lightning_sgmcmc.callbacks import (
+    BayesianModelAverage,
+    PosteriorDashboard,
+    RunSummary,
+    SampleCollector,
+    SamplingSchedule,
+    WarmStart,
+)
+from lightning_sgmcmc.datamodules import DatasetDataModule
+from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer
+from lightning_sgmcmc.recipes.shared.results import Options, Row
+
+TRUNK = ("torch", "numpy", "sklearn", "matplotlib")
+NEW = ("torchvision", "torchmetrics", "wandb", "pytorch_lightning")
+LENGTH, RANK = 32, 8
+CHAINS, BATCH = 4, 16
+LR, SAMPLER_LR, TEMPERATURE = 1e-3, 0.01, 0.02
+
+
+class Setting(NamedTuple):
+    """Sizes of a run: the network, paragraphs of each class, steps, samples, and rounds and steps of the timing."""
+
+    vocabulary: int = 50_257
+    width: int = 320
+    layers: int = 6
+    trunk: int = 1000
+    train: int = 100
+    test: int = 250
+    trunk_steps: int = 200
+    steps: int = 100
+    samples: int = 5
+    rounds: int = 5
+    timed: int = 8
+
+
+SETTINGS = {"quick": Setting(), "full": Setting(trunk_steps=1000, steps=400, samples=20, rounds=11)}
+
+
+class Paragraphs(Dataset[Any]):
+    """Rows of tokens with their labels, read in whole batches."""
+
+    def __init__(self, ids: Tensor, labels: Tensor) -> None:
+        self.columns = {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
+
+    def __len__(self) -> int:
+        return len(self.columns["labels"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: column[index] for name, column in self.columns.items()}
+
+    def whole_batch(self, indices: Any) -> dict[str, Tensor]:
+        """Return the batch of these rows."""
+        return {name: column[torch.as_tensor(indices)] for name, column in self.columns.items()}
+
+
+def run(options: Options, setting: Setting | None = None) -> list[Row]:
+    """Train the trunk, compare the methods on the new classes, and measure cost, bytes and memory."""
+    prepare_run(options)
+    setting = setting or SETTINGS[options.scale]
+    pl.seed_everything(options.seed, verbose=False)
+    trained = network(setting)
+    texts, _ = data_of(TRUNK, setting.trunk, 0, setting)
+    fit(Plain(trained, 3e-4), texts, setting.trunk_steps)
+    weights = {name: tensor for name, tensor in trained.state_dict().items() if not name.startswith("score")}
+    train, test = data_of(NEW, setting.train, setting.test, setting)
+    rows = qualities(setting, weights, train, test, options)
+    return rows + costs(setting, weights, train, options)
+
+
+# -- texts ------------------------------------------------------------------------------------------------------------
+
+
+def data_of(packages: Sequence[str], train: int, test: int, setting: Setting) -> tuple[Paragraphs, Paragraphs]:
+    """Return training and test data with so many paragraphs of each package; neighbours in a file are in one part."""
+    parts: tuple[list[tuple[list[str], int]], list[tuple[list[str], int]]] = ([], [])
+    for label, package in enumerate(packages):
+        found = list(itertools.islice(paragraphs(package), train + test))
+        held_out = len(found) * test // (train + test)
+        parts[0].extend((words, label) for words in found[held_out:])
+        parts[1].extend((words, label) for words in found[:held_out])
+    return tokens_of(parts[0], setting.vocabulary), tokens_of(parts[1], setting.vocabulary)
+
+
+def paragraphs(package: str) -> Iterator[list[str]]:
+    """Yield the different paragraphs of 12 to 80 words in the documentation strings of a package's source code."""
+    spec = importlib.util.find_spec(package)
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    known = set()
+    for path in sorted(Path(folders[0]).rglob("*.py")):
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, ValueError):
+            continue
+        documented = (part for part in ast.walk(tree) if isinstance(part, ast.Module | ast.ClassDef | ast.FunctionDef))
+        for text in (text for part in documented for text in re.split(r"\n\s*\n", ast.get_docstring(part) or "")):
+            words = re.findall(r"[a-z]+", text.lower())
+            if ">>>" not in text and 12 <= len(words) <= 80 and tuple(words) not in known:
+                known.add(tuple(words))
+                yield words
+
+
+def tokens_of(labelled: Sequence[tuple[list[str], int]], vocabulary: int) -> Paragraphs:
+    """Return the paragraphs' first words as tokens, by their checksums; 0 pads."""
+    ids = torch.zeros(len(labelled), LENGTH, dtype=torch.int64)
+    for place, (words, _) in enumerate(labelled):
+        tokens = [zlib.crc32(word.encode()) % (vocabulary - 1) + 1 for word in words[:LENGTH]]
+        ids[place, : len(tokens)] = torch.tensor(tokens)
+    return Paragraphs(ids, torch.tensor([label for _, label in labelled]))
+
+
+# -- networks and fits ------------------------------------------------------------------------------------------------
+
+
+def network(setting: Setting, weights: "dict[str, Tensor] | None" = None) -> Any:
+    """Return a GPT-2 with a head for four classes, with the trunk's weights if they are given."""
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    config = GPT2Config(
+        vocab_size=setting.vocabulary,
+        n_positions=LENGTH,
+        n_embd=setting.width,
+        n_layer=setting.layers,
+        n_head=5,
+        num_labels=4,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        attn_implementation="eager",  # torch has no vmapped flash attention
+    )
+    made = GPT2ForSequenceClassification(config)
+    if weights is not None:
+        made.load_state_dict(weights, strict=False)
+    return made
+
+
+def adapters(setting: Setting, everywhere: bool = False) -> Any:
+    """Return the LoRA of the last layer, or of all, with a new head."""
+    from peft import LoraConfig
+
+    layers = None if everywhere else [setting.layers - 1]
+    return LoraConfig(
+        r=RANK,
+        lora_alpha=2 * RANK,
+        task_type="SEQ_CLS",
+        target_modules=["c_attn"],
+        layers_to_transform=layers,
+        fan_in_fan_out=True,
+    )
+
+
+class Plain(pl.LightningModule):
+    """A network trained by AdamW as in plain Lightning."""
+
+    def __init__(self, net: nn.Module, lr: float = LR) -> None:
+        super().__init__()
+        self.net = net
+        self.lr = lr
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        return nn.functional.cross_entropy(self.net(**inputs).logits, batch["labels"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.net.parameters() if p.requires_grad], lr=self.lr)
+
+
+def plain_lora(setting: Setting, weights: dict[str, Tensor], everywhere: bool = False) -> Plain:
+    from peft import get_peft_model
+
+    return Plain(get_peft_model(network(setting, weights), adapters(setting, everywhere)))
+
+
+def sampled_lora(
+    setting: Setting, weights: dict[str, Tensor], seed: int, chains: int = CHAINS, everywhere: bool = False
+) -> BayesianModule:
+    """Return the chains of the same network and adapters."""
+    return bayesianize(
+        network(setting, weights),
+        adapters(setting, everywhere),
+        Categorical(),
+        lr=SAMPLER_LR,
+        sampler=SGHMC,
+        temperature=TEMPERATURE,
+        num_chains=chains,
+        shared_batch=True,
+        chain_execution="vmap",
+        seed=seed,
+    )
+
+
+def fit(module: pl.LightningModule, data: Paragraphs, steps: int, *callbacks: pl.Callback) -> None:
+    trainer = quiet_trainer(accelerator="cpu", max_steps=steps, max_epochs=-1, callbacks=list(callbacks))
+    trainer.fit(module, DatasetDataModule(data, batch_size=BATCH, drop_last=True))
+
+
+# -- quality ----------------------------------------------------------------------------------------------------------
+
+
+def qualities(
+    setting: Setting, weights: dict[str, Tensor], train: Paragraphs, test: Paragraphs, options: Options
+) -> list[Row]:
+    """Return accuracy and NLL of the methods on the new classes' test data, each after as many network passes."""
+    members = []
+    for member in range(CHAINS):
+        torch.manual_seed(options.seed + member)
+        module = plain_lora(setting, weights)
+        fit(module, train, setting.steps)
+        members.append(probabilities(module.net, test))
+    torch.manual_seed(options.seed)
+    single = plain_lora(setting, weights)
+    fit(single, train, CHAINS * setting.steps)
+    module = sampled_lora(setting, weights, options.seed)
+    warm = setting.steps // 2
+    every = max(1, (setting.steps - warm) // setting.samples)
+    schedule = [WarmStart(lr=LR, steps=warm, early_stopping=None), SamplingSchedule(every_n_steps=every)]
+    fit(module, train, setting.steps, *schedule, SampleCollector(options.out / "samples"))
+    assert module.posterior is not None
+    chains = module.posterior.predict(DataLoader(test, 100)).probabilities
+    found = {
+        "AdamW, one network": probabilities(single.net, test),
+        "AdamW, the average of four": torch.stack(members).mean(0),
+        "SGHMC, four chains": chains,
+    }
+    labels = test.columns["labels"]
+    rows = []
+    for name, p in found.items():
+        rows.append(Row(name, "test accuracy", float((p.argmax(1) == labels).float().mean())))
+        rows.append(Row(name, "test NLL", float(-p[torch.arange(len(p)), labels].log().mean())))
+    numbers = sum(p.numel() for n, p in single.net.named_parameters() if p.requires_grad)
+    sizes = [path.stat().st_size for path in (options.out / "samples").glob("*.safetensors")]
+    rows.append(Row("a sample's file", "bytes / (4 x sampled weights)", statistics.mean(sizes) / (4 * numbers)))
+    return rows
+
+
+def probabilities(net: nn.Module, test: Paragraphs) -> Tensor:
+    """Return a network's class probabilities, shape (n, 4)."""
+    net.eval()
+    with torch.no_grad():
+        batches = [{n: t for n, t in batch.items() if n != "labels"} for batch in DataLoader(test, 100)]
+        return torch.cat([net(**batch).logits.softmax(1) for batch in batches])
+
+
+# -- cost -------------------------------------------------------------------------------------------------------------
+
+
+class Clock(pl.Callback):
+    """Measures the mean seconds of a step, without those of the first."""
+
+    first = 3
+
+    def __init__(self) -> None:
+        self.start, self.seconds = 0.0, 0.0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.first:
+            self.start = time.perf_counter()
+        self.seconds = (time.perf_counter() - self.start) / max(1, trainer.global_step - self.first)
+
+
+def costs(setting: Setting, weights: dict[str, Tensor], train: Paragraphs, options: Options) -> list[Row]:
+    """Return ratios of steps, measured in turns against drifts of the machine's speed, and of memory."""
+    torch.set_num_threads(1)
+
+    def seconds(make: Callable[[], pl.LightningModule], sampled: bool) -> float:
+        clock = Clock()
+        folder = options.out / "timed"
+        own = [
+            SamplingSchedule(every_n_steps=setting.timed + Clock.first),
+            SampleCollector(folder),
+            BayesianModelAverage(),
+            RunSummary(),
+        ]
+        callbacks = [*own, PosteriorDashboard(figures=())] if sampled else []
+        fit(make(), train, setting.timed + Clock.first, *callbacks, clock)
+        return clock.seconds
+
+    alternatives: dict[str, tuple[Callable[[], pl.LightningModule], bool]] = {}
+    for everywhere, where in ((False, "last layer"), (True, "all layers")):
+        plain, ours = (lambda e=everywhere: plain_lora(setting, weights, e)), _sampled(setting, weights, everywhere)
+        alternatives |= {f"{where}, plain": (plain, False)}
+        alternatives |= {f"{where}, {chains} chains": (ours(chains), True) for chains in (1, CHAINS)}
+    taken: dict[str, list[float]] = {name: [] for name in alternatives}
+    for turn in range(setting.rounds + 1):
+        for name, alternative in alternatives.items():
+            once = seconds(*alternative)
+            if turn > 0:  # the first round warms up
+                taken[name].append(once)
+    rows = []
+    for where, chains in itertools.product(("last layer", "all layers"), (1, CHAINS)):
+        pairs = zip(taken[f"{where}, {chains} chains"], taken[f"{where}, plain"], strict=True)
+        ratio = statistics.median(a / b for a, b in pairs)
+        rows.append(Row(f"SGHMC, {chains} chain{'s' * (chains > 1)}", f"step / plain step, LoRA in the {where}", ratio))
+    alone, together = (_bytes_of(sampled_lora(setting, weights, 0, chains), train) for chains in (1, CHAINS))
+    rows.append(Row(f"SGHMC, {CHAINS} chains", "bytes of the module / one network's", together / alone))
+    return rows
+
+
+def _sampled(setting: Setting, weights: dict[str, Tensor], everywhere: bool) -> Callable[[int], Any]:
+    return lambda chains: lambda: sampled_lora(setting, weights, 0, chains, everywhere)
+
+
+def _bytes_of(module: BayesianModule, train: Paragraphs) -> int:
+    """Return the bytes of a module's tensors once its chains are made."""
+    made = copy.copy(module)
+    made.configure_model()
+    return sum(tensor.nbytes for tensor in made.state_dict().values())

@@ -1,0 +1,119 @@
+"""A user's own data: arrays, frames of pandas, data sets of Hugging Face."""
+
+import logging
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sgmcmc import BayesianModule, Categorical
+from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
+from lightning_sgmcmc.datamodules import DatasetDataModule, TableDataModule
+from tests.support.trainers import quiet_trainer
+
+COUNT = 20
+
+
+def frame() -> pandas.DataFrame:
+    values = np.random.default_rng(0).normal(size=(COUNT, 3))
+    return pandas.DataFrame(values, columns=["a", "price", "b"])
+
+
+def prepared(*args: Any, **options: Any) -> TableDataModule:
+    data = TableDataModule(*args, **options)
+    data.setup("fit")
+    return data
+
+
+def test_a_frame_and_its_arrays_are_one_table(caplog: pytest.LogCaptureFixture) -> None:
+    table = frame()
+    with caplog.at_level(logging.INFO, "pytorch_lightning"):
+        named = prepared(table, target="price")
+    assert "converts x from float64 and y from float64 to float32, in which networks compute" in caplog.text
+    plain = prepared(table[["a", "b"]].to_numpy(), table["price"].to_numpy())
+    for one, same in zip(named.splits, plain.splits, strict=True):
+        assert torch.equal(one.inputs, same.inputs)
+        assert torch.equal(one.targets, same.targets)
+        assert one.inputs.dtype == one.targets.dtype == torch.float32
+    assert named.columns == ("a", "b")
+    shuffled = table[["b", "price", "a"]]
+    assert torch.equal(named.inputs(shuffled), plain.inputs(table[["a", "b"]].to_numpy())), "columns by name"
+    with pytest.raises(ValueError, match="x has no column 'b', which the training data have"):
+        named.inputs(table[["a"]])
+    with pytest.raises(ValueError, match="x has 3 columns, and the training data have 2"):
+        plain.inputs(table)
+
+
+def test_splits_of_the_users_own() -> None:
+    rows = [np.arange(5), [7], torch.arange(10, 14)]
+    x = torch.arange(COUNT)[:, None].double()
+    data = prepared(x, torch.arange(COUNT) % 2, standardise=False, splits=rows)
+    assert [part.inputs[:, 0].tolist() for part in data.splits] == [[0, 1, 2, 3, 4], [7], [10, 11, 12, 13]]
+    assert data.num_data == 5
+    masks = [np.arange(COUNT) < 3, np.zeros(COUNT, bool), np.arange(COUNT) == 9]
+    assert [len(part.targets) for part in prepared(x, x[:, 0], splits=masks).splits] == [3, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"target": "cost"}, ValueError, "x has no column 'cost': it has 'a', 'price', 'b'"),
+        ({"y": "price"}, TypeError, "y='price' is a text: pass target='price'"),
+        ({}, TypeError, "y is missing: pass the targets, or target="),
+        ({"y": np.zeros(COUNT), "target": "a"}, TypeError, "got y as well: pass either"),
+        ({"x": np.zeros((COUNT, 2)), "target": "a"}, TypeError, "names a column of a pandas frame, got x of ndarray"),
+        ({"x": frame().assign(a="red"), "target": "b"}, TypeError, "x has the column 'a' of .*not numeric: encode it"),
+        ({"y": ["red"] * COUNT}, TypeError, r"y has values of type <U3.*no numbers: encode them \(pandas.factorize"),
+        (
+            {"target": "a", "splits": [[0], [1]]},
+            ValueError,
+            "splits must be the row numbers .* got 2 parts of 1, 1 rows",
+        ),
+        ({"target": "a", "splits": [[0, 1], [1], []]}, ValueError, "splits have a row twice"),
+        ({"target": "a", "splits": [[0], [99], []]}, ValueError, "row numbers from 0 to 19, got 0 to 99"),
+    ],
+)
+def test_tables_that_are_none(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        TableDataModule(**({"x": frame()} | options))
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embed(ids).mean(1)
+
+
+def test_data_sets_of_hugging_face() -> None:
+    """Rows of a `datasets.Dataset` are a run's data as they come; both formats give the same draws."""
+    ids = torch.randint(10, (COUNT, 4), generator=torch.Generator().manual_seed(0))
+    rows = {"ids": ids.tolist(), "label": (ids[:, 0] > 4).long().tolist(), "text": ["a text"] * COUNT}
+    lists = datasets.Dataset.from_dict(rows)
+    found = []
+    for table in (lists, lists.with_format("torch")):
+        data = DatasetDataModule(table, test=table, batch_size=5)
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"num_chains": 2, "chain_start": "same", "chain_execution": "vmap"}
+        module = BayesianModule(Bag(), Categorical(), lr=0.1, seed=0, **options)
+        callbacks = [SamplingSchedule(every_n_steps=4), SampleCollector(in_memory=True)]
+        quiet_trainer(max_steps=4, callbacks=callbacks).fit(module, data)
+        assert module.posterior is not None
+        predicted = module.posterior.predict(data.test_dataloader()).probabilities
+        assert torch.allclose(predicted, module.posterior.predict({"ids": ids}).probabilities, atol=1e-6)
+        found.append(predicted)
+    assert torch.equal(*found)
+
+
+def test_rows_of_different_lengths() -> None:
+    data = DatasetDataModule(datasets.Dataset.from_dict({"ids": [[1, 2], [3]], "label": [0, 1]}), batch_size=2)
+    with pytest.raises(ValueError, match=r"'ids' of sizes 1 to 2: pad them .*collate_fn=DataCollatorWithPadding"):
+        next(iter(data.train_dataloader()))
+    with pytest.raises(TypeError, match=r"train holds the data sets 'train': pass one, train=data\['train'\]"):
+        DatasetDataModule(datasets.DatasetDict({"train": data.train}))  # type: ignore[arg-type]
