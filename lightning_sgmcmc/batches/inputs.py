@@ -4,7 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -61,7 +61,7 @@ def arguments_of_network(network: nn.Module) -> Arguments:
     """Return what a network accepts; the wrappers of torch.compile and peft are looked through."""
     network = getattr(network, "_orig_mod", network)
     if type(network).__module__.startswith("peft."):
-        network = network.get_base_model()  # type: ignore[operator]
+        network = cast(Any, network).get_base_model()
     return arguments_of(network.forward, is_hugging_face(network))
 
 
