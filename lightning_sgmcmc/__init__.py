@@ -32,7 +32,7 @@ from lightning_sgmcmc.predictions import (
     Prediction,
     RegressionPrediction,
 )
-from lightning_sgmcmc.pretrained import bayesianize
+from lightning_sgmcmc.pretrained import FeatureDataModule, bayesianize
 from lightning_sgmcmc.priors import (
     FlatPrior,
     GaussianPrior,
@@ -63,6 +63,7 @@ __all__ = [
     "CountPrediction",
     "DecayingStepSize",
     "EnergyPartition",
+    "FeatureDataModule",
     "FlatPrior",
     "Gaussian",
     "GaussianPrior",

@@ -8,17 +8,17 @@ from types import MethodType
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.inputs import (
     TARGETS,
     Arguments,
+    Features,
     arguments_of,
     arguments_of_network,
     called,
-    is_float64,
+    check_dtype,
     plain,
     target_name,
     trimmed,
@@ -80,6 +80,8 @@ class EnergyModel(pl.LightningModule):
         check_part("prior", prior, Prior)
         self._accepted: Arguments | None = None
         self._said_unused = False
+        self.features_into: str | None = None
+        """The name of the part that `Features` are inputs of; the rest of the network has computed them."""
         self._compiled_net: list[nn.Module] = []
         """The network's torch.compile wrapper, if any; in a list, so that it is not registered as a submodule."""
         if net is not None:
@@ -127,6 +129,8 @@ class EnergyModel(pl.LightningModule):
         """
         if isinstance(inputs, Tensor):
             return unwrapped(self(inputs))
+        if isinstance(inputs, Features) and self.features_into is not None:
+            return self.get_submodule(self.features_into)(inputs.values)
         return unwrapped(called(self, inputs, self.accepted_arguments))
 
     def output_and_target(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -307,20 +311,6 @@ def check_layers(model: nn.Module) -> None:
                 f"'{name}' has no shape yet, since its layer is lazy: pass one batch through "
                 f"{type(model).__name__} first"
             )
-
-
-def check_dtype(model: nn.Module, inputs: Any, error: RuntimeError) -> None:
-    """Raise an error that names the dtypes if the network failed on float64 inputs, as NumPy makes them.
-
-    Raises:
-        TypeError: if the inputs are float64 and the parameters are not.
-    """
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    if dtype not in (None, torch.float64) and is_float64(inputs):
-        raise TypeError(
-            f"the batch's inputs are float64 and the network's parameters {str(dtype).removeprefix('torch.')}: convert "
-            "the data by .float() (NumPy's numbers are float64), or use Trainer(precision='64-true')"
-        ) from error
 
 
 def check_shape(log_likelihood: Tensor, chains: bool = False) -> None:

@@ -15,6 +15,16 @@ TARGETS = ("labels", "label", "target", "y")
 """Entries of a dict batch that may hold its target; the first that is there does."""
 
 
+class Features(NamedTuple):
+    """Inputs of a part of a network, which its other layers have computed before.
+
+    Attributes:
+        values: shape (n, …).
+    """
+
+    values: Tensor
+
+
 class Arguments(NamedTuple):
     """What a network's `forward` accepts.
 
@@ -179,6 +189,20 @@ def plain(batch: Any) -> Any:
 def is_float64(inputs: Any) -> bool:
     """Return whether an input is in double precision, as NumPy's numbers are."""
     return any(isinstance(leaf, Tensor) and leaf.dtype == torch.float64 for leaf in pytree.tree_leaves(plain(inputs)))
+
+
+def check_dtype(model: nn.Module, inputs: Any, error: RuntimeError) -> None:
+    """Raise an error that names the dtypes if the network failed on float64 inputs, as NumPy makes them.
+
+    Raises:
+        TypeError: if the inputs are float64 and the parameters are not.
+    """
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    if dtype not in (None, torch.float64) and is_float64(inputs):
+        raise TypeError(
+            f"the batch's inputs are float64 and the network's parameters {str(dtype).removeprefix('torch.')}: convert "
+            "the data by .float() (NumPy's numbers are float64), or use Trainer(precision='64-true')"
+        ) from error
 
 
 # -- inputs without targets -------------------------------------------------------------------------------------------

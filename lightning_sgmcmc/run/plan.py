@@ -13,6 +13,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
+from lightning_sgmcmc.chains.sharing import keys_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical
 from lightning_sgmcmc.planning import Blocks, ChainControls, PlanInputs, RunPlan, TensorFacts, blocks_of, make_plan
@@ -47,6 +48,8 @@ def plan_of(trainer: pl.Trainer, module: Any) -> RunPlan | None:
     total = sampled = chains.layout.total_chains
     if ladder is not None:
         sampled = total * ladder.sampled_slots // len(ladder.temperatures)
+    shared = keys_of(module, chains.sharing.names)
+    own = [tensor for key, tensor in module.state_dict().items() if key not in shared]
     facts = PlanInputs(
         chains=total,
         sampled_chains=sampled,
@@ -55,7 +58,7 @@ def plan_of(trainer: pl.Trainer, module: Any) -> RunPlan | None:
         draws=None if blocks is None else chains.tags.draws * sum(map(schedule.draws, range(1, blocks.steps + 1))),
         classes=_classes(trainer, module),
         gradient_evaluations=None if blocks is None else _evaluations(trainer, module),
-        disk_bytes_of_sample=_bytes(module.state_dict().values()) // chains.num_chains,
+        disk_bytes_of_sample=_bytes(own) // chains.num_chains,
         memory_bytes=_memory(trainer, module, sampler),
         notes=tuple(_notes(trainer, module, sampler, approximate)),
         label=baseline_of(trainer),

@@ -1,0 +1,171 @@
+"""The last layer of a trained network, sampled on few data of new classes (MNIST), beside optimization at equal cost.
+
+A small CNN learns the digits 0 to 4. It then gets a new last layer for the digits 5 to 9, of which 50 images each are
+known. Its other layers are frozen: all chains share them, and a sample has only the last layer's weights.
+
+* `point`: one last layer, trained by AdamW.
+* `ensemble`: four, each with a quarter of the steps.
+* `posterior`: four chains of SGHMC at temperature 1 from those starts, each with a quarter of the steps.
+
+All have the same prior (weight decay) and the same number of gradient evaluations. The digits 0 to 4, which the frozen
+layers know and the last layer does not, are the other distribution of the AUROC.
+
+quick is 2 seeds (`python -m recipes last_layer --data-root DIR`), full 8.
+"""
+
+import functools
+import time
+from typing import Any
+
+from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
+from lightning_sgmcmc.recipes.shared.needs import require
+from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+
+SEEDS = {"quick": 2, "full": 8}
+KNOWN = 5
+"""Digits of the first task; the others are the second's."""
+TRUNK = {"images": 12_000, "epochs": 3, "lr": 2e-3}
+PER_CLASS = 50
+EPOCHS = 240
+"""Passes over the new digits' images, of all networks or chains together."""
+CHAINS = 4
+SAMPLES = 40
+PRIOR_STD = 1.0
+LR = {"point": 1e-2, "ensemble": 1e-2, "posterior": 2e-3}
+BATCH = 50
+METRICS = ("accuracy", "nll", "ece", "auroc", "bytes", "gradients", "seconds")
+LABELS = {
+    "auroc": "AUROC against digits 0 to 4",
+    "bytes": "bytes of a sample's tensors",
+    "gradients": "gradient evaluations",
+    "seconds": "processor seconds of a fit",
+}
+
+
+def run(options: Options) -> list[Row]:
+    """Run all methods with every seed, return the table."""
+    from lightning_sgmcmc.datamodules import MNISTDataModule
+
+    require(MNISTDataModule(options.data_root))
+    seeds = range(options.seed, options.seed + SEEDS[options.scale])
+    outcomes = run_jobs(one, [(seed,) for seed in seeds], options, in_turn=False)
+    found = {method: [outcomes[seed,][method] for seed in seeds] for method in LR}
+    rows = [
+        mean_row(method, LABELS.get(name, name), [each[name] for each in found[method]])
+        for method in LR
+        for name in METRICS
+    ]
+    for other in ("point", "ensemble"):
+        gains = [a["nll"] - b["nll"] for a, b in zip(found["posterior"], found[other], strict=True)]
+        rows.append(mean_row(f"posterior - {other}", "nll", gains))
+    return rows
+
+
+def one(seed: int, options: Options) -> dict[str, dict[str, float]]:
+    """Train the frozen layers, then fit and score every method; return its metrics."""
+    import torch
+
+    silence_lightning()
+    torch.set_num_threads(1)
+    train, test = digits(options)
+    generator = torch.Generator().manual_seed(seed)
+    new = torch.cat([_of_digit(train, digit, generator)[:PER_CLASS] for digit in range(KNOWN, 10)])
+    old = torch.cat([_of_digit(train, digit, generator) for digit in range(KNOWN)])
+    old = old[torch.randperm(len(old), generator=generator)[: TRUNK["images"]]]
+    trunk = trained((train[0][old], train[1][old]), seed)
+    data = (train[0][new], train[1][new] - KNOWN)
+    held_out, others = test[1] >= KNOWN, test[1] < KNOWN
+    parts = ((test[0][held_out], test[1][held_out] - KNOWN), test[0][others])
+    return {method: fit_and_score(method, trunk, data, *parts, seed) for method in LR}
+
+
+def digits(options: Options) -> tuple[Any, Any]:
+    """Return images and labels of MNIST, for training and for the test."""
+    from lightning_sgmcmc.datamodules import MNISTDataModule
+
+    source = MNISTDataModule(options.data_root, val_size=0)
+    source.setup("test")
+    source.setup("fit")
+    normalise = source.transform()
+    train, _, test = source.splits
+    return (normalise(train.inputs), train.targets), (normalise(test.inputs), test.targets)
+
+
+def network(classes: int) -> Any:
+    """Return a small CNN whose last layer is `6`."""
+    from torch import nn
+
+    layers = [nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)]
+    body = nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 64), nn.ReLU())
+    return nn.Sequential(body, nn.Linear(64, classes))
+
+
+def trained(data: Any, seed: int) -> dict[str, Any]:
+    """Return the weights of the first layers after training on the known digits."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    torch.manual_seed(seed)
+    net = network(KNOWN)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=TRUNK["lr"])
+    for _ in range(int(TRUNK["epochs"])):
+        for rows in torch.randperm(len(data[1])).split(100):
+            optimizer.zero_grad()
+            cross_entropy(net(data[0][rows]), data[1][rows]).backward()
+            optimizer.step()
+    return dict(net[0].state_dict())
+
+
+def fit_and_score(method: str, trunk: dict[str, Any], data: Any, test: Any, others: Any, seed: int) -> dict[str, float]:
+    """Fit the last layer on `data` and return its metrics on `test`, with `others` as the other distribution."""
+    import torch
+    from torch.optim import AdamW
+
+    from lightning_sgmcmc import SGHMC, Categorical, GaussianPrior, ResumableLoader, bayesianize
+    from lightning_sgmcmc.callbacks import DeepEnsemble, SampleCollector, SamplingSchedule
+    from lightning_sgmcmc.datamodules import TensorBatches
+    from lightning_sgmcmc.diagnostics.metrics import classification_metrics, out_of_distribution_metrics
+
+    torch.manual_seed(seed)
+    net = network(10 - KNOWN)
+    net[0].load_state_dict(trunk)
+    chains = 1 if method == "point" else CHAINS
+    steps = EPOCHS * (len(data[1]) // BATCH) // chains
+    every = steps * 3 // 4 * chains // SAMPLES
+    schedules = {"posterior": SamplingSchedule(burn_in_steps=steps // 4, every_n_steps=every)}
+    module = bayesianize(
+        net,
+        "last_layer",
+        Categorical(),
+        prior=GaussianPrior(PRIOR_STD),  # the layer is new, so its centre is 0
+        chain_start="own",
+        sampler=functools.partial(SGHMC, friction=0.1),
+        lr=LR[method],
+        num_chains=chains,
+        seed=seed,
+    )
+    trainer = quiet_trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        callbacks=[schedules.get(method, DeepEnsemble(optimizer=AdamW)), SampleCollector(in_memory=True)],
+    )
+    start = time.process_time()
+    trainer.fit(module, ResumableLoader(TensorBatches(*data), BATCH))
+    seconds = time.process_time() - start
+    assert module.posterior is not None
+    probabilities, unknown = (module.posterior.predict(x).probabilities for x in (test[0], others))
+    metrics = classification_metrics(probabilities, test[1]) | out_of_distribution_metrics(probabilities, unknown)
+    found = {name: float(metrics[name]) for name in ("accuracy", "nll", "ece", "auroc")}
+    return found | {
+        "bytes": float(sum(tensor.nbytes for tensor in module.posterior[0].own_state.values())),
+        "gradients": float(module.chains.counters.gradient_evaluations * chains),
+        "seconds": seconds,
+    }
+
+
+def _of_digit(data: Any, digit: int, generator: Any) -> Any:
+    """Return the indices of a digit's images in random order."""
+    import torch
+
+    rows = (data[1] == digit).nonzero()[:, 0]
+    return rows[torch.randperm(len(rows), generator=generator)]
