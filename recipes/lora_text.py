@@ -63,10 +63,10 @@ class Setting(NamedTuple):
     trunk: int = 1000
     train: int = 100
     test: int = 250
-    trunk_steps: int = 200
-    steps: int = 100
+    trunk_steps: int = 120
+    steps: int = 60
     samples: int = 5
-    rounds: int = 5
+    rounds: int = 3
     timed: int = 8
 
 
