@@ -151,13 +151,13 @@ def network(setting: Setting, weights: "dict[str, Tensor] | None" = None) -> Any
     """Return a GPT-2 with a head for four classes, with the trunk's weights if they are given."""
     from transformers import GPT2Config, GPT2ForSequenceClassification
 
+    options: dict[str, Any] = {"num_labels": 4, "attn_implementation": "eager"}  # torch has no vmapped flash attention
     config = GPT2Config(
         vocab_size=setting.vocabulary,
         n_positions=LENGTH,
         n_embd=setting.width,
         n_layer=setting.layers,
         n_head=6,
-        num_labels=4,
         pad_token_id=0,
         bos_token_id=0,
         eos_token_id=0,
@@ -165,7 +165,7 @@ def network(setting: Setting, weights: "dict[str, Tensor] | None" = None) -> Any
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         use_cache=False,
-        attn_implementation="eager",  # torch has no vmapped flash attention
+        **options,
     )
     made = GPT2ForSequenceClassification(config)
     if weights is not None:
@@ -246,13 +246,13 @@ def qualities(
     torch.manual_seed(options.seed)
     single = plain_lora(setting, weights)
     fit(single, train, CHAINS * setting.steps)
-    module = sampled_lora(setting, weights, options.seed)
+    sampled = sampled_lora(setting, weights, options.seed)
     warm = setting.steps // 2
     every = max(1, (setting.steps - warm) // setting.samples)
     schedule = [WarmStart(lr=LR, steps=warm, early_stopping=None), SamplingSchedule(every_n_steps=every)]
-    fit(module, train, setting.steps, *schedule, SampleCollector(options.out / "samples"))
-    assert module.posterior is not None
-    chains = module.posterior.predict(DataLoader(test, 100)).probabilities
+    fit(sampled, train, setting.steps, *schedule, SampleCollector(options.out / "samples"))
+    assert sampled.posterior is not None
+    chains = sampled.posterior.predict(DataLoader(test, 100)).probabilities
     found = {
         "AdamW, one network": probabilities(single.net, test),
         "AdamW, the average of four": torch.stack(members).mean(0),
@@ -264,7 +264,7 @@ def qualities(
         rows.append(Row(name, "test accuracy", float((p.argmax(1) == labels).float().mean())))
         rows.append(Row(name, "test NLL", float(-p[torch.arange(len(p)), labels].log().mean())))
     numbers = sum(p.numel() for n, p in single.net.named_parameters() if p.requires_grad)
-    sizes = [path.stat().st_size for path in (options.out / "samples").glob("*.safetensors")]
+    sizes = [path.stat().st_size for path in (options.out / "samples").glob("sample-*.safetensors")]
     rows.append(Row("a sample's file", "bytes / (4 x sampled weights)", statistics.mean(sizes) / (4 * numbers)))
     return rows
 
