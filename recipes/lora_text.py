@@ -96,7 +96,7 @@ def run(options: Options, setting: Setting | None = None) -> list[Row]:
     pl.seed_everything(options.seed, verbose=False)
     trained = network(setting)
     texts, _ = data_of(TRUNK, setting.trunk, 0, setting)
-    fit(Plain(trained), texts, setting.trunk_steps)
+    fit(Plain(trained, 3e-4), texts, setting.trunk_steps)
     weights = {name: tensor for name, tensor in trained.state_dict().items() if not name.startswith("score")}
     train, test = data_of(NEW, setting.train, setting.test, setting)
     rows = qualities(setting, weights, train, test, options)
