@@ -14,6 +14,9 @@ seconds of one thread, measured in turns. The chains share their batch and the f
 `chain_execution="vmap"`), so all below the adapters is computed once for all of them. With adapters in all layers
 nothing is shared, and four chains cost four networks. Bytes: a sample's file beside the sampled numbers. Memory: the
 module's tensors with four chains beside those of one network.
+
+Measured: a step of one chain costs 0.99, of four chains 1.79 of plain LoRA's; a sample's file has 1.019 times the
+sampled numbers' bytes, and the module of four chains 1.003 times one network's.
 """
 
 import ast
