@@ -10,9 +10,9 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_sgmcmc import BayesianModule, Categorical, Posterior, ResumableLoader
+from lightning_sgmcmc import BayesianModule, Categorical, Posterior, ResumableLoader, TokenCategorical
 from lightning_sgmcmc.batches.padding import padded_alike
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.chains.chains import Chains
@@ -168,6 +168,22 @@ def test_padded_texts_of_chains_computed_at_once(batch_size: int) -> None:
     found = [fitted(pooled(), data, chain_execution=how)[0].posterior for how in ("loop", "vmap")]
     for one, same in zip(*found, strict=True):  # type: ignore[call-overload]
         assert all(torch.allclose(tensor, same.state[name], atol=1e-5) for name, tensor in one.state.items())
+
+
+def test_predictions_of_tokens_need_one_length() -> None:
+    class Tagger(nn.Embedding):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return super().forward(input_ids)
+
+    rows = [(torch.ones(4, length, dtype=torch.int64), torch.zeros(4, length, dtype=torch.int64)) for length in (3, 3)]
+    module = BayesianModule(Tagger(10, 2), TokenCategorical(), lr=0.1, num_data=8, seed=0)
+    callbacks = [SamplingSchedule(every_n_steps=1), SampleCollector(in_memory=True)]
+    trainer = quiet_trainer(max_steps=2, callbacks=callbacks)
+    trainer.fit(module, DataLoader(TensorDataset(*map(torch.cat, zip(*rows, strict=True))), 4))
+    assert module.posterior is not None
+    assert module.posterior.predict([x for x, _ in rows]).probabilities.shape == (8, 3, 2)
+    with pytest.raises(ValueError, match=r"different shapes, \(n, …\) with \(3, 2\) and \(5, 2\).*pad all batches"):
+        module.posterior.predict([rows[0][0], torch.ones(2, 5, dtype=torch.int64)])
 
 
 def test_padding_of_chains() -> None:

@@ -68,6 +68,17 @@ def _joined(parts: Sequence[tuple[Any, ...]]) -> Scores:
 
 
 def concatenate(parts: Iterable[Mapping[str, Tensor]]) -> Terms:
-    """Join dictionaries of tensors along the first axis."""
+    """Join dictionaries of tensors along the first axis.
+
+    Raises:
+        ValueError: if they differ in another axis, such as sequences that are padded batch by batch.
+    """
     parts = list(parts)
+    for name in parts[0] if parts else ():
+        shapes = list(dict.fromkeys(tuple(part[name].shape[1:]) for part in parts))
+        if len(shapes) > 1:
+            raise ValueError(
+                f"the batches' outputs have different shapes, (n, …) with {shapes[0]} and {shapes[1]} for '{name}', "
+                "and cannot be joined: pad all batches to one length in collate_fn (padding='max_length')"
+            )
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
