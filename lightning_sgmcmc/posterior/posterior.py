@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from lightning_sgmcmc.diagnostics.samples import normalised_weights
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.calibration import fit_calibration, identify, save_calibration, saved_calibration
 from lightning_sgmcmc.posterior.checks import check_fits, sound_records
+from lightning_sgmcmc.posterior.conformal import Conformal, fit_conformal
 from lightning_sgmcmc.posterior.description import warn_of_other_network
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.display import samples_in
@@ -208,6 +209,32 @@ class Posterior(StoredSamples):
         if save:
             save_calibration(chosen.calibration, self.store)
         return chosen
+
+    def conformal(
+        self, data: Any, level: float = 0.9, method: Literal["threshold", "adaptive"] = "threshold", seed: int = 0
+    ) -> Conformal:
+        """Return prediction sets or intervals that contain the truth with a guaranteed probability.
+
+            P(y ∈ C(x)) ≥ level   for data exchangeable with the calibration data, whatever the predictive is worth
+
+        The guarantee is over calibration and new data together, not for each x; a better predictive makes the sets
+        smaller. Classes have sets, numbers have intervals mean ± q·std, each of D numbers with the level.
+
+        Args:
+            data: calibration data with targets, used neither in the fit nor in `calibrate`: a loader, a list of
+                batches as in training, or a datamodule, whose validation data are used.
+            level: the probability, in (0, 1).
+            method: for classes: "threshold" has the smallest sets, {k: p_k ≥ 1 - q}; "adaptive" has larger sets where
+                the predictive is unsure, for coverage that is more even over data.
+            seed: of the draws by which adaptive sets have exact coverage.
+
+        Raises:
+            ValueError: if there are no data, or level or method is out of range.
+            TypeError: if the likelihood predicts neither classes nor numbers.
+
+        Source: Lei et al. 2018; Sadinle et al. 2019; Romano et al. 2020.
+        """
+        return fit_conformal(self, self._ready_model(), data, level, method, seed)
 
     def update_batch_norm(self, batches: Iterable[Any]) -> "Posterior":
         """Re-estimate BatchNorm's running statistics for every sample, each by one pass over training data.
