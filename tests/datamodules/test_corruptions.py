@@ -14,7 +14,7 @@ from lightning_sgmcmc.datamodules import (
     ImageDataModule,
     Split,
 )
-from lightning_sgmcmc.datamodules.corruptions import CORRUPTIONS, corrupted
+from lightning_sgmcmc.datamodules.corruptions import CORRUPTIONS, corrupted, pixelate
 
 
 def images() -> Tensor:
@@ -28,8 +28,8 @@ def images() -> Tensor:
 def test_a_corruption_grows_with_its_severity_and_depends_on_its_arguments_alone(name: str) -> None:
     x = images()
     distances = [float((corrupted(x, name, severity) - x).square().mean()) for severity in range(6)]
-    assert distances[5] == max(distances)
-    assert distances == sorted(distances) or name == "pixelate"  # whose sizes do not divide the image's
+    if name != "pixelate":  # whose sizes do not divide the image's
+        assert distances == sorted(distances)
     assert distances[0] == 0 < distances[1]
     found = corrupted(x, name, 3)
     torch.manual_seed(5)
@@ -57,6 +57,8 @@ def test_the_others_follow_their_formulas() -> None:
     brighter = corrupted(x, "brightness", 2)
     torch.testing.assert_close(brighter.amax(1), (x.amax(1) + 0.1).clamp(max=1))
     torch.testing.assert_close(brighter[:, 0] * x[:, 1], brighter[:, 1] * x[:, 0])  # the hue is kept
+    halves = x.unfold(2, 2, 2).unfold(3, 2, 2).mean((-1, -2)).repeat_interleave(2, 2).repeat_interleave(2, 3)
+    torch.testing.assert_close(pixelate(x, 0.5, torch.Generator()), halves)
     flat = torch.full((2, 3, 16, 16), 0.4)
     for name in ("gaussian_blur", "pixelate", "contrast"):
         torch.testing.assert_close(corrupted(flat, name, 5), flat)
