@@ -15,6 +15,7 @@ from lightning_sgmcmc.posterior.conformal import Conformal, fit_conformal
 from lightning_sgmcmc.posterior.description import warn_of_other_network
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.display import samples_in
+from lightning_sgmcmc.posterior.distillation import Student, distil
 from lightning_sgmcmc.posterior.network import model_of
 from lightning_sgmcmc.posterior.networks import Ensemble, plain_networks
 from lightning_sgmcmc.posterior.plots import plot_predictions, plot_reliability, plot_trace
@@ -235,6 +236,40 @@ class Posterior(StoredSamples):
         Source: Lei et al. 2018; Sadinle et al. 2019; Romano et al. 2020.
         """
         return fit_conformal(self, self._ready_model(), data, level, method, seed)
+
+    def distill(
+        self,
+        student: nn.Module,
+        loader: Any,
+        epochs: int = 20,
+        lr: float = 1e-3,
+        epistemic_weight: float = 1.0,
+        **trainer: Any,
+    ) -> Student:
+        """Return one network with the average's predictive and its epistemic part, at the cost of one sample.
+
+        The student learns the average's predictions of the loader's inputs, labels are not used; inputs that the loader
+        augments or perturbs, or unlabelled ones, let it learn the epistemic part beyond the training data. Away from
+        all these inputs it knows nothing. `lightning_sgmcmc.posterior.Distillation` is the Lightning module, for a
+        trainer of your own.
+
+        Args:
+            student: a network with K + 1 outputs for K classes, or 3·D for D numbers (see `Student`), changed in place.
+            loader: batches of inputs, or of pairs that start with them, or a datamodule.
+            epochs: passes over the loader.
+            lr: the largest step size of Adam.
+            epistemic_weight: weight of the epistemic part in the loss.
+            trainer: arguments of the trainer, such as accelerator or callbacks.
+
+        Raises:
+            RuntimeError: if there are no samples, or no model.
+            TypeError: if the predictive is neither of classes nor of numbers.
+            ValueError: if an argument is out of range, or the student has another number of outputs.
+
+        Source: Korattikara et al. 2015; Malinin et al. 2020; Vadera et al. 2020.
+        """
+        self._ready_model()
+        return distil(self, student, loader, epochs, lr, epistemic_weight, trainer)
 
     def update_batch_norm(self, batches: Iterable[Any]) -> "Posterior":
         """Re-estimate BatchNorm's running statistics for every sample, each by one pass over training data.
