@@ -27,7 +27,7 @@ class ForwardNetwork(nn.Module):
 
     def __init__(self, model: EnergyModel) -> None:
         super().__init__()
-        self._class = type(model)
+        self._class: Any = type(model)
         lightning = vars(EnergyModel(None, None, None))
         for name, value in vars(model).items():
             if name not in lightning and name not in RUN_PARTS and not name.startswith("_"):
@@ -37,7 +37,7 @@ class ForwardNetwork(nn.Module):
             getattr(self, kind).update(own)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._class.forward(self, *args, **kwargs)  # type: ignore[arg-type]
+        return self._class.forward(self, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
