@@ -184,7 +184,7 @@ class CorruptedDataModule(pl.LightningDataModule):
     def _corrupted(self) -> TensorBatches:
         data = self.datamodule
         split, transform = data.splits[2], data.transform()
-        shape = self._shape or getattr(data, "image_shape", data.input_shape)
+        shape: tuple[int, ...] = self._shape or getattr(data, "image_shape", None) or data.input_shape
         if len(shape) != 3 or math.prod(shape) != math.prod(data.input_shape):
             raise ValueError(
                 f"corruptions need images of shape (C, H, W), and the inputs of {type(data).__name__} have "

@@ -12,7 +12,7 @@ from lightning_sgmcmc.model import EnergyModel, overrides
 from lightning_sgmcmc.posterior.calibration import Calibration
 from lightning_sgmcmc.posterior.checks import check_sample
 from lightning_sgmcmc.posterior.store import SampleStore, TargetScaling
-from lightning_sgmcmc.predictions import ON_REQUEST, ClassPrediction, Prediction, RegressionPrediction
+from lightning_sgmcmc.predictions import ON_REQUEST, Prediction, RegressionPrediction
 
 RUN_PARTS = ("chains", "posterior", "evaluations", "health", "contour", "plan", "sampler_factory", "prior")
 """Attributes of a module that belong to its run and not to its network."""
@@ -78,7 +78,7 @@ def _with_tensors(
     plain = not overrides(model, "forward") and "net" in model._modules
     network: nn.Module = model.net if plain else ForwardNetwork(model)
     # No tensor is copied with the modules: each is replaced below.
-    parts = copy.deepcopy([network, model.likelihood], {id(tensor): tensor for tensor in own.values()})
+    parts: list[Any] = copy.deepcopy([network, model.likelihood], {id(tensor): tensor for tensor in own.values()})
     names = {id(tensor): name for name, tensor in own.items()}
     made: dict[str, Tensor] = {}
     for part in parts:
@@ -186,8 +186,8 @@ class Ensemble(nn.Module):
 
 def outputs_of(prediction: Prediction) -> tuple[str, ...]:
     """Return the parts of a prediction that an `Ensemble` returns by default."""
-    if isinstance(prediction, ClassPrediction):
+    if "probabilities" in prediction.parts:
         return ("probabilities",)
     if isinstance(prediction, RegressionPrediction):
         return ("mean", "std")
-    return tuple(name for name, part in vars(prediction).items() if isinstance(part, Tensor) and ON_REQUEST not in name)
+    return tuple(name for name in prediction.parts if not name.startswith(ON_REQUEST))

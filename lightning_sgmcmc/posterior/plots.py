@@ -58,7 +58,7 @@ def plot_predictions(prediction: Prediction, x: Any, y: Any) -> "Figure":
         )
     place = torch.as_tensor(x).detach().cpu().reshape(len(prediction), -1)
     observed = None if y is None else torch.as_tensor(y).detach().cpu().reshape(-1).tolist()
-    parts = [_numbers(part) for part in (prediction.mean, prediction.std, prediction.epistemic_std)]
+    parts = _numbers(prediction.mean), _numbers(prediction.std), _numbers(prediction.epistemic_std)
     if place.shape[1] == 1:
         return predictions_figure(place[:, 0].tolist(), *parts, observed, "x")
     if observed is None:
