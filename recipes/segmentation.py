@@ -155,7 +155,7 @@ def draw(count: int, kinds: int, generator: Any) -> "tuple[Tensor, Tensor]":
     images = torch.zeros(count, SIDE, SIDE)
     for place in range(3):
         y, x = 6 + (SIDE - 12) * torch.rand(2, count, 1, 1, generator=generator)
-        size = 4 + 4 * torch.rand(count, 1, 1, generator=generator)
+        size = 5 + 3 * torch.rand(count, 1, 1, generator=generator)
         kind = torch.randint(1, 4, (count, 1, 1), generator=generator)
         if place == 2:
             seen = torch.rand(count, 1, 1, generator=generator) < 0.5
@@ -166,7 +166,7 @@ def draw(count: int, kinds: int, generator: Any) -> "tuple[Tensor, Tensor]":
             1: radius < 1,
             2: torch.maximum(up.abs(), right.abs()) < 0.85,
             3: (up.abs() < 1) & (right.abs() < (1 + up) / 2),
-            RING: (radius < 1.1) & (radius > 0.55),
+            RING: (radius < 1.15) & (radius > 0.45),
         }
         brightness = 0.7 + 0.6 * torch.rand(count, 1, 1, generator=generator)
         for name, mask in inside.items():

@@ -18,15 +18,15 @@ def test_the_shapes_are_where_the_labels_say() -> None:
     assert float(background.std()) == pytest.approx(segmentation.NOISE, rel=0.02)
     assert float(shapes.mean()) == pytest.approx(1.0, abs=0.05)
     _, with_rings = segmentation.draw(200, 4, torch.Generator().manual_seed(0))
-    assert bool((with_rings == segmentation.RING).flatten(1).any(1).all())
+    assert float((with_rings == segmentation.RING).flatten(1).any(1).double().mean()) > 0.95
 
 
 def test_methods_have_the_same_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segmentation, "SIZES", [80, 20, 6])
-    monkeypatch.setattr(segmentation, "EPOCHS", {"quick": 8})
+    monkeypatch.setattr(segmentation, "SIZES", [40, 20, 6])
+    monkeypatch.setattr(segmentation, "EPOCHS", {"quick": 4})
     options = Options(tmp_path, tmp_path)
-    found = {name: segmentation.one(name, 0, options) for name in ("one network", "4 chains")}
-    assert found["one network"]["gradient evaluations"] == found["4 chains"]["gradient evaluations"] == 8 * 80
+    found = {name: segmentation.one(name, 0, options) for name in ("one network", "ensemble")}
+    assert found["one network"]["gradient evaluations"] == found["ensemble"]["gradient evaluations"] == 4 * 40
     for scores in found.values():
         assert 0 < scores["iou"] < scores["accuracy"] <= 1
         assert scores["pixel_nll"] > 0
