@@ -66,10 +66,10 @@ class BayesianModelAverage(SamplerCallback):
         metrics: metrics of your own by name, torchmetrics or functions of (prediction, target) that return a number.
             The prediction is the class probabilities (n, K), or in regression the means in original units. They are
             logged as `val/bma_<name>` and `val/single_<name>`.
-        scores: let `trainer.test` and `trainer.validate` also report scores that need all samples together: for a
-            `Gaussian` likelihood `crps` and `interval_score_90`, exact for the mixture of the samples, in original
-            units; for classes `aurc`, the area under the risk-coverage curve, and `risk_80`, the error rate of the
-            80 % surest predictions.
+        scores: let `trainer.test` and `trainer.validate` also report scores that need all samples together: for
+            Gaussian likelihoods `crps` and `interval_score_90`, exact for the mixture of the samples, in original units
+            (for other likelihoods of numbers use `diagnostics.sample_crps(prediction.sample(200), y)`); for classes
+            `aurc`, the area under the risk-coverage curve, and `risk_80`, the error rate of the 80 % surest ones.
         reference: class probabilities of another predictive of the test data, such as HMC's: a tensor (n, K), or a
             .npy, .npz or .csv file (for CIFAR-10 `evaluation.cifar10_hmc(path)`). `trainer.test` reports `agreement`,
             the share of equal predicted classes, and `total_variation`.

@@ -11,7 +11,7 @@ from lightning_sgmcmc.diagnostics.samples import normalised_weights
 from lightning_sgmcmc.diagnostics.scores import gaussian_mixture_crps, gaussian_mixture_quantile, interval_score
 from lightning_sgmcmc.diagnostics.selective import aurc, risk_at_coverage
 from lightning_sgmcmc.evaluation.reference import Reference
-from lightning_sgmcmc.likelihoods import Gaussian
+from lightning_sgmcmc.predictions.distributions import Normal
 
 INTERVAL = 0.9
 COVERAGE = 0.8
@@ -22,7 +22,7 @@ BLOCK = 2**22
 class StoredScores:
     """Collects the samples' predictions of one loader's data, and scores each and their average.
 
-    A Gaussian likelihood's average is a mixture of Gaussians, whose CRPS and 90 % interval score are exact. Classes
+    Gaussian likelihoods' average is a mixture of Gaussians, whose CRPS and 90 % interval score are exact. Classes
     have the area under the risk-coverage curve, the error rate of the surest 80 %, and agreement with a reference.
 
     Args:
@@ -36,7 +36,7 @@ class StoredScores:
         self._reference = reference if reference is not None and reference.probabilities is not None else None
         self._likelihood = likelihood
         self._with_scores = with_scores
-        self._is_gaussian = with_scores and isinstance(likelihood, Gaussian)
+        self._is_gaussian = with_scores and getattr(likelihood, "distribution", None) is Normal
         self._scale = scale
         self._records: list[SampleRecord] = []
         self._means: list[Tensor] = []

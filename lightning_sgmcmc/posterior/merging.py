@@ -24,6 +24,7 @@ class MergedStore(SampleStore):
 
     def __init__(self, stores: Sequence[SampleStore], masses: Sequence[float]) -> None:
         self.scaling = stores[0].scaling
+        self._shared = stores[0].shared
         self.records = []
         self._places: list[tuple[SampleStore, int]] = []
         first = 0
@@ -36,12 +37,19 @@ class MergedStore(SampleStore):
                 self._places.append((store, index))
             first = max(record.chain for record in self.records) + 1
 
+    @property
+    def shared(self) -> dict[str, torch.Tensor]:
+        """What all samples have in common, as the first store has it."""
+        return self._shared
+
     def append(self, sample: PosteriorSample) -> None:
         raise TypeError("samples cannot be appended to merged stores: use in_memory() first")
 
     def __getitem__(self, index: int) -> PosteriorSample:
         record, (store, own) = self.records[index], self._places[index]
-        return replace(store[own], chain=record.chain, log_weight=record.log_weight, comparable=True)
+        return replace(
+            store[own], chain=record.chain, log_weight=record.log_weight, comparable=True, shared=self._shared
+        )
 
     def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
         store, own = self._places[index]
@@ -108,6 +116,17 @@ def _check_alike(
         raise ValueError(
             f"posterior {number} is of another network than the first: {difference}; merge samples of one "
             "network and likelihood"
+        )
+    common, others = store.shared, first.shared
+    changed = sorted(
+        name
+        for name in common.keys() | others.keys()
+        if name not in common or name not in others or not torch.equal(common[name], others[name])
+    )
+    if changed:
+        raise ValueError(
+            f"posterior {number} has another '{changed[0]}' than the first, which is not sampled and belongs to all "
+            "samples: merge runs that sample the same part of one trained network"
         )
     if store.scaling != first.scaling:
         raise ValueError(

@@ -67,13 +67,22 @@ def plain_networks(store: SampleStore, model: EnergyModel) -> Iterator[tuple[nn.
             )
         check_sample(sample, model)
         with model.at_chain(0):
-            yield _with_tensors(model, {name: t.to(device) for name, t in sample.state.items()}, shared)
+            own = {name: tensor.to(device) for name, tensor in sample.own_state.items()}
+            common = {name: tensor.to(device) for name, tensor in sample.shared.items() if name not in shared}
+            yield _with_tensors(model, own, common, shared)
 
 
 def _with_tensors(
-    model: EnergyModel, state: Mapping[str, Tensor], shared: dict[str, Tensor]
+    model: EnergyModel, own_state: Mapping[str, Tensor], common: Mapping[str, Tensor], shared: dict[str, Tensor]
 ) -> tuple[nn.Module, nn.Module | None]:
-    """Return copies of a model's network and likelihood with the tensors of a sample."""
+    """Return copies of a model's network and likelihood with the tensors of a sample.
+
+    Args:
+        model: the model, at one chain.
+        own_state: the tensors that differ from other samples', by name.
+        common: those that all samples have in common and that are not in `shared` yet.
+        shared: those that other networks have already.
+    """
     own = state_of(model)
     plain = not overrides(model, "forward") and "net" in model._modules
     network: nn.Module = model.net if plain else ForwardNetwork(model)
@@ -92,15 +101,17 @@ def _with_tensors(
                 if name is None:
                     continue
                 if name not in made:
-                    made[name] = _replacement(name, old, state, shared)
+                    made[name] = _replacement(name, old, own_state, common, shared)
                 home[key] = made[name]
     return parts[0], parts[1]
 
 
-def _replacement(name: str, old: Tensor, state: Mapping[str, Tensor], shared: dict[str, Tensor]) -> Tensor:
+def _replacement(
+    name: str, old: Tensor, state: Mapping[str, Tensor], common: Mapping[str, Tensor], shared: dict[str, Tensor]
+) -> Tensor:
     if name not in state and name in shared:
         return shared[name]
-    tensor = state.get(name, old).detach().clone()
+    tensor = state.get(name, common.get(name, old)).detach().clone()
     new: Tensor = nn.Parameter(tensor, old.requires_grad) if isinstance(old, nn.Parameter) else tensor
     if name not in state:
         shared[name] = new

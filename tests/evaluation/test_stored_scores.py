@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_sgmcmc import BayesianModule, Categorical, Gaussian
+from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, HeteroscedasticGaussian
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.diagnostics import (
     aurc,
     gaussian_mixture_crps,
     pit_histogram,
     risk_at_coverage,
+    sample_crps,
     total_variation,
 )
 from lightning_sgmcmc.evaluation import cifar10_hmc, read_probabilities
@@ -58,6 +59,16 @@ def test_a_regressions_scores_are_those_of_the_mixture() -> None:
     assert pit is not None
     cdf = (posterior.weights[:, None, None] * torch.special.ndtr((y - means) / stds)).sum(0)
     torch.testing.assert_close(pit_histogram(pit), pit_histogram(cdf.float()))
+
+
+def test_uneven_noise_is_scored_by_each_datums_own() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(24, 2, generator=generator), torch.randn(24, 1, generator=generator)
+    module = BayesianModule(net=nn.Linear(2, 2), likelihood=HeteroscedasticGaussian(), lr=0.01)
+    found = run_of(module, x, y, scores=True)
+    assert module.posterior is not None
+    drawn = module.posterior.predict(x).sample(4000, seed=1)
+    assert found["test/bma_crps"] == pytest.approx(float(sample_crps(drawn, y).mean()), rel=0.05)
 
 
 def test_classes_have_selective_scores_a_reference_and_the_users_metrics(tmp_path: Path) -> None:

@@ -163,3 +163,23 @@ def test_a_stream_predicts_what_one_call_does(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("lightning_sgmcmc.posterior.predictive.KEPT", 10)
     with pytest.warns(UserWarning, match="again for every batch"):
         list(in_memory(classifier()).predict_batches(batches))
+
+
+def test_what_is_not_sampled_is_one_tensor_of_all_networks() -> None:
+    """A frozen trunk is in memory once, and is the store's, whatever the module holds."""
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
+    net[0].requires_grad_(False)
+    module = BayesianModule(net=net, likelihood=Categorical(), lr=1e-2, num_chains=2)
+    callbacks = [SamplingSchedule(burn_in_steps=2, every_n_steps=2), SampleCollector(in_memory=True)]
+    quiet_trainer(max_steps=6, callbacks=callbacks).fit(module, loader())
+    posterior = module.posterior
+    assert posterior is not None
+    x = next(iter(loader()))[0]
+    first, second, *_ = posterior.networks()
+    assert first[0].weight is second[0].weight
+    assert not torch.equal(first[2].weight, second[2].weight)
+    ensemble = posterior.ensemble()
+    torch.testing.assert_close(ensemble(x), posterior.predict(x).probabilities)
+    file = io.BytesIO()
+    torch.save(ensemble, file)
+    assert len({tensor.data_ptr() for name, tensor in ensemble.state_dict().items() if "net.0" in name}) == 2
