@@ -81,7 +81,7 @@ def interval_score(low: Tensor, high: Tensor, y: Tensor, level: float) -> Tensor
 
     >>> low, high, y = torch.zeros(2), torch.ones(2), torch.tensor([0.5, 1.1])
     >>> interval_score(low, high, y, 0.9)
-    tensor([1., 3.])
+    tensor([1.0000, 3.0000])
     """
     if not 0 < level < 1:
         raise ValueError(f"level must be in (0, 1), got {level}")

@@ -154,8 +154,11 @@ class Distillation(pl.LightningModule):
 
     Example::
 
-        task = Distillation(posterior, nn.Linear(2, 3), lr=1e-2)  # two classes
-        pl.Trainer(max_epochs=5, logger=False, enable_checkpointing=False).fit(task, loader)
+        from lightning_sgmcmc.posterior import Distillation
+
+        task = Distillation(posterior, torch.nn.Linear(2, 3), lr=1e-2)  # two classes
+        loader = torch.utils.data.DataLoader(x, batch_size=3)
+        pl.Trainer(max_epochs=2, logger=False, enable_checkpointing=False).fit(task, loader)
         task.student.predict(x).mutual_information
     """
 

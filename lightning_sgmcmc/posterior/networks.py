@@ -149,9 +149,7 @@ class Ensemble(nn.Module):
 
     Example::
 
-        ensemble = posterior.ensemble()
-        program = torch.export.export(ensemble, (x,))
-        torch.onnx.export(ensemble, (x,), "ensemble.onnx", dynamo=True)
+        program = torch.export.export(posterior.ensemble(), (x,))  # torch.onnx.export(…, dynamo=True) takes both
     """
 
     def __init__(
