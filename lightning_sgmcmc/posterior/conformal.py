@@ -111,7 +111,7 @@ def fit_conformal(
     generator = torch.Generator().manual_seed(derive_seed(seed, "conformal", "fit"))
     for batch in batches:
         prediction = standardised.predict([batch])
-        target = torch.as_tensor(_target_of(model, batch))
+        target = torch.as_tensor(model.inputs_and_target(batch)[1])
         scores.append(_scores(prediction, target, model, method, generator).cpu())
     if not scores:
         raise ValueError("conformal needs calibration data, and the loader has none: pass a loader with some batches")
@@ -136,11 +136,6 @@ def _scores(
         f"conformal makes sets of classes or intervals of numbers, and {type(model.likelihood).__name__} predicts a "
         f"{type(prediction).__name__}"
     )
-
-
-def _target_of(model: EnergyModel, batch: Any) -> Any:
-    """Return the target of a batch, as the model takes batches apart."""
-    return batch[1]
 
 
 def _uniform(count: int, seed: int, name: str) -> Tensor:

@@ -1,14 +1,20 @@
 """One network with a posterior's averaged predictive and its epistemic part."""
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_sgmcmc.batches.inputs import (
+    arguments_of_network,
+    as_tensors,
+    batches_in,
+    called,
+    inputs_of,
+    unwrapped,
+)
 from lightning_sgmcmc.checks import check_count, check_within
 from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
 from lightning_sgmcmc.posterior.store import TargetScaling
@@ -38,7 +44,16 @@ class Student(nn.Module):
 
     def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
         """Return (probabilities (n, K), mutual information (n,)), or (mean, std, epistemic std), each (n, D)."""
-        return tuple(self._prediction(self.net(*inputs)).parts[name] for name in self.outputs)
+        given = inputs[0] if len(inputs) == 1 else inputs
+        return tuple(self._prediction(self.output_of(given)).parts[name] for name in self.outputs)
+
+    def output_of(self, inputs: Any) -> Tensor:
+        """Return the network's output for inputs, which are passed as a `BayesianModule` passes them."""
+        if isinstance(inputs, Tensor):
+            output: Tensor = unwrapped(self.net(inputs))
+            return output
+        output = unwrapped(called(self.net, inputs, arguments_of_network(self.net)))
+        return output
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -50,7 +65,7 @@ class Student(nn.Module):
         """Return the predictive of inputs, in evaluation mode.
 
         Args:
-            x: a tensor or array (n, …), or an iterable of batches, each one inputs or a tuple that starts with them.
+            x: inputs, or an iterable of batches, as `Posterior.predict` takes them.
 
         Raises:
             ValueError: if there are no inputs.
@@ -58,12 +73,10 @@ class Student(nn.Module):
         training, first = self.training, next(self.parameters())
         self.eval()
         try:
-            batches: Iterable[Any] = [x] if isinstance(x, Tensor | np.ndarray) else x
-            found = []
-            for batch in batches:
-                inputs = torch.as_tensor(inputs_in(batch))
-                dtype = first.dtype if inputs.is_floating_point() else inputs.dtype
-                found.append(self._prediction(self.net(inputs.to(first.device, dtype))))
+            arguments, found = arguments_of_network(self.net), []
+            for batch in batches_in(x, arguments):
+                inputs = as_tensors(inputs_of(batch, arguments), first.device, first.dtype)
+                found.append(self._prediction(self.output_of(inputs)))
         finally:
             self.train(training)
         if not found:
@@ -177,6 +190,7 @@ class Distillation(pl.LightningModule):
         self.lr = lr
         self.epistemic_weight = epistemic_weight
         self._is_known = False
+        self._size = 0
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.student.parameters(), lr=self.lr)
@@ -200,13 +214,12 @@ class Distillation(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         predictive, epistemic = self._losses(batch)
-        size = len(inputs_in(batch))
-        self.log_dict({"distill/val_predictive": predictive, "distill/val_epistemic": epistemic}, batch_size=size)
+        self.log_dict({"distill/val_predictive": predictive, "distill/val_epistemic": epistemic}, batch_size=self._size)
 
     def _losses(self, batch: Any) -> tuple[Tensor, Tensor]:
-        inputs = inputs_in(batch)
+        inputs = inputs_of(batch, self._teacher.model.accepted_arguments)
         teacher = self._teacher.predict([inputs])
-        output = self.student.net(inputs)
+        output, self._size = self.student.output_of(inputs), len(teacher)
         if not self._is_known:
             self.student.classes = self._classes(teacher, output)
             self._is_known = True
@@ -231,11 +244,6 @@ class Distillation(pl.LightningModule):
                 "Student): change its last layer"
             )
         return classes
-
-
-def inputs_in(batch: Any) -> Any:
-    """Return the inputs of a batch, which may have a target."""
-    return batch[0] if isinstance(batch, list | tuple) else batch
 
 
 def distil(

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_sgmcmc.batches.inputs import arguments_of_network, called, unwrapped
 from lightning_sgmcmc.chains.masks import MASK_SEED
 from lightning_sgmcmc.chains.stateless import homes_of, state_of
 from lightning_sgmcmc.model import EnergyModel, overrides
@@ -19,7 +20,7 @@ RUN_PARTS = ("chains", "posterior", "evaluations", "health", "contour", "plan", 
 
 
 class ForwardNetwork(nn.Module):
-    """The layers of a module that defines `forward` itself, called by that `forward`, without Lightning.
+    """The layers of a module that defines `forward` or `output_of` itself, with these methods, without Lightning.
 
     Args:
         model: the module, of one chain.
@@ -28,6 +29,8 @@ class ForwardNetwork(nn.Module):
     def __init__(self, model: EnergyModel) -> None:
         super().__init__()
         self._class: Any = type(model)
+        self._compiled_net: list[nn.Module] = []
+        self.accepted_arguments = model.accepted_arguments
         lightning = vars(EnergyModel(None, None, None))
         for name, value in vars(model).items():
             if name not in lightning and name not in RUN_PARTS and not name.startswith("_"):
@@ -49,16 +52,24 @@ class ForwardNetwork(nn.Module):
             return method.__get__(self)
 
 
-def plain_networks(store: SampleStore, model: EnergyModel) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+def plain_networks(
+    store: SampleStore, model: EnergyModel, with_hooks: bool = False
+) -> Iterator[tuple[nn.Module, nn.Module | None]]:
     """Yield each sample's network and likelihood, in evaluation mode; see `Posterior.networks`.
 
     Tensors that samples do not contain are copied once and shared by all networks.
+
+    Args:
+        store: the samples.
+        model: their model.
+        with_hooks: whether a network has the model's `output_of`, if it defines one.
 
     Raises:
         ValueError: if a sample is damaged or belongs to another network, or the samples are dropout masks.
     """
     device = next(model.parameters()).device
     shared: dict[str, Tensor] = {}
+    own_methods = overrides(model, "forward") or (with_hooks and overrides(model, "output_of"))
     for sample in store:
         if MASK_SEED in sample.buffers:
             raise ValueError(
@@ -69,23 +80,27 @@ def plain_networks(store: SampleStore, model: EnergyModel) -> Iterator[tuple[nn.
         with model.at_chain(0):
             own = {name: tensor.to(device) for name, tensor in sample.own_state.items()}
             common = {name: tensor.to(device) for name, tensor in sample.shared.items() if name not in shared}
-            yield _with_tensors(model, own, common, shared)
+            network = ForwardNetwork(model) if own_methods or "net" not in model._modules else model.net
+            yield _with_tensors(model, network, own, common, shared)
 
 
 def _with_tensors(
-    model: EnergyModel, own_state: Mapping[str, Tensor], common: Mapping[str, Tensor], shared: dict[str, Tensor]
+    model: EnergyModel,
+    network: nn.Module,
+    own_state: Mapping[str, Tensor],
+    common: Mapping[str, Tensor],
+    shared: dict[str, Tensor],
 ) -> tuple[nn.Module, nn.Module | None]:
     """Return copies of a model's network and likelihood with the tensors of a sample.
 
     Args:
         model: the model, at one chain.
+        network: of the model.
         own_state: the tensors that differ from other samples', by name.
         common: those that all samples have in common and that are not in `shared` yet.
         shared: those that other networks have already.
     """
     own = state_of(model)
-    plain = not overrides(model, "forward") and "net" in model._modules
-    network: nn.Module = model.net if plain else ForwardNetwork(model)
     # No tensor is copied with the modules: each is replaced below.
     parts: list[Any] = copy.deepcopy([network, model.likelihood], {id(tensor): tensor for tensor in own.values()})
     names = {id(tensor): name for name, tensor in own.items()}
@@ -125,9 +140,15 @@ class _Member(nn.Module):
         super().__init__()
         self.net = net
         self.likelihood = likelihood
+        self._arguments = None if isinstance(net, ForwardNetwork) else arguments_of_network(net)
 
-    def forward(self, *inputs: Any) -> dict[str, Tensor]:
-        terms: dict[str, Tensor] = self.likelihood.terms(self.net(*inputs))
+    def forward(self, inputs: Any) -> dict[str, Tensor]:
+        net: Any = self.net
+        if self._arguments is None:
+            output = net.output_of(inputs)
+        else:
+            output = unwrapped(net(inputs) if isinstance(inputs, Tensor) else called(net, inputs, self._arguments))
+        terms: dict[str, Tensor] = self.likelihood.terms(output)
         return terms
 
 
@@ -173,15 +194,19 @@ class Ensemble(nn.Module):
         """Return the network; it stays in evaluation mode, since its statistics and layers are those of samples."""
         return self
 
-    def forward(self, x: Any, *others: Any) -> Tensor | tuple[Tensor, ...]:
-        """Return the averaged predictive for inputs, as the networks take them.
+    def forward(self, x: Any = None, *others: Any, **named: Any) -> Tensor | tuple[Tensor, ...]:
+        """Return the averaged predictive for inputs.
+
+        Args:
+            x, others, named: the inputs: one tensor or dict, several by position, or by their names.
 
         Returns:
             class probabilities (n, K), or the mean and standard deviation, each (n, D); with `outputs`, these parts.
         """
+        inputs = named if named else (x, *others) if others else x
         terms: dict[str, Tensor] = {}
         for weight, member in zip(self.weights, self.members, strict=True):
-            for name, term in member(x, *others).items():
+            for name, term in member(inputs).items():
                 terms[name] = terms[name] + weight * term if name in terms else weight * term
         likelihood: Any = self.members[0].likelihood
         prediction: Prediction = likelihood.prediction(terms, None)

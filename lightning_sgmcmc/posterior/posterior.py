@@ -180,7 +180,7 @@ class Posterior(StoredSamples):
             )
         weights = self.weights.tolist()
         kept = [i for i, weight in enumerate(weights) if weight > 0]
-        members: Any = list(plain_networks(self._selected(kept, [0.0] * len(kept)).store, model))
+        members: Any = list(plain_networks(self._selected(kept, [0.0] * len(kept)).store, model, with_hooks=True))
         return Ensemble(members, [weights[i] for i in kept], self.calibration, self.store.scaling, outputs)
 
     def calibrate(self, data: Any, save: bool = False) -> "Posterior":

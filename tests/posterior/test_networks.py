@@ -10,13 +10,15 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
+from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior, bayesianize
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.posterior.store import MemoryStore, TargetScaling
 from lightning_sgmcmc.predictions import ClassPrediction
 from tests.posterior.test_posterior import MODULES, classifier, convolutional, filled, in_memory, inputs, states
+from tests.pretrained.networks import Sentences, encoder, lora
 from tests.support.small_run import loader
 from tests.support.trainers import quiet_trainer
 
@@ -183,3 +185,37 @@ def test_what_is_not_sampled_is_one_tensor_of_all_networks() -> None:
     file = io.BytesIO()
     torch.save(ensemble, file)
     assert len({tensor.data_ptr() for name, tensor in ensemble.state_dict().items() if "net.0" in name}) == 2
+
+
+class Shifted(BayesianModule):
+    def output_of(self, inputs: Any) -> Tensor:
+        return self(inputs) + 1.0 * torch.arange(3)
+
+
+def test_the_modules_own_output_is_the_ensembles() -> None:
+    module = Shifted(net=nn.Linear(5, 3), likelihood=Categorical())
+    posterior, x = in_memory(module), inputs()
+    torch.testing.assert_close(posterior.ensemble()(x), posterior.predict(x).probabilities)
+    torch.testing.assert_close(next(posterior.networks())(x), next(states(module))(x))
+
+
+@SLOW
+def test_dicts_of_inputs_and_a_model_of_transformers() -> None:
+    """LoRA adapters on a frozen encoder: by a dict, by name, streamed, exported, and distilled."""
+    pytest.importorskip("peft")
+    data = Sentences(8)
+    module = bayesianize(encoder(), lora(), Categorical(), lr=1e-3)
+    callbacks = [SamplingSchedule(burn_in_steps=1, every_n_steps=1), SampleCollector(in_memory=True)]
+    quiet_trainer(max_steps=3, callbacks=callbacks).fit(module, DataLoader(data, batch_size=4))
+    posterior = module.posterior
+    assert posterior is not None
+    expected = posterior.predict(data.inputs).probabilities
+    ensemble = posterior.ensemble()
+    torch.testing.assert_close(ensemble(data.inputs), expected)
+    torch.testing.assert_close(ensemble(**data.inputs), expected)
+    streamed = posterior.predict_batches(DataLoader(data, batch_size=4))
+    torch.testing.assert_close(torch.cat([part.probabilities for part in streamed]), expected)
+    kept = sum(p.numel() for p in ensemble.parameters())
+    assert kept < 1.5 * sum(p.numel() for p in module.parameters()), "the encoder is in the ensemble once"
+    student = posterior.distill(encoder(num_labels=3), DataLoader(data, batch_size=4), epochs=1)
+    assert student.predict(data.inputs).mutual_information.shape == (8,)
