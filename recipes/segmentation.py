@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 SIDE = 24
 PIXELS = SIDE * SIDE
 SIZES = [200, 40, 200]
-EPOCHS = {"quick": 50, "full": 150}
+EPOCHS = {"quick": 60, "full": 180}
 REPEATS = {"quick": 2, "full": 8}
 IGNORED = -100
 RING = 4
 """Label of the shape that no training image has."""
 NOISE = 0.35
 
-ADAMW = MappingProxyType({"optimizer": "adamw", "lr": 5e-3, "weight_decay": 0.05})
+ADAMW = MappingProxyType({"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05})
 LR = 0.004 / PIXELS
 """The loss of an image is a sum over its pixels."""
-SAMPLING = MappingProxyType({"warm_up": 0.4, "warm_up_lr": 5e-3, "lr": LR, "prior_std": 0.3})
+SAMPLING = MappingProxyType({"warm_up": 0.6, "warm_up_lr": 1e-2, "lr": LR, "prior_std": 0.3})
 METHODS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "one network": ("sgd", ADAMW),
     "ensemble": ("ensemble", {**ADAMW, "chains": 4}),
@@ -142,7 +142,7 @@ def shapes(seed: int, epochs: int) -> Any:
         def net(self, dropout: float = 0.0) -> Any:
             return u_net(1, 4, 8, dropout)
 
-    return Shapes("shapes", {"source": "shapes", "batch": 20, "epochs": epochs, "sizes": SIZES}, ".", seed)
+    return Shapes("shapes", {"source": "shapes", "batch": 10, "epochs": epochs, "sizes": SIZES}, ".", seed)
 
 
 def draw(count: int, kinds: int, generator: Any) -> "tuple[Tensor, Tensor]":
