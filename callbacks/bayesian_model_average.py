@@ -11,15 +11,17 @@ from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import require_schedule, schedule_of
 from lightning_sgmcmc.chains.drawing import Drawing
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.sample import PosteriorSample, record_of
 from lightning_sgmcmc.chains.together import MOST, grouped, runs_at_once
-from lightning_sgmcmc.checks import check_choice
+from lightning_sgmcmc.checks import check_choice, check_flag
 from lightning_sgmcmc.compiling import is_compiled
 from lightning_sgmcmc.evaluation.full_data import full_log_likelihoods, undisturbed
 from lightning_sgmcmc.evaluation.loader_average import LoaderAverage, loaders_of
 from lightning_sgmcmc.evaluation.of_samples import DrawingScores, SampleScores, in_host_memory, scores_on, states_on
 from lightning_sgmcmc.evaluation.out_of_distribution import OutOfDistributionData, OutOfDistributionSource
+from lightning_sgmcmc.evaluation.reference import Reference
 from lightning_sgmcmc.evaluation.scoring import Scorer
+from lightning_sgmcmc.evaluation.stored_scores import StoredScores
 from lightning_sgmcmc.evaluation.user_metrics import UserMetrics
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.early_stopping import PatientStopping
@@ -64,6 +66,13 @@ class BayesianModelAverage(SamplerCallback):
         metrics: metrics of your own by name, torchmetrics or functions of (prediction, target) that return a number.
             The prediction is the class probabilities (n, K), or in regression the means in original units. They are
             logged as `val/bma_<name>` and `val/single_<name>`.
+        scores: let `trainer.test` and `trainer.validate` also report scores that need all samples together: for
+            Gaussian likelihoods `crps` and `interval_score_90`, exact for the mixture of the samples, in original units
+            (for other likelihoods of numbers use `diagnostics.sample_crps(prediction.sample(200), y)`); for classes
+            `aurc`, the area under the risk-coverage curve, and `risk_80`, the error rate of the 80 % surest ones.
+        reference: class probabilities of another predictive of the test data, such as HMC's: a tensor (n, K), or a
+            .npy, .npz or .csv file (for CIFAR-10 `evaluation.cifar10_hmc(path)`). `trainer.test` reports `agreement`,
+            the share of equal predicted classes, and `total_variation`.
 
     Raises:
         ValueError: for another cycle_weights or importance_weights; at setup, if no schedule would draw a sample, or
@@ -78,7 +87,12 @@ class BayesianModelAverage(SamplerCallback):
         ood: OutOfDistributionSource | dict[str, OutOfDistributionSource] | None = None,
         importance_weights: Literal["sample", "final"] = "sample",
         metrics: Mapping[str, Callable[..., Any]] | None = None,
+        scores: bool = False,
+        reference: Any = None,
     ) -> None:
+        check_flag("scores", scores)
+        if scores and cycle_weights == "harmonic":
+            raise ValueError("scores needs the samples' own weights: use cycle_weights='uniform'")
         check_choice("importance_weights", importance_weights, ("sample", "final"))
         if cycle_weights not in ("uniform", "harmonic"):
             raise ValueError(f"cycle_weights must be 'uniform' or 'harmonic', got {cycle_weights!r}")
@@ -86,6 +100,8 @@ class BayesianModelAverage(SamplerCallback):
         self.importance_weights = importance_weights
         self.ood = OutOfDistributionData(ood)
         self.metrics = UserMetrics(metrics)
+        self.scores = scores
+        self.reference = Reference(reference)
         self._averages: list[LoaderAverage] = []
         self._scorer: Scorer | None = None
         self._scores = DrawingScores()
@@ -196,13 +212,26 @@ class BayesianModelAverage(SamplerCallback):
         self._averages = [LoaderAverage(self.cycle_weights, self.metrics) for _ in loaders]
         self._publish(module, stage)
         in_fit, self._scorer = self._scorer, self._scorer or Scorer(module)
+        stored = self._stored_scores(trainer, module, stage)
         samples = iter(module.posterior.reweighted(self.importance_weights))
         for group in grouped(samples, lambda sample: sample.own_state, MOST):
             self._scores.begin(group)
             for sample in group:
                 scores = self._scores.of(sample, lambda some: self._score(trainer, module, some, loaders, limits))
                 self._add(trainer, module, sample, scores)
+                for average, one, (terms, _, target) in zip(self._averages, stored, scores.on_loaders, strict=True):
+                    average.evaluation.members[-1] |= one.add(record_of(sample), terms, target)
+        for evaluation, one in zip((average.evaluation for average in self._averages), stored, strict=True):
+            if evaluation.average is not None:
+                evaluation.running[-1] |= one.of_average(evaluation.average.terms, evaluation.target)
         self._scorer = in_fit
+
+    def _stored_scores(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> list[StoredScores]:
+        scale = float(getattr(getattr(trainer, "datamodule", None), "target_std", None) or 1.0)
+        references = [
+            self.reference if index == 0 and stage == "test" else None for index in range(len(self._averages))
+        ]
+        return [StoredScores(module.likelihood, scale, reference, self.scores) for reference in references]
 
     # -- during and after the fit -------------------------------------------------------------------------------------
 

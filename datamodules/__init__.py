@@ -3,6 +3,7 @@
 from lightning_sgmcmc.datamodules.airfoil import AirfoilDataModule
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split
 from lightning_sgmcmc.datamodules.cifar import CIFAR10DataModule, CIFAR100DataModule
+from lightning_sgmcmc.datamodules.corruptions import CorruptedDataModule
 from lightning_sgmcmc.datamodules.covertype import CovertypeDataModule
 from lightning_sgmcmc.datamodules.digits import DigitsDataModule
 from lightning_sgmcmc.datamodules.images import ImageDataModule
@@ -21,6 +22,7 @@ __all__ = [
     "ArrayDataModule",
     "CIFAR10DataModule",
     "CIFAR100DataModule",
+    "CorruptedDataModule",
     "CovertypeDataModule",
     "DatasetDataModule",
     "DigitsDataModule",

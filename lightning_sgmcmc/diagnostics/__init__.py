@@ -3,8 +3,10 @@
 Pure functions of tensors, and small classes for their results; nothing here depends on a trainer or a module.
 """
 
+from lightning_sgmcmc.diagnostics.agreement import agreement, total_variation
 from lightning_sgmcmc.diagnostics.assessment import assess
 from lightning_sgmcmc.diagnostics.chains import ChainDiagnostics, ChainGrid, chain_diagnostics
+from lightning_sgmcmc.diagnostics.conformal import class_scores, conformal_threshold
 from lightning_sgmcmc.diagnostics.estimates import Observations
 from lightning_sgmcmc.diagnostics.findings import Finding, FindingKind
 from lightning_sgmcmc.diagnostics.geometry import classical_scaling, interpolate, squared_distances, weight_sketch
@@ -26,6 +28,8 @@ from lightning_sgmcmc.diagnostics.samples import (
     weight_efficiency,
     within_groups,
 )
+from lightning_sgmcmc.diagnostics.scores import gaussian_mixture_crps, interval_score, pit_histogram, sample_crps
+from lightning_sgmcmc.diagnostics.selective import aurc, risk_at_coverage, risk_coverage
 from lightning_sgmcmc.diagnostics.verdict import RunFacts
 
 __all__ = [
@@ -39,20 +43,31 @@ __all__ = [
     "RunMeasures",
     "StepObserver",
     "Temperatures",
+    "agreement",
     "assess",
+    "aurc",
     "autocorrelation",
     "autocorrelation_time",
     "brier_score",
     "chain_diagnostics",
+    "class_scores",
     "classical_scaling",
     "classification_metrics",
+    "conformal_threshold",
+    "gaussian_mixture_crps",
     "interpolate",
+    "interval_score",
     "normalised_weights",
     "out_of_distribution_metrics",
+    "pit_histogram",
     "predictive_entropy",
     "reliability",
     "resample",
+    "risk_at_coverage",
+    "risk_coverage",
+    "sample_crps",
     "squared_distances",
+    "total_variation",
     "wasserstein_distance",
     "weight_efficiency",
     "weight_sketch",

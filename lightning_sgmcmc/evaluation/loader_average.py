@@ -58,6 +58,11 @@ class Evaluation:
             return None
         return weight_efficiency(weights)
 
+    @property
+    def pit(self) -> Tensor | None:
+        """The average's P(Y ≤ y) at each target, for `diagnostics.pit_histogram`; None if the likelihood has none."""
+        return None if self.average is None else self.average.terms.get("cdf")
+
     def __repr__(self) -> str:
         single = self.single
         metrics = (f"{name} {value:.4g} (single {single[name]:.4g})" for name, value in self.bma.items())

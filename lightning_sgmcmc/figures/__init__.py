@@ -13,10 +13,17 @@ from lightning_sgmcmc.figures.evaluation import (
     entropy_figure,
     histogram,
     histogram_figure,
+    predictions_figure,
     reliability_figure,
     running_average_figure,
 )
-from lightning_sgmcmc.figures.run import energy_figure, sample_energy_figure, schedule_figure, traces_figure
+from lightning_sgmcmc.figures.run import (
+    energy_figure,
+    sample_energy_figure,
+    sample_trace_figure,
+    schedule_figure,
+    traces_figure,
+)
 
 __all__ = [
     "AVERAGE_COLOUR",
@@ -30,9 +37,11 @@ __all__ = [
     "histogram_figure",
     "integer_ticks",
     "legend_above",
+    "predictions_figure",
     "reliability_figure",
     "running_average_figure",
     "sample_energy_figure",
+    "sample_trace_figure",
     "schedule_figure",
     "traces_figure",
 ]

@@ -109,6 +109,50 @@ def histogram_figure(values: Sequence[float], label: str) -> "Figure":
     return figure
 
 
+def predictions_figure(
+    place: Sequence[float],
+    mean: Sequence[float],
+    std: Sequence[float],
+    epistemic: Sequence[float],
+    observed: Sequence[float] | None,
+    label: str,
+) -> "Figure":
+    """Draw predictive means with two standard deviations to each side, and the observed numbers.
+
+    Args:
+        place: the horizontal place of each datum: its input, or its observed number.
+        mean, std, epistemic: predictive mean, total and epistemic standard deviation of each datum.
+        observed: the observed numbers to draw, or None.
+        label: of the horizontal axis; "observed" draws the line of equal numbers instead of bands.
+    """
+    figure, (axes,) = canvas()
+    order = np.argsort(np.asarray(place, dtype=float))
+    at, centre, total, own = (np.asarray(part, dtype=float)[order] for part in (place, mean, std, epistemic))
+    if label == "observed":
+        axes.errorbar(at, centre, 2 * total, fmt="o", color=AVERAGE_COLOUR, markersize=3, linewidth=0.6, label="±2 sd")
+        ends = [min(at.min(), centre.min()), max(at.max(), centre.max())]
+        axes.plot(ends, ends, color="black", linestyle=":", linewidth=1, label="equal")
+    else:
+        for width, strength, name in ((total, 0.15, "±2 sd"), (own, 0.3, "±2 epistemic sd")):
+            axes.fill_between(
+                at,
+                centre - 2 * width,
+                centre + 2 * width,
+                color=AVERAGE_COLOUR,
+                alpha=strength,
+                linewidth=0,
+                label=name,
+            )
+        axes.plot(at, centre, color=AVERAGE_COLOUR, label="mean")
+        if observed is not None:
+            seen = np.asarray(observed, dtype=float)[order]
+            axes.plot(at, seen, "o", color="black", markersize=3, label="observed")
+    axes.set_xlabel(label)
+    axes.set_ylabel("prediction")
+    legend_above(axes)
+    return figure
+
+
 MARKERS = "osD^v<>Phd*"
 
 

@@ -102,13 +102,23 @@ def traces_figure(
 
 def sample_energy_figure(chains: Mapping[int, tuple[Sequence[int], Sequence[float]]]) -> "Figure":
     """Draw the samples' energies against the step, one line per chain: its steps and its energies."""
-    figure, (axes,) = canvas()
-    for chain, (steps, energy) in chains.items():
-        axes.plot(steps, energy, "-o", linewidth=0.8, markersize=4, label=f"chain {chain}")
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("potential energy Ũ (nats)")
-    axes.ticklabel_format(axis="y", useOffset=False)
-    axes.xaxis.set_major_locator(integer_ticks())
-    if 1 < len(chains) <= 10:
-        axes.legend(loc="upper right")
+    return sample_trace_figure({"potential energy Ũ (nats)": chains})
+
+
+def sample_trace_figure(traces: Mapping[str, Mapping[int, tuple[Sequence[int], Sequence[float]]]]) -> "Figure":
+    """Draw quantities of the samples against the step, one panel for each, one line per chain.
+
+    Args:
+        traces: by label, each chain's steps and values.
+    """
+    figure, rows = canvas(len(traces), height=4 if len(traces) == 1 else 0.8 + 1.6 * len(traces))
+    for axes, (label, chains) in zip(rows, traces.items(), strict=True):
+        for chain, (steps, values) in chains.items():
+            axes.plot(steps, values, "-o", linewidth=0.8, markersize=4, label=f"chain {chain}")
+        axes.set_ylabel(label, fontsize=None if len(traces) == 1 else "small")
+        axes.ticklabel_format(axis="y", useOffset=False)
+    rows[-1].set_xlabel("optimizer step")
+    rows[-1].xaxis.set_major_locator(integer_ticks())
+    if 1 < len(next(iter(traces.values()))) <= 10:
+        rows[0].legend(loc="upper right")
     return figure

@@ -90,7 +90,7 @@ def fit_calibration(
         TypeError: if the model has no likelihood, or one with another kind of predictive.
         ValueError: if there are no data.
     """
-    batches = _batches_of(data)
+    batches = batches_of(data)
     _warn_of_training_data(model, batches)
     likelihood = model.likelihood
     if likelihood is None:
@@ -122,8 +122,17 @@ def fit_calibration(
     )
 
 
-def _batches_of(data: Any) -> Any:
-    """Return the batches of a loader, or of a datamodule's validation data."""
+def batches_of(data: Any, what: str = "calibrate") -> Any:
+    """Return the batches of a loader, or of a datamodule's validation data.
+
+    Args:
+        data: the loader, list of batches or datamodule.
+        what: the method that needs them, for messages.
+
+    Raises:
+        TypeError: for data of another type.
+        ValueError: for a datamodule without validation data.
+    """
     if isinstance(data, pl.LightningDataModule):
         name = type(data).__name__
         data.prepare_data()
@@ -132,10 +141,10 @@ def _batches_of(data: Any) -> Any:
         if isinstance(data, list | tuple) and len(data) == 1:
             data = data[0]
         if data is None or (isinstance(data, list | tuple) and not data):
-            raise ValueError(f"calibrate needs validation data, and {name} has none: pass a loader of other data")
+            raise ValueError(f"{what} needs validation data, and {name} has none: pass a loader of other data")
     if isinstance(data, tuple | Tensor | np.ndarray) or data is None or not isinstance(data, Iterable):
         raise TypeError(
-            f"calibrate needs validation data with targets, got a {type(data).__name__}: pass a loader, a datamodule, "
+            f"{what} needs validation data with targets, got a {type(data).__name__}: pass a loader, a datamodule, "
             "or a list of batches, [(x, y)]"
         )
     return data

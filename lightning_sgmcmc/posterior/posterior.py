@@ -1,37 +1,34 @@
 """The collected posterior: samples, their weights, and the predictive that averages over them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, comparable_log_weights
-from lightning_sgmcmc.checks import check_choice, check_number
-from lightning_sgmcmc.contour.learned import LearnedContour
-from lightning_sgmcmc.diagnostics.samples import normalised_weights, resample, weight_efficiency
-from lightning_sgmcmc.evaluation.html_table import html_table
+from lightning_sgmcmc.diagnostics.samples import normalised_weights
 from lightning_sgmcmc.model import EnergyModel
-from lightning_sgmcmc.posterior.calibration import (
-    Calibration,
-    fit_calibration,
-    identify,
-    save_calibration,
-    saved_calibration,
-)
+from lightning_sgmcmc.posterior.calibration import fit_calibration, identify, save_calibration, saved_calibration
 from lightning_sgmcmc.posterior.checks import check_fits, sound_records
+from lightning_sgmcmc.posterior.conformal import Conformal, fit_conformal
 from lightning_sgmcmc.posterior.description import warn_of_other_network
 from lightning_sgmcmc.posterior.disk import DiskStore
-from lightning_sgmcmc.posterior.display import SHOWN, samples_in, summary
-from lightning_sgmcmc.posterior.export import SMALL, to_inference_data
+from lightning_sgmcmc.posterior.display import samples_in
+from lightning_sgmcmc.posterior.distillation import Student, distil
 from lightning_sgmcmc.posterior.network import model_of
-from lightning_sgmcmc.posterior.predictive import ReadySamples, average_predictions, ready_samples, with_new_statistics
-from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore, StoreView
+from lightning_sgmcmc.posterior.networks import Ensemble, plain_networks
+from lightning_sgmcmc.posterior.plots import plot_predictions, plot_reliability, plot_trace
+from lightning_sgmcmc.posterior.predictive import average_predictions, ready_samples, with_new_statistics
+from lightning_sgmcmc.posterior.stored import StoredSamples
+from lightning_sgmcmc.posterior.streaming import streamed
 from lightning_sgmcmc.predictions import Prediction
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-class Posterior:
+
+class Posterior(StoredSamples):
     """Samples of a posterior and their predictions.
 
     Iterating yields `PosteriorSample`s in the order of drawing, read from disk one at a time.
@@ -41,6 +38,7 @@ class Posterior:
         model: the `BayesianModule` of the samples, for predictions; its own weights are not changed. None disables
             predictions.
 
+    >>> from lightning_sgmcmc.chains.sample import PosteriorSample
     >>> from lightning_sgmcmc.posterior.store import MemoryStore
     >>> store = MemoryStore()
     >>> for step, weight in ((10, 1.0), (20, 2.0)):
@@ -49,21 +47,6 @@ class Posterior:
     >>> len(posterior), posterior.weight_efficiency
     (2, 1.0)
     """
-
-    def __init__(self, store: SampleStore, model: EnergyModel | None = None) -> None:
-        if not isinstance(store, SampleStore):
-            raise TypeError(
-                f"store must be a sample store, got a {type(store).__name__}: open a folder by Posterior.load(path)"
-            )
-        self.store = store
-        self.model = model
-        self.calibration: Calibration | None = None
-        """What `calibrate` has fitted, which predictions use; None leaves them as they are."""
-        self._why_no_model = "no model was given"
-        self._ready: ReadySamples | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_ready": None}
 
     @classmethod
     def load(
@@ -113,144 +96,6 @@ class Posterior:
             model.to(device)
         return posterior
 
-    def __len__(self) -> int:
-        return len(self.store)
-
-    def __iter__(self) -> Iterator[PosteriorSample]:
-        return iter(self.store)
-
-    @overload
-    def __getitem__(self, index: int) -> PosteriorSample: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "Posterior": ...
-
-    def __getitem__(self, index: int | slice) -> "PosteriorSample | Posterior":
-        """Return a sample, or the posterior of a slice of them; nothing is copied."""
-        if not isinstance(index, slice):
-            return self.store[index]
-        chosen = range(*index.indices(len(self)))
-        return self._selected(chosen, [self.records[i].log_weight for i in chosen])
-
-    def __repr__(self) -> str:
-        calibrated = f", calibrated: {self.calibration}" if self.calibration is not None else ""
-        where = f", {path}" if (path := getattr(self.store, "path", "")) else ""
-        return f"Posterior({summary(self.records)}{calibrated}{where})"
-
-    def _repr_html_(self) -> str:
-        rows = [(r.step, r.chain, r.cycle, r.energy, r.log_weight) for r in self.records[:SHOWN]]
-        more = [] if len(self) <= SHOWN else [("…",) * 5]
-        return html_table(repr(self), ("step", "chain", "cycle", "energy", "log-weight"), [*rows, *more])
-
-    @property
-    def records(self) -> list[SampleRecord]:
-        """The samples' records, available without loading the samples."""
-        return self.store.records
-
-    @property
-    def log_weights(self) -> Tensor:
-        """The samples' log importance weights, shape (S,), float64, up to one constant.
-
-        If each chain learned its own π (a `ContourGradient` of several chains that do not interact), the records'
-        log-weights have a constant of their own for each chain. They are then normalised within each chain, so that
-        chains count alike.
-        """
-        return comparable_log_weights(self.records)
-
-    @property
-    def weights(self) -> Tensor:
-        """The samples' weights, shape (S,), float64, summing to 1."""
-        return normalised_weights(self.log_weights)
-
-    @property
-    def weight_efficiency(self) -> float:
-        """(Σw)²/(S·Σw²) of the S samples' weights, a share in (0, 1]; 1 for equal weights."""
-        return weight_efficiency(self.log_weights)
-
-    @property
-    def contour(self) -> LearnedContour | None:
-        """The final learned state of a contour sampler, None without one.
-
-        Raises:
-            ValueError: if its file is damaged.
-        """
-        return self.store.contour
-
-    def reweighted(self, by: Literal["sample", "final"] = "final", exponent: float = 1.0) -> "Posterior":
-        """Return this posterior with other importance weights; nothing is copied.
-
-        Args:
-            by: "sample" uses the weights from the time of each draw, "final" those from the final π and the samples'
-                energies.
-            exponent: α of tempered weights w^α; 1 keeps them, 0 makes all of a chain equal.
-
-        Raises:
-            ValueError: for another `by`, a negative exponent, or "final" without a learned contour.
-        """
-        check_choice("by", by, ("sample", "final"))
-        check_number("exponent", exponent)
-        log_weights, comparable = self.log_weights, None
-        if by == "final":
-            contour = self.contour
-            if contour is None:
-                raise ValueError(
-                    "by='final' needs the state learned by a contour sampler, and these samples come from a run "
-                    "without ContourGradient: use by='sample'"
-                )
-            energies = torch.tensor([record.energy for record in self.records], dtype=torch.float64)
-            chains = torch.tensor([record.chain for record in self.records])
-            device = contour.state.log_vector.device
-            log_weights = contour.log_weights(energies.to(device), chains.to(device)).cpu()
-            comparable = contour.is_shared
-        return self._selected(range(len(self)), (exponent * log_weights).tolist(), comparable)
-
-    def resample(
-        self,
-        count: int | None = None,
-        method: Literal["systematic", "multinomial"] = "systematic",
-        seed: int = 0,
-    ) -> "Posterior":
-        """Return equally weighted samples, drawn with replacement by the weights; nothing is copied.
-
-        Args:
-            count: number of draws; None means the number of samples.
-            method: "systematic" or "multinomial", see `lightning_sgmcmc.diagnostics.resample`.
-            seed: seed of the draw.
-
-        Raises:
-            ValueError: for an argument out of range, or weights that are NaN or all 0.
-
-        Source: Deng et al. 2020 (CSGLD), Algorithm 1.
-        """
-        indices = resample(self.log_weights, count, method, torch.Generator().manual_seed(seed)).tolist()
-        return self._selected(indices, [0.0] * len(indices), True)
-
-    def _selected(
-        self, indices: Sequence[int], log_weights: Sequence[float], comparable: bool | None = None
-    ) -> "Posterior":
-        view = StoreView(self.store, indices, log_weights, comparable)
-        chosen = Posterior(view, self.model)
-        chosen._why_no_model = self._why_no_model
-        return chosen
-
-    def in_memory(self) -> "Posterior":
-        """Return this posterior with all samples read into memory, for many small predictions."""
-        if isinstance(self.store, MemoryStore):
-            return self
-        store = MemoryStore()
-        for sample in self:
-            store.append(sample)
-        store.contour, store.scaling = self.store.contour, self.store.scaling
-        kept = Posterior(store, self.model)
-        kept.calibration = self.calibration
-        return kept
-
-    def standardised(self) -> "Posterior":
-        """Return this posterior with predictions in the units of the standardised targets; nothing is copied."""
-        chosen = self._selected(range(len(self)), [record.log_weight for record in self.records])
-        chosen.store.scaling, chosen.calibration = None, self.calibration
-        return chosen
-
     def predict(self, x: Any, return_samples: bool = False) -> Prediction:
         """Average the predictive distribution over the samples with their weights.
 
@@ -273,6 +118,26 @@ class Posterior:
             TypeError: if x is a tuple that could be one batch or several.
             ValueError: if there are no inputs, or all weights are 0.
         """
+        return self._predicted(x, return_samples)
+
+    def predict_batches(self, batches: Iterable[Any], return_samples: bool = False) -> Iterator[Prediction]:
+        """Yield the predictive of each batch as it is read, for data whose predictions do not fit in memory.
+
+        The data are read in one pass. The samples stay in memory between batches if they take at most 256 MB (on CUDA a
+        quarter of the free memory); otherwise a warning says that they are read from disk again for every batch, and
+        larger batches are the remedy.
+
+        Args:
+            batches: an iterable of batches (a DataLoader), as `predict` takes them.
+            return_samples: also return each sample's prediction.
+
+        Raises:
+            RuntimeError: if there are no samples, or no model.
+            TypeError: if batches is one array instead of an iterable of batches.
+        """
+        return streamed(self._predicted, batches, return_samples, lambda: self._ready)
+
+    def _predicted(self, x: Any, return_samples: bool) -> Prediction:
         model = self._ready_model()
         normalised_weights(log_weights := self.log_weights)  # raises if they are NaN, or all zero
         self._ready = ready_samples(self._ready, self.store, model)
@@ -280,6 +145,43 @@ class Posterior:
         prediction = prediction if self.calibration is None else self.calibration.applied(prediction)
         scaling = self.store.scaling
         return prediction if scaling is None else prediction.rescaled(scaling.mean, scaling.std)
+
+    def networks(self) -> Iterator[nn.Module]:
+        """Yield each sample's network: a plain module in evaluation mode, on the model's device, made one at a time.
+
+        It is a copy of the module's `net` with the sample's tensors. Of a subclass of `BayesianModule` that defines
+        `forward` itself, it is a module with its layers and that forward. Parameters that samples do not contain are
+        one tensor that all networks share. The samples' `weights` are in the same order.
+
+        Raises:
+            RuntimeError: if there are no samples, or no model.
+            ValueError: if a sample is damaged, or the samples are dropout masks.
+        """
+        return (network for network, _ in plain_networks(self.store, self._ready_model()))
+
+    def ensemble(self, outputs: Sequence[str] | None = None) -> Ensemble:
+        """Return the average as one plain network, for torch.export, ONNX and `torch.save`.
+
+        Its forward takes the network's inputs and returns what `predict` does, calibration and units included: class
+        probabilities (n, K), or the mean and the standard deviation (n, D). It has a copy of every sample with a
+        positive weight, and evaluates them one after another.
+
+        Args:
+            outputs: names of other parts of the prediction to return, such as ("probabilities", "mutual_information").
+
+        Raises:
+            RuntimeError: if there are no samples, or no model with a likelihood.
+            ValueError: if a sample is damaged, or the samples are dropout masks.
+        """
+        model = self._ready_model()
+        if model.likelihood is None:
+            raise RuntimeError(
+                f"{type(model).__name__} has no likelihood object to define a predictive: pass likelihood=…"
+            )
+        weights = self.weights.tolist()
+        kept = [i for i, weight in enumerate(weights) if weight > 0]
+        members: Any = list(plain_networks(self._selected(kept, [0.0] * len(kept)).store, model, with_hooks=True))
+        return Ensemble(members, [weights[i] for i in kept], self.calibration, self.store.scaling, outputs)
 
     def calibrate(self, data: Any, save: bool = False) -> "Posterior":
         """Return this posterior with calibrated predictions, by one number that minimizes the NLL of validation data.
@@ -309,21 +211,65 @@ class Posterior:
             save_calibration(chosen.calibration, self.store)
         return chosen
 
-    def to_arviz(
-        self,
-        parameters: Sequence[str] | None = None,
-        predictions: Mapping[str, Tensor] | None = None,
-        max_elements: int = SMALL,
-    ) -> Any:
-        """Return the samples as ArviZ's container; see `lightning_sgmcmc.posterior.export.to_inference_data`.
+    def conformal(
+        self, data: Any, level: float = 0.9, method: Literal["threshold", "adaptive"] = "threshold", seed: int = 0
+    ) -> Conformal:
+        """Return prediction sets or intervals that contain the truth with a guaranteed probability.
 
-        Example::
+            P(y ∈ C(x)) ≥ level   for data exchangeable with the calibration data, whatever the predictive is worth
 
-            prediction = posterior.predict(x, return_samples=True)
-            data = posterior.to_arviz(predictions={"probabilities": prediction.sample_probabilities})
-            arviz.summary(data, group="posterior_predictive")
+        The guarantee is over calibration and new data together, not for each x; a better predictive makes the sets
+        smaller. Classes have sets, numbers have intervals mean ± q·std, each of D numbers with the level.
+
+        Args:
+            data: calibration data with targets, used neither in the fit nor in `calibrate`: a loader, a list of
+                batches as in training, or a datamodule, whose validation data are used.
+            level: the probability, in (0, 1).
+            method: for classes: "threshold" has the smallest sets, {k: p_k ≥ 1 - q}; "adaptive" has larger sets where
+                the predictive is unsure, for coverage that is more even over data.
+            seed: of the draws by which adaptive sets have exact coverage.
+
+        Raises:
+            ValueError: if there are no data, or level or method is out of range.
+            TypeError: if the likelihood predicts neither classes nor numbers.
+
+        Source: Lei et al. 2018; Sadinle et al. 2019; Romano et al. 2020.
         """
-        return to_inference_data(self.store, parameters, predictions, max_elements)
+        return fit_conformal(self, self._ready_model(), data, level, method, seed)
+
+    def distill(
+        self,
+        student: nn.Module,
+        loader: Any,
+        epochs: int = 20,
+        lr: float = 1e-3,
+        epistemic_weight: float = 1.0,
+        **trainer: Any,
+    ) -> Student:
+        """Return one network with the average's predictive and its epistemic part, at the cost of one sample.
+
+        The student learns the average's predictions of the loader's inputs, labels are not used; inputs that the loader
+        augments or perturbs, or unlabelled ones, let it learn the epistemic part beyond the training data. Away from
+        all these inputs it knows nothing. `lightning_sgmcmc.posterior.Distillation` is the Lightning module, for a
+        trainer of your own.
+
+        Args:
+            student: a network with K + 1 outputs for K classes, or 3·D for D numbers (see `Student`), changed in place.
+            loader: batches of inputs, or of pairs that start with them, or a datamodule.
+            epochs: passes over the loader.
+            lr: the largest step size of Adam.
+            epistemic_weight: weight of the epistemic part in the loss.
+            trainer: arguments of the trainer, such as accelerator or callbacks.
+
+        Raises:
+            RuntimeError: if there are no samples, or no model.
+            TypeError: if the predictive is neither of classes nor of numbers.
+            ValueError: if an argument is out of range, or the student has another number of outputs.
+
+        Source: Korattikara et al. 2015; Malinin et al. 2020; Vadera et al. 2020.
+        """
+        self._ready_model()
+        return distil(self, student, loader, epochs, lr, epistemic_weight, trainer)
 
     def update_batch_norm(self, batches: Iterable[Any]) -> "Posterior":
         """Re-estimate BatchNorm's running statistics for every sample, each by one pass over training data.
@@ -340,6 +286,44 @@ class Posterior:
         """
         model = self._ready_model()
         return Posterior(with_new_statistics(self.store, model, batches), model)
+
+    def plot_trace(self, parameters: Sequence[str] | None = None) -> "Figure":
+        """Draw the samples' energies against the step, one line for each chain; with parameters, these instead.
+
+        Args:
+            parameters: names or shell patterns; one panel for each number, at most 12.
+
+        Raises:
+            ValueError: if there are no samples, a pattern matches no parameter, or more than 12 numbers.
+        """
+        return plot_trace(self.store, parameters)
+
+    def plot_predictions(self, x: Any, y: Any = None) -> "Figure":
+        """Draw the predictive of one number: mean, epistemic and total standard deviation.
+
+        Against x, if it has one column; else against the observed y.
+
+        Args:
+            x: inputs (n, …).
+            y: targets (n,) or (n, 1), in the data's units; needed if x has several columns.
+
+        Raises:
+            TypeError: if the predictive is not of numbers.
+            ValueError: if it is of several numbers, or y is missing.
+        """
+        return plot_predictions(self.predict(x), x, y)
+
+    def plot_reliability(self, x: Any, y: Any) -> "Figure":
+        """Draw accuracy against confidence of the averaged class probabilities, with the calibration error.
+
+        Args:
+            x: inputs (n, …).
+            y: labels (n,).
+
+        Raises:
+            TypeError: if the predictive is not of classes.
+        """
+        return plot_reliability(self.predict(x), y)
 
     def _ready_model(self) -> EnergyModel:
         if len(self) == 0:

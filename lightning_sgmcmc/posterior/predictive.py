@@ -128,6 +128,11 @@ class ReadySamples:
         """Return a context in which the model has what the samples have in common."""
         return holding(self.model, self._store.shared)
 
+    @property
+    def are_kept(self) -> bool:
+        """Whether the states stay in memory between predictions, known after the first."""
+        return self._groups is not None
+
     def groups(self) -> Iterator[States]:
         """Yield the samples' states, in their order, in groups that run together.
 

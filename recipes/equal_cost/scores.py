@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.diagnostics.metrics import classification_metrics, out_of_distribution_metrics
+from lightning_sgmcmc.diagnostics.scores import gaussian_mixture_crps
 from lightning_sgmcmc.evaluation.scoring import evaluate
 from lightning_sgmcmc.predictions import ClassPrediction, RegressionPrediction
 from lightning_sgmcmc.recipes.equal_cost.problems import Problem
@@ -105,28 +106,6 @@ def quantile(of: Mixture, level: float) -> Tensor:
     return (low + high) / 2
 
 
-def crps(of: Mixture, y: Tensor) -> Tensor:
-    """Return the continuous ranked probability score of each datum, shape (n,), in the units of y.
-
-        E|Y - y| - E|Y - Y'|/2 = Σ_s w_s·A(y - μ_s, σ_s²) - Σ_st w_s·w_t·A(μ_s - μ_t, σ_s² + σ_t²)/2
-
-    with A(m, v) = E|N(m, v)| = m·(2Φ(m/√v) - 1) + 2·√v·φ(m/√v).
-
-    Source: Grimit et al. 2006 (mixtures of normal distributions).
-    """
-    own = of.weights @ _mean_absolute(y - of.means, of.stds.square())
-    between = torch.zeros_like(own)
-    for weight, mean, std in zip(of.weights, of.means, of.stds, strict=True):
-        between += weight * (of.weights @ _mean_absolute(mean - of.means, std.square() + of.stds.square()))
-    return own - between / 2
-
-
-def _mean_absolute(mean: Tensor, variance: Tensor) -> Tensor:
-    std = variance.sqrt()
-    z = mean / std
-    return mean * torch.erf(z / math.sqrt(2)) + std * math.sqrt(2 / math.pi) * (-z.square() / 2).exp()
-
-
 def predictive_std(of: Mixture) -> Tensor:
     """Return each datum's predictive standard deviation, shape (n,)."""
     mean = of.weights @ of.means
@@ -144,7 +123,7 @@ def _regression_scores(known: Mixture, y: Tensor, unknown: Mixture, scale: float
     metrics = {
         "nll": nll.mean(),
         "rmse": loss.mean().sqrt(),
-        "crps": crps(known, y).mean() * scale,
+        "crps": gaussian_mixture_crps(known.weights, known.means, known.stds, y).mean() * scale,
         "coverage_95": ((low <= y) & (y <= high)).double().mean(),
         "width_95": (high - low).mean() * scale,
         "ood_auroc": binary_auroc(stds / (1 + stds), labels),  # which takes numbers in [0, 1]

@@ -1,0 +1,264 @@
+"""One network with a posterior's averaged predictive and its epistemic part."""
+
+import math
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_sgmcmc.batches.inputs import (
+    arguments_of_network,
+    as_tensors,
+    batches_in,
+    called,
+    inputs_of,
+    unwrapped,
+)
+from lightning_sgmcmc.checks import check_count, check_within
+from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
+from lightning_sgmcmc.posterior.store import TargetScaling
+from lightning_sgmcmc.posterior.stored import StoredSamples
+from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
+
+
+class Student(nn.Module):
+    """One network that predicts as a posterior does, at the cost of one sample.
+
+        classes:   K + 1 outputs (z, r):     p = softmax(z),  mutual information = sigmoid(r)·H(p)
+        numbers:   3·D outputs (m, s, r):    mean = m,  std = exp(s),  epistemic std = sqrt(sigmoid(r))·std
+
+    Its forward returns these tensors, so it can be exported; `predict` returns a `Prediction`.
+
+    Args:
+        net: the network.
+        classes: K; None for numbers.
+        scaling: of the targets, or None.
+    """
+
+    def __init__(self, net: nn.Module, classes: int | None = None, scaling: TargetScaling | None = None) -> None:
+        super().__init__()
+        self.net = net
+        self.classes = classes
+        self.scaling = scaling
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
+        """Return (probabilities (n, K), mutual information (n,)), or (mean, std, epistemic std), each (n, D)."""
+        given = inputs[0] if len(inputs) == 1 else inputs
+        return tuple(self._prediction(self.output_of(given)).parts[name] for name in self.outputs)
+
+    def output_of(self, inputs: Any) -> Tensor:
+        """Return the network's output for inputs, which are passed as a `BayesianModule` passes them."""
+        if isinstance(inputs, Tensor):
+            output: Tensor = unwrapped(self.net(inputs))
+            return output
+        output = unwrapped(called(self.net, inputs, arguments_of_network(self.net)))
+        return output
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of what forward returns."""
+        return ("mean", "std", "epistemic_std") if self.classes is None else ("probabilities", "mutual_information")
+
+    @torch.no_grad()
+    def predict(self, x: Any) -> Prediction:
+        """Return the predictive of inputs, in evaluation mode.
+
+        Args:
+            x: inputs, or an iterable of batches, as `Posterior.predict` takes them.
+
+        Raises:
+            ValueError: if there are no inputs.
+        """
+        training, first = self.training, next(self.parameters())
+        self.eval()
+        try:
+            arguments, found = arguments_of_network(self.net), []
+            for batch in batches_in(x, arguments):
+                inputs = as_tensors(inputs_of(batch, arguments), first.device, first.dtype)
+                found.append(self._prediction(self.output_of(inputs)))
+        finally:
+            self.train(training)
+        if not found:
+            raise ValueError("x has no inputs to predict")
+        if len(found) == 1:
+            return found[0]
+        names = found[0].parts
+        return found[0].replaced(**{name: torch.cat([one.parts[name] for one in found]) for name in names})
+
+    def _prediction(self, output: Tensor) -> Prediction:
+        prediction = prediction_of(output, self.classes)
+        return prediction if self.scaling is None else prediction.rescaled(self.scaling.mean, self.scaling.std)
+
+
+def prediction_of(output: Tensor, classes: int | None) -> Prediction:
+    """Return the predictive that a student's output describes, in the units of the standardised targets.
+
+    Args:
+        output: shape (n, K + 1), or (n, 3·D) for numbers.
+        classes: K; None for numbers.
+    """
+    output = output.float()
+    if classes is not None:
+        probabilities = output[:, :classes].softmax(-1)
+        entropy = predictive_entropy(probabilities)
+        return ClassPrediction(probabilities, entropy, entropy * output[:, classes].sigmoid())
+    mean, log_std, share = output.chunk(3, -1)
+    std = log_std.clamp(-20, 20).exp()
+    return RegressionPrediction(mean, std, std * share.sigmoid().sqrt())
+
+
+def distillation_loss(output: Tensor, teacher: Prediction, weight: float) -> tuple[Tensor, Tensor]:
+    """Return the loss of the predictive, and that of its epistemic part, both means over the data in nats.
+
+        classes:   KL(p̄ ‖ p)                                  and  weight·H̄·kl(v̄ ‖ v),  v the share I/H of the entropy
+        numbers:   Σ_d KL(N(m̄_d, s̄_d²) ‖ N(m_d, s_d²))      and  weight·Σ_d kl(v̄_d ‖ v_d),  v the share of the variance
+
+    A bar is the teacher's, I the mutual information, and kl(a ‖ b) that of two coins.
+
+    Args:
+        output: the student's output.
+        teacher: the averaged predictive of the same inputs.
+        weight: of the epistemic part.
+
+    Source: Korattikara et al. 2015 (the predictive); Vadera et al. 2020 (expectations such as the entropy).
+    """
+    if isinstance(teacher, ClassPrediction):
+        known = teacher.probabilities.float()
+        classes = known.shape[-1]
+        logs = output[:, :classes].float().log_softmax(-1)
+        predictive = (torch.special.xlogy(known, known) - known * logs).sum(-1).mean()
+        entropy = predictive_entropy(known)
+        share = teacher.mutual_information.float() / entropy.clamp_min(torch.finfo(torch.float32).tiny)
+        return predictive, weight * (entropy * _coins(share, output[:, classes].float())).mean()
+    mean, log_std, logit = output.float().chunk(3, -1)
+    log_std = log_std.clamp(-20, 20)
+    std = teacher.std.float()
+    squares = (std.square() + (teacher.mean.float() - mean).square()) / (2 * (2 * log_std).exp())
+    predictive = (log_std - std.log() + squares - 0.5).sum(-1).mean()
+    share = (teacher.epistemic_std.float() / std).square()
+    return predictive, weight * _coins(share, logit).sum(-1).mean()
+
+
+def _coins(share: Tensor, logit: Tensor) -> Tensor:
+    """Return the KL divergence of a coin with probability sigmoid(logit) from one with probability `share`."""
+    share = share.clamp(0, 1)
+    least = -torch.special.entr(share) - torch.special.entr(1 - share)
+    return least + nn.functional.binary_cross_entropy_with_logits(logit, share, reduction="none")
+
+
+class Distillation(pl.LightningModule):
+    """Trains a student on a posterior's predictions of a loader's inputs; labels are not used.
+
+    `Posterior.distill` fits it; fit it by a trainer of your own for other settings, callbacks and loggers, and read
+    `student`. The posterior predicts each batch as the loader makes it, so augmented or perturbed inputs are predicted
+    anew: a step costs a pass of every sample (fewer with `posterior.thin(count=…)`). It logs `distill/predictive`, the
+    KL divergence of the student from the average in nats, and `distill/epistemic`.
+
+    Args:
+        posterior: the teacher, with its weights and calibration.
+        net: the student's network: K + 1 outputs for K classes, 3·D for D numbers (see `Student`).
+        lr: the largest step size of Adam; it falls to 0 by a cosine.
+        epistemic_weight: weight of the epistemic part in the loss.
+
+    Raises:
+        TypeError: if the posterior predicts neither classes nor numbers; in the first step.
+        ValueError: if an argument is out of range; in the first step, if the network has another number of outputs.
+
+    Example::
+
+        from lightning_sgmcmc.posterior import Distillation
+
+        task = Distillation(posterior, torch.nn.Linear(2, 3), lr=1e-2)  # two classes
+        loader = torch.utils.data.DataLoader(x, batch_size=3)
+        pl.Trainer(max_epochs=2, logger=False, enable_checkpointing=False).fit(task, loader)
+        task.student.predict(x).mutual_information
+    """
+
+    def __init__(
+        self, posterior: StoredSamples, net: nn.Module, lr: float = 1e-3, epistemic_weight: float = 1.0
+    ) -> None:
+        super().__init__()
+        if not isinstance(net, nn.Module):
+            raise TypeError(f"student should be a torch module, got a {type(net).__name__}")
+        check_within("lr", lr, "(0, inf)")
+        check_within("epistemic_weight", epistemic_weight, "[0, inf)")
+        self._teacher: Any = posterior.standardised()
+        self._teacher.model = posterior.model
+        self._home: torch.device | None = None
+        self.student = Student(net, scaling=posterior.store.scaling)
+        self.lr = lr
+        self.epistemic_weight = epistemic_weight
+        self._is_known = False
+        self._size = 0
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.student.parameters(), lr=self.lr)
+        steps = self.trainer.estimated_stepping_batches
+        if not math.isfinite(steps):
+            return optimizer
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(int(steps), 1))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_fit_start(self) -> None:
+        self._home = next(self._teacher.model.parameters()).device
+        self._teacher.model.to(self.device)
+
+    def on_fit_end(self) -> None:
+        self._teacher.model.to(self._home)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        predictive, epistemic = self._losses(batch)
+        self.log_dict({"distill/predictive": predictive.detach(), "distill/epistemic": epistemic.detach()})
+        return predictive + epistemic
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        predictive, epistemic = self._losses(batch)
+        self.log_dict({"distill/val_predictive": predictive, "distill/val_epistemic": epistemic}, batch_size=self._size)
+
+    def _losses(self, batch: Any) -> tuple[Tensor, Tensor]:
+        inputs = inputs_of(batch, self._teacher.model.accepted_arguments)
+        teacher = self._teacher.predict([inputs])
+        output, self._size = self.student.output_of(inputs), len(teacher)
+        if not self._is_known:
+            self.student.classes = self._classes(teacher, output)
+            self._is_known = True
+        return distillation_loss(output, teacher, self.epistemic_weight)
+
+    @staticmethod
+    def _classes(teacher: Prediction, output: Tensor) -> int | None:
+        """Return K, or None for numbers, after a check of the student's output."""
+        if isinstance(teacher, ClassPrediction) and teacher.probabilities.dim() == 2:
+            classes = teacher.probabilities.shape[-1]
+            wanted, why = (len(teacher), classes + 1), f"{classes} classes need {classes + 1}"
+        elif isinstance(teacher, RegressionPrediction):
+            classes, numbers = None, teacher.mean.shape[-1]
+            wanted, why = (len(teacher), 3 * numbers), f"{numbers} numbers need {3 * numbers}"
+        else:
+            raise TypeError(
+                f"distill knows predictions of classes and of numbers, and these are a {type(teacher).__name__}"
+            )
+        if tuple(output.shape) != wanted:
+            raise ValueError(
+                f"the student's output has shape {tuple(output.shape)}, and {why} outputs for each datum (see "
+                "Student): change its last layer"
+            )
+        return classes
+
+
+def distil(
+    posterior: StoredSamples, net: nn.Module, loader: Any, epochs: int, lr: float, epistemic_weight: float, options: Any
+) -> Student:
+    """Return the fitted student; see `Posterior.distill`."""
+    check_count("epochs", epochs, optional=False)
+    task = Distillation(posterior, net, lr, epistemic_weight)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = pl.Trainer(max_epochs=epochs, **(quiet | options))
+    fit: dict[str, Any] = {"datamodule" if isinstance(loader, pl.LightningDataModule) else "train_dataloaders": loader}
+    trainer.fit(task, **fit)
+    return task.student.eval()

@@ -1,0 +1,227 @@
+"""Samples as plain networks, and their average as one network."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_sgmcmc.batches.inputs import arguments_of_network, called, unwrapped
+from lightning_sgmcmc.chains.masks import MASK_SEED
+from lightning_sgmcmc.chains.stateless import homes_of, state_of
+from lightning_sgmcmc.model import EnergyModel, overrides
+from lightning_sgmcmc.posterior.calibration import Calibration
+from lightning_sgmcmc.posterior.checks import check_sample
+from lightning_sgmcmc.posterior.store import SampleStore, TargetScaling
+from lightning_sgmcmc.predictions import ON_REQUEST, Prediction, RegressionPrediction
+
+RUN_PARTS = ("chains", "posterior", "evaluations", "health", "contour", "plan", "sampler_factory", "prior")
+"""Attributes of a module that belong to its run and not to its network."""
+
+
+class ForwardNetwork(nn.Module):
+    """The layers of a module that defines `forward` or `output_of` itself, with these methods, without Lightning.
+
+    Args:
+        model: the module, of one chain.
+    """
+
+    def __init__(self, model: EnergyModel) -> None:
+        super().__init__()
+        self._class: Any = type(model)
+        self._compiled_net: list[nn.Module] = []
+        self.accepted_arguments = model.accepted_arguments
+        lightning = vars(EnergyModel(None, None, None))
+        for name, value in vars(model).items():
+            if name not in lightning and name not in RUN_PARTS and not name.startswith("_"):
+                setattr(self, name, value)
+        for kind in ("_parameters", "_buffers", "_modules"):
+            own = {name: part for name, part in getattr(model, kind).items() if name not in ("likelihood", "prior")}
+            getattr(self, kind).update(own)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._class.forward(self, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            method = getattr(vars(self).get("_class"), name, None)
+            if method is None or not callable(method):
+                raise
+            return method.__get__(self)
+
+
+def plain_networks(
+    store: SampleStore, model: EnergyModel, with_hooks: bool = False
+) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+    """Yield each sample's network and likelihood, in evaluation mode; see `Posterior.networks`.
+
+    Tensors that samples do not contain are copied once and shared by all networks.
+
+    Args:
+        store: the samples.
+        model: their model.
+        with_hooks: whether a network has the model's `output_of`, if it defines one.
+
+    Raises:
+        ValueError: if a sample is damaged or belongs to another network, or the samples are dropout masks.
+    """
+    device = next(model.parameters()).device
+    shared: dict[str, Tensor] = {}
+    own_methods = overrides(model, "forward") or (with_hooks and overrides(model, "output_of"))
+    for sample in store:
+        if MASK_SEED in sample.buffers:
+            raise ValueError(
+                "these samples are dropout masks (MCDropout), and a plain network has none: use predict, or samples of "
+                "another callback"
+            )
+        check_sample(sample, model)
+        with model.at_chain(0):
+            own = {name: tensor.to(device) for name, tensor in sample.own_state.items()}
+            common = {name: tensor.to(device) for name, tensor in sample.shared.items() if name not in shared}
+            network = ForwardNetwork(model) if own_methods or "net" not in model._modules else model.net
+            yield _with_tensors(model, network, own, common, shared)
+
+
+def _with_tensors(
+    model: EnergyModel,
+    network: nn.Module,
+    own_state: Mapping[str, Tensor],
+    common: Mapping[str, Tensor],
+    shared: dict[str, Tensor],
+) -> tuple[nn.Module, nn.Module | None]:
+    """Return copies of a model's network and likelihood with the tensors of a sample.
+
+    Args:
+        model: the model, at one chain.
+        network: of the model.
+        own_state: the tensors that differ from other samples', by name.
+        common: those that all samples have in common and that are not in `shared` yet.
+        shared: those that other networks have already.
+    """
+    own = state_of(model)
+    # No tensor is copied with the modules: each is replaced below.
+    parts: list[Any] = copy.deepcopy([network, model.likelihood], {id(tensor): tensor for tensor in own.values()})
+    names = {id(tensor): name for name, tensor in own.items()}
+    made: dict[str, Tensor] = {}
+    for part in parts:
+        if part is None:
+            continue
+        part.eval()
+        for homes in homes_of(part).values():
+            for home, key in homes:
+                old = home[key]
+                name = names.get(id(old))
+                if name is None:
+                    continue
+                if name not in made:
+                    made[name] = _replacement(name, old, own_state, common, shared)
+                home[key] = made[name]
+    return parts[0], parts[1]
+
+
+def _replacement(
+    name: str, old: Tensor, state: Mapping[str, Tensor], common: Mapping[str, Tensor], shared: dict[str, Tensor]
+) -> Tensor:
+    if name not in state and name in shared:
+        return shared[name]
+    tensor = state.get(name, common.get(name, old)).detach().clone()
+    new: Tensor = nn.Parameter(tensor, old.requires_grad) if isinstance(old, nn.Parameter) else tensor
+    if name not in state:
+        shared[name] = new
+    return new
+
+
+class _Member(nn.Module):
+    """A sample's network and likelihood; returns the tensors whose averages describe the predictive."""
+
+    def __init__(self, net: nn.Module, likelihood: Any) -> None:
+        super().__init__()
+        self.net = net
+        self.likelihood = likelihood
+        self._arguments = None if isinstance(net, ForwardNetwork) else arguments_of_network(net)
+
+    def forward(self, inputs: Any) -> dict[str, Tensor]:
+        net: Any = self.net
+        if self._arguments is None:
+            output = net.output_of(inputs)
+        else:
+            output = unwrapped(net(inputs) if isinstance(inputs, Tensor) else called(net, inputs, self._arguments))
+        terms: dict[str, Tensor] = self.likelihood.terms(output)
+        return terms
+
+
+class Ensemble(nn.Module):
+    """The average of a posterior's samples as one plain network, which needs neither samples nor Lightning.
+
+        p(y|x) = Σ_j w_j·p(y|x, θ_j)
+
+    Its forward returns parts of the `Prediction` that `Posterior.predict` returns, equal up to rounding: for classes
+    the probabilities, for numbers the mean and the standard deviation. It always is in evaluation mode, and its
+    parameters require no gradients.
+
+    Args:
+        members: each sample's network and likelihood.
+        weights: their weights, positive, summing to 1.
+        calibration: applied to the average, or None.
+        scaling: of the targets, or None.
+        outputs: names of the parts; None for the kind's own.
+
+    Example::
+
+        program = torch.export.export(posterior.ensemble(), (x,))  # torch.onnx.export(…, dynamo=True) takes both
+    """
+
+    def __init__(
+        self,
+        members: Sequence[tuple[nn.Module, nn.Module]],
+        weights: Sequence[float],
+        calibration: Calibration | None = None,
+        scaling: TargetScaling | None = None,
+        outputs: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(_Member(*member) for member in members)
+        self.weights = [float(weight) for weight in weights]
+        self.calibration = calibration
+        self.scaling = scaling
+        self.outputs = None if outputs is None else tuple(outputs)
+        self.requires_grad_(False)
+        super().train(False)
+
+    def train(self, mode: bool = True) -> "Ensemble":
+        """Return the network; it stays in evaluation mode, since its statistics and layers are those of samples."""
+        return self
+
+    def forward(self, x: Any = None, *others: Any, **named: Any) -> Tensor | tuple[Tensor, ...]:
+        """Return the averaged predictive for inputs.
+
+        Args:
+            x, others, named: the inputs: one tensor or dict, several by position, or by their names.
+
+        Returns:
+            class probabilities (n, K), or the mean and standard deviation, each (n, D); with `outputs`, these parts.
+        """
+        inputs = named if named else (x, *others) if others else x
+        terms: dict[str, Tensor] = {}
+        for weight, member in zip(self.weights, self.members, strict=True):
+            for name, term in member(inputs).items():
+                terms[name] = terms[name] + weight * term if name in terms else weight * term
+        likelihood: Any = self.members[0].likelihood
+        prediction: Prediction = likelihood.prediction(terms, None)
+        if self.calibration is not None:
+            prediction = self.calibration.applied(prediction)
+        if self.scaling is not None:
+            prediction = prediction.rescaled(self.scaling.mean, self.scaling.std)
+        chosen = [getattr(prediction, name) for name in self.outputs or outputs_of(prediction)]
+        return chosen[0] if len(chosen) == 1 else tuple(chosen)
+
+
+def outputs_of(prediction: Prediction) -> tuple[str, ...]:
+    """Return the parts of a prediction that an `Ensemble` returns by default."""
+    if "probabilities" in prediction.parts:
+        return ("probabilities",)
+    if isinstance(prediction, RegressionPrediction):
+        return ("mean", "std")
+    return tuple(name for name in prediction.parts if not name.startswith(ON_REQUEST))

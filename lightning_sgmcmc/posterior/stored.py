@@ -1,0 +1,261 @@
+"""Stored samples with their weights: what needs no network, such as selections, weights, tables and export."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, comparable_log_weights
+from lightning_sgmcmc.checks import check_choice, check_number
+from lightning_sgmcmc.contour.learned import LearnedContour
+from lightning_sgmcmc.diagnostics.samples import normalised_weights, resample, weight_efficiency
+from lightning_sgmcmc.evaluation.html_table import html_table
+from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.posterior.calibration import Calibration
+from lightning_sgmcmc.posterior.display import SHOWN, summary
+from lightning_sgmcmc.posterior.export import SMALL, to_inference_data
+from lightning_sgmcmc.posterior.merging import merged_store
+from lightning_sgmcmc.posterior.parameter_table import ParameterTable, parameter_table
+from lightning_sgmcmc.posterior.predictive import ReadySamples
+from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore, StoreView
+from lightning_sgmcmc.posterior.thinning import thinned
+
+Samples = TypeVar("Samples", bound="StoredSamples")
+
+
+class StoredSamples:
+    """The part of a `Posterior` that needs no network: samples, weights, selections, export.
+
+    Args:
+        store: the samples.
+        model: the `BayesianModule` of the samples, or None.
+    """
+
+    def __init__(self, store: SampleStore, model: EnergyModel | None = None) -> None:
+        if not isinstance(store, SampleStore):
+            raise TypeError(
+                f"store must be a sample store, got a {type(store).__name__}: open a folder by Posterior.load(path)"
+            )
+        self.store = store
+        self.model = model
+        self.calibration: Calibration | None = None
+        """What `calibrate` has fitted, which predictions use; None leaves them as they are."""
+        self._why_no_model = "no model was given"
+        self._ready: ReadySamples | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_ready": None}
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def __iter__(self) -> Iterator[PosteriorSample]:
+        return iter(self.store)
+
+    @overload
+    def __getitem__(self, index: int) -> PosteriorSample: ...
+
+    @overload
+    def __getitem__(self: Samples, index: slice) -> Samples: ...
+
+    def __getitem__(self: Samples, index: int | slice) -> PosteriorSample | Samples:
+        """Return a sample, or the posterior of a slice of them; nothing is copied."""
+        if not isinstance(index, slice):
+            return self.store[index]
+        chosen = range(*index.indices(len(self)))
+        return self._selected(chosen, [self.records[i].log_weight for i in chosen])
+
+    def __repr__(self) -> str:
+        calibrated = f", calibrated: {self.calibration}" if self.calibration is not None else ""
+        where = f", {path}" if (path := getattr(self.store, "path", "")) else ""
+        return f"Posterior({summary(self.records)}{calibrated}{where})"
+
+    def _repr_html_(self) -> str:
+        rows = [(r.step, r.chain, r.cycle, r.energy, r.log_weight) for r in self.records[:SHOWN]]
+        more = [] if len(self) <= SHOWN else [("…",) * 5]
+        return html_table(repr(self), ("step", "chain", "cycle", "energy", "log-weight"), [*rows, *more])
+
+    @property
+    def records(self) -> list[SampleRecord]:
+        """The samples' records, available without loading the samples."""
+        return self.store.records
+
+    @property
+    def log_weights(self) -> Tensor:
+        """The samples' log importance weights, shape (S,), float64, up to one constant.
+
+        If each chain learned its own π (a `ContourGradient` of several chains that do not interact), the records'
+        log-weights have a constant of their own for each chain. They are then normalised within each chain, so that
+        chains count alike.
+        """
+        return comparable_log_weights(self.records)
+
+    @property
+    def weights(self) -> Tensor:
+        """The samples' weights, shape (S,), float64, summing to 1."""
+        return normalised_weights(self.log_weights)
+
+    @property
+    def weight_efficiency(self) -> float:
+        """(Σw)²/(S·Σw²) of the S samples' weights, a share in (0, 1]; 1 for equal weights."""
+        return weight_efficiency(self.log_weights)
+
+    @property
+    def contour(self) -> LearnedContour | None:
+        """The final learned state of a contour sampler, None without one.
+
+        Raises:
+            ValueError: if its file is damaged.
+        """
+        return self.store.contour
+
+    def reweighted(self: Samples, by: Literal["sample", "final"] = "final", exponent: float = 1.0) -> Samples:
+        """Return this posterior with other importance weights; nothing is copied.
+
+        Args:
+            by: "sample" uses the weights from the time of each draw, "final" those from the final π and the samples'
+                energies.
+            exponent: α of tempered weights w^α; 1 keeps them, 0 makes all of a chain equal.
+
+        Raises:
+            ValueError: for another `by`, a negative exponent, or "final" without a learned contour.
+        """
+        check_choice("by", by, ("sample", "final"))
+        check_number("exponent", exponent)
+        log_weights, comparable = self.log_weights, None
+        if by == "final":
+            contour = self.contour
+            if contour is None:
+                raise ValueError(
+                    "by='final' needs the state learned by a contour sampler, and these samples come from a run "
+                    "without ContourGradient: use by='sample'"
+                )
+            energies = torch.tensor([record.energy for record in self.records], dtype=torch.float64)
+            chains = torch.tensor([record.chain for record in self.records])
+            device = contour.state.log_vector.device
+            log_weights = contour.log_weights(energies.to(device), chains.to(device)).cpu()
+            comparable = contour.is_shared
+        return self._selected(range(len(self)), (exponent * log_weights).tolist(), comparable)
+
+    def resample(
+        self: Samples,
+        count: int | None = None,
+        method: Literal["systematic", "multinomial"] = "systematic",
+        seed: int = 0,
+    ) -> Samples:
+        """Return equally weighted samples, drawn with replacement by the weights; nothing is copied.
+
+        Args:
+            count: number of draws; None means the number of samples.
+            method: "systematic" or "multinomial", see `lightning_sgmcmc.diagnostics.resample`.
+            seed: seed of the draw.
+
+        Raises:
+            ValueError: for an argument out of range, or weights that are NaN or all 0.
+
+        Source: Deng et al. 2020 (CSGLD), Algorithm 1.
+        """
+        indices = resample(self.log_weights, count, method, torch.Generator().manual_seed(seed)).tolist()
+        return self._selected(indices, [0.0] * len(indices), True)
+
+    def thin(self: Samples, every: int | None = None, count: int | None = None) -> Samples:
+        """Return fewer of the samples, evenly spaced within each chain; nothing is copied.
+
+        The kept samples have their own weights, so where weights differ much `resample(count)` keeps more of the
+        posterior than `thin(count=count)`.
+
+        Args:
+            every: keep each chain's newest sample and every so many-th before it.
+            count: keep so many samples in all, the same share of each chain.
+
+        Raises:
+            ValueError: unless exactly one of both is given, or count is larger than the number of samples.
+        """
+        chosen = thinned([record.chain for record in self.records], every, count)
+        return self._selected(chosen, [self.records[i].log_weight for i in chosen])
+
+    def merge(self: Samples, *others: Samples, masses: Sequence[float] | None = None) -> Samples:
+        """Return the samples of this and other posteriors of the same network together; nothing is copied.
+
+        `Posterior.merge(a, b, c)` is `a.merge(b, c)`. Weights are normalised within each posterior first, since the
+        constants of two runs' log-weights do not compare. Then each posterior counts by its number of samples, so that
+        samples of unweighted runs count alike. The chains are numbered one after another. A calibration is dropped.
+
+        Args:
+            others: the other posteriors.
+            masses: how much each posterior counts instead, positive, this one first; only the ratios matter.
+
+        Raises:
+            ValueError: if one has no samples or is given twice, if networks, likelihoods or the targets' scalings
+                differ, or masses are not one positive number for each.
+        """
+        every = [self, *others]
+        models = [one.model for one in every]
+        chosen = type(self)(merged_store([one.store for one in every], models, masses), self.model)
+        chosen._why_no_model = self._why_no_model
+        return chosen
+
+    def summary(
+        self,
+        parameters: Sequence[str] | None = None,
+        by: Literal["parameter", "element", "layer"] = "parameter",
+    ) -> ParameterTable:
+        """Return a table of the posterior: mean, standard deviation, split R-hat and effective number of draws.
+
+        The first row is the energy. Parameters of a deep network are not identified (its units can be permuted), so
+        chains that agree in their predictions may differ in them: R-hat of the energy and of predictions
+        (`to_arviz`) says more about mixing. Mean and sd respect the weights, R-hat and ESS do not.
+
+        Args:
+            parameters: names, or shell patterns ("net.0.*"); None means all.
+            by: "parameter" has a row for each tensor: its mean and root mean square sd, the largest R-hat and smallest
+                ESS of up to 8 of its elements. "layer" joins the tensors of a layer, "element" has a row for each
+                number.
+
+        Raises:
+            ValueError: if there are no samples, a pattern matches no parameter, or for another `by`.
+        """
+        return parameter_table(self.store, parameters, by, f"Posterior of {summary(self.records)}")
+
+    def _selected(
+        self: Samples, indices: Sequence[int], log_weights: Sequence[float], comparable: bool | None = None
+    ) -> Samples:
+        view = StoreView(self.store, indices, log_weights, comparable)
+        chosen = type(self)(view, self.model)
+        chosen._why_no_model = self._why_no_model
+        return chosen
+
+    def in_memory(self: Samples) -> Samples:
+        """Return this posterior with all samples read into memory, for many small predictions."""
+        if isinstance(self.store, MemoryStore):
+            return self
+        store = MemoryStore()
+        for sample in self:
+            store.append(sample)
+        store.contour, store.scaling = self.store.contour, self.store.scaling
+        kept = type(self)(store, self.model)
+        kept.calibration = self.calibration
+        return kept
+
+    def standardised(self: Samples) -> Samples:
+        """Return this posterior with predictions in the units of the standardised targets; nothing is copied."""
+        chosen = self._selected(range(len(self)), [record.log_weight for record in self.records])
+        chosen.store.scaling, chosen.calibration = None, self.calibration
+        return chosen
+
+    def to_arviz(
+        self,
+        parameters: Sequence[str] | None = None,
+        predictions: Mapping[str, Tensor] | None = None,
+        max_elements: int = SMALL,
+    ) -> Any:
+        """Return the samples as ArviZ's container; see `lightning_sgmcmc.posterior.export.to_inference_data`.
+
+        Example::
+
+            prediction = posterior.predict(x, return_samples=True)
+            data = posterior.to_arviz(predictions={"probabilities": prediction.sample_probabilities})
+            arviz.summary(data, group="posterior_predictive")
+        """
+        return to_inference_data(self.store, parameters, predictions, max_elements)

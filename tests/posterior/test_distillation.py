@@ -1,0 +1,115 @@
+"""A student has the average's predictive and its epistemic part, by `distill` and by a trainer of the user's own."""
+
+import io
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
+from lightning_sgmcmc.posterior import Distillation
+from lightning_sgmcmc.posterior.distillation import distillation_loss, prediction_of
+from lightning_sgmcmc.posterior.store import MemoryStore, TargetScaling
+from lightning_sgmcmc.predictions import ClassPrediction, RegressionPrediction
+from tests.posterior.test_posterior import filled, in_memory
+
+
+def posterior_of(kind: str) -> Posterior:
+    if kind == "classes":
+        return in_memory(BayesianModule(net=nn.Linear(5, 3), likelihood=Categorical()))
+    module = BayesianModule(net=nn.Linear(5, 2), likelihood=Gaussian(0.5, learned=True))
+    store = filled(MemoryStore(), module)
+    store.scaling = TargetScaling((3.0, -1.0), (2.0, 10.0))
+    return Posterior(store, module)
+
+
+def student(outputs: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, outputs))
+
+
+def data(count: int = 256, seed: int = 3) -> Tensor:
+    return torch.randn(count, 5, generator=torch.Generator().manual_seed(seed))
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([a.reshape(-1), b.reshape(-1)]))[0, 1])
+
+
+def test_a_student_of_classes() -> None:
+    """It learns from inputs alone, predicts other inputs, and can be saved, loaded and exported."""
+    posterior, new = posterior_of("classes"), data(seed=8)
+    found = posterior.distill(student(4), DataLoader(data(1024), batch_size=128), epochs=20, lr=2e-2)
+    teacher, own = posterior.predict(new), found.predict(new)
+    assert isinstance(own, ClassPrediction)
+    assert float((teacher.probabilities - own.probabilities).abs().sum(1).mean()) / 2 < 0.05
+    assert correlation(teacher.mutual_information, own.mutual_information) > 0.85
+    assert bool((own.mutual_information <= own.entropy).all())
+    torch.testing.assert_close(
+        torch.cat([p.probabilities for p in map(found.predict, new.split(100))]), own.probabilities
+    )
+    torch.testing.assert_close(found.predict(list(new.split(100))).mutual_information, own.mutual_information)
+    file = io.BytesIO()
+    torch.save(found, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    program = torch.export.export(again, (new,)).module()
+    for part, name in zip(program(new), found.outputs, strict=True):
+        torch.testing.assert_close(part, own.parts[name])
+
+
+def test_a_student_of_numbers_in_the_datas_units() -> None:
+    posterior, new = posterior_of("numbers"), data(seed=8)
+    task = Distillation(posterior, student(6), lr=2e-2)
+    loader = DataLoader(TensorDataset(data(1024), torch.zeros(1024)), batch_size=128)
+    trainer = pl.Trainer(
+        max_epochs=20, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+    )
+    trainer.fit(task, loader, DataLoader(TensorDataset(new, torch.zeros(256)), batch_size=64))
+    assert float(trainer.callback_metrics["distill/val_predictive"]) < 0.1
+    teacher, own = posterior.predict(new), task.student.predict(new)
+    assert isinstance(own, RegressionPrediction)
+    for name, limit in (("mean", 0.99), ("std", 0.85), ("epistemic_std", 0.85)):
+        for column in range(2):
+            assert correlation(teacher.parts[name][:, column], own.parts[name][:, column]) > limit
+    assert float((own.std / teacher.std).log().abs().mean()) < 0.1
+
+
+@pytest.mark.parametrize("kind", ["classes", "numbers"])
+def test_the_loss_is_least_at_the_teachers_predictive(kind: str) -> None:
+    """It is 0 there, and its gradient is that of a KL divergence."""
+    if kind == "classes":
+        output = torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
+        teacher: Any = prediction_of(output, 3)
+    else:
+        output = torch.randn(7, 6, generator=torch.Generator().manual_seed(1))
+        teacher = prediction_of(output, None)
+    output.requires_grad_()
+    predictive, epistemic = distillation_loss(output, teacher, 2.0)
+    assert float(predictive) == pytest.approx(0, abs=1e-5)
+    assert float(epistemic) == pytest.approx(0, abs=1e-6)
+    (gradient,) = torch.autograd.grad(predictive + epistemic, output)
+    assert float(gradient.abs().max()) < 1e-5
+    moved, _ = distillation_loss(output + 0.3 * torch.randn(output.shape), teacher, 2.0)
+    assert float(moved) > 0
+    if kind == "numbers":
+        normal = torch.distributions.Normal
+        other = output.detach() + 0.3
+        theirs = prediction_of(other, None)
+        kl = torch.distributions.kl_divergence(normal(teacher.mean, teacher.std), normal(theirs.mean, theirs.std))
+        torch.testing.assert_close(distillation_loss(other, teacher, 0.0)[0], kl.sum(1).mean())
+
+
+def test_what_cannot_be_distilled_is_refused() -> None:
+    posterior, loader = posterior_of("classes"), DataLoader(data(8), batch_size=4)
+    with pytest.raises(ValueError, match="3 classes need 4 outputs"):
+        posterior.distill(student(3), loader, epochs=1)
+    with pytest.raises(ValueError, match="2 numbers need 6 outputs"):
+        posterior_of("numbers").distill(student(2), loader, epochs=1)
+    with pytest.raises(ValueError, match="epochs"):
+        posterior.distill(student(4), loader, epochs=0)
+    with pytest.raises(RuntimeError, match="no samples"):
+        Posterior(MemoryStore()).distill(student(4), loader)
