@@ -208,9 +208,8 @@ class ChainStrategy(DDPStrategy):
 
     def _shared_keys(self) -> set[str]:
         """Return the keys of a state dict with what all chains share."""
-        module = self.lightning_module
-        chains = getattr(module, "chains", None)
-        return set() if chains is None else keys_of(module, chains.sharing.names)
+        chains = getattr(self.lightning_module, "chains", None)
+        return set() if chains is None else keys_of(chains.model, chains.sharing.names)
 
     def _layout(self) -> ChainLayout:
         return self.chain_layout(getattr(self.lightning_module, "num_chains", 1))
