@@ -275,6 +275,7 @@ def test_units_and_calibration_stretch_the_whole_distribution() -> None:
     shifted = (y - 100) / 3
     expected_density = plain.log_prob(plain.mean + (shifted - plain.mean) / 1.7) - math.log(3 * 1.7)
     torch.testing.assert_close(changed.log_prob(y), expected_density, rtol=1e-5, atol=1e-5)
+    assert torch.equal(changed.to("cpu").quantile(0.1), changed.quantile(0.1))
 
 
 def test_two_targets_share_a_sample() -> None:
