@@ -17,8 +17,8 @@ from lightning_sgmcmc.recipes.shared.regression import METHODS, Setting, fit_and
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 
 SEEDS = {"quick": 1, "full": 5}
-BATCH = 150
-SETTING = Setting(hidden=(64, 64, 64), likelihood="gaussian", chains=6, epochs=2500, lr=2e-4)
+BATCH = 200
+SETTING = Setting(hidden=(64, 64, 64), chains=6, epochs=1700, lr=1e-4)
 PUBLISHED = {
     "sampled ensemble (BDE)": (0.1215, 0.0042, -0.9126),
     "TabPFN-2": (0.1359, None, -0.934),

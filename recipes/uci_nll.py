@@ -19,7 +19,7 @@ from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 SPLITS = {"quick": 2, "full": 20}
 BATCH = 100
 STEPS = {"quick": 4000, "full": 20_000}
-SETTING = Setting((50,), "ReLU", "heteroscedastic", std=0.5, chains=5, share=0.4, lr=2e-4)
+SETTING = Setting((50,), "ReLU", "heteroscedastic", std=0.5, chains=5, share=0.4, lr=5e-5)
 PUBLISHED = {
     "boston-housing": ((3.28, 1.00), (2.41, 0.25)),
     "concrete": ((6.03, 0.58), (3.06, 0.18)),

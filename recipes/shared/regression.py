@@ -24,6 +24,7 @@ class Setting:
         activation: a class of `torch.nn`.
         likelihood: "gaussian" or "student" with a learned noise, or "heteroscedastic".
         std: initial scale of the noise, in standardised targets.
+        min_std: the smallest scale of "heteroscedastic", which bounds the curvature and with it the stable step size.
         chains: chains of the posterior, and members of the ensemble.
         epochs: length of a run.
         share: of the run that is the warm start of the posterior.
@@ -36,6 +37,7 @@ class Setting:
     activation: str = "SiLU"
     likelihood: str = "gaussian"
     std: float = 0.1
+    min_std: float = 0.03
     chains: int = 8
     epochs: int = 2000
     share: float = 0.5
@@ -135,7 +137,7 @@ def likelihood_of(setting: Setting) -> Any:
     from lightning_sgmcmc import Gaussian, HeteroscedasticGaussian, StudentT
 
     if setting.likelihood == "heteroscedastic":
-        return HeteroscedasticGaussian(setting.std, min_std=0.01)
+        return HeteroscedasticGaussian(setting.std, setting.min_std)
     if setting.likelihood == "student":
         return StudentT(4.0, setting.std, learned=True)
     return Gaussian(setting.std, learned=True)
