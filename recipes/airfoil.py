@@ -8,6 +8,11 @@ and NLL are in standardised units, as published; NLL is of the mixture of the sa
 * `ensemble`: as many networks with the same prior as weight decay, which AdamW trains for as many steps: the same
   number of gradient evaluations.
 
+Measured (split 0): `posterior` RMSE 0.213, NLL -0.14, 93 % of the targets in 90 % intervals, 129 processor seconds;
+`ensemble` 0.180, -0.34, 90 %, 144 seconds. Both are far from the published 0.1215 and -0.9126 (2,410 processor
+seconds at most), and the ensemble is the better one: at temperature 1 with this prior the chains leave the warm
+start's fit.
+
 quick is the split 0 (`python -m recipes airfoil --data-root DIR`), full five splits.
 """
 
