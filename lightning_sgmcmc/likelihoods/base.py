@@ -134,6 +134,9 @@ class Likelihood(nn.Module):
             return prediction.probabilities, target.long().reshape(-1)
         return prediction.mean, target.reshape(prediction.mean.shape)
 
+    def reset_parameters(self) -> None:
+        """Keep the parameters: every chain begins at the given values, whereas layers are drawn for each chain."""
+
     # -- checks -------------------------------------------------------------------------------------------------------
 
     def check_target(self, output: Tensor, target: Tensor) -> None:

@@ -52,8 +52,8 @@ class Mixture:
     def to(self, device: torch.device | str) -> "Mixture":
         """Return a copy on a device."""
         parameters = {name: p.to(device) for name, p in self.parameters.items()}
-        moved = (v.to(device) if isinstance(v, Tensor) else v for v in (self.weights, self.shift, self.factor))
-        return Mixture(self.law, parameters, *moved)  # type: ignore[arg-type]
+        shift, factor = (v.to(device) if isinstance(v, Tensor) else v for v in (self.shift, self.factor))
+        return Mixture(self.law, parameters, self.weights.to(device), shift, factor)
 
     def scaled(self, shift: Tensor | float, factor: Tensor | float) -> "Mixture":
         """Return the distribution of shift + factor·y."""

@@ -103,7 +103,7 @@ def test_a_datums_density_is_the_sum_over_what_counts() -> None:
     assert torch.equal(pixels.log_prob(half, target), pixels.log_prob(half.float(), target))
     at_once = torch.vmap(lambda o: pixels.log_prob(o, target))(torch.stack([logits, 2 * logits]))
     torch.testing.assert_close(at_once, torch.stack([found, pixels.log_prob(2 * logits, target)]))
-    compiled = torch.compile(tokens.log_prob, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(tokens.log_prob, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(as_tokens, target.flatten(1)), found)
 
 

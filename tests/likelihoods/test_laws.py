@@ -163,7 +163,7 @@ def test_all_chains_at_once_compiled_and_in_half_precision(law: Law) -> None:
     torch.testing.assert_close(torch.vmap(lambda o: law.likelihood.log_prob(o, target))(outputs), each)
     terms = torch.vmap(lambda o: law.likelihood.kept_components(o))(outputs)
     assert all(p.shape[:2] == (SAMPLES, 6) for p in terms.values())
-    compiled = torch.compile(law.likelihood.log_prob, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(law.likelihood.log_prob, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(outputs[0], target), each[0])
     half = outputs[0].bfloat16()
     assert torch.equal(law.likelihood.log_prob(half, target), law.likelihood.log_prob(half.float(), target))
@@ -185,26 +185,25 @@ def test_the_incomplete_beta_function_is_scipys(a: float, b: float) -> None:
 
 
 @each_law
-@pytest.mark.parametrize("units", [False, True])
-def test_quantiles_are_those_of_the_weighted_mixture(law: Law, units: bool) -> None:
-    outputs = outputs_of(law, 5)
+def test_quantiles_are_those_of_the_weighted_mixture(law: Law) -> None:
+    outputs = outputs_of(law, 3)
     prediction = predicted(law, outputs)
-    shift, factor = (0.0, 1.0) if law.is_discrete or not units else (120.0, 6.9)
-    if units and not law.is_discrete:
+    shift, factor = (0.0, 1.0) if law.is_discrete else (120.0, 6.9)
+    if not law.is_discrete:
         prediction = prediction.rescaled([shift], [factor])
-    for q in (0.001, 0.05, 0.5, 0.95, 0.9999):
+    cdfs = [scipy_cdf(law, outputs, datum) for datum in range(3)]
+    for q in (0.001, 0.5, 0.9999):
         found = prediction.quantile(q)
-        for datum in range(5):
-            cdf = scipy_cdf(law, outputs, datum)
+        for datum, cdf in enumerate(cdfs):
             if law.is_discrete:
                 expected = next(k for k in range(100_000) if cdf(k) >= q)
             else:
-                expected = shift + factor * brentq(lambda y, cdf=cdf, q=q: cdf(y) - q, -500, 500, xtol=1e-12)
+                expected = shift + factor * brentq(lambda y, cdf=cdf, q=q: cdf(y) - q, -500, 500, xtol=1e-9)
             assert found[datum, 0] == pytest.approx(expected, rel=1e-5, abs=1e-5)
     low, high = prediction.interval(0.9)
     assert torch.equal(low, prediction.quantile((1 - 0.9) / 2))
     middle = (low + high) / 2
-    expected_cdf = [scipy_cdf(law, outputs, d)((float(middle[d, 0]) - shift) / factor) for d in range(5)]
+    expected_cdf = [cdf((float(middle[d, 0]) - shift) / factor) for d, cdf in enumerate(cdfs)]
     torch.testing.assert_close(
         prediction.cdf(middle)[:, 0].float(), torch.tensor(expected_cdf).float(), rtol=1e-4, atol=1e-5
     )
@@ -275,6 +274,7 @@ def test_units_and_calibration_stretch_the_whole_distribution() -> None:
     shifted = (y - 100) / 3
     expected_density = plain.log_prob(plain.mean + (shifted - plain.mean) / 1.7) - math.log(3 * 1.7)
     torch.testing.assert_close(changed.log_prob(y), expected_density, rtol=1e-5, atol=1e-5)
+    assert torch.equal(changed.to("cpu").quantile(0.1), changed.quantile(0.1))
 
 
 def test_two_targets_share_a_sample() -> None:
@@ -348,13 +348,13 @@ def test_chance_is_the_best_constant_output() -> None:
     """No constant on a grid beats it, and one comes within 1e-3 nats."""
     counts = torch.poisson(torch.full((200,), 3.0), generator=torch.Generator().manual_seed(0))
     for likelihood, target, outputs in (
-        (Poisson(), counts, torch.linspace(0, 2, 2001)[:, None]),
+        (Poisson(), counts, torch.linspace(0, 2, 201)[:, None]),
         (HeteroscedasticGaussian(min_std=1e-6), counts, None),
     ):
         chance = likelihood.chance_nll(target)
         assert chance is not None
         if outputs is None:
-            raw = torch.linspace(0.5, 4, 2001)
+            raw = torch.linspace(0.5, 4, 201)
             outputs = torch.stack([torch.full_like(raw, float(target.mean())), raw], 1)
         grid = [-float(likelihood.log_prob(o.expand(200, -1), target).mean()) for o in outputs]
         assert min(grid) == pytest.approx(chance, abs=1e-3)
