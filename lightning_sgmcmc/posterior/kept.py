@@ -78,7 +78,6 @@ def with_distributions(
         return prediction.with_kept(None, kept.why_not())
     tensors: dict[str, Any] = kept.stacked()
     law = likelihood.distribution if likelihood is not None else None
-    weights = weights.to(next(iter(tensors.values())).device if tensors else "cpu")
     if law is not None and isinstance(prediction, RegressionPrediction):
         return prediction.with_kept(Mixture(law, tensors, weights))
     probabilities = tensors.get(likelihood.per_sample_term if likelihood is not None else "probabilities")

@@ -22,7 +22,7 @@ class Members:
 
     Args:
         probabilities: shape (S, n, …, K).
-        weights: w, shape (S,), summing to 1.
+        weights: w, shape (S,), summing to 1, on any device.
     """
 
     def __init__(self, probabilities: Tensor, weights: Tensor) -> None:
@@ -37,14 +37,14 @@ class Members:
         """Return the smallest probability that samples of weight q or more do not exceed, shape (n, …, K)."""
         ordered, order = self.probabilities.sort(0)
         # A cumulative sum of equal weights differs from its exact value by rounding.
-        reached = self.weights.double()[order].cumsum(0) >= q - 1e-12
+        reached = self.weights.to(order.device).double()[order].cumsum(0) >= q - 1e-12
         first = reached.long().argmax(0, keepdim=True)
         return ordered.gather(0, first)[0]
 
     def cdf(self, p: Tensor | float) -> Tensor:
         """Return the weight of the samples whose probability is at most p, shape (n, …, K)."""
         below = (self.probabilities <= p).double()
-        return torch.einsum("s,s...->...", self.weights.double(), below).to(self.probabilities.dtype)
+        return torch.einsum("s,s...->...", self.weights.to(below.device).double(), below).to(self.probabilities.dtype)
 
     def chosen(self, num: int, generator: torch.Generator) -> Tensor:
         """Return the probabilities of a sample drawn by the weights for each of num·n draws, shape (num, n, …, K)."""

@@ -21,7 +21,7 @@ class Mixture:
     Args:
         law: the components' class, a `torch.distributions.Distribution`.
         parameters: its arguments by name, shape (S, n, D) or (S, n, D, …).
-        weights: w, shape (S,), summing to 1.
+        weights: w, shape (S,), summing to 1, on any device.
         shift, factor: of the numbers, broadcast to (n, D).
     """
 
@@ -69,7 +69,7 @@ class Mixture:
         each = law.log_prob(self._z(y, law))
         if not is_discrete(law):
             each = each - torch.as_tensor(self.factor, dtype=each.dtype, device=each.device).log()
-        return (each.sum(-1) + self.weights.log()[:, None]).logsumexp(0)
+        return (each.sum(-1) + self.weights.to(each.device).log()[:, None]).logsumexp(0)
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return P(Y ≤ y), shape (n, D).
@@ -123,7 +123,7 @@ class Mixture:
         return z.expand(law.batch_shape[1:])[None]
 
     def _averaged(self, each: Tensor) -> Tensor:
-        return torch.einsum("s,s...->...", self.weights.to(each.dtype), each)
+        return torch.einsum("s,s...->...", self.weights.to(each), each)
 
     def _bracket(self, law: Distribution, q: float) -> tuple[Tensor, Tensor]:
         """Return bounds of the quantile, by Cantelli's inequality, widened until they hold it."""

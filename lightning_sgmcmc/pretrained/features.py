@@ -39,9 +39,13 @@ class FeatureDataModule(ArrayDataModule):
 
     Example::
 
+        net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))  # trained before
         module = bayesianize(net, "last_layer", Categorical(), num_chains=4)
-        trainer.fit(module, datamodule=FeatureDataModule(module, data))
-        module.posterior.predict(images)
+        from lightning_sgmcmc.datamodules import TableDataModule
+
+        data = TableDataModule(torch.randn(60, 2), torch.arange(60) % 3, batch_size=20)
+        features = FeatureDataModule(module, data)  # and trainer.fit(module, datamodule=features)
+        # then module.posterior.predict(x) of the data's own inputs
     """
 
     def __init__(self, module: BayesianModule, data: ArrayDataModule) -> None:

@@ -320,7 +320,9 @@ def test_temperature_of_the_target() -> None:
     ("sampler", "large", "right"),
     [
         pytest.param(pSGLD, 0.08, 0.008, id="pSGLD", marks=pytest.mark.slow),
-        pytest.param(functools.partial(SGHMC, noise_estimate=0.01), 0.03, 0.004, id="noise_estimate"),
+        pytest.param(
+            functools.partial(SGHMC, noise_estimate=0.01), 0.03, 0.004, id="noise_estimate", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_rules_that_are_not_linear(sampler: Any, large: float, right: float) -> None:

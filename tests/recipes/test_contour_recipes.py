@@ -17,6 +17,7 @@ from lightning_sgmcmc.recipes.shared.results import Options
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 
 
+@pytest.mark.slow
 def test_gaussian_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gaussian_mixture.STEPS, "quick", 1500)
     monkeypatch.setattr(gaussian_mixture, "SHARED_STEPS", 500)
@@ -41,6 +42,7 @@ def test_nine_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {path.name for path in tmp_path.glob("*.png")} == {"densities.png", "trajectories.png"}
 
 
+@pytest.mark.slow
 def test_twenty_five_gaussians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twenty_five_gaussians, "STEPS", 1500)
     monkeypatch.setattr(twenty_five_gaussians, "RUNS", 1)
