@@ -115,16 +115,17 @@ class Chains(ChainGradients):
         self.layout = layout_of(trainer, self.num_chains)
         if self.stacked is None:
             self.sharing.begin()
-        if self._started is not None:
-            if self._started != self.layout.chains:
-                rank_zero_warn(
-                    "This module's chains began in another layout, so chains on several processes continue from the "
-                    "same states: create a new module for a run on several processes."
-                )
-            return
-        if self.sharing.names and self.layout.is_spread:
-            # Networks that the processes have drawn without a seed differ.
-            self.layout.strategy.share_first(self.sharing.tensors().values())
+        if self._started is None:
+            self._start(trainer, initialise)
+        elif self._started != self.layout.chains:
+            rank_zero_warn(
+                "This module's chains began in another layout, so chains on several processes continue from the "
+                "same states: create a new module for a run on several processes."
+            )
+        self.sharing.agree(self.layout)
+
+    def _start(self, trainer: pl.Trainer | None, initialise: Callable[[int], None]) -> None:
+        """Draw the starts of this process's chains, and stack them; see `begin`."""
         if self.num_chains == 1 and (self.start == "same" or (self.start == "own" and self.layout.first_chain == 0)):
             return
         check_layers(self.model)

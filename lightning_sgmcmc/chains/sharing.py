@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.stateless import homes_of, state_of
 from lightning_sgmcmc.checks import check_flag
 from lightning_sgmcmc.priors.state import is_prior_state
@@ -101,6 +102,8 @@ class Sharing:
         self.sampled: tuple[str, ...] | None = None
         self.dropout = False
         self.names: frozenset[str] = frozenset()
+        self._agreed = False
+        """Whether all processes have the same shared tensors."""
 
     def choose(self, sampled: Sequence[str] | None, dropout: bool) -> None:
         """Set what is sampled, by the module's arguments.
@@ -123,6 +126,18 @@ class Sharing:
         """Return the shared tensors by name."""
         state = state_of(self._module) if self.names else {}
         return {name: tensor.detach() for name, tensor in state.items() if name in self.names}
+
+    def agree(self, layout: ChainLayout) -> None:
+        """Take the first process's shared tensors, once: networks that the processes drew without a seed differ.
+
+        All processes call it together.
+
+        Args:
+            layout: of the chains.
+        """
+        if self.names and layout.is_spread and layout.strategy is not None and not self._agreed:
+            layout.strategy.share_first(self.tensors().values())
+            self._agreed = True
 
     def check(self, sampled: Iterable[str]) -> None:
         """Raise if one of the parameters to be sampled is shared by stacked chains.

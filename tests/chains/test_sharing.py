@@ -123,6 +123,25 @@ def test_layouts_and_resuming(tmp_path: Path) -> None:
         fit_in_layout(tmp_path / "2x2", 4, 1, ckpt_path=path)
 
 
+class BeginsTwice(Net):
+    """Begins again in the middle of a fit, as a later test of the same process does; processes draw other trunks."""
+
+    def configure_model(self) -> None:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if self.chains.layout.total_chains == 1:
+            self.net[0].bias.data += rank  # type: ignore[union-attr, operator]
+        super().configure_model()
+
+    def on_train_start(self) -> None:
+        self.configure_model()
+
+
+def test_processes_have_the_first_ones_frozen_part(tmp_path: Path) -> None:
+    whole, _ = fit_in_layout(tmp_path / "1x2", 2, 1, module_options=HEAD.items())
+    spread, _ = fit_in_layout(tmp_path / "2x1", 1, 2, model=BeginsTwice, module_options=HEAD.items())
+    assert_same(whole, spread)
+
+
 def test_dropout_of_frozen_parts_by_choice(tmp_path: Path) -> None:
     x, y = inputs()
     for dropout in (False, True):
