@@ -6,6 +6,7 @@ Shared tensors have no chain axis, samples do not contain them, and a store has 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ LIKELIHOOD = "likelihood."
 """The beginning of the names of a likelihood's parameters, which are always sampled."""
 
 
-def freeze(module: nn.Module, sampled: Sequence[str]) -> None:
+def freeze(module: nn.Module, sampled: Sequence[str], argument: str = "sampled") -> None:
     """Set `requires_grad` of a network's parameters: those that a pattern matches are sampled, the others frozen.
 
     Parameters of the likelihood, such as a learned noise scale, are left as they are.
@@ -30,6 +31,7 @@ def freeze(module: nn.Module, sampled: Sequence[str]) -> None:
     Args:
         module: the module, changed in place.
         sampled: name patterns as in `fnmatch`, for names with or without the "net." in front.
+        argument: the patterns' name in a message.
 
     Raises:
         ValueError: if a pattern matches no parameter.
@@ -38,8 +40,8 @@ def freeze(module: nn.Module, sampled: Sequence[str]) -> None:
     for pattern in sampled:
         if not any(_matches(name, pattern) for name in names):
             raise ValueError(
-                f"sampled: {pattern!r} matches no parameter of {type(module).__name__} (it has {', '.join(names[:4])}, "
-                "…): correct the pattern, such as '*.fc.*'"
+                f"{argument}: {pattern!r} matches no parameter of {type(module).__name__} (it has "
+                f"{', '.join(names[:4])}, …): correct the pattern, such as '*.fc.*'"
             )
     for name, parameter in module.named_parameters():
         if not name.startswith(LIKELIHOOD):
@@ -180,26 +182,69 @@ class Sharing:
                     layer.training = False
 
 
-@contextmanager
-def holding(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """Temporarily put tensors in the place of a module's own of these names; tensors with the same values stay.
+class Holder:
+    """Puts tensors in the place of a module's own for a while; what has the same values stays, and is compared once.
 
     Args:
         module: the module.
-        tensors: by name, on any device.
     """
-    places = homes_of(module) if tensors else {}
-    before = []
-    for name, tensor in tensors.items():
-        own = places[name][0][0][places[name][0][1]]
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}
+        self._compared: dict[str, tuple[tuple[Any, ...], Tensor | None]] = {}
+
+    @contextmanager
+    def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Return a context in which the module has these tensors.
+
+        Args:
+            tensors: by name, on any device.
+        """
+        if tensors and not self._places:
+            self._places = homes_of(self._module)
+        before = []
+        for name, tensor in tensors.items():
+            home, key = self._places[name][0]
+            own = home[key]
+            other = self._other(name, own, tensor)
+            if other is not None:
+                before.append((name, own))
+                self._put(name, other)
+        try:
+            yield
+        finally:
+            for name, own in before:
+                self._put(name, own)
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        for home, key in self._places[name]:
+            home[key] = tensor
+
+    def _other(self, name: str, own: Tensor, tensor: Tensor) -> Tensor | None:
+        """Return what is to take the place of a module's own tensor, or None if that has the same values."""
+        countable = not (own.is_inference() or tensor.is_inference())  # changes of inference tensors are not counted
+        known = self._compared.get(name)
+        if known is not None and countable and known.is_of(own, tensor):
+            return known.other
         moved = tensor.to(own.device)
-        if own is tensor or (own.shape == moved.shape and torch.equal(own, moved.to(own.dtype))):
-            continue
-        before += [(home, key, own) for home, key in places[name]]
-        for home, key in places[name]:
-            home[key] = moved
-    try:
-        yield
-    finally:
-        for home, key, own in before:
-            home[key] = own
+        same = own is tensor or (own.shape == moved.shape and torch.equal(own, moved.to(own.dtype)))
+        other = None if same else moved
+        if countable:
+            self._compared[name] = _Compared(own, own._version, tensor, tensor._version, other)
+        return other
+
+
+class _Compared(NamedTuple):
+    """Two tensors, how often they had been changed in place, and what takes the first one's place."""
+
+    own: Tensor
+    own_version: int
+    tensor: Tensor
+    version: int
+    other: Tensor | None
+
+    def is_of(self, own: Tensor, tensor: Tensor) -> bool:
+        """Return whether these are the same tensors, unchanged."""
+        same = own is self.own and tensor is self.tensor
+        return same and (own._version, tensor._version) == (self.own_version, self.version)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_sgmcmc.batches.inputs import as_tensors, batches_in, has_doubtful_target, inputs_of, plain
 from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.chains.sharing import holding
+from lightning_sgmcmc.chains.sharing import Holder
 from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode
 from lightning_sgmcmc.chains.together import MOST, States, TogetherCall, dtype_of, grouped, runs_at_once
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
@@ -118,6 +118,7 @@ class ReadySamples:
         self._records = list(store.records)
         self._groups: list[States] | None = None
         self.call = TogetherCall(model, _predicted)
+        self._holder = Holder(model)
 
     def are_of(self, store: SampleStore, model: EnergyModel) -> bool:
         """Return whether these are a store's present samples, on a model's present device."""
@@ -126,7 +127,7 @@ class ReadySamples:
 
     def shared(self) -> AbstractContextManager[None]:
         """Return a context in which the model has what the samples have in common."""
-        return holding(self.model, self._store.shared)
+        return self._holder.holding(self._store.shared)
 
     @property
     def are_kept(self) -> bool:
@@ -178,11 +179,12 @@ def average_scores(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return the likelihood's terms, averaged over samples, and the targets of batches on the model's device."""
     average, target = WeightedAverage(), torch.empty(0)
+    holder = Holder(model)
     with evaluation_mode(model):
         for sample, log_weight in zip(samples, log_weights, strict=True):
             check_sample(sample, model)
             state = {name: tensor.to(model.device) for name, tensor in sample.own_state.items()}
-            with holding(model, sample.shared):
+            with holder.holding(sample.shared):
                 terms, _, found = evaluate(model, state, batches)
             assert found is not None  # the model has a likelihood
             average.add(terms, torch.empty(0, device=model.device), log_weight)
@@ -197,11 +199,12 @@ def with_new_statistics(samples: SampleStore, model: EnergyModel, batches: Itera
     device = next(model.parameters()).device
     batches = _repeatable(batches)
     caller = StatelessCall(model, lambda m, x: m.output_of(x))
+    holder = Holder(model)
     with evaluation_mode(model):
         for sample in samples:
             state = {name: tensor.to(device) for name, tensor in sample.own_state.items()}
             inputs = _on(_inputs_alone(batches, model), device, dtype_of(sample.parameters))
-            with holding(model, sample.shared):
+            with holder.holding(sample.shared):
                 state = new_statistics(model, state, inputs, caller.call)
             store.append(replace(sample, buffers={name: state[name] for name in sample.buffers}))
     return store

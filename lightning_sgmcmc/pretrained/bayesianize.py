@@ -7,11 +7,12 @@ from typing import Any, Literal
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from lightning_sgmcmc.chains.sharing import freeze
 from lightning_sgmcmc.chains.stateless import homes_of
 from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.likelihoods import Categorical, Likelihood
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.pretrained.parts import choose, last_layer, with_adapters
+from lightning_sgmcmc.pretrained.parts import last_layer, with_adapters
 from lightning_sgmcmc.pretrained.weights import load_weights, network_in
 from lightning_sgmcmc.priors import GaussianPrior, Prior
 
@@ -115,15 +116,15 @@ def _chosen(network: nn.Module, what: Any, example: Any) -> tuple[nn.Module, str
         if what == "lora":
             network = with_adapters(network, None)
         elif what == "last_layer":
-            choose(network, [f"{last_layer(network, example)}.*"])
+            freeze(network, [f"{last_layer(network, example)}.*"], "what")
         else:
             if getattr(network, "is_quantized", False):
                 raise ValueError("what='all' would sample quantized weights, which are integers: use what='lora'")
-            choose(network, ["*"])
+            freeze(network, ["*"], "what")
         return network, what
     if not isinstance(what, Sequence) or not all(isinstance(pattern, str) for pattern in what) or not what:
         raise TypeError(f"what must be 'last_layer', 'lora', 'all', a LoraConfig or name patterns, got {what!r}")
-    choose(network, what)
+    freeze(network, what, "what")
     return network, "patterns"
 
 

@@ -1,7 +1,5 @@
 """Which parameters of a trained network are sampled: those of its last layer, of its adapters, or all."""
 
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -118,20 +116,3 @@ def with_adapters(network: nn.Module, config: Any) -> nn.Module:
 def _stores_transposed(network: nn.Module) -> bool:
     """Return whether the layers that peft adapts by default are GPT-2's, with transposed weights."""
     return getattr(getattr(network, "config", None), "model_type", None) == "gpt2"
-
-
-def choose(network: nn.Module, patterns: Sequence[str]) -> None:
-    """Let gradients be required of the parameters whose names match, and of no others.
-
-    Raises:
-        ValueError: if a pattern matches none.
-    """
-    named = dict(network.named_parameters())
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in named):
-            raise ValueError(
-                f"what={list(patterns)!r}: no parameter of {type(network).__name__} matches {pattern!r} (they are "
-                f"{', '.join(list(named)[:4])}, …)"
-            )
-    for name, parameter in named.items():
-        parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in patterns))

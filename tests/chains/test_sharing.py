@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, Posterior
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
-from lightning_sgmcmc.chains.sharing import frozen_parts, shared_names
+from lightning_sgmcmc.chains.sharing import Holder, frozen_parts, shared_names
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.shared_file import SHARED
 from tests.support.comparisons import assert_equal_trees, assert_same
@@ -186,3 +186,25 @@ def test_memory_of_chains_is_that_of_what_is_sampled() -> None:
     alone = {name: tensor.numel() for name, tensor in Net(1).state_dict().items()}
     for name, size in sizes.items():
         assert size == alone[name] * (4 if name in ("scale", "net.4.weight") else 1), name
+
+
+def test_shared_tensors_take_the_place_of_others_and_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Linear(2, 2)
+    own = module.weight
+    same, other = own.detach().clone(), torch.ones(2, 2)
+    holder, compared = Holder(module), []
+    equal = torch.equal
+    monkeypatch.setattr(torch, "equal", lambda a, b: compared.append(1) or equal(a, b))
+    for tensor, found in ((same, own), (same, own), (other, other), (other, other)):
+        with holder.holding({"weight": tensor}):
+            assert module.weight is found
+        assert module.weight is own
+    assert len(compared) == 2
+    with torch.no_grad():
+        own += 1
+    with holder.holding({"weight": same}):
+        assert module.weight is same
+    with torch.no_grad():
+        same += 1
+    with holder.holding({"weight": same}):
+        assert module.weight is own

@@ -174,7 +174,7 @@ def tied() -> Any:
     [
         (lambda: nn.Linear(2, 2), "head", "what must be 'last_layer' or 'lora' or 'all', got 'head'"),
         (lambda: nn.Linear(2, 2), 3, "what must be 'last_layer', 'lora', 'all', a LoraConfig or name patterns, got 3"),
-        (lambda: nn.Sequential(nn.Linear(2, 2)), ["fc.*"], r"no parameter of Sequential matches 'fc\.\*'"),
+        (lambda: nn.Sequential(nn.Linear(2, 2)), ["fc.*"], r"what: 'fc\.\*' matches no parameter of Sequential"),
         (nn.Tanh, "last_layer", "Tanh has no linear layer to sample"),
         (lambda: nn.Linear(2, 2), "lora", "does not know which layers of Linear to adapt: pass what=LoraConfig"),
         (spread, "all", "network has parts on 0, cpu, as device_map places them: load it without device_map"),
