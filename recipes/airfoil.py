@@ -22,8 +22,18 @@ from lightning_sgmcmc.recipes.shared.regression import METHODS, Setting, fit_and
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 
 SEEDS = {"quick": 1, "full": 5}
-BATCH = 50
-SETTING = Setting((128, 128, 128), "Tanh", chains=8, epochs=400, warm_lr=5e-3, lr=5e-5)
+SETTING = Setting(
+    (32,) * 5,
+    prior_std=0.7,
+    batch_size=50,
+    warm_steps=20_000,
+    warm_lr=4e-3,
+    members=20,
+    sampling_steps=13_000,
+    step=0.25,
+    friction=2.0,
+    burn_in=1 / 3,
+)
 PUBLISHED = {
     "sampled ensemble (BDE)": (0.1215, 0.0042, -0.9126),
     "TabPFN-2": (0.1359, None, -0.934),
@@ -69,4 +79,4 @@ def one(method: str, seed: int, options: Options) -> dict[str, float]:
     """Fit and score one method with one split."""
     from lightning_sgmcmc.datamodules import AirfoilDataModule
 
-    return fit_and_score(AirfoilDataModule(options.data_root, BATCH, seed=seed), method, SETTING, seed)
+    return fit_and_score(lambda size: AirfoilDataModule(options.data_root, size, seed=seed), method, SETTING, seed)

@@ -15,7 +15,6 @@ Measured (split 0 only, one seed), RMSE and NLL of `posterior`: Yacht 0.51, 0.52
 quick is two splits (`python -m recipes uci_nll --data-root DIR`), full all twenty.
 """
 
-import math
 from typing import Any
 
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
@@ -24,9 +23,7 @@ from lightning_sgmcmc.recipes.shared.regression import METHODS, Setting, fit_and
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 
 SPLITS = {"quick": 2, "full": 20}
-BATCH = 100
-STEPS = {"quick": 4000, "full": 20_000}
-SETTING = Setting((50,), "ReLU", "heteroscedastic", std=0.5, chains=5, share=0.4, lr=5e-5)
+SETTING = Setting((50,), "ReLU", min_std=0.02, warm_steps=3000, warm_lr=0.01, members=20, chains=5, sampling_steps=8000)
 PUBLISHED = {
     "boston-housing": ((3.28, 1.00), (2.41, 0.25)),
     "concrete": ((6.03, 0.58), (3.06, 0.18)),
@@ -63,16 +60,10 @@ def run(options: Options) -> list[Row]:
 
 def one(table: str, method: str, split: int, options: Options) -> dict[str, float]:
     """Fit and score one method on one split of a table."""
-    from dataclasses import replace
-
-    data = _data(table, split, options)
-    data.setup("fit")
-    steps = math.ceil(data.num_data / BATCH)
-    setting = replace(SETTING, epochs=math.ceil(STEPS[options.scale] / steps))
-    return fit_and_score(data, method, setting, options.seed + split)
+    return fit_and_score(lambda size: _data(table, split, options, size), method, SETTING, options.seed + split)
 
 
-def _data(table: str, split: int, options: Options) -> Any:
+def _data(table: str, split: int, options: Options, batch_size: int = 100) -> Any:
     from lightning_sgmcmc.datamodules import UCIRegressionDataModule
 
-    return UCIRegressionDataModule(table, options.data_root, split=split, batch_size=BATCH)
+    return UCIRegressionDataModule(table, options.data_root, split=split, batch_size=batch_size)
