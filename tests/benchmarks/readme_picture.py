@@ -20,7 +20,7 @@ from tests.support.hmc import Array, between_chains, distance
 from tests.support.trainers import quiet_trainer
 
 PROBLEM = PROBLEMS["regression"]
-FIT = Setting("regression", 20_000, 1e-3, 2.0)
+FIT = Setting("regression", 3_000, 1e-3, 2.0)
 GREY, ORANGE, BLUE = "#777777", "#D55E00", "#0072B2"
 
 
