@@ -1,4 +1,4 @@
-"""The package as it is installed, for mkdocstrings: `callbacks/`, `datamodules/` and `recipes/` are elsewhere in a clone."""
+"""The package as it is installed, for mkdocstrings, since `callbacks/` and others are in the root of a clone."""
 
 import tempfile
 from pathlib import Path
