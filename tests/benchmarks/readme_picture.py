@@ -1,9 +1,9 @@
 """The picture of README: `python -m tests.benchmarks.readme_picture --out docs/readme.png`.
 
-A regression network (1-12-12-1, N = 200 with a gap in the data): its exact posterior by full-gradient HMC, four networks
-that AdamW trains, and four chains of a fit with as many gradients. Each panel has the median and the central 90 % of the
-function, and in its title the distance from the posterior: W₁ over the posterior's standard deviation, the mean over
-inputs. HMC's own chains are as far from one another as the last figure printed.
+A regression network (1-12-12-1, N = 200 with a gap in the data): its exact posterior by full-gradient HMC, four
+networks that AdamW trains, and four chains of a fit with as many gradients. Each panel has the median and the central
+90 % of the function, and in its title the distance from the posterior: W₁ over the posterior's standard deviation, the
+mean over inputs. HMC's own chains are as far from one another as the last figure printed.
 """
 
 import argparse
