@@ -22,7 +22,8 @@ class TableDataModule(ArrayDataModule):
         y: targets, shape (n,) or (n, 1); None with `target`.
         batch_size: data per batch.
         standardise: whether to standardise the columns of x and, in regression, y; otherwise they are used as they are.
-        val_fraction, test_fraction: shares of the rows for validation and testing, in [0, 1).
+        val_fraction: share of the rows for validation, in [0, 1).
+        test_fraction: share of the rows for testing, likewise.
         seed: seed of the split.
         drop_last: leave out the last batch of an epoch if it is smaller.
         target: the column of a pandas frame x with the targets; the others are the inputs.

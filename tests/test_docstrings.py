@@ -1,4 +1,4 @@
-"""The examples in docstrings and in README.md run, and print what they say."""
+"""The examples in docstrings run, and print what they say; tests/docs has those of README.md and of the pages."""
 
 import doctest
 import importlib
@@ -17,7 +17,6 @@ import torch
 import lightning_sgmcmc
 from lightning_sgmcmc import BayesianModule, Categorical, Posterior, callbacks
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
-from tests.support.paths import REPOSITORY
 from tests.support.small_run import loader
 from tests.support.trainers import quiet_trainer
 
@@ -85,28 +84,7 @@ def test_an_example_runs(name: str, names: dict[str, Any]) -> None:
     exec(compile(EXAMPLES[name], name, "exec"), names)
 
 
-README = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
-SHORTER = {
-    "max_epochs=200": "max_epochs=2",
-    "num_cycles=4": "num_cycles=1",
-    "num_steps=20_000": "num_steps=2_000",
-    "pl.Trainer(": "quiet_trainer(",
-}
-
-
-@pytest.mark.parametrize("number", range(len(README)))
-@pytest.mark.filterwarnings("ignore")
-def test_a_block_of_the_readme_runs(number: int) -> None:
-    """With fewer epochs and steps, without a progress bar."""
-    block = README[number]
-    for long, short in SHORTER.items():
-        block = block.replace(long, short)
-    assert block != README[number], "a block that is not shortened"
-    exec(compile(block, f"README.md, block {number}", "exec"), {"quiet_trainer": quiet_trainer})
-
-
 def test_the_examples_are_found() -> None:
     """Else the tests above would pass without one."""
     assert len(DOCTESTS) >= 15
     assert len(EXAMPLES) >= 4
-    assert len(README) >= 2

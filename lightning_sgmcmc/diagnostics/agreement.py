@@ -7,7 +7,8 @@ def agreement(probabilities: Tensor, reference: Tensor) -> Tensor:
     """Return the share of data for which both predict the same class; 1 is best.
 
     Args:
-        probabilities, reference: shape (n, K), rows in the same order.
+        probabilities: shape (n, K).
+        reference: shape (n, K), rows in the same order.
 
     Source: Izmailov et al. 2021 (What are Bayesian neural network posteriors really like?), section 4.
     """
@@ -19,7 +20,8 @@ def total_variation(probabilities: Tensor, reference: Tensor) -> Tensor:
     """Return the mean over data of ½·Σ_k |p_k - q_k|, in [0, 1]; 0 is best.
 
     Args:
-        probabilities, reference: shape (n, K), rows in the same order.
+        probabilities: shape (n, K).
+        reference: shape (n, K), rows in the same order.
 
     Source: Izmailov et al. 2021, section 4.
     """

@@ -15,7 +15,8 @@ def gaussian_mixture_crps(weights: Tensor, means: Tensor, stds: Tensor, y: Tenso
 
     Args:
         weights: shape (S,), summing to 1.
-        means, stds: shape (S, …).
+        means: shape (S, …).
+        stds: shape (S, …).
         y: observed numbers, shape (…).
 
     Returns:
@@ -73,7 +74,8 @@ def interval_score(low: Tensor, high: Tensor, y: Tensor, level: float) -> Tensor
     Smaller is better; the true quantiles have the smallest expectation.
 
     Args:
-        low, high: ends of the intervals, shape (…).
+        low: lower ends of the intervals, shape (…).
+        high: upper ends, shape (…).
         y: observed numbers, shape (…).
         level: their nominal coverage, in (0, 1).
 
@@ -115,7 +117,8 @@ def gaussian_mixture_quantile(weights: Tensor, means: Tensor, stds: Tensor, q: f
 
     Args:
         weights: shape (S,), summing to 1.
-        means, stds: shape (S, …).
+        means: shape (S, …).
+        stds: shape (S, …).
         q: the quantile's probability, in (0, 1).
     """
     shaped = weights.reshape(-1, *[1] * (means.dim() - 1))

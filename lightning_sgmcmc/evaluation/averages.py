@@ -96,7 +96,9 @@ class ChainsAverage:
         """Add one more sample.
 
         Args:
-            terms, log_density, log_weight: as in `WeightedAverage.add`.
+            terms: as in `WeightedAverage.add`.
+            log_density: likewise.
+            log_weight: likewise.
             chain: the sample's chain if its weight compares only within it, else None.
         """
         self._parts.setdefault(chain, WeightedAverage()).add(terms, log_density, log_weight)
@@ -166,7 +168,9 @@ class CycleAverage:
         """Add one more sample.
 
         Args:
-            terms, log_density, log_weight: as in `WeightedAverage.add`; the weight counts within the cycle.
+            terms: as in `WeightedAverage.add`.
+            log_density: likewise.
+            log_weight: likewise; it counts within the cycle.
             chain: the sample's chain.
             cycle: the sample's cycle, never falling within a chain.
             log_likelihood: log p(D|θ) of all training data.

@@ -198,7 +198,9 @@ class Ensemble(nn.Module):
         """Return the averaged predictive for inputs.
 
         Args:
-            x, others, named: the inputs: one tensor or dict, several by position, or by their names.
+            x: the input, a tensor or a dict.
+            others: further inputs by position.
+            named: inputs by name.
 
         Returns:
             class probabilities (n, K), or the mean and standard deviation, each (n, D); with `outputs`, these parts.

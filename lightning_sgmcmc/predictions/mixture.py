@@ -22,7 +22,8 @@ class Mixture:
         law: the components' class, a `torch.distributions.Distribution`.
         parameters: its arguments by name, shape (S, n, D) or (S, n, D, …).
         weights: w, shape (S,), summing to 1, on any device.
-        shift, factor: of the numbers, broadcast to (n, D).
+        shift: of the numbers, broadcast to (n, D).
+        factor: likewise.
     """
 
     def __init__(

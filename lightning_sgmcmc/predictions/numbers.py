@@ -128,7 +128,10 @@ class CountPrediction(RegressionPrediction):
     """The predictive of n inputs of D counts; its quantiles are integers.
 
     Args:
-        mean, std, epistemic_std, sample_means: as in `RegressionPrediction`.
+        mean: as in `RegressionPrediction`.
+        std: likewise.
+        epistemic_std: likewise.
+        sample_means: likewise.
     """
 
     def rescaled(self: Own, mean: Sequence[float], std: Sequence[float]) -> Own:

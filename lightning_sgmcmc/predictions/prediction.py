@@ -71,7 +71,8 @@ class Prediction:
         """Return the predictive of y = mean + std·z, where this one is of z; class probabilities have no units.
 
         Args:
-            mean, std: one number, or one for each of the D targets.
+            mean: one number, or one for each of the D targets.
+            std: likewise.
         """
         return self
 

@@ -21,7 +21,8 @@ class SGLD(Sampler):
     Args:
         params: parameters or parameter groups.
         lr: step size for the mean potential, `lr = ε·N` for a paper's ε.
-        shared: `num_data`, `temperature`, `num_chains`, `seed`, `first_chain`, `noise_ahead`, as in `Sampler`.
+
+    `num_data`, `temperature`, `num_chains`, `seed`, `first_chain` and `noise_ahead` are as in `Sampler`.
 
     Raises:
         ValueError: for a bad argument, see `Sampler`.
