@@ -43,4 +43,4 @@ def picture(draw: Any, alt: str, width: float = 5.2, height: float = 3.0) -> str
     drawn = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'width="100%"', drawn, count=1)
     drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.S).replace("\n", " ")
     title = alt.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
-    return f'<figure style="max-width:34rem;margin:1rem 0" role="img" aria-label="{title}">{drawn}</figure>'
+    return f'<figure style="width:100%;max-width:34rem;margin:1rem 0" role="img" aria-label="{title}">{drawn}</figure>'
