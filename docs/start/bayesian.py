@@ -19,7 +19,7 @@ class Classifier(BayesianModule):
 pl.seed_everything(0)
 data = DigitsDataModule()
 module = Classifier()
-trainer = pl.Trainer(max_epochs=60, callbacks=[AutoSampling(), SampleCollector("samples"), BayesianModelAverage(), RunSummary()])
+trainer = pl.Trainer(max_epochs=60, callbacks=[AutoSampling(), SampleCollector(), BayesianModelAverage(), RunSummary()])
 trainer.fit(module, datamodule=data)
 
 test = data.splits[2]
