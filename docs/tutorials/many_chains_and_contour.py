@@ -64,7 +64,7 @@ def fit(steps, chains):
         likelihood=Gaussian(std=0.2),
         prior=GaussianPrior(std=1.0),
         sampler=functools.partial(SGHMC, friction=0.1),
-        lr=0.02,
+        lr=0.01,
         num_chains=chains,
     )
     trainer = pl.Trainer(
@@ -86,8 +86,9 @@ def fit(steps, chains):
     return module
 
 
-module = fit(800, chains=4)
-print(f"{module.health.kind}; findings:", [finding.text for finding in module.health.findings] or "none")
+module = fit(1000, chains=4)
+print(f"{module.health.kind or 'not known'}: {module.health.reason}")
+print("findings:", [finding.text for finding in module.health.findings] or "none")
 
 # %% [markdown]
 # ## Do they agree?
@@ -119,11 +120,12 @@ module.posterior.summary()
 # %% [markdown]
 # ## The same cost in one chain
 #
-# One chain with four times the steps makes as many gradients. Its average is as good, but nothing shows that it has
-# seen all there is. Four chains also cost less time than four runs.
+# One chain with four times the steps makes as many gradients. On 12 validation data its average is as good, but nothing shows that
+# it has seen all there is. R-hat of the energy and of the predictions is near 1 above, and R-hat of single weights is not:
+# that is the exchange of hidden units, and no fault. Values of the predictions' R-hat above about 1.1 ask for a longer run.
 
 # %%
-one = fit(3200, chains=1)
+one = fit(4000, chains=1)
 pd.DataFrame(
     {name: r.evaluations["val"].bma for name, r in {"four chains": module, "one long chain": one}.items()}
 ).T.round(3)
