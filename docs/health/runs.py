@@ -99,7 +99,9 @@ def words(module: Any) -> str:
     """Return the first finding, or what the samples are."""
     found = module.health.findings
     kind = module.health.kind or "of a kind that was not measurable"
-    return f"ChainHealth: {found[0].text}." if found else f"No finding. The samples are: {kind} ({module.health.reason})."
+    return (
+        f"ChainHealth: {found[0].text}." if found else f"No finding. The samples are: {kind} ({module.health.reason})."
+    )
 
 
 def show(before: Any, after: Any) -> None:
@@ -119,7 +121,9 @@ def show(before: Any, after: Any) -> None:
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg")
     svg = drawn.getvalue()[drawn.getvalue().index("<svg") :]
-    print(f'<figure style="background:white;max-width:100%">{svg.replace("<svg ", "<svg style=max-width:100%;height:auto ", 1)}</figure>')
+    print(
+        f'<figure style="background:white;max-width:100%">{svg.replace("<svg ", "<svg style=max-width:100%;height:auto ", 1)}</figure>'
+    )
     for name, module in (("Before", before), ("After the cure", after)):
         print(f"<pre>{name}. {html.escape(fill(words(module), 92))}</pre>")
 

@@ -161,7 +161,10 @@ def optimized(networks):
         max_epochs=100 // networks,
         enable_checkpointing=False,
         limit_val_batches=0,
-        callbacks=[DeepEnsemble(optimizer=functools.partial(torch.optim.AdamW, weight_decay=0.1)), SampleCollector(in_memory=True)],
+        callbacks=[
+            DeepEnsemble(optimizer=functools.partial(torch.optim.AdamW, weight_decay=0.1)),
+            SampleCollector(in_memory=True),
+        ],
         **QUIET,
     ).fit(other, datamodule=data)
     return other.posterior

@@ -37,7 +37,7 @@ logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # without Ligh
 os.chdir(tempfile.mkdtemp())  # runs write files
 torch.set_num_threads(1)
 BLUE, ORANGE, GREEN, BLACK = "#0072B2", "#E69F00", "#009E73", "#000000"  # Okabe and Ito
-pl.seed_everything(0, verbose=False);
+pl.seed_everything(0, verbose=False)
 
 # %% [markdown]
 # ## Data with a gap
@@ -133,7 +133,7 @@ fig, ax = plt.subplots(figsize=(6, 3.6), layout="constrained")
 ax.plot(weights[:, i], weights[:, j], ".", color=BLUE, alpha=0.4, label="draws of four chains")
 ax.plot(*ellipse, color=BLACK, label="exact posterior, 90 %")
 ax.set(xlabel=f"weight {i}", ylabel=f"weight {j}", title=f"{share:.0%} of {len(weights)} draws are inside")
-ax.legend(frameon=False);
+ax.legend(frameon=False)
 
 # %%
 error = (weights.mean(0) - mean) / covariance.diag().sqrt()

@@ -45,7 +45,7 @@ logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # without Ligh
 os.chdir(tempfile.mkdtemp())  # runs write files
 torch.set_num_threads(1)
 BLUE, ORANGE, GREEN, BLACK = "#0072B2", "#E69F00", "#009E73", "#000000"  # Okabe and Ito
-pl.seed_everything(0, verbose=False);
+pl.seed_everything(0, verbose=False)
 
 # %% [markdown]
 # ## Four chains in one fit
@@ -110,7 +110,7 @@ for c, colour in enumerate((BLUE, ORANGE, GREEN, "#CC79A7")):
 axes[0].plot(x[:, 0], y, "o", color="0.6", markersize=2)
 axes[0].set(xlabel="x", title="mean prediction of each chain")
 axes[0].legend(frameon=False)
-axes[1].set(xlabel="draw", title="one weight: chains are in different places");
+axes[1].set(xlabel="draw", title="one weight: chains are in different places")
 
 # %%
 run = module.health.run
@@ -160,7 +160,7 @@ for column, (name, r, w, colour) in enumerate(
     axes[1, column].hist(places.flatten().numpy(), bins=60, weights=w, density=True, color=colour, alpha=0.5)
     axes[1, column].plot(grid, density, color=BLACK, linewidth=1, label="truth")
     axes[1, column].set(xlabel="x", ylabel="density")
-axes[1, 0].legend(frameon=False);
+axes[1, 0].legend(frameon=False)
 
 # %%
 means = {

@@ -39,7 +39,7 @@ logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # without Ligh
 os.chdir(tempfile.mkdtemp())  # runs write files
 torch.set_num_threads(1)
 BLUE, ORANGE = "#0072B2", "#E69F00"  # Okabe and Ito
-pl.seed_everything(0, verbose=False);
+pl.seed_everything(0, verbose=False)
 
 # %% [markdown]
 # ## A trunk, trained on other classes
@@ -83,9 +83,7 @@ data = TableDataModule(
 
 # %%
 def fit(schedule, steps, chains=4):
-    fresh = nn.Sequential(
-        nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU()), nn.Linear(32, 5)
-    )
+    fresh = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU()), nn.Linear(32, 5))
     fresh.load_state_dict(trained, strict=False)
     module = bayesianize(
         fresh,
@@ -150,7 +148,7 @@ for ax, (name, run) in zip(axes, list(names.items())[:2], strict=True):
         entropy = run.posterior.predict(images[rows]).entropy
         ax.hist(entropy, bins=30, range=(0, 1.61), density=True, alpha=0.6, color=colour, label=label)
     ax.set(title=name, xlabel="predictive entropy (nats)")
-axes[0].legend(frameon=False);
+axes[0].legend(frameon=False)
 
 # %% [markdown]
 # ## What is on the disk
@@ -162,9 +160,7 @@ axes[0].legend(frameon=False);
 posterior = Posterior.load("SamplingSchedule")
 sizes = [f.stat().st_size for f in posterior.store.path.glob("sample-*")]
 print(f"{len(sizes)} draws of {max(sizes) / 1e3:.1f} kB each")
-assert torch.equal(
-    posterior.predict(images[rest]).probabilities, module.posterior.predict(images[rest]).probabilities
-)
+assert torch.equal(posterior.predict(images[rest]).probabilities, module.posterior.predict(images[rest]).probabilities)
 
 # %% [markdown]
 # With a torchvision network the same lines are

@@ -29,14 +29,20 @@ from sklearn.datasets import load_diabetes
 from torch import nn
 
 from lightning_sgmcmc import SGHMC, BayesianModule, GaussianPrior, HeteroscedasticGaussian
-from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth, DeepEnsemble, SampleCollector, SamplingSchedule
+from lightning_sgmcmc.callbacks import (
+    BayesianModelAverage,
+    ChainHealth,
+    DeepEnsemble,
+    SampleCollector,
+    SamplingSchedule,
+)
 from lightning_sgmcmc.datamodules import TableDataModule
 
 logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # without Lightning's greetings
 os.chdir(tempfile.mkdtemp())  # runs write files
 torch.set_num_threads(1)
 BLUE, ORANGE, BLACK = "#0072B2", "#E69F00", "#000000"  # Okabe and Ito
-pl.seed_everything(0, verbose=False);
+pl.seed_everything(0, verbose=False)
 
 # %% [markdown]
 # ## The table
@@ -96,7 +102,13 @@ target = test.targets[:, 0] * data.target_std + data.target_mean
 prediction = module.posterior.predict(test.inputs)
 low, high = prediction.interval(0.9)
 table = pd.DataFrame(
-    {"true": target, "mean": prediction.mean[:, 0], "5 %": low[:, 0], "95 %": high[:, 0], "of the model": prediction.epistemic[:, 0]}
+    {
+        "true": target,
+        "mean": prediction.mean[:, 0],
+        "5 %": low[:, 0],
+        "95 %": high[:, 0],
+        "of the model": prediction.epistemic[:, 0],
+    }
 )
 table.head().round(0)
 
@@ -112,7 +124,7 @@ ax.fill_between(place, low[order, 0], high[order, 0], color=BLUE, alpha=0.25, la
 ax.plot(place, prediction.mean[order, 0], color=BLUE, label="mean")
 ax.plot(place, target[order], "o", color=BLACK, markersize=3, label="patients")
 ax.set(xlabel="test patients, by predicted mean", ylabel="progression")
-ax.legend(frameon=False, loc="upper left");
+ax.legend(frameon=False, loc="upper left")
 
 # %% [markdown]
 # ## Do the intervals cover?

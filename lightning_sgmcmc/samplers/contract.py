@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,12 +47,8 @@ def check_contract(make: Callable[..., Sampler], lr: float = 0.02, law: bool = T
 
 def _made(make: Callable[..., Sampler], lr: float, chains: tuple[int, ...]) -> tuple[list[nn.Parameter], Sampler]:
     starts = [[torch.randn(shape, generator=torch.Generator().manual_seed(c)) for shape in SHAPES] for c in chains]
-    parameters = [
-        nn.Parameter(torch.stack(own) if len(chains) > 1 else own[0]) for own in zip(*starts, strict=True)
-    ]
-    return parameters, make(
-        parameters, lr=lr, num_data=NUM_DATA, num_chains=len(chains), first_chain=chains[0], seed=5
-    )
+    parameters = [nn.Parameter(torch.stack(own) if len(chains) > 1 else own[0]) for own in zip(*starts, strict=True)]
+    return parameters, make(parameters, lr=lr, num_data=NUM_DATA, num_chains=len(chains), first_chain=chains[0], seed=5)
 
 
 def _walk(parameters: list[nn.Parameter], sampler: Sampler, steps: range) -> None:

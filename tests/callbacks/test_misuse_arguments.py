@@ -11,7 +11,6 @@ from torch.optim import SGD
 
 from lightning_sgmcmc import SGHMC, ChainStrategy, ContourRules, DecayingStepSize, EnergyPartition, Patience
 from lightning_sgmcmc.callbacks import (
-    DeepEnsemble,
     EWSG,
     BayesianModelAverage,
     ChainHealth,
@@ -19,6 +18,7 @@ from lightning_sgmcmc.callbacks import (
     ControlVariates,
     CovarianceFriction,
     CyclicalSchedule,
+    DeepEnsemble,
     PosteriorDashboard,
     ReplicaExchange,
     RunSummary,
@@ -63,7 +63,12 @@ WARM_STARTS: list[Mistake] = [
     (WARM, {"optimizer": torch.optim.LBFGS}, TypeError, "optimizer=LBFGS needs a closure that computes the loss sev"),
     (WARM, {"optimizer": SGHMC}, TypeError, "optimizer=SGHMC is a sampler, which the module has already: pass a c"),
     (WARM, {"optimizer": functools.partial(torch.optim.SGD, lr=1)}, ValueError, "lr=…) has no effect, since Warm"),
-    (DeepEnsemble, {"optimizer": lambda p, lr: SGD(p, lr, weight_decay=0.5)}, ValueError, "which is not read: pass a par"),
+    (
+        DeepEnsemble,
+        {"optimizer": lambda p, lr: SGD(p, lr, weight_decay=0.5)},
+        ValueError,
+        "which is not read: pass a par",
+    ),
     (WARM, {"optimizer": functools.partial(torch.optim.SGD, weight_decay=0.1)}, ValueError, "weight decay is a Gau"),
     (WARM, {"optimizer": functools.partial(torch.optim.SGD, beta=1)}, TypeError, "optimizer=SGD cannot be made from p"),
     (Patience, {"validations": 0}, ValueError, "validations must be at least 1, got 0"),
