@@ -52,8 +52,8 @@ def fit(
     data: Any = None,
     net: Any = None,
     lr: float = 0.04,
-    steps: int = 600,
-    burn_in: int = 150,
+    steps: int = 500,
+    burn_in: int = 125,
     batch_size: int = 100,
     start: float | None = None,
     every: int = 5,
@@ -95,17 +95,19 @@ def fit(
     return module
 
 
-def words(module: Any) -> str:
-    """Return the first finding, or what the samples are."""
-    found = module.health.findings
-    kind = module.health.kind or "of a kind that was not measurable"
+def words(module: Any, kind: str = "") -> str:
+    """Return the finding of a kind, else the first one, or what the samples are."""
+    found = sorted(module.health.findings, key=lambda finding: finding.kind.value != kind)
+    called = module.health.kind or "of a kind that was not measurable"
     return (
-        f"ChainHealth: {found[0].text}." if found else f"No finding. The samples are: {kind} ({module.health.reason})."
+        f"ChainHealth: {found[0].text}."
+        if found
+        else f"No finding. The samples are: {called} ({module.health.reason})."
     )
 
 
-def show(before: Any, after: Any) -> None:
-    """Print both runs as HTML: energies, temperatures and words."""
+def show(before: Any, after: Any, kind: str = "") -> None:
+    """Print both runs as HTML: energies, temperatures, and the finding of a kind."""
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     axes = figure.subplots(2, 2, gridspec_kw={"height_ratios": [2, 1.4]}, squeeze=False)
     for column, (name, module) in enumerate((("before", before), ("after the cure", after))):
@@ -125,7 +127,7 @@ def show(before: Any, after: Any) -> None:
         f'<figure style="background:white;max-width:100%">{svg.replace("<svg ", "<svg style=max-width:100%;height:auto ", 1)}</figure>'
     )
     for name, module in (("Before", before), ("After the cure", after)):
-        print(f"<pre>{name}. {html.escape(fill(words(module), 92))}</pre>")
+        print(f"<pre>{name}. {html.escape(fill(words(module, kind), 92))}</pre>")
 
 
 def _temperatures(axes: Any, report: Any) -> None:

@@ -8,8 +8,9 @@
 # %% [markdown]
 # # Convert your module
 #
-# This tutorial takes a LightningModule with a habit or two of its own and samples it: a convolutional network, batches that
-# are dicts, a metric that it logs, a layer that should not be sampled. It ends with a comparison at equal cost.
+# This tutorial takes a LightningModule with a habit or two of its own and samples it: a convolutional network,
+# batches that are dicts, a metric that it logs, a layer that should not be sampled. It ends with a comparison at
+# equal cost.
 
 # %%
 import functools
@@ -43,8 +44,8 @@ QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "e
 # %% [markdown]
 # ## Your data
 #
-# A torch data set whose items are dicts, as Hugging Face's are. `DatasetDataModule` makes loaders that resume exactly; a plain
-# `DataLoader` works too.
+# A torch data set whose items are dicts, as Hugging Face's are. `DatasetDataModule` makes loaders that resume
+# exactly; a plain `DataLoader` works too.
 
 
 # %%
@@ -94,9 +95,10 @@ class Before(pl.LightningModule):
 # %% [markdown]
 # ## After
 #
-# The base class changes, the likelihood replaces the loss, and `training_step` and `configure_optimizers` go. The dict
-# needs nothing: its entries are passed to `forward` by name, and "labels" is the target. `validation_step` may stay: with one
-# chain it sees the chain's current network. Evaluations of the average are `BayesianModelAverage`'s work.
+# The base class changes, the likelihood replaces the loss, and `training_step` and `configure_optimizers` go. The
+# dict needs nothing: its entries are passed to `forward` by name, and "labels" is the target. `validation_step`
+# may stay: with one chain it sees the chain's current network. Evaluations of the average are
+# `BayesianModelAverage`'s work.
 
 
 # %%
@@ -127,12 +129,13 @@ trainer.fit(module, datamodule=data)
 print(f"{len(module.posterior)} draws: {module.health.kind}, since {module.health.reason}")
 
 # %% [markdown]
-# `AutoSampling` makes a cold ensemble: draws for prediction, which scatter less than the posterior. The run says so itself.
+# `AutoSampling` makes a cold ensemble: draws for prediction, which scatter less than the posterior. The run says
+# so itself.
 #
 # ## What you predict with
 #
-# `predict` takes a tensor, a dict, or a loader. Its result has more than probabilities: `mutual_information` is how much the draws
-# disagree, in nats.
+# `predict` takes a tensor, a dict, or a loader. Its result has more than probabilities: `mutual_information` is
+# how much the draws disagree, in nats.
 
 # %%
 prediction = module.posterior.predict({"images": test.images})
@@ -150,8 +153,8 @@ pd.DataFrame(
 # %% [markdown]
 # ## The same cost, spent otherwise
 #
-# One network by AdamW for as many steps, and four for a quarter of them each. `DeepEnsemble` makes both, here with AdamW's
-# decoupled weight decay in place of a prior.
+# One network by AdamW for as many steps, and four for a quarter of them each. `DeepEnsemble` makes both, here
+# with AdamW's decoupled weight decay in place of a prior.
 
 
 # %%
@@ -186,14 +189,15 @@ table = pd.DataFrame(
 table.round(4)
 
 # %% [markdown]
-# 797 test data, one seed, 800 steps: the standard error of an NLL is about 0.01. In so short a run the average of the draws is no
-# better than one network, and the code is what this page is about. The [equal-cost tables](../equal_cost.md) have longer runs on
-# seven data sets, with intervals. Make this comparison on your own data before you decide.
+# 797 test data, one seed, 800 steps: the standard error of an NLL is about 0.01. In so short a run the average of
+# the draws is no better than one network, and the code is what this page is about. The [equal-cost
+# tables](../equal_cost.md) have longer runs on seven data sets, with intervals. Make this comparison on your own
+# data before you decide.
 #
 # ## Load it elsewhere
 #
-# The samples are safetensors files. A class that a program can import is found by its name. This one is defined in the
-# notebook, so the program passes a model like the trained one:
+# The samples are safetensors files. A class that a program can import is found by its name. This one is defined
+# in the notebook, so the program passes a model like the trained one:
 
 # %%
 again = Posterior.load("samples", model=After())
@@ -203,5 +207,5 @@ print(len(again), "draws, the same predictions")
 # %% [markdown]
 # ## Leave a layer out
 #
-# `sampled=["head.*"]` samples the head only; the other weights stay as they are. This makes sense for trained weights: see
-# [Pretrained last layer](pretrained_last_layer.py).
+# `sampled=["head.*"]` samples the head only; the other weights stay as they are. This makes sense for trained
+# weights: see [Pretrained last layer](pretrained_last_layer.py).

@@ -8,12 +8,13 @@
 # %% [markdown]
 # # First posterior
 #
-# This tutorial samples a posterior that is known exactly, so you can see the draws beside the truth. You learn what a
-# draw is, how to choose the length of a run, how to read the verdict, and what an ensemble of the same cost gives.
+# This tutorial samples a posterior that is known exactly, so you can see the draws beside the truth. You learn
+# what a draw is, how to choose the length of a run, how to read the verdict, and what an ensemble of the same
+# cost gives.
 #
-# The model is a regression on fixed bumps: $y = w \cdot \phi(x) + \text{noise}$ with ten weights $w$. With a Gaussian prior and
-# Gaussian noise, its posterior is a Gaussian that a formula gives. A deep network has no such formula, and the code
-# below would be the same.
+# The model is a regression on fixed bumps: $y = w \cdot \phi(x) + \text{noise}$ with ten weights $w$. With a
+# Gaussian prior and Gaussian noise, its posterior is a Gaussian that a formula gives. A deep network has no such
+# formula, and the code below would be the same.
 
 # %%
 import functools
@@ -104,8 +105,8 @@ module = fit(SamplingSchedule(burn_in_steps=500, every_n_steps=8), steps=2500)
 print("\n".join(module.plan.sentences()))
 
 # %% [markdown]
-# The plan is known before the first step. A *relaxation time* is the number of steps after which the chain has forgotten
-# where it was. A posterior needs about three; this run has more, so its averages are precise.
+# The plan is known before the first step. A *relaxation time* is the number of steps after which the chain has
+# forgotten where it was. A posterior needs about three; this run has more, so its averages are precise.
 #
 # ## The verdict
 
@@ -144,8 +145,8 @@ print(f"standard deviation: {spread.min():.2f} to {spread.max():.2f} times the e
 # %% [markdown]
 # ## The predictive, and an ensemble of the same cost
 #
-# `DeepEnsemble` as the schedule trains four networks by optimization, with the same prior as weight decay and the same
-# number of gradients.
+# `DeepEnsemble` as the schedule trains four networks by optimization, with the same prior as weight decay and the
+# same number of gradients.
 
 # %%
 ensemble = fit(DeepEnsemble(), steps=2500)
@@ -168,10 +169,10 @@ for ax, run, name, colour in zip(axes, (module, ensemble), names, (BLUE, ORANGE)
     print(f"{name}: sd in the gap {sd[130]:.3f}, exact {exact_sd[130]:.3f}")
 
 # %% [markdown]
-# The posterior's band follows the exact one, also in the gap. The ensemble's members all end at the same optimum, since
-# this loss has only one: its band has no width. For a deep network an ensemble's members differ, and then its band is
-# wider, but nothing ties that width to the data. Where predictions of data like the training data are all you need, an
-# ensemble is often as good; see [the equal-cost tables](../equal_cost.md).
+# The posterior's band follows the exact one, also in the gap. The ensemble's members all end at the same optimum,
+# since this loss has only one: its band has no width. For a deep network an ensemble's members differ, and then
+# its band is wider, but nothing ties that width to the data. Where predictions of data like the training data are
+# all you need, an ensemble is often as good; see [the equal-cost tables](../equal_cost.md).
 #
 # ## What if the run is too short?
 
@@ -180,4 +181,5 @@ short = fit(SamplingSchedule(burn_in_steps=0, every_n_steps=2), steps=60)
 print(f"{short.plan.name}; {short.plan.relaxation_times:.2g} relaxation times")
 
 # %% [markdown]
-# The plan warns before the first step, with the number to change. [Health](../health/index.md) has a picture of each such run.
+# The plan warns before the first step, with the number to change. [Health](../health/index.md) has a picture of
+# each such run.

@@ -8,8 +8,9 @@
 # %% [markdown]
 # # Many chains and contour
 #
-# This tutorial shows what several chains tell you that one cannot, and how a contour brings chains over barriers that they do not
-# cross by themselves. Part one is a network under a trainer. Part two is a density whose truth is known.
+# This tutorial shows what several chains tell you that one cannot, and how a contour brings chains over barriers
+# that they do not cross by themselves. Part one is a network under a trainer. Part two is a density whose truth
+# is known.
 
 # %%
 import functools
@@ -50,7 +51,8 @@ pl.seed_everything(0, verbose=False)
 # %% [markdown]
 # ## Four chains in one fit
 #
-# `num_chains=4` runs four copies of the network, each with its own start, batches and noise. The code is that of one network.
+# `num_chains=4` runs four copies of the network, each with its own start, batches and noise. The code is that of
+# one network.
 
 # %%
 x = torch.linspace(-1, 1, 60)[:, None]
@@ -93,8 +95,8 @@ print("findings:", [finding.text for finding in module.health.findings] or "none
 # %% [markdown]
 # ## Do they agree?
 #
-# Chains from different starts that agree have forgotten their starts. Compare *predictions*, not weights: hidden units
-# may be exchanged without changing the network, so weights never agree.
+# Chains from different starts that agree have forgotten their starts. Compare *predictions*, not weights: hidden
+# units may be exchanged without changing the network, so weights never agree.
 
 # %%
 curves, weights = ({c: [] for c in range(4)} for _ in range(2))
@@ -120,9 +122,10 @@ module.posterior.summary()
 # %% [markdown]
 # ## The same cost in one chain
 #
-# One chain with four times the steps makes as many gradients. On 12 validation data its average is as good, but nothing shows that
-# it has seen all there is. R-hat of the energy and of the predictions is near 1 above, and R-hat of single weights is not:
-# that is the exchange of hidden units, and no fault. Values of the predictions' R-hat above about 1.1 ask for a longer run.
+# One chain with four times the steps makes as many gradients. On 12 validation data its average is as good, but
+# nothing shows that it has seen all there is. R-hat of the energy and of the predictions is near 1 above, and
+# R-hat of single weights is not: that is the exchange of hidden units, and no fault. Values of the predictions'
+# R-hat above about 1.1 ask for a longer run.
 
 # %%
 one = fit(4000, chains=1)
@@ -133,8 +136,8 @@ pd.DataFrame(
 # %% [markdown]
 # ## A barrier
 #
-# Some densities have regions that a chain does not leave. Here are two, 40 % and 60 % of the mass, with a barrier of twelve nats
-# between them.
+# Some densities have regions that a chain does not leave. Here are two, 40 % and 60 % of the mass, with a barrier
+# of twelve nats between them.
 
 # %%
 target = GaussianMixture.two_modes()  # 0.4·N(-6, 1) + 0.6·N(4, 1)
@@ -143,8 +146,8 @@ contour = ContourRun(Contour(EnergyPartition(first_edge=2.0, width=1.0, num_bins
 flat = simulate(target, lr=0.1, num_steps=20_000, num_chains=10, contour=contour, keep_every=20)
 
 # %% [markdown]
-# Both runs made as many gradients. A contour learns the density's histogram of energies and flattens it: the chain walks
-# over the barrier, and each draw gets a weight that corrects for that.
+# Both runs made as many gradients. A contour learns the density's histogram of energies and flattens it: the
+# chain walks over the barrier, and each draw gets a weight that corrects for that.
 
 # %%
 grid = np.linspace(-11, 9, 400)
@@ -171,12 +174,12 @@ means = {
 pd.DataFrame({"mean of x": means}).round(2)
 
 # %% [markdown]
-# Ten chains of SGLD stay where they start, so their mean depends on the starts. R-hat would show it: chains that disagree are
-# the symptom.
+# Ten chains of SGLD stay where they start, so their mean depends on the starts. R-hat would show it: chains that
+# disagree are the symptom.
 #
 # ## Should your network have a contour?
 #
-# Under a trainer it is one callback, `ContourGradient(ContourRules(zeta=…), num_bins=100, warm_up_steps=2000)`, and
-# `interacting=True` lets all chains learn one histogram. For networks, weights vary over so many nats that only tempered
-# weights are usable, and the gain is smaller than on this density: the [theory](../theory/contour.md) says why. More
-# chains are the first thing to try.
+# Under a trainer it is one callback, `ContourGradient(ContourRules(zeta=…), num_bins=100, warm_up_steps=2000)`,
+# and `interacting=True` lets all chains learn one histogram. For networks, weights vary over so many nats that
+# only tempered weights are usable, and the gain is smaller than on this density: the
+# [theory](../theory/contour.md) says why. More chains are the first thing to try.

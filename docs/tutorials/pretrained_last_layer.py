@@ -8,10 +8,10 @@
 # %% [markdown]
 # # Pretrained last layer
 #
-# This tutorial samples the last layer of a trained network on few data of new classes. The rest of the network is frozen,
-# shared by all draws, and computed once, so the run costs what a linear model costs. You would take a ResNet from torchvision; to be
-# quick, the notebook trains a small trunk itself: on the digits 0 to 4. The new classes are the digits 5 to 9, with ten
-# images each.
+# This tutorial samples the last layer of a trained network on few data of new classes. The rest of the network is
+# frozen, shared by all draws, and computed once, so the run costs what a linear model costs. You would take a
+# ResNet from torchvision; to be quick, the notebook trains a small trunk itself: on the digits 0 to 4. The new
+# classes are the digits 5 to 9, with ten images each.
 
 # %%
 import functools
@@ -75,8 +75,9 @@ data = TableDataModule(
 # %% [markdown]
 # ## bayesianize
 #
-# `bayesianize(net, "last_layer")` marks the last layer as sampled and freezes the rest. By default its prior is centred at the
-# network's weights. Here the layer is new, so the prior is centred at 0 and each chain draws its own start.
+# `bayesianize(net, "last_layer")` marks the last layer as sampled and freezes the rest. By default its prior is
+# centred at the network's weights. Here the layer is new, so the prior is centred at 0 and each chain draws its
+# own start.
 #
 # `FeatureDataModule` runs the frozen layers once over all data.
 
@@ -113,9 +114,10 @@ print("\n".join(module.plan.sentences()[:3]))
 print(f"measured: {module.health.kind}; findings:", [finding.text for finding in module.health.findings] or "none")
 
 # %% [markdown]
-# The run is a posterior sample, and `ChainHealth` still warns: with 50 data and 165 weights, this posterior is so broad that its
-# draws predict little better than guesses. That is a property of the model and the data, not of the run. The average of the draws is
-# far better than a draw, so this page keeps it. [Health](../health/index.md) has the cure for the other cases.
+# The run is a posterior sample, and `ChainHealth` still warns: with 50 data and 165 weights, this posterior is so
+# broad that its draws predict little better than guesses. That is a property of the model and the data, not of
+# the run. The average of the draws is far better than a draw, so this page keeps it. [Health](../health/index.md)
+# has the cure for the other cases.
 #
 # ## Beside it: four optimized layers
 #
@@ -137,9 +139,10 @@ names = {"posterior, 120 draws": module, "ensemble of four": ensemble, "one laye
 pd.DataFrame({name: scores(run.posterior) for name, run in names.items()}).T.round(3)
 
 # %% [markdown]
-# `auroc` is how well the predictive entropy tells the digits 0 to 4, which the last layer has never seen, from the new classes:
-# 0.5 is chance. That is where the posterior differs. Many layers fit 50 data, and the loss of a last layer has one optimum, at
-# which all members of the ensemble end. On the new classes' own test data the ensemble is as good.
+# `auroc` is how well the predictive entropy tells the digits 0 to 4, which the last layer has never seen, from
+# the new classes: 0.5 is chance. That is where the posterior differs. Many layers fit 50 data, and the loss of a
+# last layer has one optimum, at which all members of the ensemble end. On the new classes' own test data the
+# ensemble is as good.
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(8, 3), sharey=True, layout="constrained")
@@ -153,8 +156,8 @@ axes[0].legend(frameon=False)
 # %% [markdown]
 # ## What is on the disk
 #
-# A draw has the last layer's weights only; the trunk is stored once. `Posterior.load` rebuilds the whole network in another program,
-# and predicts from images, not from features:
+# A draw has the last layer's weights only; the trunk is stored once. `Posterior.load` rebuilds the whole network
+# in another program, and predicts from images, not from features:
 
 # %%
 posterior = Posterior.load("SamplingSchedule")
@@ -163,6 +166,6 @@ print(f"{len(sizes)} draws of {max(sizes) / 1e3:.1f} kB each")
 assert torch.equal(posterior.predict(images[rest]).probabilities, module.posterior.predict(images[rest]).probabilities)
 
 # %% [markdown]
-# With a torchvision network the same lines are
-# `net = resnet18(weights="DEFAULT"); net.fc = nn.Linear(512, 5); bayesianize(net, "last_layer", …)`. If the last layer alone is too
-# little, pass `["layer4.*", "fc.*"]`, or "lora" for a language model.
+# With a torchvision network the same lines are `net = resnet18(weights="DEFAULT"); net.fc = nn.Linear(512, 5);
+# bayesianize(net, "last_layer", …)`. If the last layer alone is too little, pass `["layer4.*", "fc.*"]`, or
+# "lora" for a language model.

@@ -8,9 +8,9 @@
 # %% [markdown]
 # # Tables with intervals
 #
-# This tutorial predicts a number with an interval, checks that the interval covers what it promises, and repairs it
-# with a guarantee. The data are the 442 diabetes patients that scikit-learn ships: ten measurements, and how far the disease
-# went a year later.
+# This tutorial predicts a number with an interval, checks that the interval covers what it promises, and repairs
+# it with a guarantee. The data are the 442 diabetes patients that scikit-learn ships: ten measurements, and how
+# far the disease went a year later.
 
 # %%
 import functools
@@ -47,8 +47,8 @@ pl.seed_everything(0, verbose=False)
 # %% [markdown]
 # ## The table
 #
-# `TableDataModule` takes arrays, or a pandas frame and the target's column. It splits at random and standardises by the
-# training part. Predictions come back in the target's units.
+# `TableDataModule` takes arrays, or a pandas frame and the target's column. It splits at random and standardises
+# by the training part. Predictions come back in the target's units.
 
 # %%
 frame = load_diabetes(as_frame=True).frame
@@ -59,8 +59,9 @@ print(data.num_data, "training data; target:", f"{data.target_mean:.0f} ± {data
 # %% [markdown]
 # ## A network with two outputs
 #
-# `HeteroscedasticGaussian` takes a mean and a log standard deviation for each datum, so some patients may have wider intervals
-# than others. Four chains of `SGHMC` at temperature 1 sample the posterior of the network's weights.
+# `HeteroscedasticGaussian` takes a mean and a log standard deviation for each datum, so some patients may have
+# wider intervals than others. Four chains of `SGHMC` at temperature 1 sample the posterior of the network's
+# weights.
 
 
 # %%
@@ -113,8 +114,8 @@ table = pd.DataFrame(
 table.head().round(0)
 
 # %% [markdown]
-# "of the model" is the part of the uncertainty that more data would remove (a standard deviation): the draws' disagreement. The rest
-# is noise in the patients themselves.
+# "of the model" is the part of the uncertainty that more data would remove (a standard deviation): the draws'
+# disagreement. The rest is noise in the patients themselves.
 
 # %%
 order = prediction.mean[:, 0].argsort()
@@ -129,8 +130,8 @@ ax.legend(frameon=False, loc="upper left")
 # %% [markdown]
 # ## Do the intervals cover?
 #
-# Of 110 patients, a 90 % interval should contain about 99; by chance 93 to 104 (95 %). `coverage_90` of the evaluation is the
-# share, `crps` scores the whole distribution (lower is better).
+# Of 110 patients, a 90 % interval should contain about 99; by chance 93 to 104 (95 %). `coverage_90` of the
+# evaluation is the share, `crps` scores the whole distribution (lower is better).
 #
 # An ensemble of four networks with as many gradients stands beside it. It has the same prior as weight decay.
 
@@ -148,8 +149,8 @@ pd.DataFrame({"posterior, 160 draws": row(module), "ensemble of four": row(ensem
 # %% [markdown]
 # ## A guarantee: conformal intervals
 #
-# Coverage of the posterior holds if the model is right. `conformal` scales the intervals so that they cover 90 % of new patients
-# like the validation ones, whatever the model. It costs nothing but the validation data.
+# Coverage of the posterior holds if the model is right. `conformal` scales the intervals so that they cover 90 %
+# of new patients like the validation ones, whatever the model. It costs nothing but the validation data.
 
 # %%
 rows = {}
@@ -162,5 +163,5 @@ for name, run in {"posterior": module, "ensemble": ensemble}.items():
 pd.DataFrame(rows).T.round(3)
 
 # %% [markdown]
-# Read both columns together: an interval that covers more because it is wider has gained nothing. Both methods are honest after the
-# conformal step; what is left to compare is the width.
+# Read both columns together: an interval that covers more because it is wider has gained nothing. Both methods
+# are honest after the conformal step; what is left to compare is the width.

@@ -67,7 +67,7 @@ WARM_STARTS: list[Mistake] = [
         DeepEnsemble,
         {"optimizer": lambda p, lr: SGD(p, lr, weight_decay=0.5)},
         ValueError,
-        "which is not read: pass a par",
+        "is not read: pass a par",
     ),
     (WARM, {"optimizer": functools.partial(torch.optim.SGD, weight_decay=0.1)}, ValueError, "weight decay is a Gau"),
     (WARM, {"optimizer": functools.partial(torch.optim.SGD, beta=1)}, TypeError, "optimizer=SGD cannot be made from p"),
