@@ -1,5 +1,6 @@
 """Small runs with one fault each, and the same runs after the cure, as pictures for the health pages."""
 
+import contextlib
 import functools
 import html
 import io
@@ -87,10 +88,8 @@ def fit(
             check_val_every_n_epoch=10**6,
             **(trainer or {}),
         )
-        try:
+        with contextlib.suppress(NonFiniteEnergyError):
             run.fit(module, datamodule=curve(batch_size=batch_size) if data is None else data)
-        except NonFiniteEnergyError:
-            pass
     module.__dict__["energies"] = torch.stack(energies.lines) if energies.lines else torch.empty(0, 1)
     return module
 
@@ -98,12 +97,10 @@ def fit(
 def words(module: Any, kind: str = "") -> str:
     """Return the finding of a kind, else the first one, or what the samples are."""
     found = sorted(module.health.findings, key=lambda finding: finding.kind.value != kind)
+    if found:
+        return f"ChainHealth: {found[0].text}."
     called = module.health.kind or "of a kind that was not measurable"
-    return (
-        f"ChainHealth: {found[0].text}."
-        if found
-        else f"No finding. The samples are: {called} ({module.health.reason})."
-    )
+    return f"No finding. The samples are: {called} ({module.health.reason})."
 
 
 def show(before: Any, after: Any, kind: str = "") -> None:
@@ -123,9 +120,8 @@ def show(before: Any, after: Any, kind: str = "") -> None:
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg")
     svg = drawn.getvalue()[drawn.getvalue().index("<svg") :]
-    print(
-        f'<figure style="background:white;max-width:100%">{svg.replace("<svg ", "<svg style=max-width:100%;height:auto ", 1)}</figure>'
-    )
+    svg = svg.replace("<svg ", "<svg style=max-width:100%;height:auto ", 1)
+    print(f'<figure style="background:white;max-width:100%">{svg}</figure>')
     for name, module in (("Before", before), ("After the cure", after)):
         print(f"<pre>{name}. {html.escape(fill(words(module, kind), 92))}</pre>")
 
@@ -134,7 +130,7 @@ def _temperatures(axes: Any, report: Any) -> None:
     target = report.temperature or 1.0
     axes.axvspan(0.8 * target, 1.2 * target, color="0.9")
     rows = [(name, entry) for name, entry in report.tensors.items()][:4]
-    for row, (name, entry) in enumerate(rows):
+    for row, (_, entry) in enumerate(rows):
         for kind, colour, shift in (("kinetic", KINETIC, 0.12), ("configurational", CONFIGURATIONAL, -0.12)):
             value, interval = entry.measured(kind)
             if value is not None and interval is not None:
