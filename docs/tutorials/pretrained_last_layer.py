@@ -139,7 +139,7 @@ names = {"posterior, 120 draws": module, "ensemble of four": ensemble, "one laye
 pd.DataFrame({name: scores(run.posterior) for name, run in names.items()}).T.round(3)
 
 # %% [markdown]
-# `auroc` is how well the predictive entropy tells the digits 0 to 4, which the last layer has never seen, from
+# `auroc` is how well the predictive entropy separates the digits 0 to 4, which the last layer has never seen, from
 # the new classes: 0.5 is chance. That is where the posterior differs. Many layers fit 50 data, and the loss of a
 # last layer has one optimum, at which all members of the ensemble end. On the new classes' own test data the
 # ensemble is as good.

@@ -131,5 +131,5 @@ def _check_law(make: Callable[..., Sampler], lr: float, steps: int) -> None:
         worst = float((found - 1).abs().max())
         assert worst < TOLERATED, (
             f"at temperature {temperature:g} and lr={lr:g} the variances are {found.tolist()} times the target's: the "
-            "noise's variance is 2·lr·τ/N for SGLD; a smaller lr tells an error of the rule from one of the step"
+            "noise's variance is 2·lr·τ/N for SGLD; a smaller lr separates an error of the rule from that of the step"
         )
