@@ -114,7 +114,12 @@ def _check_generators(make: Callable[..., Sampler], lr: float) -> None:
     given: list[bool] = []
     parameters, sampler = _made(make, lr, (0,))
     rule = sampler.update
-    sampler.update = lambda group, p, g, noise: given.append(noise is not None) or rule(group, p, g, noise)  # type: ignore[func-returns-value, method-assign]
+
+    def watched(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None) -> None:
+        given.append(noise is not None)
+        rule(group, params, grads, noise)
+
+    vars(sampler)["update"] = watched
     _walk(parameters, sampler, range(3))
     assert given == [False, True, True], "a step at temperature 0 has noise, or one at another has none"
 
