@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
