@@ -172,7 +172,7 @@ for ax, run, name, colour in zip(axes, (module, ensemble), names, (BLUE, ORANGE)
 # The posterior's band follows the exact one, also in the gap. The ensemble's members all end at the same optimum,
 # since this loss has only one: its band has no width. For a deep network an ensemble's members differ, and then
 # its band is wider, but nothing ties that width to the data. Where predictions of data like the training data are
-# all you need, an ensemble is often as good; see [the equal-cost tables](../equal_cost.md).
+# all you need, an ensemble is often as good; see [the equal-cost tables](../../equal_cost/).
 #
 # ## What if the run is too short?
 
@@ -181,5 +181,5 @@ short = fit(SamplingSchedule(burn_in_steps=0, every_n_steps=2), steps=60)
 print(f"{short.plan.name}; {short.plan.relaxation_times:.2g} relaxation times")
 
 # %% [markdown]
-# The plan warns before the first step, with the number to change. [Health](../health/index.md) has a picture of
+# The plan warns before the first step, with the number to change. [Health](../../health/) has a picture of
 # each such run.

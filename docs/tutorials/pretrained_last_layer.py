@@ -116,7 +116,7 @@ print(f"measured: {module.health.kind}; findings:", [finding.text for finding in
 # %% [markdown]
 # The run is a posterior sample, and `ChainHealth` still warns: with 50 data and 165 weights, this posterior is so
 # broad that its draws predict little better than guesses. That is a property of the model and the data, not of
-# the run. The average of the draws is far better than a draw, so this page keeps it. [Health](../health/index.md)
+# the run. The average of the draws is far better than a draw, so this page keeps it. [Health](../../health/)
 # has the cure for the other cases.
 #
 # ## Beside it: four optimized layers

@@ -103,7 +103,7 @@ print(f"{(run / 'report.html').stat().st_size / 1e6:.1f} MB")
 # %% [markdown]
 # ## When something is wrong
 #
-# A mistake is one sentence, and the exit code is 2. Nothing was run. [Clusters and crashes](../howto/clusters.md)
+# A mistake is one sentence, and the exit code is 2. Nothing was run. [Clusters and crashes](../../howto/clusters/)
 # has all codes.
 
 # %%
