@@ -140,7 +140,7 @@ def _temperatures(axes: Any, report: Any) -> None:
                 axes.plot(value, row + shift, "o", color=colour, markersize=4, label=kind if row == 0 else None)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize="small")
     axes.set(xlabel="temperature (grey: the target ± 20 %)", ylim=(-0.6, max(len(rows), 1) - 0.4), xscale="log")
-    if rows:
+    if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize="small")
 
 
