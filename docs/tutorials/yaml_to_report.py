@@ -18,7 +18,8 @@ import tempfile
 from pathlib import Path
 
 os.chdir(tempfile.mkdtemp())  # runs write files
-os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "90", "NO_COLOR": "1"}
+os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "90", "NO_COLOR": "1", "TERM": "dumb"}
+os.environ.pop("FORCE_COLOR", None)  # notebooks set it
 
 # %% [markdown]
 # ## A configuration
@@ -28,7 +29,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "90", "NO_COLOR": "1"}
 # %%
 # !sgmcmc example > run.yaml
 file = Path("run.yaml")
-file.write_text(file.read_text().replace("max_epochs: 200", "max_epochs: 60"))
+file.write_text(file.read_text().replace("max_epochs: 200", "max_epochs: 60\n  enable_progress_bar: false"))
 print(file.read_text())
 
 # %% [markdown]
