@@ -31,9 +31,7 @@ def test_right_samplers_pass(make: Any, options: dict[str, Any]) -> None:
 
 
 def test_the_skeletons_step_size_is_too_large_for_sgld() -> None:
-    with pytest.raises(
-        AssertionError, match=r"at temperature 1 and lr=0.3 .* are \[1\.\d+, 1\.1\d+\] times"
-    ):
+    with pytest.raises(AssertionError, match=r"at temperature 1 and lr=0.3 .* are \[1\.\d+, 1\.1\d+\] times"):
         check_contract(SGLD, lr=0.3, steps=150)
 
 
