@@ -170,9 +170,11 @@ def _claim(trainer: pl.Trainer, module: BayesianModule) -> tuple[HealthReport | 
         return health, Claim(kind, "its states are those of an optimization (temperature 0)")
     if health is not None and health.kind is not None:
         return health, Claim(health.kind, health.reason)
-    planned = None if module.plan is None else module.plan.kind
-    if planned is not None:
-        return health, Claim(planned.value, "by the plan, since it was not measured")
+    plan = module.plan
+    if plan is not None and plan.kind is not None:
+        cold = f"the target's temperature is {plan.temperature:.3g}, the posterior's 1"
+        why = cold if plan.temperature < 1 else "by the plan, since it was not measured"
+        return health, Claim(plan.kind.value, why)
     return health, Claim(None, "" if health is None else health.reason)
 
 

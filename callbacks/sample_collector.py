@@ -257,9 +257,10 @@ def _description(module: BayesianModule) -> Any:
         description, reason = describe_model(module)
     if reason is None:
         if '"__main__:' in json.dumps(description):
+            argument = "model" if type(module).__module__ == "__main__" else "net"
             rank_zero_warn(
                 "The network's class is defined in the running script, so another program can only load the samples "
-                "with Posterior.load(path, net=…): move the class to a module that both programs import."
+                f"with Posterior.load(path, {argument}=…): move the class to a module that both programs import."
             )
         return description
     argument = "model" if description is None else "net"

@@ -171,6 +171,8 @@ def _numbers(name: str, values: Any) -> Tensor:
             f"{name} has values of type {array.dtype}, which are no numbers: encode them (pandas.factorize for labels, "
             "pandas.get_dummies for inputs)"
         )
+    if isinstance(array, np.ndarray) and not array.flags.writeable:  # as those of pandas 3, of which torch warns
+        array = array.copy()
     return torch.as_tensor(array)
 
 

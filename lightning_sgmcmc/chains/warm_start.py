@@ -1,8 +1,10 @@
 """A warm start's optimizers and early stopping, one for each chain."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -88,6 +90,19 @@ def chosen_decay(factory: Any) -> float:
     return 0.0 if by_default else decay
 
 
+def _hides_decay(factory: Any) -> bool:
+    """Return whether a function of the user's makes an optimizer with another weight decay than its class has."""
+    if not isinstance(factory, FunctionType):
+        return False
+    try:
+        made = factory([nn.Parameter(torch.zeros(1))], lr=1e-3)
+    except TypeError:
+        return False  # reported where the optimizer is made
+    usual = inspect.signature(type(made)).parameters.get("weight_decay")
+    decays = {group.get("weight_decay", 0.0) for group in getattr(made, "param_groups", [])}
+    return bool(decays - {0.0, getattr(usual, "default", 0.0)})
+
+
 def check_optimizer(factory: Any, lr_of: str = "WarmStart(lr=…)", decays: bool = False) -> None:
     """Raise unless a factory makes optimizers that step without a closure.
 
@@ -114,6 +129,11 @@ def check_optimizer(factory: Any, lr_of: str = "WarmStart(lr=…)", decays: bool
     if chosen_options(factory).get("lr", DEFAULT_LR) != DEFAULT_LR:
         raise ValueError(
             f"optimizer=partial({name}, lr=…) has no effect, since {lr_of.split('(')[0]} sets lr: pass {lr_of}"
+        )
+    if _hides_decay(factory):
+        raise ValueError(
+            f"optimizer={name} is a function with a weight decay of its own, which is not read: pass a partial of the "
+            "optimizer, functools.partial(AdamW, weight_decay=0.05)"
         )
     probe = nn.Parameter(torch.zeros(2, 2))
     probe.grad = torch.ones(2, 2)

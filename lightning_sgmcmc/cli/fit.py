@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -27,6 +28,9 @@ from lightning_sgmcmc.run.early_stopping import why_without_samples
 from lightning_sgmcmc.run.folder import continue_run_of, evaluate_beside, newest_checkpoint, newest_store, run_folder
 from lightning_sgmcmc.run.safeguards import samples_drawn
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
+
+OF_LIGHTNING = ("LightningCLI's args parameter", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+"""Beginnings of Lightning's warnings on how this library and Lightning itself are written, not on the run."""
 
 
 class SamplingCLI(LightningCLI):
@@ -228,17 +232,20 @@ def run_command(arguments: Any, started: Callable[[pl.Trainer], None] = lambda t
     if isinstance(arguments, list):
         _check_config_files(arguments)
     raising = {"exit_on_error": False}
-    SamplingCLI(
-        started=started,
-        model_class=BayesianModule,
-        datamodule_class=pl.LightningDataModule,
-        trainer_class=TuningTrainer,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        auto_configure_optimizers=False,
-        save_config_callback=ConfigFile,
-        seed_everything_default=0,
-        parser_kwargs={**raising, **{name: dict(raising) for name in SamplingCLI.subcommands()}},
-        trainer_defaults={"callbacks": [PredictionWriter()]},
-        args=arguments,
-    )
+    with warnings.catch_warnings():
+        for message in OF_LIGHTNING:
+            warnings.filterwarnings("ignore", message=message)
+        SamplingCLI(
+            started=started,
+            model_class=BayesianModule,
+            datamodule_class=pl.LightningDataModule,
+            trainer_class=TuningTrainer,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            save_config_callback=ConfigFile,
+            seed_everything_default=0,
+            parser_kwargs={**raising, **{name: dict(raising) for name in SamplingCLI.subcommands()}},
+            trainer_defaults={"callbacks": [PredictionWriter()]},
+            args=arguments,
+        )

@@ -32,9 +32,10 @@ class RunKind(str, Enum):
     def of(cls, plan: "PlanFacts", measured_configurational_temperature: float | None = None) -> "RunKind | None":
         """Return what a run is called, by its plan and by what was measured.
 
-        At temperature 0 it is a deep ensemble of several chains, or a snapshot ensemble of one. Above 0 it is a cold
-        ensemble if it covers less than one relaxation time, or if its configurational temperature is below half of the
-        target's; else it is a posterior sample. A measured temperature decides alone.
+        At temperature 0 it is a deep ensemble of several chains, or a snapshot ensemble of one. Below temperature 1 it
+        is a cold ensemble, since the posterior has 1. From 1 on it is a cold ensemble if it covers less than one
+        relaxation time, or if its configurational temperature is below half of the target's; else it is a posterior
+        sample. A measured temperature decides alone.
 
         Args:
             plan: the run's plan.
@@ -45,6 +46,8 @@ class RunKind(str, Enum):
         """
         if plan.temperature == 0:
             return cls.DEEP_ENSEMBLE if plan.chains > 1 else cls.SNAPSHOT_ENSEMBLE
+        if plan.temperature < 1:
+            return cls.COLD_ENSEMBLE
         reached, covered = measured_configurational_temperature, plan.relaxation_times
         if reached is None and covered is not None and covered < LEAST_RELAXATION_TIMES:
             return cls.COLD_ENSEMBLE

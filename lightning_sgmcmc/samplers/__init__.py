@@ -5,6 +5,7 @@ injected noise.
 """
 
 from lightning_sgmcmc.samplers.base import Sampler
+from lightning_sgmcmc.samplers.contract import check_contract
 from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.samplers.psghmc import pSGHMC
 from lightning_sgmcmc.samplers.psgld import pSGLD
@@ -13,4 +14,14 @@ from lightning_sgmcmc.samplers.sgld import SGLD
 from lightning_sgmcmc.samplers.sgnht import SGNHT
 from lightning_sgmcmc.samplers.underdamped import UnderdampedLangevin
 
-__all__ = ["SGHMC", "SGLD", "SGNHT", "Sampler", "StepLaw", "UnderdampedLangevin", "pSGHMC", "pSGLD"]
+__all__ = [
+    "SGHMC",
+    "SGLD",
+    "SGNHT",
+    "Sampler",
+    "StepLaw",
+    "UnderdampedLangevin",
+    "check_contract",
+    "pSGHMC",
+    "pSGLD",
+]

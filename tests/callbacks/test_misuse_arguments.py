@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import SGD
 
 from lightning_sgmcmc import SGHMC, ChainStrategy, ContourRules, DecayingStepSize, EnergyPartition, Patience
 from lightning_sgmcmc.callbacks import (
@@ -17,6 +18,7 @@ from lightning_sgmcmc.callbacks import (
     ControlVariates,
     CovarianceFriction,
     CyclicalSchedule,
+    DeepEnsemble,
     PosteriorDashboard,
     ReplicaExchange,
     RunSummary,
@@ -61,6 +63,12 @@ WARM_STARTS: list[Mistake] = [
     (WARM, {"optimizer": torch.optim.LBFGS}, TypeError, "optimizer=LBFGS needs a closure that computes the loss sev"),
     (WARM, {"optimizer": SGHMC}, TypeError, "optimizer=SGHMC is a sampler, which the module has already: pass a c"),
     (WARM, {"optimizer": functools.partial(torch.optim.SGD, lr=1)}, ValueError, "lr=…) has no effect, since Warm"),
+    (
+        DeepEnsemble,
+        {"optimizer": lambda p, lr: SGD(p, lr, weight_decay=0.5)},
+        ValueError,
+        "is not read: pass a par",
+    ),
     (WARM, {"optimizer": functools.partial(torch.optim.SGD, weight_decay=0.1)}, ValueError, "weight decay is a Gau"),
     (WARM, {"optimizer": functools.partial(torch.optim.SGD, beta=1)}, TypeError, "optimizer=SGD cannot be made from p"),
     (Patience, {"validations": 0}, ValueError, "validations must be at least 1, got 0"),

@@ -18,8 +18,11 @@ from tests.support.paths import RECIPE
 SHORT = ["--trainer.max_epochs=32", "--trainer.enable_progress_bar=false"]
 
 
-def test_fit_test_and_predict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_test_and_predict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
     main(["fit", "--config", RECIPE, *SHORT])
+    assert not [w for w in recwarn if "LightningCLI's args" in str(w.message)], "it would print the configuration"
     run = Path("runs/digits_csghmc/version_0")
     printed = capsys.readouterr().out
     assert "single sample" in printed

@@ -48,6 +48,14 @@ def test_a_frame_and_its_arrays_are_one_table(caplog: pytest.LogCaptureFixture) 
         plain.inputs(table)
 
 
+def test_arrays_that_must_not_be_written_give_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    """Those of pandas 3 are like that, and torch warns of them."""
+    x, y = np.arange(COUNT * 2.0).reshape(COUNT, 2), np.arange(COUNT) % 2
+    x.flags.writeable = y.flags.writeable = False
+    prepared(x, y)
+    assert not recwarn
+
+
 def test_splits_of_the_users_own() -> None:
     rows = [np.arange(5), [7], torch.arange(10, 14)]
     x = torch.arange(COUNT)[:, None].double()

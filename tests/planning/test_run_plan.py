@@ -228,7 +228,12 @@ def facts(**options: Any) -> RunPlan:
         ({"relaxation_times": 0.5, "configurational_temperature": 0.4}, 1.0, RunKind.POSTERIOR_SAMPLE),
         ({"relaxation_times": 5.0, "configurational_temperature": 0.98}, None, RunKind.POSTERIOR_SAMPLE),
         ({"relaxation_times": 5.0, "configurational_temperature": 0.98}, 0.3, RunKind.COLD_ENSEMBLE),
-        ({"temperature": 0.1, "relaxation_times": 5.0, "configurational_temperature": 0.09}, None, "posterior sample"),
+        (
+            {"temperature": 0.1, "relaxation_times": 5.0, "configurational_temperature": 0.09},
+            None,
+            RunKind.COLD_ENSEMBLE,
+        ),
+        ({"temperature": 0.03}, None, RunKind.COLD_ENSEMBLE),
         ({}, None, None),
         ({}, 1.0, RunKind.POSTERIOR_SAMPLE),
         ({}, 0.2, RunKind.COLD_ENSEMBLE),
