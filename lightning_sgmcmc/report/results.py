@@ -42,20 +42,26 @@ def facts(run: RunRecord) -> str:
 
 
 def _hyperparameters(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the plain values of `hparams.yaml`."""
+    """Return the plain values of `hparams.yaml` by their labels."""
+    named = [(PLAIN_NAMES.get(k, k.replace("_", " ").capitalize()), v) for k, v in plain_settings(run).items()]
+    return [(name, value) for name, value in named if name is not None and not name.lower().startswith("version.")]
+
+
+def plain_settings(run: RunRecord) -> dict[str, str]:
+    """Return the plain values of `hparams.yaml` as short texts."""
     import yaml
 
     try:
         content = yaml.safe_load(run.texts.get("hparams.yaml", "")[:LONGEST_SETTINGS])
     except (yaml.YAMLError, ValueError, RecursionError, LookupError, TypeError):
-        return []
+        return {}
     plain = content if isinstance(content, dict) else {}
-    named = [
-        (PLAIN_NAMES.get(k, str(k).replace("_", " ").capitalize()), str(v))
+    named = {
+        str(k): str(v)
         for k, v in plain.items()
         if _is_flat(k) and (_is_flat(v) or (isinstance(v, list) and all(map(_is_flat, v))))
-    ]
-    return [(name, value) for name, value in named if name is not None and len(value) < 80]
+    }
+    return {name: value for name, value in named.items() if len(value) < 80}
 
 
 def _is_flat(value: Any) -> bool:
