@@ -27,6 +27,7 @@ def repeat(run: RunRecord) -> str:
     command = _text(origin.get("command"))
     facts = [
         ("Command of this run", command or "not recorded"),
+        ("Date", _text(origin.get("date"))),
         ("Seed", "not recorded" if seed is None else str(seed)),
         ("Commit of the working folder", _text(origin.get("commit")) or "not recorded"),
         ("Machine", _text(origin.get("platform"))),

@@ -4,6 +4,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ PACKAGES = ("lightning-sgmcmc", "torch", "pytorch-lightning", "numpy")
 
 
 def origin_of_run() -> dict[str, Any]:
-    """Return plain data: command, versions, machine, and the working folder's commit, None if it is not known."""
+    """Return plain data: date, command, versions, machine, and the working folder's commit, None if it is not known."""
     program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
     return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "command": shlex.join([program, *sys.argv[1:]]),
         "commit": commit(),
         "versions": {**{name: _version(name) for name in PACKAGES}, "python": platform.python_version()},
