@@ -1,6 +1,6 @@
 """Pages of reproductions and benchmarks from `docs/measured/`: `python -m docs.generate`, in a clone.
 
-`python -m docs.generate --take RUN` first keeps the results and a picture of a recipe's run: its folder has `results.json`.
+`python -m docs.generate --take RUN` first keeps the results and a picture of a recipe's run, from its folder's files.
 `--check` writes nothing and fails if a page differs from what would be written.
 """
 
@@ -67,7 +67,7 @@ def take(run: Path, name: str | None = None) -> None:
 
 
 def _shrink(source: Path, path: Path) -> None:
-    """Write a picture with 64 colours, small enough for a repository."""
+    """Write a picture with 128 colours, small enough for a repository."""
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def _shrink(source: Path, path: Path) -> None:
         small = image.convert("RGB")
         if small.width > PICTURE_WIDTH:
             small = small.resize((PICTURE_WIDTH, round(small.height * PICTURE_WIDTH / small.width)))
-        small.quantize(64).save(path, optimize=True)
+        small.quantize(128).save(path, optimize=True)
 
 
 def pages() -> dict[Path, str]:
@@ -122,13 +122,12 @@ def _short(paper: str) -> str:
 def _facts(entry: dict[str, Any]) -> tuple[str, str, str, str]:
     """Return date, commit, number of repeats and time of an experiment's newest figures."""
     run, tables = entry.get("run"), entry["tables"]
-    of = f" {entry['repeats_of']}" if entry.get("repeats_of") else ""
-    repeats = f"{entry['repeats']}{of}" if entry.get("repeats") else UNKNOWN
+    repeats = f"{entry['repeats']} {entry['repeats_of'] or ''}".strip() if entry.get("repeats") else UNKNOWN
     if run is not None:
         origin = run["origin"]
-        date, commit = origin.get("date") or UNKNOWN, (origin.get("commit") or UNKNOWN).split(" ")
-        name = " ".join([commit[0][:9] if commit[0] != "not" else UNKNOWN, *commit[1:]]) if run else UNKNOWN
-        return date, name, repeats if entry.get("repeats") else "1 run", f"{run['seconds']:,.0f} s on a busy machine of two cores"
+        commit = f"`{origin['commit'][:9]}`{origin['commit'][40:]}" if origin.get("commit") else UNKNOWN
+        time = f"{run['seconds']:,.0f} s on two busy CPU cores"
+        return origin.get("date") or UNKNOWN, commit, repeats if entry.get("repeats") else "1 run", time
     if tables:
         first = tables[0]
         return first["date"], first["commit"], repeats, first["time"]
@@ -162,7 +161,7 @@ def _experiment(name: str, entry: dict[str, Any]) -> str:
         parts += _run(name, entry)
     parts += [_measured(table) for table in entry["tables"]]
     parts.append(
-        f"The recipe's docstring, in `{_source(name).relative_to(DOCS.parent)}`, has all settings and what else was tried. "
+        f"All settings and what else was tried are in `{_source(name).relative_to(DOCS.parent)}`. "
         f"The data of this page are in `docs/measured/reproductions/{name}.json`."
     )
     return "\n\n".join(parts) + "\n"
@@ -217,7 +216,8 @@ def _measured(table: dict[str, Any]) -> str:
     n = f"n = {table['n']} {table['of']}".strip() if table["n"] else f"n {UNKNOWN}"
     has_errors = any(isinstance(cell, list) for row in table["rows"] for cell in row)
     kind = "in brackets the 95 % interval of the mean, by Student's t" if has_errors else f"errors: {table['error']}"
-    caption = f"{table['caption']}. Setting `{table['setting']}`, {n}; {kind}. Date: {table['date']}. Time: {table['time']}."
+    known = f"Setting `{table['setting']}`, {n}; {kind}. Date: {table['date']}. Time: {table['time']}."
+    caption = f"{table['caption']}. {known}"
     return f"{caption}\n\n{_table(table['header'], rows)}".rstrip()
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Cycles = Sequence[tuple[float, float]]
+WIDE_RANGE = 20
+"""Ratio of the largest to the smallest value above which a positive trace has a log axis."""
 MARKED_POINTS = 100
 """Lines with more points than this have no markers."""
 
@@ -119,6 +121,7 @@ def nll_figure(
     known = finite_values(prior_norm).size > 0
     figure, rows = canvas(2 if known else 1, height=3.8 if known else 3.0)
     _trace(rows[0], steps, nll, sample_steps, cycles)
+    _fit_range(rows[0], nll)
     rows[0].set_ylabel("NLL (nats per datum)")
     if known:
         _trace(rows[1], steps, prior_norm, sample_steps, cycles)
@@ -137,17 +140,25 @@ def nll_figure(
 def _trace(
     axes: "Axes", steps: Sequence[float], values: Sequence[float], sample_steps: Sequence[float], cycles: Cycles
 ) -> None:
-    """Draw a trace with the samples marked, on the range of its last nine tenths if the start would dwarf it."""
+    """Draw a trace with the samples marked."""
     shade_cycles(axes, cycles)
     axes.plot(steps, values, color="black", linewidth=0.7, marker=point_marker(steps))
     _mark_samples(axes, steps, values, sample_steps)
+
+
+def _fit_range(axes: "Axes", values: Sequence[float]) -> None:
+    """Use a log axis for positive values of a wide range, and else cut a start that dwarfs the last nine tenths."""
     found, later = finite_values(values), finite_values(values[len(values) // 10 :])
-    if later.size > 1 and 0 < np.ptp(later) < np.ptp(found) / 3:
+    if later.size < 2:
+        return
+    low, high = np.quantile(later, (0.01, 0.99))
+    if low > 0 and high > WIDE_RANGE * low:
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=low / 3)
+    elif 0 < np.ptp(later) < np.ptp(found) / 3:
         margin = 0.08 * np.ptp(later)
         axes.set_ylim(later.min() - margin, later.max() + margin)
-        axes.set_title(
-            f"the start, from {found.min():.3g} to {found.max():.3g}, is cut", fontsize=7, loc="right", pad=2
-        )
+        axes.set_title(f"cut: from {found.min():.3g} to {found.max():.3g}", fontsize=7, loc="right", pad=2)
 
 
 def _mark_samples(axes: "Axes", steps: Sequence[float], values: Sequence[float], sample_steps: Sequence[float]) -> None:

@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+MARKS = "with the samples marked; of a cyclical run every second cycle is shaded"
 CAPTIONS = {
     "energy": "The mini-batches' NLL per datum along the run and, for a Gaussian prior, ‖θ‖²/(d·σ²), which is 1 under "
-    "the prior. The samples are marked, and every second cycle is shaded.",
+    f"the prior, {MARKS}.",
     "sample_energy": "Energies of the samples, by chain.",
     "energy_histogram": "Energies of the samples.",
-    "schedule": "Step size and temperature along the run. The samples are marked, and every second cycle is shaded.",
-    "traces": "Traces of four single weights along the run. The samples are marked, and every second cycle is shaded.",
+    "schedule": f"Step size and temperature along the run, {MARKS}.",
+    "traces": f"Traces of four single weights along the run, {MARKS}.",
     "temperatures": "Measured temperatures of each tensor with 95 % intervals, and the target.",
     "contour": "Energies that the contour run visited, and the target's by the learned π.",
     "multiplier": "The gradient multiplier κ against the energy; the bouncy zone is where it is negative.",
