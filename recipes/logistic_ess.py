@@ -272,7 +272,7 @@ def ess_figure(studies: Sequence[Study]) -> "Figure":
         bars = axes.bar(places + 0.2, paper, 0.4, color="lightgray", label="paper")
         axes.bar_label(bars, fontsize=8, padding=1)
         axes.set_xticks(places, list(SAMPLERS))
-        axes.set_title(one.table.capitalize())
+        axes.set_title(one.table.capitalize(), fontsize=9)
         axes.set_yscale("log")
         axes.set_ylim(30, 12_000)
     grid[0][0].set_ylabel(f"median ESS of {SAMPLES:,} samples")
@@ -298,7 +298,7 @@ def step_size_figure(studies: Sequence[Study]) -> "Figure":
         axes.set_yscale("log")
         axes.set_ylim(50, 7_000)
         axes.set_xlabel("variance / reference's (dots grow with lr)")
-        axes.set_title(one.table.capitalize())
+        axes.set_title(one.table.capitalize(), fontsize=9)
     grid[0][0].set_ylabel("median ESS (dotted: paper)")
     outside_legend(figure, grid[0][0])
     return figure
@@ -311,7 +311,7 @@ def autocorrelation_figure(studies: Sequence[Study], lags: int = 150) -> "Figure
         axes.axhline(0, color="black", linewidth=0.6)
         for method, draws in one.draws.items():
             axes.plot(autocorrelation(draws[:, one.typical], lags), label=method, **series(SERIES[method], lags))
-        axes.set_title(f"{one.table.capitalize()}, coefficient {one.typical}")
+        axes.set_title(f"{one.table.capitalize()}, coefficient {one.typical}", fontsize=9)
         axes.set_xlabel("lag (samples)")
     grid[0][0].set_ylabel("autocorrelation")
     outside_legend(figure, grid[0][0])

@@ -80,7 +80,7 @@ SERIES = {
     "full gradient": 2,
     "FlyMC, one M": 0,
     "FlyMC, own M": 5,
-    "random walk": "black",
+    "random walk": 6,
 }
 
 

@@ -178,7 +178,7 @@ def picture(rows: list[Row], splits: int) -> Any:
             bars = {"linestyle": "none", "capsize": 3, "label": f"{name}, {INTERVAL}"}
             axes.errorbar(places, values, halves, **(series(index) | bars))
         axes.set_xticks(range(len(own)), [row.method for row in own], rotation=30, fontsize=7)
-        axes.set_title(table)
+        axes.set_title(table, fontsize=9)
         axes.set_ylabel("RMSE")
     outside_legend(figure, grid[0][0])
     return figure

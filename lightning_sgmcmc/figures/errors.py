@@ -10,7 +10,7 @@ from lightning_sgmcmc.figures.canvas import series
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INTERVAL = "mean and 95 % interval over repeats"
+INTERVAL = "mean, 95 % interval"
 
 
 def mean_with_interval(repeats: Any) -> tuple[Any, Any]:

@@ -141,7 +141,7 @@ def estimates_figure(centres: Sequence[float], truth: Sequence[float], estimates
     upper.set_ylabel("mass of the bin")
     lower.set_ylabel("sd over repeats")
     lower.set_xlabel("energy U (nats)")
-    legend_above(upper)
+    legend_above(upper, columns=2)
     return figure
 
 
