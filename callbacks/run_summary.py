@@ -57,6 +57,8 @@ class RunSummary(SamplerCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start = time.monotonic()
+        if trainer.is_global_zero:
+            origin_of_run()  # before files change
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._seconds = time.monotonic() - self._start

@@ -197,6 +197,8 @@ def _run(name: str, entry: dict[str, Any]) -> list[str]:
         rows.append([str(cell) for cell in cells])
     of = f"n = {count} {entry['repeats_of']}" if count else "one run"
     interval = "; in brackets the 95 % interval of the mean, by Student's t" if count else ""
+    if "stage" in run:
+        interval = f", on the {run['stage']} data; the number after ± is the standard deviation over the samples"
     caption = f"Setting `{run['scale']}`, seed {run['seed']}, {of}{interval}."
     table = _table(["method", "figure", "ours", *(["paper"] if has_paper else [])], rows)
     if len(rows) > LONG_TABLE:

@@ -299,7 +299,7 @@ def picture(outcomes: dict[str, list[Outcome]]) -> Any:
         axes[0, 1].semilogy(range(1, len(middle) + 1), middle, **series(index, len(middle)))
     axes[0, 1].axhline(WIDTH * (BINS - 1), color="black", linestyle=":")
     axes[0, 0].set_ylabel(f"cumulative regret\n{INTERVAL}")
-    axes[0, 1].set_ylabel("energy of the data (nats); dotted: last edge")
+    axes[0, 1].set_ylabel("energy (nats); dotted: last edge")
     for panel in axes[0]:
         panel.set_xlabel("round")
     outside_legend(figure, axes[0, 0])

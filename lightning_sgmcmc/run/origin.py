@@ -1,5 +1,6 @@
 """Where a run comes from: its command, versions, commit and machine, so that it can be repeated."""
 
+import functools
 import platform
 import shlex
 import subprocess
@@ -12,8 +13,12 @@ from typing import Any
 PACKAGES = ("lightning-sgmcmc", "torch", "pytorch-lightning", "numpy")
 
 
+@functools.cache
 def origin_of_run() -> dict[str, Any]:
-    """Return plain data: date, command, versions, machine, and the working folder's commit, None if it is not known."""
+    """Return plain data: date, command, versions, machine, and the working folder's commit, None if it is not known.
+
+    They are those of the first call in the process, since files may change while it runs.
+    """
     program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
