@@ -34,7 +34,6 @@ STYLE: Mapping[str, Any] = MappingProxyType(
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.axisbelow": True,
-        "axes.prop_cycle": None,  # set by `styled`
         "pdf.fonttype": 42,
         "savefig.dpi": PRINT_DPI,
     }
@@ -55,7 +54,8 @@ def styled() -> Iterator[None]:
     from cycler import cycler
     from matplotlib import rc_context
 
-    with rc_context({**STYLE, "axes.prop_cycle": cycler(color=COLOURS)}):
+    settings: Any = {**STYLE, "axes.prop_cycle": cycler(color=COLOURS)}
+    with rc_context(settings):
         yield
 
 
