@@ -23,7 +23,7 @@ is too low.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytorch_lightning as pl
@@ -265,7 +265,7 @@ def ess_figure(studies: Sequence[Study]) -> "Figure":
     for axes, one in zip(grid[0], studies, strict=True):
         ours = [mean_row(method, "", one.ess(method)) for method in SAMPLERS]
         halves = [half_width(r.error, len(one.repeats[r.method])) if r.error else 0.0 for r in ours]
-        style = {"color": COLOURS[0], "capsize": 2, "label": f"ours, {INTERVAL}"}
+        style: dict[str, Any] = {"color": COLOURS[0], "capsize": 2, "label": f"ours, {INTERVAL}"}
         bars = axes.bar(places - 0.2, [r.value for r in ours], 0.4, yerr=halves, **style)
         axes.bar_label(bars, fmt="%.0f", fontsize=8, padding=1)
         paper = [PAPER[one.table][method] for method in SAMPLERS]

@@ -175,7 +175,7 @@ def picture(rows: list[Row], splits: int) -> Any:
             values = [value for value, _, _ in pick]
             halves = [float(half_width(error or 0.0, count)) if count > 1 else 0.0 for _, error, count in pick]
             places = [place + offset for place in range(len(own))]
-            bars = {"linestyle": "none", "capsize": 3, "label": f"{name}, {INTERVAL}"}
+            bars: dict[str, Any] = {"linestyle": "none", "capsize": 3, "label": f"{name}, {INTERVAL}"}
             axes.errorbar(places, values, halves, **(series(index) | bars))
         axes.set_xticks(range(len(own)), [row.method for row in own], rotation=30, fontsize=7)
         axes.set_title(table, fontsize=9)

@@ -94,7 +94,13 @@ def reliability_figure(
         x, y = np.asarray(confidence, dtype=float)[chosen], np.clip(np.asarray(accuracy, dtype=float)[chosen], 0, 1)
         ends = np.array([share_interval(float(share), int(n)) for share, n in zip(y, number[chosen], strict=True)])
         errors = np.clip([y - ends[:, 0], ends[:, 1] - y], 0, None)
-        style = {"color": AVERAGE_COLOUR, "markerfacecolor": face, "markersize": 4.5, "elinewidth": 1, "capsize": 2}
+        style: dict[str, Any] = {
+            "color": AVERAGE_COLOUR,
+            "markerfacecolor": face,
+            "markersize": 4.5,
+            "elinewidth": 1,
+            "capsize": 2,
+        }
         upper.errorbar(x, y, errors, fmt="o", label=name, **style)
     upper.set_ylabel("accuracy")
     upper.set_xlim(0, 1.02)
@@ -180,7 +186,7 @@ def predictions_figure(
     order = np.argsort(np.asarray(place, dtype=float))
     at, centre, total, own = (np.asarray(part, dtype=float)[order] for part in (place, mean, std, epistemic))
     if label == "observed":
-        style = {"color": AVERAGE_COLOUR, "markersize": 3, "linewidth": 0.6}
+        style: dict[str, Any] = {"color": AVERAGE_COLOUR, "markersize": 3, "linewidth": 0.6}
         axes.errorbar(at, centre, 2 * total, fmt="o", label="predictive mean ± 2 sd", **style)
         ends = [min(at.min(), centre.min()), max(at.max(), centre.max())]
         axes.plot(ends, ends, color="black", linestyle=":", linewidth=1, label="prediction = observation")

@@ -87,7 +87,7 @@ def _coloured_points(figure: "Figure", axes: "Axes", points: Any, colours: Any, 
     if 1 < len(names) <= GROUPS_WITH_NAMES:
         for index, name in enumerate(names):
             own = points[colours == name]
-            style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index]}
+            style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index]}
             axes.scatter(own[:, 0], own[:, 1], s=22, label=f"{kind} {name}", zorder=2, **style)
         legend_above(axes, columns=6 if len(names) > 4 else 4)
         return
@@ -194,7 +194,13 @@ def temperatures_figure(
         below, above = np.clip(values - low, 0, None), np.clip(high - values, 0, None)
         height = [i + offset for i, _ in places]
         drawn += values.tolist()
-        style = {"fmt": MARKERS[index], "color": COLOURS[index], "markersize": 4, "capsize": 2, "elinewidth": 1}
+        style: dict[str, Any] = {
+            "fmt": MARKERS[index],
+            "color": COLOURS[index],
+            "markersize": 4,
+            "capsize": 2,
+            "elinewidth": 1,
+        }
         axes.errorbar(values, height, xerr=[below, above], label=f"{kind}, 95 % interval", **style)
     # A small tensor's interval may be many times the target; it must not hide the others.
     margin = 0.5 * temperature + 0.1 * (max(drawn) - min(drawn))
