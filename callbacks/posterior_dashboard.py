@@ -21,7 +21,7 @@ from lightning_sgmcmc.posterior.segments import SegmentWalk
 from lightning_sgmcmc.report import drawings as parts
 from lightning_sgmcmc.run.facts import prior_norm
 from lightning_sgmcmc.run.folder import run_folder
-from lightning_sgmcmc.run.history import PRIOR_NORM, RunHistory
+from lightning_sgmcmc.run.history import CYCLE, NLL, PRIOR_NORM, RunHistory
 from lightning_sgmcmc.run.loggers import log_figure, log_histogram, log_scalars, log_table, write_output
 from lightning_sgmcmc.run.traces import named_step_sizes, traced_weights
 from lightning_sgmcmc.run.trainer import is_trial, log_interval
@@ -45,40 +45,35 @@ class PosteriorDashboard(SamplerCallback):
 
     Figures, at the end of each cycle (or as set by `every`) and of the fit:
 
-    * `posterior/schedule`: step size and temperature, `posterior/energy`: the mini-batch energy, both with the samples
-      marked; `posterior/traces`: the energy, four single weights and ‖θ‖²/(d·σ²) with its equilibrium line;
-    * `posterior/weights`, where weights differ: the samples' normalised weights and how many of equal weight they are
-      worth;
+    * `posterior/schedule`: step size and temperature; `posterior/energy`: the mini-batches' NLL per datum, without the
+      prior's constant, and ‖θ‖²/(d·σ²), which is 1 under a Gaussian prior; `posterior/traces`: four single weights;
+      all with the samples marked and every second cycle shaded;
+    * `posterior/weights`, where weights differ: the normalised weights, and how many equal ones they are worth;
     * `posterior/geometry`: classical multidimensional scaling of the samples' weights, coloured by cycle or chain
       (networks with more than 1,024 weights use a random projection with distance errors of about 4 %);
     * `posterior/temperatures`: each tensor's temperatures against the target's, if the module's `health` has them;
     * `posterior/contour`: energies visited by a run with a `ContourGradient`, and the target's by the learned π;
       `posterior/multiplier`: κ against the energy, with the bouncy zone (κ < 0) marked;
-    * `posterior/running_…` for each metric: the running average and the single samples; `posterior/reliability`;
-      `posterior/entropy`: the distribution of the predictive entropy, also on out-of-distribution data. These three
-      need a `BayesianModelAverage`, and the last two need classification;
+    * `posterior/running`, a grid of every metric of the running average and the single samples; for classes also
+      `posterior/reliability` and `posterior/entropy`: the distribution of the predictive entropy, also on
+      out-of-distribution data. They need a `BayesianModelAverage`;
     * `posterior/segments`: error and NLL on the straight line between samples of one cycle, of two cycles and of two
-      chains (BatchNorm's running statistics are interpolated too). It needs a `SampleCollector` and validation data.
-
+      chains (BatchNorm's running statistics are interpolated too). It needs a `SampleCollector` and validation data;
     * `posterior/chains`, with several chains: their samples' energies, and the NLL of each chain's average and of
       the overall one. It adds the scalars `chains/rhat_energy`, `chains/ess_bulk_energy` and `chains/ess_tail_energy`
       (split R-hat and effective sample sizes by ArviZ; for one chain of its halves), the same for `…_prediction` (the
       worst over log p(y|x,θ) of 32 evaluation data), and the table `posterior/chain_table`.
 
-    Histograms: `posterior/energy_histogram` and `posterior/weight_histogram` of the samples;
-    `posterior/entropy_histogram`, and `posterior/entropy_histogram_…` for each out-of-distribution set. Tables:
-    `posterior/sample_table`, one row per sample, and `posterior/metric_table`, single against averaged metrics, and
-    `posterior/plan_table`, the run's plan.
+    Histograms: `posterior/energy_histogram`, `posterior/weight_histogram`, `posterior/entropy_histogram` and, for each
+    out-of-distribution set, `posterior/entropy_histogram_…`. Tables: `posterior/sample_table`, `posterior/plan_table`
+    and `posterior/metric_table`, single against averaged metrics. After `trainer.test`, those that depend on data are
+    repeated on the test data as `posterior/test_…`; without a fit in this process, weights and geometry too.
 
-    After `trainer.test`, the parts that depend on data are repeated on the test data: `posterior/test_running_…`,
-    `posterior/test_reliability`, `posterior/test_entropy`, `posterior/test_segments`,
-    `posterior/test_entropy_histogram`, `posterior/test_sample_table`, `posterior/test_metric_table`; without a fit in
-    this process `posterior/test_weights` and `posterior/test_geometry` too.
-
-    All of them have the trainer's global step as x-axis. W&B receives images, histograms and tables, TensorBoard
-    images, histograms and text. The newest of each is also in the run's folder (`energy.png`, `sample_table.csv`, …),
-    with `history.json`: the scalars of the logged steps and the samples. Parts that cannot be drawn are omitted, and
-    an error while drawing only warns. The callback does not change the chain.
+    The loggers' x-axis is the trainer's global step. W&B receives images, histograms and tables, TensorBoard images,
+    histograms and text. The newest of each is also in the run's folder (`energy.png`, `sample_table.csv`, …), with
+    `history.json`: the scalars of the logged steps and the samples. Parts that cannot be drawn are omitted, and an
+    error while drawing only warns. The callback does not change the chain. The files have 150 dots per inch, so that
+    drawing stays cheap during the run; `for_print=True` writes the last ones with 300, and a PDF beside each.
 
     Args:
         every: when to draw: at each "sample", at the end of each "cycle" (a run without cycles: at its end), or at the
@@ -87,9 +82,9 @@ class PosteriorDashboard(SamplerCallback):
         figures: parts to draw, out of "schedule", "energy", "traces", "weights", "geometry", "temperatures", "contour",
             "running", "reliability", "entropy", "segments", "chains", "histograms" and "tables"; None draws all.
         geometry_samples: largest number of samples in the geometry; evenly spaced ones if there are more.
-        segment_pairs: largest number of segments.
-        segment_points: points on each segment.
+        segment_pairs, segment_points: largest number of segments, and points on each.
         segment_batches: number of batches of evaluation data, the first ones, for each point.
+        for_print: whether the figures at the end of a fit or test are PNG of 300 dots per inch, with PDF beside them.
 
     Raises:
         ValueError: for an argument out of range or an unknown figure.
@@ -104,6 +99,7 @@ class PosteriorDashboard(SamplerCallback):
         segment_pairs: int = 4,
         segment_points: int = 11,
         segment_batches: int = 8,
+        for_print: bool = False,
     ) -> None:
         if every not in ("sample", "cycle", "end"):
             raise ValueError(f"every must be 'sample', 'cycle' or 'end', got {every!r}")
@@ -122,6 +118,7 @@ class PosteriorDashboard(SamplerCallback):
         self.every_n_samples = every_n_samples
         self.figures = tuple(PARTS if figures is None else figures)
         self.geometry_samples = geometry_samples
+        self.for_print = for_print
         self._segment_options = (segment_pairs, segment_points, segment_batches)
         self.reset()
 
@@ -148,7 +145,10 @@ class PosteriorDashboard(SamplerCallback):
         self._folder = _folder(trainer)
         self._traced = traced_weights(module)
         self._prior_norm = prior_norm(module.chains)
-        self.history.trace([*self._traced, *([PRIOR_NORM] if self._prior_norm is not None else [])])
+        own = [PRIOR_NORM] if self._prior_norm is not None else []
+        if self._chains.observed.num_data > 1:  # an analytic density has no data
+            own.append(NLL)
+        self.history.trace([*self._traced, *own, CYCLE])
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -168,6 +168,9 @@ class PosteriorDashboard(SamplerCallback):
         if self._prior_norm is not None:
             peak, factor = self._prior_norm
             traces.append(peak - factor * log_prior)
+        if NLL in self.history.trace_names:
+            traces.append((energy + log_prior) / observed.num_data)
+        traces.append(progress.cycle)
         self.history.warm_steps = progress.warm_steps
         self.history.add_scalars(step, (lr, temperature, energy), traces)
         scalars = {
@@ -178,7 +181,7 @@ class PosteriorDashboard(SamplerCallback):
             "sampler/cycle": progress.cycle,
         }
         if self._prior_norm is not None:
-            scalars["sampler/prior_norm"] = traces[-1]
+            scalars["sampler/prior_norm"] = traces[len(self._traced)]
         if progress.warm_lr is None:
             scalars |= named_step_sizes(self._sampler)
         if 1 < len(energies) <= MOST_CHAINS:
@@ -220,7 +223,7 @@ class PosteriorDashboard(SamplerCallback):
         self._cycle = self._chains.progress.cycle
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._draw(trainer, bayesian(pl_module, self), "val", trainer.global_step)
+        self._draw(trainer, bayesian(pl_module, self), "val", trainer.global_step, self.for_print)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if trainer.is_global_zero and len(self.history.scalars):
@@ -231,7 +234,7 @@ class PosteriorDashboard(SamplerCallback):
         self._folder = _folder(trainer)
         if not self.history.samples.seen and module.posterior is not None and trainer.is_global_zero:
             self._read_samples(module)
-        self._draw(trainer, module, "test", trainer.global_step)
+        self._draw(trainer, module, "test", trainer.global_step, self.for_print)
 
     def _read_samples(self, module: BayesianModule) -> None:
         """Add the samples of an earlier process's fit to the history."""
@@ -242,7 +245,9 @@ class PosteriorDashboard(SamplerCallback):
 
     # -- drawing ------------------------------------------------------------------------------------------------------
 
-    def _draw(self, trainer: pl.Trainer, module: BayesianModule, stage: str, step: int) -> None:
+    def _draw(
+        self, trainer: pl.Trainer, module: BayesianModule, stage: str, step: int, for_print: bool = False
+    ) -> None:
         self._due = False
         self._drawn_samples = self.history.samples.seen
         if not trainer.is_global_zero:
@@ -256,7 +261,7 @@ class PosteriorDashboard(SamplerCallback):
 
                 def draw(make: Callable[[], parts.Figures] = make) -> None:
                     for name, figure in make().items():
-                        log_figure(trainer, prefix + name, figure, step, self._folder)
+                        log_figure(trainer, prefix + name, figure, step, self._folder, for_print)
 
                 self._attempt(part, draw)
         if "histograms" in self.figures:

@@ -17,6 +17,7 @@ from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.run.baseline import baseline_of
 from lightning_sgmcmc.run.evaluation_file import StoredEvaluation, per_datum, write_evaluation
 from lightning_sgmcmc.run.folder import run_folder
+from lightning_sgmcmc.run.origin import origin_of_run
 from lightning_sgmcmc.run.results import (
     METHODS,
     OPTIMIZED,
@@ -39,8 +40,9 @@ class RunSummary(SamplerCallback):
     the average of the first cycle; the best is chosen on the same data. Both need a `BayesianModelAverage`. It calls
     the samples of a baseline its networks, and those at temperature 0 states of an optimization. Results of another
     stage in the folder are kept: a test renames those of the fit to `results-val.json` and `table-val.md`.
-    Results for each datum go to `evaluation-val.safetensors` and `evaluation-test.safetensors`, for `sgmcmc compare`.
-    A `fast_dev_run` writes no files.
+    `results.json` also has the run's origin: command, versions, commit and machine. Results for each datum go to
+    `evaluation-val.safetensors` and `evaluation-test.safetensors`, for `sgmcmc compare`. A `fast_dev_run` writes no
+    files.
 
     Args:
         name: the run's name in `results.json`.
@@ -55,6 +57,8 @@ class RunSummary(SamplerCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._start = time.monotonic()
+        if trainer.is_global_zero:
+            origin_of_run()  # before files change
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._seconds = time.monotonic() - self._start
@@ -102,6 +106,7 @@ class RunSummary(SamplerCallback):
             "rows": rows,
             "seconds": round(self._seconds, 3),
             "plan": None if module.plan is None else module.plan.as_json(),
+            "origin": origin_of_run(),
         }
         keep_earlier_results(folder, results)
         write_results(folder, results, _markdown(rows))

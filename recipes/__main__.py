@@ -13,6 +13,7 @@ from lightning_sgmcmc.cli.exits import Mistake, one_sentence
 from lightning_sgmcmc.cli.fit import run_command
 from lightning_sgmcmc.cli.folders import no_folder_left_behind
 from lightning_sgmcmc.recipes.shared.results import Options, markdown, write_results
+from lightning_sgmcmc.run.origin import origin_of_run
 
 FOLDER = Path(__file__).parent
 
@@ -41,6 +42,7 @@ def run(name: str, options: Options) -> None:
         return
     recipe = importlib.import_module(f"lightning_sgmcmc.recipes.{name}")
     start = time.monotonic()
+    origin_of_run()  # before files change
     with no_folder_left_behind(options.out, "choose another one by --out", lambda: not any(options.out.iterdir())):
         options.out.mkdir(parents=True, exist_ok=True)
         rows = recipe.run(options)

@@ -57,6 +57,7 @@ from lightning_sgmcmc.callbacks import (
 from lightning_sgmcmc.callbacks.schedule import StepControls
 from lightning_sgmcmc.datamodules import CIFAR100DataModule, SVHNDataModule
 from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
+from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.evaluation import entropy_figure, growth_figure
 from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
 from lightning_sgmcmc.recipes.shared.logit_average import logit_average
@@ -171,9 +172,9 @@ def run(options: Options) -> list[Row]:
             series = [[metrics[name] for metrics in result["running"]] for result in results]
             by_method[method] = [sum(values) / len(values) for values in zip(*series, strict=True)]
         entropies[method] = [value for result in results for value in result["entropy"]]
-    growth_figure(curves["accuracy"], "test accuracy of the average").savefig(options.out / "accuracy.png", dpi=120)
-    growth_figure(curves["nll"], "test NLL of the average (nats per image)").savefig(options.out / "nll.png", dpi=120)
-    entropy_figure(entropies, 100 if options.full else 10).savefig(options.out / "entropy_ood.png", dpi=120)
+    save_figure(growth_figure(curves["accuracy"], "test accuracy of the average"), options.out / "accuracy.png")
+    save_figure(growth_figure(curves["nll"], "test NLL of the average (nats per image)"), options.out / "nll.png")
+    save_figure(entropy_figure(entropies, 100 if options.full else 10), options.out / "entropy_ood.png")
     return rows
 
 

@@ -28,6 +28,7 @@ GPU was available.
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
@@ -159,7 +160,7 @@ def run(options: Options) -> list[Row]:
                 sum(at_one) / len(at_one) for at_one in zip(*(r.errors for r in results), strict=True)
             ]
         figure = growth_figure(curves, f"test error of the average (%), {setting.data}")
-        figure.savefig(options.out / f"errors_{setting.data.lower()}.png", dpi=120)
+        save_figure(figure, options.out / f"errors_{setting.data.lower()}.png")
     return rows
 
 

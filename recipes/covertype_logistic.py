@@ -32,6 +32,8 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.datamodules import CovertypeDataModule
+from lightning_sgmcmc.figures.canvas import canvas, legend_above, save_figure
+from lightning_sgmcmc.figures.errors import INTERVAL, draw_band
 from lightning_sgmcmc.recipes.shared.logistic import laplace_approximation
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 from lightning_sgmcmc.samplers import SGLD, UnderdampedLangevin, pSGLD
@@ -200,17 +202,11 @@ def _rows(method: str, chances: Sequence[Tensor], truth: Tensor, labels: Tensor)
 
 
 def _picture(curves: dict[str, list[list[float]]], level: float, options: Options) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = canvas(height=3.6)
     for index, (method, repeats) in enumerate(curves.items()):
-        values = torch.tensor(repeats)
-        mean, spread = values.mean(0), values.std(0)
-        axes.plot(MARKS, mean, "-", color=f"C{index}", linewidth=1.3, label=method)
-        axes.fill_between(MARKS, mean - spread, mean + spread, color=f"C{index}", alpha=0.2, linewidth=0)
+        draw_band(axes, MARKS, repeats, index, method)
     axes.axhline(level, color="black", linestyle=":", linewidth=1, label="converged")
     axes.set_xlabel("data passes")
-    axes.set_ylabel("mean test log likelihood (nats)")
-    axes.legend(frameon=False)
-    figure.savefig(options.out / "log_likelihood.png", dpi=120)
+    axes.set_ylabel(f"test log likelihood (nats)\n{INTERVAL}")
+    legend_above(axes, columns=4)
+    save_figure(figure, options.out / "log_likelihood.png")

@@ -37,6 +37,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.figures.canvas import save_figure, series
+from lightning_sgmcmc.figures.errors import INTERVAL, draw_band, mean_with_interval
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.pictures import panels
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
@@ -226,8 +228,8 @@ def run(options: Options) -> list[Row]:
     rows = _divergence_rows(curves)
     rows += [_friction_row(h, [centres(draw, options.seed) for draw in draws]) for h in (H_OF_FRICTION, H)]
     rows += _scaling_rows(errors)
-    divergence_figure(curves).savefig(options.out / "divergence.png", dpi=120)
-    scaling_figure(errors).savefig(options.out / "scaling.png", dpi=120)
+    save_figure(divergence_figure(curves), options.out / "divergence.png")
+    save_figure(scaling_figure(errors), options.out / "scaling.png")
     return rows
 
 
@@ -270,36 +272,34 @@ def _friction_row(h: float, targets: Sequence[GaussianSum]) -> Row:
 
 
 def divergence_figure(curves: dict[str, np.ndarray]) -> "Figure":
-    """Draw KL(target‖samples) against passes, in a panel for each question; bands are standard errors over draws."""
-    figure, grid = panels(2, 2, 10, 8)
+    """Draw KL(target‖samples) against passes, a panel for each question; bands are 95 % intervals over repeats."""
+    figure, grid = panels(2, 2, 7.5, 6.4)
     for axes, (title, methods) in zip(grid.flat, PANELS.items(), strict=True):
         for index, name in enumerate(methods):
-            values = curves[name][:, :, 0]
-            mean, error = values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
-            axes.plot(MARKS, mean, color=f"C{index}", linewidth=1.2, label=name)
-            axes.fill_between(MARKS, np.maximum(mean - error, 1e-5), mean + error, color=f"C{index}", alpha=0.2)
+            draw_band(axes, MARKS, curves[name][:, :, 0], index, name, is_positive=True)
         axes.set_yscale("log")
-        axes.set_title(title, fontsize=10)
+        axes.set_title(title, fontsize=9)
         axes.set_xlabel("data passes")
         axes.legend(fontsize=7, framealpha=0.8, edgecolor="none")
     for axes in grid[:, 0]:
-        axes.set_ylabel("KL(target‖samples)")
+        axes.set_ylabel(f"KL(target‖samples)\n{INTERVAL}")
     return figure
 
 
 def scaling_figure(errors: dict[str, np.ndarray]) -> "Figure":
     """Draw relative mean squared errors against T and h, with lines of the theorem's powers."""
-    figure, grid = panels(1, 3, 11, 3.8)
+    figure, grid = panels(1, 3, 8.5, 3.2)
     for axes, (scale, x) in zip(grid.flat, SCALES.items(), strict=True):
         for index, name in enumerate(SCALED):
             values, fitted = errors[f"{name}, {scale}"], slope(x, errors[f"{name}, {scale}"])
-            mean, error = values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
+            mean, half = mean_with_interval(values)
             label = name if fitted is None else f"{name}, exponent {fitted[0]:.2f} ± {fitted[1]:.2f}"
-            axes.errorbar(x, mean, error, fmt="o", color=f"C{index}", label=label)
+            style = series(index) | {"linestyle": "none"}
+            axes.errorbar(x, mean, half, label=label, capsize=2, **style)
             if fitted is not None:
                 line = np.array(x, dtype=float) ** POWERS[scale]
                 factor = np.exp(np.mean(np.log(mean / line)))
-                axes.plot(x, factor * line, ":", color=f"C{index}", label=f"power {POWERS[scale]}")
+                axes.plot(x, factor * line, ":", color=style["color"], label=f"power {POWERS[scale]}")
         if scale == "small h":  # may be negative
             axes.axhline(0, color="black", linewidth=0.6)
         else:
@@ -310,6 +310,6 @@ def scaling_figure(errors: dict[str, np.ndarray]) -> "Figure":
         axes.legend(fontsize=8, frameon=False)
     titles = (f"h={H_OF_TIMES:g}", f"T={TIME_OF_SMALL:g}, less the limit h to 0", f"T={TIME_OF_LARGE:g}")
     for axes, title in zip(grid.flat, titles, strict=True):
-        axes.set_title(title, fontsize=10)
-    grid[0][0].set_ylabel("MSE of the variance / variance²")
+        axes.set_title(title, fontsize=9)
+    grid[0][0].set_ylabel(f"MSE of the variance / variance²\n{INTERVAL}")
     return figure

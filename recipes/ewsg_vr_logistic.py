@@ -34,9 +34,11 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
+from lightning_sgmcmc.figures.canvas import panels, save_figure, series
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.logistic import laplace_approximation
 from lightning_sgmcmc.recipes.shared.needs import require
+from lightning_sgmcmc.recipes.shared.pictures import outside_legend
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 from lightning_sgmcmc.samplers import UnderdampedLangevin
 from lightning_sgmcmc.seeding import derive_seed
@@ -165,7 +167,7 @@ def run(options: Options) -> list[Row]:
         for table in TABLES:
             rows += _rows(f"{table}, h·Γ={limit:g}", curves[table])
         picture = likelihood_figure(curves, options)
-        picture.savefig(options.out / f"log_likelihood_{limit:g}.png", dpi=120)
+        save_figure(picture, options.out / f"log_likelihood_{limit:g}.png")
     return rows
 
 
@@ -191,16 +193,13 @@ def _rows(label: str, curves: dict[str, np.ndarray]) -> list[Row]:
 
 def likelihood_figure(curves: dict[str, dict[str, np.ndarray]], options: Options) -> "Figure":
     """Draw mean (left) and standard deviation (right) of the test log likelihood against passes, of the first split."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 6.5), layout="constrained")
-    grid = figure.subplots(len(curves), 2, squeeze=False)
+    figure, grid = panels(len(curves), 2, 7.5, 0.6 + 2.4 * len(curves))
     for row, (table, by_method) in zip(grid, curves.items(), strict=True):
         for column, axes in enumerate(row):
             for index, name in enumerate((*METHODS, FULL)):
                 last = FULL_STEPS[options.scale] if name == FULL else PASSES[table][options.scale]
                 passes = np.arange(1, MARKS + 1) * last / MARKS
-                axes.plot(passes, by_method[name][0, :, column], ".-", color=f"C{index}", linewidth=1.2, label=name)
+                axes.plot(passes, by_method[name][0, :, column], label=name, **series(index, MARKS))
             level = by_method["reference"][0, -LATE:, column].mean()
             axes.axhline(level, color="black", linestyle=":", linewidth=1, label="full gradient, from Laplace")
             # A method that diverged would hide the others.
@@ -208,10 +207,9 @@ def likelihood_figure(curves: dict[str, dict[str, np.ndarray]], options: Options
             margin = 0.2 * (shown.max() - shown.min())
             axes.set_ylim(min(shown.min(), level) - margin, max(shown.max(), level) + margin)
             axes.set_xscale("log")
-            axes.set_title(f"{table}: {('mean', 'standard deviation')[column]} over chains", fontsize=10)
+            axes.set_title(f"{table}: {('mean', 'standard deviation')[column]} over chains", fontsize=9)
             axes.set_xlabel("data passes")
     grid[0][0].set_ylabel("test log likelihood")
     grid[-1][0].set_ylabel("test log likelihood")
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    outside_legend(figure, grid[0][0])
     return figure

@@ -21,6 +21,7 @@ import torch
 
 from lightning_sgmcmc.contour import Contour, ContourRules, ContourState, DecayingStepSize, Weighting
 from lightning_sgmcmc.contour.partition import EnergyPartition
+from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.contour import energy_histogram_figure, multiplier_figure
 from lightning_sgmcmc.figures.targets import densities_figure, errors_figure, path_figure
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
@@ -124,7 +125,7 @@ def run(options: Options) -> list[Row]:
                     rows.append(Row(method + suffix, f"TV error of π of {SHARING} chains, ε={lr}", shared))
         marks = runs["CSGLD"].checkpoints.tolist()
         name = suffix.strip().replace("asymmetric", "_asymmetric")
-        errors_figure(marks, errors, "mean absolute error of E[x]").savefig(options.out / f"error{name}.png", dpi=120)
+        save_figure(errors_figure(marks, errors, "mean absolute error of E[x]"), options.out / f"error{name}.png")
         if not suffix:
             _pictures(runs["CSGLD"], contours["CSGLD"], target, options)
     return rows
@@ -145,7 +146,7 @@ def _pictures(run: Simulation, contour_run: ContourRun | None, target: GaussianM
         "flattened": _flattened(run, target),
     }
     for name, figure in figures.items():
-        figure.savefig(options.out / f"{name}.png", dpi=120)
+        save_figure(figure, options.out / f"{name}.png")
 
 
 def _flattened(run: Simulation, target: GaussianMixture) -> Any:

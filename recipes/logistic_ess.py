@@ -23,7 +23,7 @@ is too low.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytorch_lightning as pl
@@ -35,6 +35,8 @@ from lightning_sgmcmc.callbacks import CyclicalSchedule, SamplerCallback, Sampli
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
 from lightning_sgmcmc.diagnostics.chains import import_arviz
 from lightning_sgmcmc.diagnostics.samples import autocorrelation
+from lightning_sgmcmc.figures.canvas import COLOURS, save_figure, series
+from lightning_sgmcmc.figures.errors import INTERVAL, half_width
 from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, silence_lightning
 from lightning_sgmcmc.recipes.shared.logistic import (
     LogisticPosterior,
@@ -72,7 +74,7 @@ OTHER_STEPS = {"quick": (4.0,), "full": (0.5, 2.0, 4.0, 8.0)}  # times the lr ab
 REFERENCE_STEPS = {"quick": 4_000, "full": 20_000}
 REFERENCE_CHAINS = 64
 PROPOSALS = 100_000
-COLOURS = {"SGLD": "tab:blue", "cSGLD": "tab:cyan", "SGHMC": "tab:red", "cSGHMC": "tab:orange"}
+SERIES = {"SGLD": 0, "cSGLD": 5, "SGHMC": 1, "cSGHMC": 4}
 
 
 def run(options: Options) -> list[Row]:
@@ -84,7 +86,7 @@ def run(options: Options) -> list[Row]:
     rows = [row for one in studies for row in one.rows()]
     options.out.mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():
-        draw(studies).savefig(options.out / f"{name}.png", dpi=120)
+        save_figure(draw(studies), options.out / f"{name}.png")
     return rows
 
 
@@ -258,24 +260,19 @@ def study(table: str, options: Options) -> Study:
 
 def ess_figure(studies: Sequence[Study]) -> "Figure":
     """Draw the median ESS of each sampler next to the paper's."""
-    figure, grid = panels(1, len(studies), 10, 3.6)
+    figure, grid = panels(1, len(studies), 8.5, 3.0)
     places = np.arange(len(SAMPLERS))
     for axes, one in zip(grid[0], studies, strict=True):
         ours = [mean_row(method, "", one.ess(method)) for method in SAMPLERS]
-        bars = axes.bar(
-            places - 0.2,
-            [r.value for r in ours],
-            0.4,
-            yerr=[r.error or 0 for r in ours],
-            color="tab:blue",
-            label="ours",
-        )
+        halves = [half_width(r.error, len(one.repeats[r.method])) if r.error else 0.0 for r in ours]
+        style: dict[str, Any] = {"color": COLOURS[0], "capsize": 2, "label": f"ours, {INTERVAL}"}
+        bars = axes.bar(places - 0.2, [r.value for r in ours], 0.4, yerr=halves, **style)
         axes.bar_label(bars, fmt="%.0f", fontsize=8, padding=1)
         paper = [PAPER[one.table][method] for method in SAMPLERS]
         bars = axes.bar(places + 0.2, paper, 0.4, color="lightgray", label="paper")
         axes.bar_label(bars, fontsize=8, padding=1)
         axes.set_xticks(places, list(SAMPLERS))
-        axes.set_title(one.table.capitalize())
+        axes.set_title(one.table.capitalize(), fontsize=9)
         axes.set_yscale("log")
         axes.set_ylim(30, 12_000)
     grid[0][0].set_ylabel(f"median ESS of {SAMPLES:,} samples")
@@ -285,21 +282,23 @@ def ess_figure(studies: Sequence[Study]) -> "Figure":
 
 def step_size_figure(studies: Sequence[Study]) -> "Figure":
     """Draw the median ESS against the variances' bias for several step sizes."""
-    figure, grid = panels(1, len(studies), 10, 3.9)
+    figure, grid = panels(1, len(studies), 8.5, 3.3)
     for axes, one in zip(grid[0], studies, strict=True):
         for method in SAMPLERS:
             chains = [*((1.0, measures) for measures in one.repeats[method][:1]), *one.other_steps[method]]
             chains.sort(key=lambda pair: pair[0])
             ratios, ess = [m.variance_ratio for _, m in chains], [m.median_ess for _, m in chains]
-            axes.plot(ratios, ess, "-", color=COLOURS[method], label=method)
-            axes.scatter(ratios, ess, [18 * factor**0.5 for factor, _ in chains], color=COLOURS[method])
-            axes.axhline(PAPER[one.table][method], color=COLOURS[method], linestyle=":", linewidth=1)
+            style = series(SERIES[method])
+            axes.plot(ratios, ess, label=method, **(style | {"markersize": 2}))
+            sizes = [18 * factor**0.5 for factor, _ in chains]
+            axes.scatter(ratios, ess, sizes, color=style["color"], marker=style["marker"])
+            axes.axhline(PAPER[one.table][method], color=style["color"], linestyle=":", linewidth=1)
         share = np.linspace(0.002, 1, 200)
         axes.plot(1 + share, share * SAMPLES, color="black", linewidth=1, label="SGLD, exact gradients of a Gaussian")
         axes.set_yscale("log")
         axes.set_ylim(50, 7_000)
         axes.set_xlabel("variance / reference's (dots grow with lr)")
-        axes.set_title(one.table.capitalize())
+        axes.set_title(one.table.capitalize(), fontsize=9)
     grid[0][0].set_ylabel("median ESS (dotted: paper)")
     outside_legend(figure, grid[0][0])
     return figure
@@ -307,12 +306,12 @@ def step_size_figure(studies: Sequence[Study]) -> "Figure":
 
 def autocorrelation_figure(studies: Sequence[Study], lags: int = 150) -> "Figure":
     """Draw the autocorrelation of the coefficient with the median ESS."""
-    figure, grid = panels(1, len(studies), 10, 3.6)
+    figure, grid = panels(1, len(studies), 8.5, 3.0)
     for axes, one in zip(grid[0], studies, strict=True):
         axes.axhline(0, color="black", linewidth=0.6)
         for method, draws in one.draws.items():
-            axes.plot(autocorrelation(draws[:, one.typical], lags), color=COLOURS[method], label=method)
-        axes.set_title(f"{one.table.capitalize()}, coefficient {one.typical}")
+            axes.plot(autocorrelation(draws[:, one.typical], lags), label=method, **series(SERIES[method], lags))
+        axes.set_title(f"{one.table.capitalize()}, coefficient {one.typical}", fontsize=9)
         axes.set_xlabel("lag (samples)")
     grid[0][0].set_ylabel("autocorrelation")
     outside_legend(figure, grid[0][0])
@@ -323,7 +322,7 @@ def marginal_figure(studies: Sequence[Study]) -> "Figure":
     """Draw the marginal densities of two coefficients, the typical and the slowest, against the reference."""
     from scipy.stats import gaussian_kde
 
-    figure, grid = panels(2, len(studies), 10, 5.6)
+    figure, grid = panels(2, len(studies), 8.5, 4.8)
     for column, one in enumerate(studies):
         for row, (index, word) in enumerate(((one.typical, "typical"), (one.slowest, "slowest"))):
             axes = grid[row][column]
@@ -332,8 +331,9 @@ def marginal_figure(studies: Sequence[Study]) -> "Figure":
             known = gaussian_kde(one.reference.draws[::10, index].numpy())(place)
             axes.fill_between(place, known, color="lightgray", label="reference")
             for method, draws in one.draws.items():
-                axes.plot(place, gaussian_kde(draws[:, index].numpy())(place), color=COLOURS[method], label=method)
-            axes.set_title(f"{one.table.capitalize()}, {word} coefficient ({index})", fontsize=10)
+                density = gaussian_kde(draws[:, index].numpy())(place)
+                axes.plot(place, density, label=method, **series(SERIES[method], len(place)))
+            axes.set_title(f"{one.table.capitalize()}, {word} coefficient ({index})", fontsize=9)
             axes.set_yticks([])
             axes.set_ylim(0)
     for row in range(2):

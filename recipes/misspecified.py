@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.diagnostics.samples import autocorrelation, autocorrelation_time
-from lightning_sgmcmc.figures.canvas import canvas, integer_ticks, legend_above
+from lightning_sgmcmc.figures.canvas import COLOURS, canvas, integer_ticks, legend_above, panels, save_figure, series
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 from lightning_sgmcmc.samplers import UnderdampedLangevin
@@ -74,13 +74,13 @@ GRADIENTS: dict[str, GradientEstimator] = {
     "uniform batches": UniformGradient(BATCH),
     "full gradient": FullGradient(),
 }
-COLOURS = {
-    "EWSG": "tab:red",
-    "uniform batches": "tab:orange",
-    "full gradient": "tab:olive",
-    "FlyMC, one M": "tab:blue",
-    "FlyMC, own M": "tab:cyan",
-    "random walk": "black",
+SERIES = {
+    "EWSG": 1,
+    "uniform batches": 4,
+    "full gradient": 2,
+    "FlyMC, one M": 0,
+    "FlyMC, own M": 5,
+    "random walk": 6,
 }
 
 
@@ -170,10 +170,10 @@ def run(options: Options) -> list[Row]:
     methods = [*FLYMC, *GRADIENTS, "random walk"]  # longest first
     jobs = [(method, repeat) for method in methods for repeat in repeats]
     found = run_jobs(one, jobs, options, in_turn=False)
-    chains = {method: [found[method, repeat] for repeat in repeats] for method in COLOURS}
+    chains = {method: [found[method, repeat] for repeat in repeats] for method in SERIES}
     options.out.mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():
-        draw(chains).savefig(options.out / f"{name}.png", dpi=120)
+        save_figure(draw(chains), options.out / f"{name}.png")
     rows = [row for method, of_method in chains.items() for row in rows_of(method, of_method)]
     outside = [outside_mass(*posterior(repeat, options.seed)) for repeat in repeats]
     return [*rows, Row("FlyMC", "largest posterior mass beyond the bound's region", max(outside))]
@@ -211,12 +211,12 @@ def outside_mass(values: Tensor, target: NormalModelSum) -> float:
 
 def autocorrelation_figure(chains: dict[str, list[Chain]]) -> "Figure":
     """Draw the mean autocorrelation of both coordinates."""
-    figure, grid = canvas(2, height=6)
+    figure, grid = canvas(2, height=5)
     for i, (axes, name) in enumerate(zip(grid, COORDINATES, strict=True)):
         axes.axhline(0, color="black", linewidth=0.6)
         for method, of_method in chains.items():
             curves = torch.stack([autocorrelation(chain.draws[:, i], 2 * LAG + 1) for chain in of_method])
-            axes.plot(curves.mean(0), color=COLOURS[method], linewidth=1.2, label=method)
+            axes.plot(curves.mean(0), label=method, **series(SERIES[method], curves.shape[1]))
         axes.axvline(LAG, color="black", linestyle=":", linewidth=0.8)
         axes.set_ylabel(f"autocorrelation of {name}")
     grid[1].set_xlabel("lag (iterations)")
@@ -226,19 +226,16 @@ def autocorrelation_figure(chains: dict[str, list[Chain]]) -> "Figure":
 
 def samples_figure(chains: dict[str, list[Chain]]) -> "Figure":
     """Draw the first repeat's draws over the posterior's contours of 50, 90 and 99 % (normal up to 1/N)."""
-    from matplotlib.figure import Figure
-
     shown = ("EWSG", "uniform batches", "FlyMC, one M", "FlyMC, own M")
-    figure = Figure(figsize=(12, 3.9), layout="constrained")
-    row = figure.subplots(1, len(shown), sharex=True, sharey=True)
+    figure, (row,) = panels(1, len(shown), 8.5, 2.8, shared_x=True, shared_y=True)
     angles = torch.linspace(0, 2 * math.pi, 200)
     for axes, method in zip(row, shown, strict=True):
         draws = chains[method][0].draws
-        axes.plot(draws[:, 0], draws[:, 1], ".", color=COLOURS[method], markersize=1.5, alpha=0.3)
+        axes.plot(draws[:, 0], draws[:, 1], ".", color=COLOURS[SERIES[method]], markersize=1.5, alpha=0.3)
         for mass in (0.5, 0.9, 0.99):
             radius = math.sqrt(-2 * math.log(1 - mass))
             axes.plot(radius * angles.cos(), radius * angles.sin(), color="black", linewidth=0.9)
-        axes.set_title(method, fontsize="medium")
+        axes.set_title(method, fontsize=9)
         axes.set_xlabel("μ, in posterior sds")
     row[0].set_ylabel("log σ, in posterior sds")
     return figure
@@ -246,12 +243,14 @@ def samples_figure(chains: dict[str, list[Chain]]) -> "Figure":
 
 def bright_figure(chains: dict[str, list[Chain]]) -> "Figure":
     """Draw histograms of how many data were bright in an iteration of FlyMC."""
-    figure, grid = canvas(2, height=5, shared=False)
+    figure, grid = canvas(2, height=4.4, shared=False)
     for axes, method in zip(grid, FLYMC, strict=True):
         counts = torch.cat([chain.shares[BURN_IN:] for chain in chains[method]]) * (DATA / 100) - RESAMPLED
         mean, most = float(counts.mean()), int(counts.max().round())
         width = max(1, most // 60)
-        axes.hist(counts.numpy(), bins=[k - 0.5 for k in range(0, most + width + 1, width)], color=COLOURS[method])
+        axes.hist(
+            counts.numpy(), bins=[k - 0.5 for k in range(0, most + width + 1, width)], color=COLOURS[SERIES[method]]
+        )
         axes.axvline(mean, color="black", linewidth=1, label=f"mean {mean:.3g}, {mean / DATA:.2g} of all")
         axes.set_ylabel("iterations")
         axes.set_xlabel(f"bright data, {method}")

@@ -47,6 +47,8 @@ from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior, Posteri
 from lightning_sgmcmc.batches.clustered import ClusteredOrder, cluster_data
 from lightning_sgmcmc.callbacks import EWSG, SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import MNISTDataModule, Split
+from lightning_sgmcmc.figures.canvas import panels, save_figure
+from lightning_sgmcmc.figures.errors import INTERVAL, draw_band
 from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 
@@ -287,7 +289,7 @@ def report(curves: dict[Case, list[Curve]], setting: Setting, options: Options) 
     rows = []
     for network in setting.networks:
         own = {case.method: curves[case] for case in main_cases(setting) if case.network == network}
-        learning_curves(own).savefig(options.out / f"learning_curves_{network}.png", dpi=120)
+        save_figure(learning_curves(own), options.out / f"learning_curves_{network}.png")
         rows += rows_of(network, own)
     for (batch, candidates), paper in PAPER_BATCHES.items() if setting.batches else ():
         metric = f"MLP: test error, b = {batch}, M+1 = {candidates}, %"
@@ -323,27 +325,22 @@ def deviation(values: list[float]) -> float:
 
 def learning_curves(curves: dict[str, list[Curve]]) -> Any:
     """Draw the error of the running average against data passes, after that of the states of the burn-in; shades are
-    one standard deviation over repeats."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    whole, later = figure.subplots(1, 2)
+    95 % intervals of the mean over repeats."""
+    figure, ((whole, later),) = panels(1, 2, 7.5, 3.4)
     for index, (method, own) in enumerate(curves.items()):
         for axes, parts in ((whole, ("burn_in", "average")), (later, ("average",))):
             for part in parts:
                 paths = torch.tensor([getattr(curve, part) for curve in own], dtype=torch.float64)
                 place, errors = paths[0, :, 0], paths[:, :, 1]
-                mean, spread = errors.mean(0), errors.std(0) if len(own) > 1 else 0 * errors[0]
-                style = {"linestyle": ":"} if part == "burn_in" else {"label": method}
-                axes.plot(place, mean, color=f"C{index}", linewidth=1.4, **style)
-                axes.fill_between(place, mean - spread, mean + spread, color=f"C{index}", alpha=0.15, linewidth=0)
+                style = {"linestyle": ":", "marker": ""} if part == "burn_in" else {}
+                draw_band(axes, place, errors, index, None if part == "burn_in" else method, **style)
     whole.set_yscale("log")
     whole.yaxis.set_major_formatter("{x:g}")
     whole.yaxis.set_minor_formatter("{x:g}")
-    whole.set_title("states (dotted), and the average over samples", fontsize=10)
-    later.set_title("the average over samples", fontsize=10)
+    whole.set_title("states (dotted), and the average over samples", fontsize=9)
+    later.set_title("the average over samples", fontsize=9)
     for axes in (whole, later):
         axes.set_xlabel("data passes")
-        axes.set_ylabel("test error (%)")
+    whole.set_ylabel(f"test error (%)\n{INTERVAL}")
     later.legend(fontsize=8)
     return figure

@@ -54,6 +54,7 @@ from lightning_sgmcmc import BayesianModule, Categorical, ContourRules, Decaying
 from lightning_sgmcmc.callbacks import ContourGradient
 from lightning_sgmcmc.datamodules import MNISTDataModule, Split
 from lightning_sgmcmc.diagnostics.geometry import classical_scaling, squared_distances, weight_sketch
+from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.contour import energy_walk_figure
 from lightning_sgmcmc.figures.samples import weight_paths_figure
 from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
@@ -199,8 +200,8 @@ def run(options: Options) -> list[Row]:
 def report(walks: dict[str, Walk], options: Options) -> list[Row]:
     """Draw losses and paths, return the table."""
     losses = {method: walk.losses.tolist() for method, walk in walks.items()}
-    energy_walk_figure(losses, (LOW, HIGH), "loss (nats per image)").savefig(options.out / "losses.png", dpi=120)
-    paths(walks).savefig(options.out / "paths.png", dpi=120)
+    save_figure(energy_walk_figure(losses, (LOW, HIGH), "loss (nats per image)"), options.out / "losses.png")
+    save_figure(paths(walks), options.out / "paths.png")
     return [row for method, walk in walks.items() for row in rows_of(method, walk)]
 
 

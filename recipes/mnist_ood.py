@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lightning_sgmcmc.figures.canvas import COLOURS, canvas, save_figure
 from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 
@@ -72,7 +73,7 @@ def run(options: Options) -> list[Row]:
             rows.append(mean_row(method.name, metric, [metrics[metric] for metrics, _ in results]))
     for text, file in FILES.items():
         names = [m.name for m in methods() if m.name.endswith(f" {text}") or m.temperature == 0]
-        picture(entropies, names, text).savefig(options.out / f"entropy_{file}.png", dpi=120)
+        save_figure(picture(entropies, names, text), options.out / f"entropy_{file}.png")
     return rows
 
 
@@ -129,13 +130,10 @@ def one(method: Method, seed: int, options: Options) -> tuple[dict[str, float], 
 
 def picture(entropies: dict[str, list[np.ndarray[Any, Any]]], names: Iterable[str], temperature: str) -> Any:
     """Draw the empirical distribution functions of the entropy on notMNIST, with all repeats pooled."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = canvas(height=3.8)
     for name in names:
         values = np.sort(np.concatenate(entropies[name]))
-        colour = f"C{('SGD', 'Snapshot-SGD', 'SGLD', 'cSGLD').index(_family(name))}"
+        colour = COLOURS[("SGD", "Snapshot-SGD", "SGLD", "cSGLD").index(_family(name))]
         momentum = "SGDM" in name or "SGHMC" in name
         axes.plot(
             values,
@@ -149,7 +147,7 @@ def picture(entropies: dict[str, list[np.ndarray[Any, Any]]], names: Iterable[st
     axes.set_ylim(0, 1)
     axes.set_xlabel("entropy of the predictive distribution on notMNIST (nats)")
     axes.set_ylabel("share of images with a lower entropy")
-    axes.set_title(f"samplers at {temperature}", fontsize=10)
+    axes.set_title(f"samplers at {temperature}", fontsize=9)
     axes.legend(fontsize=8, loc="lower right")
     return figure
 

@@ -47,8 +47,10 @@ from torch import Tensor, nn
 from lightning_sgmcmc import BayesianModule, ContourRules, DecayingStepSize, GaussianPrior
 from lightning_sgmcmc.callbacks import ContourGradient
 from lightning_sgmcmc.datamodules import MushroomDataModule, StreamDataModule
+from lightning_sgmcmc.figures.canvas import save_figure, series
+from lightning_sgmcmc.figures.errors import INTERVAL, draw_band
 from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
-from lightning_sgmcmc.recipes.shared.pictures import panels
+from lightning_sgmcmc.recipes.shared.pictures import outside_legend, panels
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 from lightning_sgmcmc.samplers import SGLD, pSGLD
 from lightning_sgmcmc.seeding import derive_seed
@@ -270,7 +272,7 @@ def run(options: Options) -> list[Row]:
 
 def report(outcomes: dict[str, list[Outcome]], options: Options) -> list[Row]:
     """Draw the regrets, return the table."""
-    picture(outcomes).savefig(options.out / "regret.png", dpi=120)
+    save_figure(picture(outcomes), options.out / "regret.png")
     ends = {name: [float(one.regret[-1]) for one in runs] for name, runs in outcomes.items()}
     rows = [mean_row(name, "cumulative regret", values) for name, values in ends.items()]
     for name, runs in outcomes.items():
@@ -288,22 +290,19 @@ def report(outcomes: dict[str, list[Outcome]], options: Options) -> list[Row]:
 
 
 def picture(outcomes: dict[str, list[Outcome]]) -> Any:
-    """Draw each agent's mean regret over runs with a band of two standard errors, and the energies."""
-    figure, axes = panels(1, 2, 11, 4.5)
-    for name, runs in outcomes.items():
+    """Draw each agent's mean regret over runs with a band of its 95 % interval, and the energies."""
+    figure, axes = panels(1, 2, 7.5, 3.6)
+    for index, (name, runs) in enumerate(outcomes.items()):
         regret = torch.stack([one.regret for one in runs])
-        rounds, mean = range(1, regret.shape[1] + 1), regret.mean(0)
-        error = regret.std(0) / len(runs) ** 0.5 if len(runs) > 1 else torch.zeros_like(mean)
-        axes[0, 0].plot(rounds, mean, label=name)
-        axes[0, 0].fill_between(rounds, mean - 2 * error, mean + 2 * error, alpha=0.15)
-        axes[0, 1].semilogy(rounds, torch.stack([one.energy for one in runs]).median(0).values)
+        draw_band(axes[0, 0], range(1, regret.shape[1] + 1), regret, index, name)
+        middle = torch.stack([one.energy for one in runs]).median(0).values
+        axes[0, 1].semilogy(range(1, len(middle) + 1), middle, **series(index, len(middle)))
     axes[0, 1].axhline(WIDTH * (BINS - 1), color="black", linestyle=":")
-    axes[0, 0].set_ylabel("cumulative regret")
-    axes[0, 1].set_ylabel("energy of the data (nats); dotted: last edge")
+    axes[0, 0].set_ylabel(f"cumulative regret\n{INTERVAL}")
+    axes[0, 1].set_ylabel("energy (nats); dotted: last edge")
     for panel in axes[0]:
         panel.set_xlabel("round")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    outside_legend(figure, axes[0, 0])
     return figure
 
 

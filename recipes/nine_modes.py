@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_sgmcmc.contour import Contour, ContourRules, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.diagnostics.samples import cell_masses, divergence, mode_coverage, resample
+from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.targets import plane_figure, trajectories_figure
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 from lightning_sgmcmc.schedules import CyclicalPlan
@@ -107,9 +108,10 @@ def run(options: Options) -> list[Row]:
         rows.append(mean_row(method, "modes found", found, PAPER_MODES.get(method)))
         rows.append(Row(method, "least modes found in a run", min(found)))
         rows.append(mean_row(method, "KL to the truth (nats)", distances))
-    plane_figure(truth.reshape(CELLS, CELLS), densities, target.bounds, modes.tolist()).savefig(
-        options.out / "densities.png", dpi=120
+    save_figure(
+        plane_figure(truth.reshape(CELLS, CELLS), densities, target.bounds, modes.tolist()),
+        options.out / "densities.png",
     )
     energies = target.energy(target.cells(200)).reshape(200, 200)
-    trajectories_figure(energies, target.bounds, paths).savefig(options.out / "trajectories.png", dpi=120)
+    save_figure(trajectories_figure(energies, target.bounds, paths), options.out / "trajectories.png")
     return rows

@@ -39,6 +39,7 @@ from torch import nn
 from lightning_sgmcmc import SGLD, BayesianModule, Bernoulli, GaussianPrior, PosteriorSample, SwitchingOrder
 from lightning_sgmcmc.callbacks import SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
+from lightning_sgmcmc.figures.canvas import panels, save_figure, series
 from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
@@ -235,32 +236,30 @@ def run(options: Options) -> list[Row]:
     rows.append(mean_row(f"{method}, full gradient", "E‖ζ_t - ζ_0‖", logistic.travelled.tolist()))
     curves = {"W₁ of the stationary law": stationary}
     curves |= {f"E|θ_t - ζ_t|, t = {time:g}": curve for time, curve in strong.items()}
-    error_figure(curves, logistic).savefig(options.out / "errors.png", dpi=120)
+    save_figure(error_figure(curves, logistic), options.out / "errors.png")
     return rows
 
 
 def error_figure(example: Mapping[str, Curve], logistic: LogisticErrors) -> "Figure":
     """Draw errors over η with their 95 % intervals, and lines of the slopes 1/4 (the bound) and 1/2."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
-    panels = figure.subplots(1, 2)
-    _draw_curves(panels[0], example, "two quadratic potentials, exact")
+    figure, (row,) = panels(1, 2, 7.5, 3.6)
+    _draw_curves(row[0], example, "two quadratic potentials, exact")
     own = {f"E‖θ_t - ζ_t‖, t = {LOGISTIC_TIME:g}": logistic.switching}
-    _draw_curves(panels[1], own, f"logistic regression ({TABLE}), SGLD")
+    _draw_curves(row[1], own, f"logistic regression ({TABLE}), SGLD")
     limits = {"an independent batch at each step": logistic.fresh, "batches of epochs": logistic.epochs}
     for index, (name, errors) in enumerate(limits.items(), 1):
-        panels[1].axhline(float(errors.mean()), color=f"C{index}", linewidth=1, label=name)
-    panels[0].set_ylabel("error")
-    panels[0].legend(frameon=False, fontsize="small")
-    panels[1].legend(frameon=False, fontsize="small", loc="lower right", bbox_to_anchor=(1, 0.1))
+        style = {key: value for key, value in series(index).items() if key in ("color", "linestyle")}
+        row[1].axhline(float(errors.mean()), linewidth=1, label=name, **style)
+    row[0].set_ylabel("error, 95 % jackknife interval")
+    row[0].legend(frameon=False, fontsize=8)
+    row[1].legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.1))
     return figure
 
 
 def _draw_curves(axes: "Axes", curves: Mapping[str, Curve], title: str) -> None:
     for index, (name, curve) in enumerate(curves.items()):
         bars = [1.96 * jackknife_error(without) for without in curve.without]
-        axes.errorbar(curve.etas, curve.values, bars, fmt="-o", color=f"C{index}", markersize=3, label=name)
+        axes.errorbar(curve.etas, curve.values, bars, label=name, capsize=2, **series(index))
     etas = [eta for curve in curves.values() for eta in curve.etas]
     x = np.array([min(etas), max(etas)])
     top = max(float(curve.values.max()) for curve in curves.values())
@@ -269,4 +268,4 @@ def _draw_curves(axes: "Axes", curves: Mapping[str, Curve], title: str) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("switching time η")
-    axes.set_title(title, fontsize="medium")
+    axes.set_title(title, fontsize=9)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_sgmcmc.figures.canvas import COLOURS, panels, save_figure
 from lightning_sgmcmc.recipes.shared.results import Options, Row
 from lightning_sgmcmc.recipes.shared.switching import (
     CENTRES,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 
 PATH_LENGTH, PATH_POINTS = 20.0, 8001
-COLOURS = ("black", "teal")
+INDICES = ((COLOURS[6], "-"), (COLOURS[1], "--"))
 
 
 def run(options: Options) -> list[Row]:
@@ -69,8 +70,8 @@ def run(options: Options) -> list[Row]:
         eta: switching_paths(ornstein_uhlenbeck(POTENTIALS), eta, times, 1, options.seed) for eta in SWITCHING_TIMES
     }
     mean_path = switching_paths(ornstein_uhlenbeck(Potentials([MEAN_SLOPE], [0.0])), 1.0, times, 1, options.seed)
-    mean_figure(times, mean_path).savefig(options.out / "figure_1_1.png", dpi=120)
-    switching_figure(times, paths, laws).savefig(options.out / "figure_1_2.png", dpi=120)
+    save_figure(mean_figure(times, mean_path), options.out / "figure_1_1.png")
+    save_figure(switching_figure(times, paths, laws), options.out / "figure_1_2.png")
     return rows
 
 
@@ -83,18 +84,15 @@ def _density(places: torch.Tensor, mean: float, variance: float) -> torch.Tensor
 
 def mean_figure(times: torch.Tensor, path: SwitchingPaths) -> "Figure":
     """Draw the paper's Figure 1.1: a path of dζ = -10ζdt + √2dW, its histogram and N(0, 0.1)."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 2.6), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
-    left.plot(times, path.places[:, 0], color="tab:blue", linewidth=0.5)
+    figure, ((left, right),) = panels(1, 2, 7.5, 2.4, widths=(2, 1))
+    left.plot(times, path.places[:, 0], color="black", linewidth=0.5)
     left.set_xlabel("t")
     left.set_ylabel("ζ")
     places = torch.linspace(-1.5, 1.5, 301)
     right.hist(path.places[:, 0].numpy(), bins=60, density=True, color="lightgray", label="path")
-    right.plot(places, _density(places, 0, 1 / MEAN_SLOPE), color="tab:blue", label="N(0, 0.1)")
+    right.plot(places, _density(places, 0, 1 / MEAN_SLOPE), color="black", label="N(0, 0.1)")
     right.set_xlabel("ζ")
-    right.legend(frameon=False, fontsize="small")
+    right.legend(frameon=False, fontsize=8)
     return figure
 
 
@@ -102,19 +100,16 @@ def switching_figure(
     times: torch.Tensor, paths: dict[float, SwitchingPaths], laws: dict[float, torch.Tensor]
 ) -> "Figure":
     """Draw the paper's Figure 1.2: for each η a path in the colours of its index, and the stationary law."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 11), layout="constrained")
-    grid = figure.subplots(len(paths), 2, width_ratios=(2, 1))
+    figure, grid = panels(len(paths), 2, 7.5, 8.5, widths=(2, 1))
     for (left, right), (eta, path) in zip(grid, paths.items(), strict=True):
-        for state, colour in enumerate(COLOURS):
+        for state, (colour, _) in enumerate(INDICES):
             held = torch.where(path.states[:, 0] == state, path.places[:, 0], torch.nan)
             left.plot(times, held, ".", color=colour, markersize=1, label=f"index {state + 1}")
         left.set_ylabel("θ")
-        left.set_title(f"η = {eta:g}", fontsize="medium", loc="left")
+        left.set_title(f"η = {eta:g}", fontsize=9, loc="left")
         _draw_law(right, laws[eta])
-    grid[0, 0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize="small", markerscale=8)
-    grid[0, 1].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize="small")
+    grid[0, 0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=8, markerscale=8)
+    grid[0, 1].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=8)
     grid[-1, 0].set_xlabel("t")
     grid[-1, 1].set_xlabel("θ")
     return figure
@@ -123,7 +118,7 @@ def switching_figure(
 def _draw_law(axes: "Axes", draws: torch.Tensor) -> None:
     places = torch.linspace(-3.5, 7, 701)
     axes.hist(draws.numpy(), bins=90, range=(-3.5, 7), density=True, color="lightgray", label="stationary law")
-    axes.plot(places, _density(places, 0, 1 / MEAN_SLOPE), color="tab:blue", linewidth=1, label="N(0, 0.1)")
-    for index, colour in enumerate(COLOURS):
+    axes.plot(places, _density(places, 0, 1 / MEAN_SLOPE), ":", color=COLOURS[0], linewidth=1, label="N(0, 0.1)")
+    for index, (colour, line) in enumerate(INDICES):
         piece = _density(places, CENTRES[index], 1 / SLOPES[index])
-        axes.plot(places, piece, color=colour, linewidth=1, label=f"index {index + 1} alone")
+        axes.plot(places, piece, line, color=colour, linewidth=1, label=f"index {index + 1} alone")

@@ -26,6 +26,7 @@ import torch
 
 from lightning_sgmcmc.contour import Contour, ContourRules, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
+from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.targets import estimates_figure
 from lightning_sgmcmc.recipes.shared.results import Options, Row
 from lightning_sgmcmc.simulation import ContourRun, simulate
@@ -126,9 +127,6 @@ def run(options: Options) -> list[Row]:
         Row("ratio of variances", "theory at this K, ω_K/(P·ω_PK)", expected),
     ]
     centres = (RULES.partition.edges() - 0.5 * RULES.partition.width)[:DRAWN_BINS].tolist()
-    drawn = {
-        name: (found.mean(0)[:DRAWN_BINS].tolist(), found.std(0)[:DRAWN_BINS].tolist())
-        for name, found in masses.items()
-    }
-    estimates_figure(centres, truth[:DRAWN_BINS].tolist(), drawn).savefig(options.out / "estimates.png", dpi=120)
+    drawn = {name: found[:, :DRAWN_BINS].numpy() for name, found in masses.items()}
+    save_figure(estimates_figure(centres, truth[:DRAWN_BINS].tolist(), drawn), options.out / "estimates.png")
     return rows

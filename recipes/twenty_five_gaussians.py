@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from lightning_sgmcmc.diagnostics.samples import cell_masses, mode_coverage
+from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.targets import plane_figure
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 from lightning_sgmcmc.schedules import CyclicalPlan
@@ -72,7 +73,7 @@ def run(options: Options) -> list[Row]:
     axis = torch.linspace(*WINDOW, CELLS + 1, dtype=torch.float64)
     centres = (axis[1:] + axis[:-1]) / 2
     truth = (-target.energy(torch.cartesian_prod(centres, centres))).softmax(0).reshape(CELLS, CELLS)
-    plane_figure(truth, densities, WINDOW).savefig(options.out / "densities.png", dpi=120)
+    save_figure(plane_figure(truth, densities, WINDOW), options.out / "densities.png")
     order = itertools.chain(("SGLD", "cSGLD"), (f"{PARALLEL} x {m}" for m in ("SGLD", "cSGLD")))
     rows = []
     for method in order:

@@ -55,6 +55,7 @@ from torch import Tensor
 from lightning_sgmcmc.contour import Contour, ContourRules, ContourState, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition, bin_index
 from lightning_sgmcmc.diagnostics.samples import cell_masses, divergence
+from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.targets import plane_figure, progress_figure
 from lightning_sgmcmc.recipes.shared.plane import Clock, Draws, Squares
 from lightning_sgmcmc.recipes.shared.results import Options, Row
@@ -252,8 +253,8 @@ def run(options: Options) -> list[Row]:
                 densities[method] = picture(draws, moving)
         curve = torch.tensor(divergences)
         mean, deviation = curve.mean(0).tolist(), curve.std(0).tolist()
-        by_steps[method] = ([share * STEPS * PARALLEL for share in shares], mean, deviation)
-        by_time[method] = ([share * draws.seconds for share in shares], mean, deviation)
+        by_steps[method] = ([share * STEPS * PARALLEL for share in shares], divergences)
+        by_time[method] = ([share * draws.seconds for share in shares], divergences)
         rows += [
             Row(method, "KL to the truth (nats; ± standard deviation)", mean[-1], deviation[-1]),
             _with_deviation(method, "KL of the squares' masses (nats; ± standard deviation)", coarse),
@@ -261,13 +262,11 @@ def run(options: Options) -> list[Row]:
             Row(method, f"seconds of {repeats} repeats side by side", draws.seconds),
         ]
     label = "KL to the truth (nats)"
-    progress_figure(by_steps, "gradients", label).savefig(options.out / "divergence_steps.png", dpi=120)
-    progress_figure(by_time, "seconds", label, log_x=True).savefig(options.out / "divergence_time.png", dpi=120)
+    save_figure(progress_figure(by_steps, "gradients", label), options.out / "divergence_steps.png")
+    save_figure(progress_figure(by_time, "seconds", label, log_x=True), options.out / "divergence_time.png")
     edge = TARGET.bounds[1] * SHOWN_CELLS / DRAWN_CELLS
     middle = _middle(TARGET.cell_masses(DRAWN_CELLS))
-    plane_figure(middle, densities, (-edge, edge), TARGET.modes.tolist()).savefig(
-        options.out / "densities.png", dpi=120
-    )
+    save_figure(plane_figure(middle, densities, (-edge, edge), TARGET.modes.tolist()), options.out / "densities.png")
     return [*rows, *independent(truth, squares, repeats, options.seed)]
 
 

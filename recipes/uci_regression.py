@@ -30,7 +30,10 @@ import functools
 import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightning_sgmcmc.figures.canvas import PAGE_WIDTH, panels, save_figure, series
+from lightning_sgmcmc.figures.errors import INTERVAL, half_width
 from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
+from lightning_sgmcmc.recipes.shared.pictures import outside_legend
 from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
 
 if TYPE_CHECKING:
@@ -90,7 +93,7 @@ def run(options: Options) -> list[Row]:
         for method in ("CSGLD", "CSGHMC"):
             sizes = [outcomes[table, method, split][1] for split in splits]
             rows.append(mean_row(method, f"{table}: effective number of {MODELS} models", sizes))
-    picture(rows).savefig(options.out / "rmse.png", dpi=120)
+    save_figure(picture(rows, len(splits)), options.out / "rmse.png")
     return rows
 
 
@@ -160,20 +163,27 @@ def callbacks_of(method: str, place: Table, steps: int) -> "list[pl.Callback]":
     return callbacks
 
 
-def picture(rows: list[Row]) -> Any:
-    """Draw each method's RMSE next to the paper's, a panel for each table."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 6.5), layout="constrained")
-    for axes, table in zip(figure.subplots(2, 2).flat, TABLES, strict=True):
+def picture(rows: list[Row], splits: int) -> Any:
+    """Draw each method's RMSE over the splits next to the paper's, a panel for each table."""
+    figure, grid = panels(2, 2, PAGE_WIDTH, 4.8)
+    for axes, table in zip(grid.flat, TABLES, strict=True):
         own = [row for row in rows if row.metric == f"{table}: RMSE" and row.method in PAPER]
-        for offset, colour, name in ((-0.12, "tab:blue", "ours"), (0.12, "tab:gray", "paper")):
-            pick = [(r.value, r.error) if name == "ours" else (r.paper, r.paper_error) for r in own]
-            values, errors = [value for value, _ in pick], [error or 0.0 for _, error in pick]
-            places = [index + offset for index in range(len(own))]
-            axes.errorbar(places, values, errors, fmt="o", color=colour, capsize=3, label=name)
-        axes.set_xticks(range(len(own)), [row.method for row in own], rotation=30)
-        axes.set_title(table)
+        for index, (offset, name) in enumerate(((-0.12, "ours"), (0.12, "paper"))):
+            pick = [
+                (r.value, r.error, splits) if index == 0 else (r.paper, _paper_error(r), SPLITS["full"]) for r in own
+            ]
+            values = [value for value, _, _ in pick]
+            halves = [float(half_width(error or 0.0, count)) if count > 1 else 0.0 for _, error, count in pick]
+            places = [place + offset for place in range(len(own))]
+            bars: dict[str, Any] = {"linestyle": "none", "capsize": 3, "label": f"{name}, {INTERVAL}"}
+            axes.errorbar(places, values, halves, **(series(index) | bars))
+        axes.set_xticks(range(len(own)), [row.method for row in own], rotation=30, fontsize=7)
+        axes.set_title(table, fontsize=9)
         axes.set_ylabel("RMSE")
-    figure.axes[0].legend()
+    outside_legend(figure, grid[0][0])
     return figure
+
+
+def _paper_error(row: Row) -> float | None:
+    """Return the standard error of the paper's mean, from its standard deviation over the runs."""
+    return None if row.paper_error is None else row.paper_error / SPLITS["full"] ** 0.5

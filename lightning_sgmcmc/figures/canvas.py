@@ -1,6 +1,9 @@
-"""Colours, labels and empty axes that all figures share."""
+"""The style that all figures share: colours, marks, sizes for print, empty axes, and files."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,10 +14,32 @@ if TYPE_CHECKING:
     from matplotlib.ticker import MaxNLocator
 
 
-SAMPLE_COLOUR = "tab:red"
-AVERAGE_COLOUR = "tab:blue"
-SINGLE_COLOUR = "tab:gray"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C7A00")
+"""Okabe and Ito's colours, without black's neighbours; the last is a darker yellow, for white paper."""
+MARKERS = "osD^vP<>Xhd*"
+DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 3)))
+SAMPLE_COLOUR, AVERAGE_COLOUR, SINGLE_COLOUR, SHADE = COLOURS[1], COLOURS[0], "#7F7F7F", "0.92"
+PAGE_WIDTH = 5.5
+"""Width of a figure in inches: the text of a page in one column."""
+PRINT_DPI = 300
+STYLE: Mapping[str, Any] = MappingProxyType(
+    {
+        "font.size": 9,
+        "axes.labelsize": 9,
+        "axes.titlesize": 9,
+        "xtick.labelsize": 8,
+        "ytick.labelsize": 8,
+        "legend.fontsize": 8,
+        "axes.linewidth": 0.7,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "pdf.fonttype": 42,
+        "savefig.dpi": PRINT_DPI,
+    }
+)
 METRIC_LABELS = {
+    "accuracy": "accuracy",
     "nll": "NLL (nats per datum)",
     "ece": "ECE",
     "brier": "Brier score",
@@ -23,13 +48,89 @@ METRIC_LABELS = {
 }
 
 
-def canvas(rows: int = 1, width: float = 7.0, height: float = 4.0, shared: bool = True) -> "tuple[Figure, list[Axes]]":
-    """Return an empty figure without a window, and its axes from top to bottom; with `shared` they share the x-axis."""
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw in the library's style within this context, whatever the user's own settings are."""
+    from cycler import cycler
+    from matplotlib import rc_context
+
+    settings: Any = {**STYLE, "axes.prop_cycle": cycler(color=COLOURS)}
+    with rc_context(settings):
+        yield
+
+
+def series(index: int, points: int = 0) -> dict[str, Any]:
+    """Return colour, marker and line style of the index-th series, which differ in all three.
+
+    Args:
+        index: number of the series.
+        points: number of points of its line; of more than 25, about eight have a marker.
+    """
+    style: dict[str, Any] = {
+        "color": COLOURS[index % len(COLOURS)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "linestyle": DASHES[index % len(DASHES)],
+        "linewidth": 1.2,
+        "markersize": 4,
+    }
+    if points > 25:
+        every = points // 8
+        style["markevery"] = (index * every // 5 % every, every)
+    return style
+
+
+def panels(
+    rows: int,
+    columns: int,
+    width: float,
+    height: float,
+    shared_x: bool = False,
+    shared_y: bool = False,
+    ratios: Sequence[float] | None = None,
+    widths: Sequence[float] | None = None,
+) -> "tuple[Figure, Any]":
+    """Return an empty figure without a window, and its axes, shape (rows, columns).
+
+    Args:
+        rows, columns: numbers of panels.
+        width, height: inches.
+        shared_x, shared_y: whether the panels share these axes.
+        ratios, widths: heights of the rows and widths of the columns relative to one another; None is equal ones.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(rows, 1, sharex=shared, squeeze=False)
-    return figure, list(axes[:, 0])
+    with styled():
+        figure = Figure(figsize=(width, height), layout="constrained")
+        grid = figure.subplots(
+            rows,
+            columns,
+            sharex=shared_x,
+            sharey=shared_y,
+            squeeze=False,
+            height_ratios=ratios,
+            width_ratios=widths,
+        )
+    return figure, grid
+
+
+def canvas(
+    rows: int = 1, width: float = PAGE_WIDTH, height: float = 3.4, shared: bool = True
+) -> "tuple[Figure, list[Axes]]":
+    """Return an empty figure without a window, and its axes from top to bottom; with `shared` they share the x-axis."""
+    figure, grid = panels(rows, 1, width, height, shared_x=shared)
+    return figure, list(grid[:, 0])
+
+
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Write a figure for print: a PNG of 300 dots per inch, and a PDF beside it.
+
+    Args:
+        figure: the figure.
+        path: the PNG's path; the PDF has the suffix `.pdf`.
+    """
+    with styled():
+        figure.savefig(path.with_suffix(".png"), dpi=PRINT_DPI)
+        figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None})
 
 
 def legend_above(axes: "Axes", columns: int = 3) -> None:
@@ -42,15 +143,37 @@ def legend_above(axes: "Axes", columns: int = 3) -> None:
             ncols=min(columns, len(handles)),
             frameon=False,
             borderaxespad=0.2,
-            fontsize="small",
+            fontsize=8,
         )
 
 
-def integer_ticks() -> "MaxNLocator":
-    """Return a locator that places ticks at integers only."""
+def legend_below(figure: "Figure", axes: "Axes", columns: int = 4) -> None:
+    """Put one axes' legend, if any, below all panels of the figure."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=min(columns, len(labels)), frameon=False, fontsize=8
+        )
+
+
+def shade_cycles(axes: "Axes", cycles: Sequence[tuple[float, float]]) -> None:
+    """Shade every second cycle.
+
+    Args:
+        axes: axes over the optimizer's steps.
+        cycles: first and last step of each cycle; of fewer than two nothing is shaded.
+    """
+    label: str | None = "every second cycle"
+    for first, last in cycles[1::2]:
+        axes.axvspan(first, last, color=SHADE, linewidth=0, zorder=0, label=label)
+        label = None
+
+
+def integer_ticks(most: int = 9) -> "MaxNLocator":
+    """Return a locator that places ticks at integers only, `most` + 1 at most."""
     from matplotlib.ticker import MaxNLocator
 
-    return MaxNLocator(integer=True, min_n_ticks=1)
+    return MaxNLocator(most, integer=True, min_n_ticks=1)
 
 
 def point_marker(steps: Sequence[float]) -> str:

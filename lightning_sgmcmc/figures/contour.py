@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_sgmcmc.figures.canvas import AVERAGE_COLOUR, SAMPLE_COLOUR, SINGLE_COLOUR, canvas, legend_above
+from lightning_sgmcmc.figures.canvas import (
+    AVERAGE_COLOUR,
+    COLOURS,
+    DASHES,
+    SAMPLE_COLOUR,
+    SINGLE_COLOUR,
+    canvas,
+    legend_above,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,11 +71,17 @@ def multiplier_figure(centres: Sequence[float], multipliers: Sequence[float], vi
     x, kappa = (np.asarray(values, dtype=float)[shown] for values in (centres, multipliers))
     width = float(np.diff(x).mean()) if len(x) > 1 else 1.0
     known = visited[shown] > RARE * visited.sum()
-    figure, (upper, lower) = canvas(2, height=5)
+    figure, (upper, lower) = canvas(2, height=4.2)
     label: str | None = "bouncy zone, κ < 0"
     for start, stop in _runs((kappa < 0) & known):
         upper.axvspan(
-            x[start] - width / 2, x[stop] + width / 2, color=SAMPLE_COLOUR, alpha=0.15, linewidth=0, label=label
+            x[start] - width / 2,
+            x[stop] + width / 2,
+            facecolor=SAMPLE_COLOUR,
+            alpha=0.2,
+            hatch="//",
+            linewidth=0,
+            label=label,
         )
         label = None
     upper.axhline(1, color="black", linestyle=":", linewidth=1)
@@ -89,18 +103,19 @@ def energy_walk_figure(walks: Mapping[str, Any], bands: tuple[float, float], lab
         bands: upper end of the low energies and lower end of the high ones, marked by lines.
         label: label of the energies.
     """
-    figure, rows = canvas(len(walks), height=1 + 1.9 * len(walks))
+    figure, rows = canvas(len(walks), height=0.8 + 1.5 * len(walks))
     values = {name: np.asarray(walk, dtype=float) for name, walk in walks.items()}
     for axes, (name, energies) in zip(rows, values.items(), strict=True):
         steps = np.arange(1, len(energies) + 1)
-        for chain in energies.T:
-            axes.plot(steps, chain, linewidth=0.7, alpha=0.8)
+        for index, chain in enumerate(energies.T):
+            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
+            axes.plot(steps, chain, linewidth=0.7, alpha=0.8, **style)
         for band in bands:
             axes.axhline(band, color="black", linestyle=":", linewidth=1)
         axes.set_yscale("log")
         axes.set_ylim(0.8 * min(v.min() for v in values.values()), 1.25 * max(v.max() for v in values.values()))
         axes.set_ylabel(label)
-        axes.set_title(name, fontsize="medium", loc="left", pad=3)
+        axes.set_title(name, fontsize=9, loc="left", pad=3)
     rows[-1].set_xlabel("optimizer step")
     return figure
 

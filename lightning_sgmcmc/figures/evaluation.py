@@ -5,59 +5,115 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lightning_sgmcmc.diagnostics.intervals import share_interval
 from lightning_sgmcmc.figures.canvas import (
     AVERAGE_COLOUR,
     METRIC_LABELS,
+    PAGE_WIDTH,
     SINGLE_COLOUR,
     canvas,
     integer_ticks,
     legend_above,
+    legend_below,
+    panels,
+    series,
 )
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+FEWEST_DATA = 10
+"""A bin of a reliability diagram with fewer data is marked."""
+FEW_SAMPLES = 40
+"""Up to as many samples have a marker each on a line."""
 
-def running_average_figure(metric: str, running: Sequence[float], single: Sequence[float]) -> "Figure":
-    """Draw a metric of the running model average and of single samples against the number of samples."""
-    figure, (axes,) = canvas()
-    count = np.arange(1, len(running) + 1)
-    axes.plot(count, single, "o", color=SINGLE_COLOUR, markersize=4, label="single sample")
-    axes.axhline(
-        float(np.mean(single)), color=SINGLE_COLOUR, linestyle="--", linewidth=1, label="mean of single samples"
-    )
-    axes.plot(count, running, "-o", color=AVERAGE_COLOUR, markersize=3, label="model average")
-    axes.set_xlabel("number of samples")
-    axes.set_ylabel(METRIC_LABELS.get(metric, metric))
-    axes.set_xlim(0.5, len(running) + 0.5)
-    axes.xaxis.set_major_locator(integer_ticks())
-    legend_above(axes)
+
+def running_figure(metrics: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> "Figure":
+    """Draw each metric of the running model average and of single samples against the number of samples, in one grid.
+
+    Args:
+        metrics: by metric, the values of the average over the first 1, 2, … samples, and those of the single samples.
+    """
+    columns = min(len(metrics), 2 if len(metrics) <= 4 else 3)
+    rows = -(-len(metrics) // columns)
+    figure, grid = panels(rows, columns, PAGE_WIDTH, 0.6 + 1.6 * rows, shared_x=True)
+    places = list(grid.flat)
+    for axes, (metric, (running, single)) in zip(places, metrics.items(), strict=False):
+        count = np.arange(1, len(running) + 1)
+        size = 3.5 if len(running) <= FEW_SAMPLES else 1.5
+        axes.plot(count, single, "o", color=SINGLE_COLOUR, markersize=size, markerfacecolor="none", label="one sample")
+        mean = float(np.mean(single))
+        axes.axhline(mean, color=SINGLE_COLOUR, linestyle="--", linewidth=1, label="mean of the samples")
+        marker = "o" if len(running) <= FEW_SAMPLES else ""
+        axes.plot(
+            count,
+            running,
+            "-",
+            marker=marker,
+            color=AVERAGE_COLOUR,
+            markersize=3,
+            linewidth=1.4,
+            label="average so far",
+        )
+        axes.set_title(METRIC_LABELS.get(metric, metric.replace("_", " ")), fontsize=8, loc="left", pad=3)
+        axes.set_xlim(0.5, len(running) + 0.5)
+        axes.xaxis.set_major_locator(integer_ticks(4))
+        axes.locator_params(axis="y", nbins=5)
+    for axes in places[len(metrics) :]:
+        axes.set_axis_off()
+    for axes in places[max(0, len(metrics) - columns) : len(metrics)]:
+        axes.set_xlabel("number of samples")
+        axes.tick_params(labelbottom=True)
+    legend_below(figure, places[0])
     return figure
 
 
 def reliability_figure(
     confidence: Sequence[float], accuracy: Sequence[float], count: Sequence[float], ece: float
 ) -> "Figure":
-    """Draw accuracy against confidence per bin, with the bin's share of the data."""
-    figure, (upper, lower) = canvas(2, width=5, height=6)
-    share = np.asarray(count, dtype=float)
-    bins = len(share)
-    filled = share > 0
-    share = share / max(share.sum(), 1)
+    """Draw accuracy against confidence per bin with 95 % binomial intervals, and the number of data in each bin.
+
+    Bins are not joined by a line. Those with fewer than ten data are drawn hollow: their accuracy says little.
+
+    Args:
+        confidence, accuracy: means over the data of each bin.
+        count: number of data in each bin.
+        ece: the expected calibration error, for the legend.
+    """
+    figure, grid = panels(2, 1, PAGE_WIDTH, 4.2, shared_x=True, ratios=(2, 1))
+    upper, lower = grid[:, 0]
+    number = np.asarray(count, dtype=int)
+    bins = len(number)
     upper.plot([0, 1], [0, 1], color="black", linestyle=":", linewidth=1, label="calibrated")
-    upper.plot(
-        np.asarray(confidence)[filled],
-        np.asarray(accuracy)[filled],
-        "-o",
-        color=AVERAGE_COLOUR,
-        label=f"model average, ECE {ece:.3f}",
-    )
+    for chosen, face, name in (
+        (number >= FEWEST_DATA, AVERAGE_COLOUR, f"model average, 95 % interval; ECE {ece:.3f}"),
+        ((number > 0) & (number < FEWEST_DATA), "white", f"fewer than {FEWEST_DATA} data"),
+    ):
+        if not chosen.any():
+            continue
+        x, y = np.asarray(confidence, dtype=float)[chosen], np.clip(np.asarray(accuracy, dtype=float)[chosen], 0, 1)
+        ends = np.array([share_interval(float(share), int(n)) for share, n in zip(y, number[chosen], strict=True)])
+        errors = np.clip([y - ends[:, 0], ends[:, 1] - y], 0, None)
+        style: dict[str, Any] = {
+            "color": AVERAGE_COLOUR,
+            "markerfacecolor": face,
+            "markersize": 4.5,
+            "elinewidth": 1,
+            "capsize": 2,
+        }
+        upper.errorbar(x, y, errors, fmt="o", label=name, **style)
     upper.set_ylabel("accuracy")
     upper.set_xlim(0, 1.02)
     upper.set_ylim(0, 1.04)
-    legend_above(upper)
-    lower.bar((np.arange(bins) + 0.5) / bins, share, width=0.9 / bins, color=SINGLE_COLOUR)
-    lower.set_ylabel("share of data")
+    legend_above(upper, columns=2)
+    places = (np.arange(bins) + 0.5) / bins
+    lower.bar(places, number, width=0.9 / bins, color=SINGLE_COLOUR)
+    for place, n in zip(places, number, strict=True):
+        if n > 0:
+            lower.annotate(str(n), (place, n), (0, 1.5), textcoords="offset points", ha="center", fontsize=6)
+    lower.set_yscale("log")
+    lower.set_ylim(0.7, 4 * max(int(number.max(initial=1)), 2))
+    lower.set_ylabel("data per bin")
     lower.set_xlabel("confidence")
     return figure
 
@@ -74,8 +130,9 @@ def entropy_figure(entropies: Mapping[str, Sequence[float]], num_classes: int) -
     for index, (name, values) in enumerate(entropies.items()):
         ordered = np.sort(np.asarray(values, dtype=float))
         share = np.arange(len(ordered) + 1) / max(len(ordered), 1)
-        axes.step([0, *ordered, largest], [*share, 1], where="post", color=f"C{index}", label=name)
-    axes.axvline(largest, color="black", linestyle=":", linewidth=1, label=f"log {num_classes}")
+        style = {key: value for key, value in series(index).items() if key in ("color", "linestyle", "linewidth")}
+        axes.step([0, *ordered, largest], [*share, 1], where="post", label=name, **style)
+    axes.axvline(largest, color="0.5", linewidth=0.8, label=f"log {num_classes}, the largest")
     axes.set_xlim(0, 1.03 * largest)
     axes.set_ylim(0, 1.02)
     axes.set_xlabel("predictive entropy (nats)")
@@ -99,7 +156,7 @@ def histogram(values: Sequence[float]) -> tuple[Any, Any]:
 
 def histogram_figure(values: Sequence[float], label: str) -> "Figure":
     """Draw a histogram of the values."""
-    figure, (axes,) = canvas(height=3.2)
+    figure, (axes,) = canvas(height=2.8)
     counts, edges = histogram(values)
     axes.stairs(counts, edges, fill=True, color=AVERAGE_COLOUR)
     axes.set_ylim(bottom=0)
@@ -129,11 +186,12 @@ def predictions_figure(
     order = np.argsort(np.asarray(place, dtype=float))
     at, centre, total, own = (np.asarray(part, dtype=float)[order] for part in (place, mean, std, epistemic))
     if label == "observed":
-        axes.errorbar(at, centre, 2 * total, fmt="o", color=AVERAGE_COLOUR, markersize=3, linewidth=0.6, label="±2 sd")
+        style: dict[str, Any] = {"color": AVERAGE_COLOUR, "markersize": 3, "linewidth": 0.6}
+        axes.errorbar(at, centre, 2 * total, fmt="o", label="predictive mean ± 2 sd", **style)
         ends = [min(at.min(), centre.min()), max(at.max(), centre.max())]
-        axes.plot(ends, ends, color="black", linestyle=":", linewidth=1, label="equal")
+        axes.plot(ends, ends, color="black", linestyle=":", linewidth=1, label="prediction = observation")
     else:
-        for width, strength, name in ((total, 0.15, "±2 sd"), (own, 0.3, "±2 epistemic sd")):
+        for width, strength, name in ((total, 0.15, "± 2 sd"), (own, 0.3, "± 2 epistemic sd")):
             axes.fill_between(
                 at,
                 centre - 2 * width,
@@ -153,9 +211,6 @@ def predictions_figure(
     return figure
 
 
-MARKERS = "osD^v<>Phd*"
-
-
 def growth_figure(curves: Mapping[str, Sequence[float]], label: str) -> "Figure":
     """Draw a metric of the average over the first 1, 2, … samples, one line per method.
 
@@ -163,11 +218,10 @@ def growth_figure(curves: Mapping[str, Sequence[float]], label: str) -> "Figure"
         curves: the values by method.
         label: label of the values.
     """
-    figure, (axes,) = canvas(height=4.5)
+    figure, (axes,) = canvas(height=3.8)
     for index, (name, values) in enumerate(curves.items()):
         count = np.arange(1, len(values) + 1)
-        style = f"C{index % 10}{MARKERS[index % len(MARKERS)]}" + ("--" if index >= 10 else "-")
-        axes.plot(count, values, style, markersize=4, linewidth=1, label=name)
+        axes.plot(count, values, label=name, **series(index, len(values)))
     longest = max(map(len, curves.values()))
     axes.set_xlim(0.8, 1.08 * longest)
     if longest > 10 * min(map(len, curves.values())):
@@ -179,5 +233,5 @@ def growth_figure(curves: Mapping[str, Sequence[float]], label: str) -> "Figure"
         axes.xaxis.set_major_locator(integer_ticks())
     axes.set_xlabel("samples averaged, in order of drawing")
     axes.set_ylabel(label)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
     return figure

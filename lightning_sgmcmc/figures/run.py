@@ -1,22 +1,31 @@
 """Figures of a run: each function draws one figure from plain numbers and returns it."""
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lightning_sgmcmc.figures.canvas import (
     SAMPLE_COLOUR,
+    SHADE,
     canvas,
     finite_values,
     integer_ticks,
     legend_above,
     point_marker,
+    series,
+    shade_cycles,
 )
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+Cycles = Sequence[tuple[float, float]]
+WIDE_RANGE = 20
+"""Ratio of the largest to the smallest value above which a positive trace has a log axis."""
+MARKED_POINTS = 100
+"""Lines with more points than this have no markers."""
 
 
 def schedule_figure(
@@ -25,16 +34,24 @@ def schedule_figure(
     temperature: Sequence[float],
     sample_steps: Sequence[float],
     warm_steps: int = 0,
+    cycles: Cycles = (),
 ) -> "Figure":
-    """Draw step size and temperature against the step, with the samples and a warm start's steps marked."""
-    figure, (upper, lower) = canvas(2, height=4.5)
-    if warm_steps:
-        for axes in (upper, lower):
-            axes.axvspan(0, warm_steps, color="0.9", label="warm start" if axes is upper else None)
+    """Draw step size and temperature against the step, with the samples and a warm start's steps marked.
+
+    Args:
+        steps: the logged steps.
+        lr, temperature: step size and temperature at these steps.
+        sample_steps: the steps of the samples.
+        warm_steps: steps of a warm start.
+        cycles: first and last step of each cycle, of which every second is shaded.
+    """
+    figure, (upper, lower) = canvas(2, height=3.6)
+    for axes in (upper, lower):
+        shade_cycles(axes, cycles)
+        if warm_steps:
+            axes.axvspan(0, warm_steps, facecolor=SHADE, edgecolor="0.6", hatch="//", linewidth=0, label="warm start")
     upper.plot(steps, lr, color="black", linewidth=1, marker=point_marker(steps))
-    if len(sample_steps):
-        heights = np.interp(sample_steps, steps, lr)
-        upper.plot(sample_steps, heights, "o", color=SAMPLE_COLOUR, markersize=4, label="samples")
+    _mark_samples(upper, steps, lr, sample_steps)
     upper.set_ylabel("step size lr")
     legend_above(upper)
     lower.step(steps, temperature, where="post", color="black", linewidth=1, marker=point_marker(steps))
@@ -44,18 +61,28 @@ def schedule_figure(
 
 
 def energy_figure(
-    steps: Sequence[float], energy: Sequence[float], sample_steps: Sequence[float], sample_energy: Sequence[float]
+    steps: Sequence[float],
+    energy: Sequence[float],
+    sample_steps: Sequence[float],
+    sample_energy: Sequence[float],
+    cycles: Cycles = (),
 ) -> "Figure":
     """Draw the mini-batch energies against the step, with the samples marked, on a log axis if the range is wide.
 
     If the run's start dwarfs later energies, a second row shows the range since the first sample.
+
+    Args:
+        steps, energy: the logged steps and their energies.
+        sample_steps, sample_energy: the samples' steps and energies.
+        cycles: first and last step of each cycle, of which every second is shaded.
     """
     since = np.asarray(steps) >= (sample_steps[0] if len(sample_steps) else np.inf)
     later = finite_values([*np.asarray(energy, dtype=float)[since], *sample_energy])
     everything = finite_values(energy)
     closer = everything.size > 0 and later.size > 1 and 0 < np.ptp(later) < np.ptp(everything) / 3
-    figure, rows = canvas(2 if closer else 1, height=6 if closer else 4)
+    figure, rows = canvas(2 if closer else 1, height=4.8 if closer else 3.2)
     for axes in rows:
+        shade_cycles(axes, cycles)
         axes.plot(steps, energy, color="black", linewidth=0.8, marker=point_marker(steps), label="mini-batch")
         if len(sample_steps):
             axes.plot(sample_steps, sample_energy, "o", color=SAMPLE_COLOUR, markersize=4, label="samples")
@@ -65,36 +92,99 @@ def energy_figure(
     if closer:
         margin = 0.06 * np.ptp(later)
         rows[1].set_ylim(later.min() - margin, later.max() + margin)
-        rows[1].set_title("range since the first sample", fontsize="small", loc="right", pad=2)
+        rows[1].set_title("range since the first sample", fontsize=8, loc="right", pad=2)
     rows[-1].set_xlabel("optimizer step")
     legend_above(rows[0])
     return figure
 
 
-def traces_figure(
+def nll_figure(
     steps: Sequence[float],
-    traces: Mapping[str, Sequence[float]],
+    nll: Sequence[float],
+    prior_norm: Sequence[float],
     sample_steps: Sequence[float],
-    lines: Mapping[str, float] = MappingProxyType({}),
+    temperature: float = 1.0,
+    cycles: Cycles = (),
 ) -> "Figure":
-    """Draw traces of a few quantities (energy, single weights) one below another, with the samples marked.
+    """Draw the mini-batches' NLL per datum and, for a Gaussian prior, ‖θ‖²/(d·σ²), which is 1 under the prior.
+
+    Both are free of the prior's constant, which hides the energy's changes.
+
+    Args:
+        steps: the logged steps.
+        nll: mean NLL of the mini-batch at these steps, in nats per datum.
+        prior_norm: ‖θ‖²/(d·σ²) at these steps; empty if it is not known.
+        sample_steps: the steps of the samples.
+        temperature: the target's τ, at which directions that the prior decides have ‖θ‖²/(d·σ²) = τ.
+        cycles: first and last step of each cycle, of which every second is shaded.
+    """
+    known = finite_values(prior_norm).size > 0
+    figure, rows = canvas(2 if known else 1, height=3.8 if known else 3.0)
+    _trace(rows[0], steps, nll, sample_steps, cycles)
+    _fit_range(rows[0], nll)
+    rows[0].set_ylabel("NLL (nats per datum)")
+    if known:
+        _trace(rows[1], steps, prior_norm, sample_steps, cycles)
+        rows[1].axhline(1, color="black", linestyle=":", linewidth=1, label="1 under the prior")
+        if 0 < temperature != 1:
+            rows[1].axhline(
+                temperature, color="black", linestyle="--", linewidth=1, label=f"τ = {temperature:g}, where it decides"
+            )
+        rows[1].set_ylabel("‖θ‖²/(d·σ²)")
+        legend_above(rows[1], columns=4)
+    legend_above(rows[0], columns=4)
+    rows[-1].set_xlabel("optimizer step")
+    return figure
+
+
+def _trace(
+    axes: "Axes", steps: Sequence[float], values: Sequence[float], sample_steps: Sequence[float], cycles: Cycles
+) -> None:
+    """Draw a trace with the samples marked."""
+    shade_cycles(axes, cycles)
+    axes.plot(steps, values, color="black", linewidth=0.7, marker=point_marker(steps))
+    _mark_samples(axes, steps, values, sample_steps)
+
+
+def _fit_range(axes: "Axes", values: Sequence[float]) -> None:
+    """Use a log axis for positive values of a wide range, and else cut a start that dwarfs the last nine tenths."""
+    found, later = finite_values(values), finite_values(values[len(values) // 10 :])
+    if later.size < 2:
+        return
+    low, high = np.quantile(later, (0.01, 0.99))
+    if low > 0 and high > WIDE_RANGE * low:
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=low / 3)
+    elif 0 < np.ptp(later) < np.ptp(found) / 3:
+        margin = 0.08 * np.ptp(later)
+        axes.set_ylim(later.min() - margin, later.max() + margin)
+        axes.set_title(f"cut: from {found.min():.3g} to {found.max():.3g}", fontsize=7, loc="right", pad=2)
+
+
+def _mark_samples(axes: "Axes", steps: Sequence[float], values: Sequence[float], sample_steps: Sequence[float]) -> None:
+    if len(sample_steps):
+        heights = np.interp(sample_steps, steps, values)
+        size = 4 if len(sample_steps) <= MARKED_POINTS else 2
+        axes.plot(sample_steps, heights, "o", color=SAMPLE_COLOUR, markersize=size, label="samples")
+
+
+def traces_figure(
+    steps: Sequence[float], traces: Mapping[str, Sequence[float]], sample_steps: Sequence[float], cycles: Cycles = ()
+) -> "Figure":
+    """Draw traces of a few quantities, such as single weights, one below another, with the samples marked.
 
     Args:
         steps: the steps.
         traces: values at these steps, by name.
         sample_steps: the steps of the samples.
-        lines: equilibrium values, by the trace's name.
+        cycles: first and last step of each cycle, of which every second is shaded.
     """
-    figure, rows = canvas(len(traces), height=0.8 + 1.25 * len(traces))
+    figure, rows = canvas(len(traces), height=0.8 + 1.0 * len(traces))
     for axes, (name, values) in zip(rows, traces.items(), strict=True):
+        shade_cycles(axes, cycles)
         axes.plot(steps, values, color="black", linewidth=0.8, marker=point_marker(steps))
-        if len(sample_steps):
-            heights = np.interp(sample_steps, steps, values)
-            axes.plot(sample_steps, heights, "o", color=SAMPLE_COLOUR, markersize=3, label="samples")
-        if name in lines:
-            axes.axhline(lines[name], color="black", linestyle=":", linewidth=1)
-            axes.text(1, lines[name], f" τ = {lines[name]:g}", transform=axes.get_yaxis_transform(), va="center")
-        axes.set_title(name, fontsize="small", loc="right", pad=2)
+        _mark_samples(axes, steps, values, sample_steps)
+        axes.set_title(name, fontsize=8, loc="right", pad=2)
     legend_above(rows[0])
     rows[-1].set_xlabel("optimizer step")
     return figure
@@ -111,14 +201,14 @@ def sample_trace_figure(traces: Mapping[str, Mapping[int, tuple[Sequence[int], S
     Args:
         traces: by label, each chain's steps and values.
     """
-    figure, rows = canvas(len(traces), height=4 if len(traces) == 1 else 0.8 + 1.6 * len(traces))
+    figure, rows = canvas(len(traces), height=3.2 if len(traces) == 1 else 0.8 + 1.4 * len(traces))
     for axes, (label, chains) in zip(rows, traces.items(), strict=True):
-        for chain, (steps, values) in chains.items():
-            axes.plot(steps, values, "-o", linewidth=0.8, markersize=4, label=f"chain {chain}")
-        axes.set_ylabel(label, fontsize=None if len(traces) == 1 else "small")
+        for index, (chain, (steps, values)) in enumerate(chains.items()):
+            axes.plot(steps, values, label=f"chain {chain}", **series(index, len(steps)))
+        axes.set_ylabel(label, fontsize=9 if len(traces) == 1 else 8)
         axes.ticklabel_format(axis="y", useOffset=False)
     rows[-1].set_xlabel("optimizer step")
     rows[-1].xaxis.set_major_locator(integer_ticks())
     if 1 < len(next(iter(traces.values()))) <= 10:
-        rows[0].legend(loc="upper right")
+        legend_above(rows[0], columns=5)
     return figure

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_sgmcmc.figures.canvas import AVERAGE_COLOUR, SAMPLE_COLOUR, canvas, integer_ticks, legend_above
+from lightning_sgmcmc.figures.canvas import (
+    AVERAGE_COLOUR,
+    COLOURS,
+    MARKERS,
+    SAMPLE_COLOUR,
+    canvas,
+    integer_ticks,
+    legend_above,
+    panels,
+    series,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,11 +25,9 @@ if TYPE_CHECKING:
     from lightning_sgmcmc.evaluation.comparison import ChainRow
 
 
-KIND_COLOURS = {"within a cycle": "tab:blue", "between cycles": "tab:red", "between chains": "tab:purple"}
+KINDS = ("within a cycle", "between cycles", "between chains")
 GROUPS_WITH_NAMES = 12
 """With more cycles or chains than this, a colour bar replaces the legend."""
-MARKED_POINTS = 100
-"""Lines with more points than this have no markers."""
 TENSORS_SHOWN = 40
 
 
@@ -30,7 +38,7 @@ def weights_figure(weights: Sequence[float], effective: Sequence[float]) -> "Fig
         weights: weights of all samples, summing to 1.
         effective: (Σw)²/Σw² of the first 1, 2, … samples.
     """
-    figure, (upper, lower) = canvas(2, height=5)
+    figure, (upper, lower) = canvas(2, height=4.2)
     count = np.arange(1, len(weights) + 1)
     upper.vlines(count, 0, weights, color=AVERAGE_COLOUR, linewidth=max(0.5, min(6.0, 200 / len(weights))))
     upper.axhline(1 / len(weights), color="black", linestyle=":", linewidth=1, label=f"equal weights, 1/{len(weights)}")
@@ -59,7 +67,7 @@ def geometry_figure(
         groups: each sample's cycle, for the colour.
         chains: each sample's chain; with more than one, they set the colour.
     """
-    figure, (axes,) = canvas(width=6.4, height=5)
+    figure, (axes,) = canvas(width=5.2, height=4.2)
     points, of_chain = np.asarray(coordinates, dtype=float), np.asarray(chains)
     for chain in np.unique(of_chain):
         path = points[of_chain == chain]
@@ -77,16 +85,14 @@ def geometry_figure(
 def _coloured_points(figure: "Figure", axes: "Axes", points: Any, colours: Any, kind: str) -> None:
     names = np.unique(colours)
     if 1 < len(names) <= GROUPS_WITH_NAMES:
-        from matplotlib import colormaps
-
-        colormap: Any = colormaps["tab10" if len(names) <= 10 else "tab20"]
         for index, name in enumerate(names):
             own = points[colours == name]
-            axes.scatter(own[:, 0], own[:, 1], s=28, color=colormap.colors[index], label=f"{kind} {name}", zorder=2)
+            style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index]}
+            axes.scatter(own[:, 0], own[:, 1], s=22, label=f"{kind} {name}", zorder=2, **style)
         legend_above(axes, columns=6 if len(names) > 4 else 4)
         return
     label, shown = (kind, colours) if len(names) > 1 else ("sample", np.arange(len(points)))
-    drawn = axes.scatter(points[:, 0], points[:, 1], s=28, c=shown, cmap="viridis", zorder=2)
+    drawn = axes.scatter(points[:, 0], points[:, 1], s=22, c=shown, cmap="viridis", zorder=2)
     figure.colorbar(drawn, ax=axes, label=label, ticks=integer_ticks())
 
 
@@ -105,10 +111,8 @@ def weight_paths_figure(
         label: label of the energies.
     """
     from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.4 * len(paths) + 0.8, 3.9), layout="constrained")
-    row = figure.subplots(1, len(paths), sharex=True, sharey=True, squeeze=False)[0]
+    figure, (row,) = panels(1, len(paths), 2.6 * len(paths) + 0.8, 3.2, shared_x=True, shared_y=True)
     everything = np.concatenate([np.asarray(values, dtype=float) for values in energies.values()])
     scale = LogNorm(float(everything.min()), float(everything.max()))
     for axes, (name, path) in zip(row, paths.items(), strict=True):
@@ -117,10 +121,10 @@ def weight_paths_figure(
         drawn = axes.scatter(places[:, 0], places[:, 1], s=9, c=energies[name], cmap="viridis", norm=scale, zorder=2)
         axes.plot(*places[0], "o", color=SAMPLE_COLOUR, markersize=7, zorder=3, label="start")
         axes.plot(*places[-1], "X", color=SAMPLE_COLOUR, markersize=8, zorder=3, label="end")
-        axes.set_title(name, fontsize="medium")
+        axes.set_title(name, fontsize=9)
         axes.set_xlabel(f"coordinate 1 ({share[0]:.0%} of the variance)")
     row[0].set_ylabel(f"coordinate 2 ({share[1]:.0%} of the variance)")
-    row[0].legend(loc="best", fontsize="small")
+    row[0].legend(loc="best", fontsize=8)
     figure.colorbar(drawn, ax=list(row), label=label)
     return figure
 
@@ -138,14 +142,14 @@ def segments_figure(
     Source: Zhang et al. 2020 (cSG-MCMC), figure 4.
     """
     metrics = list(segments[0][2])
-    figure, rows = canvas(len(metrics), height=1 + 2.2 * len(metrics))
+    figure, rows = canvas(len(metrics), height=0.8 + 1.6 * len(metrics))
     for axes, metric in zip(rows, metrics, strict=True):
         named: set[str] = set()
         for kind, _, values in segments:
             label = kind if kind not in named else None
             named.add(kind)
-            colour = KIND_COLOURS.get(kind, "black")
-            axes.plot(positions, values[metric], "-o", color=colour, markersize=3, linewidth=1, alpha=0.8, label=label)
+            style = series(KINDS.index(kind) if kind in KINDS else len(KINDS)) | {"markersize": 3, "linewidth": 1}
+            axes.plot(positions, values[metric], alpha=0.8, label=label, **style)
         axes.set_ylabel(metric)
     legend_above(rows[0])
     rows[-1].set_xlabel(f"position on the segment between two samples, t (on the {data})")
@@ -156,7 +160,7 @@ def segments_figure(
 def temperatures_figure(
     tensors: Mapping[str, Mapping[str, Any]], temperature: float, tolerance: float = 0.2, shown: int = TENSORS_SHOWN
 ) -> "Figure":
-    """Draw each tensor's kinetic and configurational temperatures with intervals, and the target's.
+    """Draw each tensor's kinetic and configurational temperatures with 95 % intervals, and the target's.
 
     Args:
         tensors: by name the numbers `kinetic` and `configurational` and the pairs `kinetic_interval` and
@@ -175,12 +179,12 @@ def temperatures_figure(
 
     far = set(sorted(tensors, key=distance, reverse=True)[:shown])
     names = [name for name in tensors if name in far]
-    figure, (axes,) = canvas(width=7.5, height=1.4 + 0.3 * len(names))
+    figure, (axes,) = canvas(height=1.3 + 0.26 * len(names))
     band = (1 - tolerance) * temperature, (1 + tolerance) * temperature
-    axes.axvspan(*band, color="lightgray", alpha=0.6, linewidth=0, label=f"± {tolerance:.0%}")
+    axes.axvspan(*band, color="lightgray", alpha=0.6, linewidth=0, label=f"target ± {tolerance:.0%}")
     axes.axvline(temperature, color="black", linestyle=":", linewidth=1, label=f"target τ = {temperature:g}")
     drawn = [temperature]
-    for kind, colour, offset in (("kinetic", AVERAGE_COLOUR, -0.14), ("configurational", SAMPLE_COLOUR, 0.14)):
+    for index, (kind, offset) in enumerate((("kinetic", -0.14), ("configurational", 0.14))):
         places = [(i, tensors[n]) for i, n in enumerate(names) if is_known(tensors[n].get(kind))]
         if not places:
             continue
@@ -190,15 +194,22 @@ def temperatures_figure(
         below, above = np.clip(values - low, 0, None), np.clip(high - values, 0, None)
         height = [i + offset for i, _ in places]
         drawn += values.tolist()
-        axes.errorbar(values, height, xerr=[below, above], fmt="o", color=colour, markersize=4, capsize=2, label=kind)
+        style: dict[str, Any] = {
+            "fmt": MARKERS[index],
+            "color": COLOURS[index],
+            "markersize": 4,
+            "capsize": 2,
+            "elinewidth": 1,
+        }
+        axes.errorbar(values, height, xerr=[below, above], label=f"{kind}, 95 % interval", **style)
     # A small tensor's interval may be many times the target; it must not hide the others.
     margin = 0.5 * temperature + 0.1 * (max(drawn) - min(drawn))
     axes.set_xlim(min(drawn) - margin, max(drawn) + margin)
-    axes.set_yticks(range(len(names)), names, fontsize="small")
+    axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.set_ylim(len(names) - 0.5, -0.5)
     chosen = f" (the {len(names)} of {len(tensors)} tensors farthest from the target)"
     axes.set_xlabel("temperature" + chosen * (len(names) < len(tensors)))
-    legend_above(axes)
+    legend_above(axes, columns=2)
     return figure
 
 
@@ -213,17 +224,10 @@ def chains_figure(
         disagreement: disagreement between the chains' predictives, NaN if unknown.
     """
     evaluated = [row for row in rows if math.isfinite(row.nll)]
-    figure, panels = canvas(rows=2 if evaluated else 1, height=6.0 if evaluated else 4.0, shared=False)
-    upper = panels[0]
-    for chain, (steps, energy) in chains.items():
-        upper.plot(
-            steps,
-            energy,
-            "-o" if len(steps) <= MARKED_POINTS else "-",
-            linewidth=0.8,
-            markersize=3,
-            label=f"chain {chain}",
-        )
+    figure, rows_drawn = canvas(rows=2 if evaluated else 1, height=4.8 if evaluated else 3.2, shared=False)
+    upper = rows_drawn[0]
+    for index, (chain, (steps, energy)) in enumerate(chains.items()):
+        upper.plot(steps, energy, label=f"chain {chain}", **series(index, len(steps)) | {"linewidth": 0.8})
     upper.set_xlabel("optimizer step")
     upper.set_ylabel("potential energy Ũ (nats)")
     upper.ticklabel_format(axis="y", useOffset=False)
@@ -234,7 +238,7 @@ def chains_figure(
     if math.isfinite(rhat):
         upper.annotate(f"split R-hat {rhat:.3f}", (0.99, 0.97), xycoords="axes fraction", ha="right", va="top")
     if evaluated:
-        lower = panels[1]
+        lower = rows_drawn[1]
         names = ["all" if row.chain is None else str(row.chain) for row in evaluated]
         lower.plot(names[:-1], [row.nll for row in evaluated[:-1]], "o", color=SAMPLE_COLOUR)
         lower.plot(names[-1:], [evaluated[-1].nll], "D", color=AVERAGE_COLOUR)

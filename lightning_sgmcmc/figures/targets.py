@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_sgmcmc.figures.canvas import AVERAGE_COLOUR, SAMPLE_COLOUR, canvas, legend_above
+from lightning_sgmcmc.figures.canvas import AVERAGE_COLOUR, SAMPLE_COLOUR, canvas, legend_above, panels, series
+from lightning_sgmcmc.figures.errors import INTERVAL, draw_band, mean_with_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,7 +23,7 @@ def densities_figure(x: Sequence[float], truth: Sequence[float], others: Mapping
     figure, (axes,) = canvas()
     axes.fill_between(x, truth, color="lightgray", label="target")
     for index, (name, values) in enumerate(others.items()):
-        axes.plot(x, values, color=f"C{index}", linewidth=1.2, label=name)
+        axes.plot(x, values, label=name, **series(index, len(values)))
     axes.set_xlabel("x")
     axes.set_ylabel("density")
     axes.set_ylim(bottom=0)
@@ -40,7 +41,7 @@ def errors_figure(steps: Sequence[float], errors: Mapping[str, Sequence[float]],
     """
     figure, (axes,) = canvas()
     for index, (name, values) in enumerate(errors.items()):
-        axes.loglog(steps, values, "-o", color=f"C{index}", markersize=3, linewidth=1.2, label=name)
+        axes.loglog(steps, values, label=name, **series(index, len(steps)))
     axes.set_xlabel("steps")
     axes.set_ylabel(label)
     legend_above(axes, columns=4)
@@ -49,7 +50,7 @@ def errors_figure(steps: Sequence[float], errors: Mapping[str, Sequence[float]],
 
 def path_figure(steps: Sequence[float], places: Sequence[float], multipliers: Sequence[float]) -> "Figure":
     """Draw a chain's path in one dimension, and its gradient multipliers below."""
-    figure, (upper, lower) = canvas(2, height=5)
+    figure, (upper, lower) = canvas(2, height=4.2)
     upper.plot(steps, places, color="black", linewidth=0.6)
     upper.set_ylabel("x")
     kappa = np.asarray(multipliers, dtype=float)
@@ -76,16 +77,13 @@ def plane_figure(
         bounds: lower and upper ends of both axes.
         modes: positions marked by crosses in the truth.
     """
-    from matplotlib.figure import Figure
-
     pictures = {"truth": truth, **estimates}
-    figure = Figure(figsize=(3.1 * len(pictures), 3.9), layout="constrained")
-    row = figure.subplots(1, len(pictures), sharex=True, sharey=True, squeeze=False)[0]
+    figure, (row,) = panels(1, len(pictures), 2.4 * len(pictures), 2.9, shared_x=True, shared_y=True)
     highest = float(np.asarray(truth).max())
     for axes, (name, masses) in zip(row, pictures.items(), strict=True):
         grid = np.asarray(masses, dtype=float).T
         axes.imshow(grid, origin="lower", extent=(*bounds, *bounds), cmap="viridis", vmin=0, vmax=highest)
-        axes.set_title(name, fontsize="medium")
+        axes.set_title(name, fontsize=9)
         axes.set_xlabel("x₁")
     row[0].set_ylabel("x₂")
     if len(modes):
@@ -104,10 +102,7 @@ def trajectories_figure(
         bounds: lower and upper ends of both axes.
         paths: consecutive positions, shape (steps, 2), by method.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.3 * len(paths), 4.0), layout="constrained")
-    row = figure.subplots(1, len(paths), sharex=True, sharey=True, squeeze=False)[0]
+    figure, (row,) = panels(1, len(paths), 2.4 * len(paths), 2.9, shared_x=True, shared_y=True)
     grid = np.asarray(energies, dtype=float)
     axis = np.linspace(*bounds, len(grid))
     levels = np.linspace(grid.min(), min(float(grid.max()), float(grid.min()) + 20), 12)
@@ -116,7 +111,7 @@ def trajectories_figure(
         places = np.asarray(path, dtype=float)
         axes.plot(places[:, 0], places[:, 1], ".", color=AVERAGE_COLOUR, markersize=1, alpha=0.4)
         axes.plot(*places[0], "o", color=SAMPLE_COLOUR, markersize=5)
-        axes.set_title(name, fontsize="medium")
+        axes.set_title(name, fontsize=9)
         axes.set_aspect("equal")
         axes.set_xlim(*bounds)
         axes.set_ylim(*bounds)
@@ -125,54 +120,49 @@ def trajectories_figure(
     return figure
 
 
-def estimates_figure(
-    centres: Sequence[float], truth: Sequence[float], estimates: Mapping[str, tuple[Sequence[float], Sequence[float]]]
-) -> "Figure":
-    """Draw estimated masses of bins over repeats: their mean ± standard deviation above, the deviation alone below.
+def estimates_figure(centres: Sequence[float], truth: Sequence[float], estimates: Mapping[str, Any]) -> "Figure":
+    """Draw bins' masses estimated in repeats: their means with 95 % intervals above, standard deviations below.
 
     Args:
         centres: centres of the bins.
         truth: true masses of the bins.
-        estimates: mean and standard deviation of each bin's estimate, by method.
+        estimates: estimates by method, shape (repeats, bins).
     """
-    figure, (upper, lower) = canvas(2, height=5)
+    figure, (upper, lower) = canvas(2, height=4.2)
     width = centres[1] - centres[0]
     upper.bar(centres, truth, width=0.9 * width, color="lightgray", label="truth")
-    for index, (name, (mean, deviation)) in enumerate(estimates.items()):
+    for index, (name, repeats) in enumerate(estimates.items()):
+        mean, half = mean_with_interval(repeats)
         places = np.asarray(centres) + (index - (len(estimates) - 1) / 2) * 0.25 * width
-        style: dict[str, Any] = {"color": f"C{index}", "markersize": 3, "linewidth": 1.2}
-        upper.errorbar(places, mean, yerr=deviation, fmt="o", capsize=3, label=name, **style)
-        lower.semilogy(centres, deviation, "-o", **style)
+        style = series(index)
+        bars = style | {"linestyle": "none", "capsize": 3, "label": f"{name}, {INTERVAL}"}
+        upper.errorbar(places, mean, yerr=half, **bars)
+        lower.semilogy(centres, np.std(np.asarray(repeats, dtype=float), axis=0, ddof=1), **style)
     upper.set_ylabel("mass of the bin")
-    lower.set_ylabel("standard deviation")
+    lower.set_ylabel("sd over repeats")
     lower.set_xlabel("energy U (nats)")
-    legend_above(upper)
+    legend_above(upper, columns=2)
     return figure
 
 
 def progress_figure(
-    curves: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float]]],
-    x_label: str,
-    y_label: str,
-    log_x: bool = False,
+    curves: Mapping[str, tuple[Sequence[float], Any]], x_label: str, y_label: str, log_x: bool = False
 ) -> "Figure":
-    """Draw methods' progress as curves with bands, on a log axis.
+    """Draw methods' progress as means over repeats with bands of their 95 % intervals, on a log axis.
 
     Args:
-        curves: x values, means and standard deviations, by method.
+        curves: by method the x values, and positive values of shape (repeats, points).
         x_label: label of the x-axis.
         y_label: label of the values.
         log_x: whether the x-axis is logarithmic too.
     """
-    figure, (axes,) = canvas(height=4.6)
-    for index, (name, (places, means, deviations)) in enumerate(curves.items()):
-        mean, deviation = np.asarray(means, dtype=float), np.asarray(deviations, dtype=float)
-        axes.semilogy(places, mean, "-", color=f"C{index}", linewidth=1.2, label=name)
-        lower = np.maximum(mean - deviation, mean / 10)  # a log axis cannot show a band below 0
-        axes.fill_between(places, lower, mean + deviation, color=f"C{index}", alpha=0.15, linewidth=0)
+    figure, (axes,) = canvas(height=3.8)
+    for index, (name, (places, repeats)) in enumerate(curves.items()):
+        draw_band(axes, places, repeats, index, name, is_positive=True)
+    axes.set_yscale("log")
     if log_x:
         axes.set_xscale("log")
     axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
+    axes.set_ylabel(f"{y_label}; bands: {INTERVAL}")
     legend_above(axes, columns=4)
     return figure

@@ -14,7 +14,7 @@ from lightning_sgmcmc.evaluation.comparison import chain_rows, prediction_diagno
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.figures import contour as figures_contour
 from lightning_sgmcmc.figures import samples as figures_samples
-from lightning_sgmcmc.run.history import PRIOR_NORM, RunHistory
+from lightning_sgmcmc.run.history import CYCLE, NLL, PRIOR_NORM, RunHistory
 
 Figures = dict[str, Any]
 """matplotlib figures by name."""
@@ -30,27 +30,32 @@ def schedule(history: RunHistory) -> Figures:
         return {}
     steps, marks = history.scalars.column(0), history.samples.column(0)
     lr, temperature = history.scalar("sampler/lr"), history.scalar("sampler/temperature")
-    return {"schedule": figures.schedule_figure(steps, lr, temperature, marks, history.warm_steps)}
+    return {"schedule": figures.schedule_figure(steps, lr, temperature, marks, history.warm_steps, history.cycles)}
 
 
 def energy(history: RunHistory) -> Figures:
-    """Draw the mini-batch energies."""
+    """Draw the mini-batches' NLL per datum and ‖θ‖²/(d·σ²); without data, as on an analytic density, their energies."""
     if not len(history.scalars):
         return {}
-    marks, heights = history.samples.column(0), history.samples.column(3)
-    drawn = figures.energy_figure(history.scalars.column(0), history.scalar("sampler/energy"), marks, heights)
-    return {"energy": drawn}
+    steps, marks = history.scalars.column(0), history.samples.column(0)
+    if NLL not in history.trace_names:
+        values, heights = history.scalar("sampler/energy"), history.samples.column(3)
+        return {"energy": figures.energy_figure(steps, values, marks, heights, history.cycles)}
+    norms = history.scalar(PRIOR_NORM) if PRIOR_NORM in history.trace_names else []
+    temperature = history.last_temperature(1.0)
+    return {
+        "energy": figures.nll_figure(steps, history.scalar(NLL), norms, marks, temperature, history.cycles),
+    }
 
 
 def traces(history: RunHistory) -> Figures:
-    """Draw traces of the energy and of the traced weights."""
-    if not len(history.scalars):
+    """Draw traces of single weights."""
+    paths = {name: history.scalar(name) for name in history.trace_names if name not in (NLL, PRIOR_NORM, CYCLE)}
+    if not len(history.scalars) or not paths:
         return {}
-    paths = {"potential energy Ũ (nats)": history.scalar("sampler/energy")}
-    paths |= {name: history.scalar(name) for name in history.trace_names}
-    warm = [value for value in history.scalar("sampler/temperature") if value > 0]
-    lines = {PRIOR_NORM: warm[-1]} if warm else {}
-    return {"traces": figures.traces_figure(history.scalars.column(0), paths, history.samples.column(0), lines)}
+    return {
+        "traces": figures.traces_figure(history.scalars.column(0), paths, history.samples.column(0), history.cycles)
+    }
 
 
 def weights(history: RunHistory) -> Figures:
@@ -155,13 +160,9 @@ def chain_table(history: RunHistory, evaluation: Evaluation | None) -> Table:
 
 
 def running(evaluation: Evaluation) -> Figures:
-    """Draw every metric of the running average and of single samples."""
-    return {
-        f"running_{metric}": figures.running_average_figure(
-            metric, [m[metric] for m in evaluation.running], [m[metric] for m in evaluation.members]
-        )
-        for metric in evaluation.bma
-    }
+    """Draw every metric of the running average and of single samples, in one grid."""
+    curves = {m: ([r[m] for r in evaluation.running], [r[m] for r in evaluation.members]) for m in evaluation.bma}
+    return {"running": figures.running_figure(curves)} if curves else {}
 
 
 def reliability_diagram(evaluation: Evaluation) -> Figures:

@@ -17,18 +17,21 @@ class Cell:
     kind: str
 
 
-def page(title: str, subtitle: str, sections: Iterable[tuple[str, str]]) -> str:
+def page(title: str, subtitle: str, sections: Iterable[tuple[str, str]], unfolded: int | None = None) -> str:
     """Return a self-contained page: no script, no network.
 
     Args:
         title, subtitle: text.
         sections: heading (text) and contents (HTML) of each; those without contents are omitted.
+        unfolded: number of sections, counted with the omitted ones, that are shown; the others are folded. None shows
+            all.
     """
-    kept = [(heading, content) for heading, content in sections if content]
-    links = "".join(f'<li><a href="#{_anchor(heading)}">{escape(heading)}</a></li>' for heading, _ in kept)
-    body = "".join(
-        f'<section id="{_anchor(heading)}"><h2>{escape(heading)}</h2>{content}</section>' for heading, content in kept
-    )
+    parts = list(sections)
+    shown = len(parts) if unfolded is None else unfolded
+    links = "".join(f'<li><a href="#{_anchor(heading)}">{escape(heading)}</a></li>' for heading, of in parts if of)
+    # The folded sections' summaries are a table of contents.
+    contents = f'<nav aria-label="Sections"><ul>{links}</ul></nav>' if unfolded is None else ""
+    body = "".join(_section(heading, of, index >= shown) for index, (heading, of) in enumerate(parts) if of)
     style = files("lightning_sgmcmc.report").joinpath("report.css").read_text()
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -42,11 +45,18 @@ def page(title: str, subtitle: str, sections: Iterable[tuple[str, str]]) -> str:
 {style}</style>
 </head>
 <body>
-<header><h1>{escape(title)}</h1><p>{escape(subtitle)}</p><nav aria-label="Sections"><ul>{links}</ul></nav></header>
+<header><h1>{escape(title)}</h1><p>{escape(subtitle)}</p>{contents}</header>
 <main>{body}</main>
 </body>
 </html>
 """
+
+
+def _section(heading: str, content: str, is_folded: bool) -> str:
+    if is_folded:  # a link to an element within a folded one unfolds it
+        summary = f"<summary><h2>{escape(heading)}</h2></summary>"
+        return f'<details class="part">{summary}<section id="{_anchor(heading)}">{content}</section></details>'
+    return f'<section id="{_anchor(heading)}"><h2>{escape(heading)}</h2>{content}</section>'
 
 
 def table(

@@ -1,4 +1,4 @@
-"""The report as a whole: warnings at the top, then the sections."""
+"""The report as a whole: five sentences, the verdict and four pictures; the rest is folded."""
 
 import math
 from collections.abc import Sequence
@@ -12,9 +12,10 @@ from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.report import html_page
 from lightning_sgmcmc.report.chains import Chains
 from lightning_sgmcmc.report.health import tensors
-from lightning_sgmcmc.report.html_page import bullets, folded, is_finite, paragraph
+from lightning_sgmcmc.report.html_page import bullets, is_finite, paragraph
 from lightning_sgmcmc.report.pictures import pictures
 from lightning_sgmcmc.report.plan import plan
+from lightning_sgmcmc.report.repeat import repeat
 from lightning_sgmcmc.report.results import facts, results
 from lightning_sgmcmc.report.run_record import RunRecord, find_run, read_run
 from lightning_sgmcmc.report.samples import equal_weights, samples, weights
@@ -50,23 +51,27 @@ def write_report(run: str | Path, output: str | Path | None = None, parameters: 
 def render(run: RunRecord, parameters: Sequence[str] | None = None) -> str:
     """Return the report's HTML."""
     chains = Chains(run, parameters)
-    sections = [
+    first, others = pictures(run)
+    shown = [
         ("In five sentences", _sentences(run)),
         ("Health", _verdict(run, chains)),
+        ("Pictures", first),
+    ]
+    folded_up = [
+        ("Results", results(run)),
         ("Run", facts(run)),
         ("Plan", plan(run)),
-        ("Results", results(run)),
         ("Samples", samples(run)),
         ("Weights", weights(run.records)),
         ("Chains", chains.html()),
-        ("Pictures", pictures(run)),
         ("Health of each tensor", tensors(run.health)),
-        ("Configuration", _configuration(run)),
+        ("More pictures", others),
+        ("Repeat this run", repeat(run)),
     ]
     title = str(run.results.get("recipe") or run.name)
     stage = {"val": "validation data", "test": "test data"}.get(str(run.results.get("stage")))
     subtitle = f"{run.name}{f', evaluated on the {stage}' if stage else ''}"
-    return html_page.page(title, subtitle, sections)
+    return html_page.page(title, subtitle, [*shown, *folded_up], unfolded=len(shown))
 
 
 def _verdict(run: RunRecord, chains: "Chains") -> str:
@@ -123,8 +128,3 @@ def _attention(run: RunRecord) -> list[str]:
     if run.damaged:
         found.append(f"Damaged pictures are omitted: {', '.join(run.damaged)}.")
     return found
-
-
-def _configuration(run: RunRecord) -> str:
-    texts = {name: text for name, text in run.texts.items() if name.endswith(".yaml") and text.strip()}
-    return "".join(folded(name, html_page.preformatted(text)) for name, text in texts.items())

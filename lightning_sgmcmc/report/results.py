@@ -15,7 +15,7 @@ HIGHER_IS_BETTER = ("accuracy", "auroc", "log_likelihood")
 LOWER_IS_BETTER = ("nll", "brier", "ece", "rmse", "mae", "error")
 LONGEST_SETTINGS = 2**16
 """Characters of `hparams.yaml` that are read."""
-PLAIN_NAMES = {"lr": "Step size lr", "temperature": "Temperature τ", "num_chains": None}
+PLAIN_NAMES = {"lr": "Step size lr", "temperature": "Temperature τ", "num_chains": None, "seed": None}
 """Labels of hyperparameters; None omits one."""
 
 
@@ -28,7 +28,7 @@ def facts(run: RunRecord) -> str:
     pairs: list[tuple[str, Any]] = [
         ("Recipe", known["recipe"]),
         ("Scale", known["scale"]),
-        ("Seed", None if known["seed"] is None else str(known["seed"])),
+        ("Seed", known["seed"] if known["seed"] is None else str(known["seed"])),
         ("Duration", _duration(results.get("seconds"))),
         ("Optimizer steps", steps),
         ("Samples", len(records)),
@@ -42,20 +42,27 @@ def facts(run: RunRecord) -> str:
 
 
 def _hyperparameters(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the plain values of `hparams.yaml`."""
+    """Return the plain values of `hparams.yaml` by their labels."""
+    named = [(PLAIN_NAMES.get(k, k.replace("_", " ").capitalize()), v) for k, v in plain_settings(run).items()]
+    elsewhere = ("version.", "plan.")  # in the parts on repeating the run and on its plan
+    return [(k, v) for k, v in named if k is not None and v != "None" and not k.lower().startswith(elsewhere)]
+
+
+def plain_settings(run: RunRecord) -> dict[str, str]:
+    """Return the plain values of `hparams.yaml` as short texts."""
     import yaml
 
     try:
         content = yaml.safe_load(run.texts.get("hparams.yaml", "")[:LONGEST_SETTINGS])
     except (yaml.YAMLError, ValueError, RecursionError, LookupError, TypeError):
-        return []
+        return {}
     plain = content if isinstance(content, dict) else {}
-    named = [
-        (PLAIN_NAMES.get(k, str(k).replace("_", " ").capitalize()), str(v))
+    named = {
+        str(k): str(v)
         for k, v in plain.items()
         if _is_flat(k) and (_is_flat(v) or (isinstance(v, list) and all(map(_is_flat, v))))
-    ]
-    return [(name, value) for name, value in named if name is not None and len(value) < 80]
+    }
+    return {name: value for name, value in named.items() if len(value) < 80}
 
 
 def _is_flat(value: Any) -> bool:

@@ -38,6 +38,7 @@ class RunRecord:
         other_rows: rows of the run's other results, by the file that holds them (`results-val.json`, …).
         steps: optimizer steps of the history.
         scalars: values at these steps, by name ("sampler/energy").
+        traces: traced quantities at these steps, by name ("NLL (nats per datum)").
         health: the report in `health.json`, if there is one.
         records: the record of each sample, from the store, else from the history.
         store: the samples, if they are in the folder.
@@ -53,6 +54,7 @@ class RunRecord:
     other_rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
     scalars: dict[str, list[float]] = field(default_factory=dict)
+    traces: dict[str, list[float]] = field(default_factory=dict)
     health: HealthReport | None = None
     records: list[SampleRecord] = field(default_factory=list)
     store: DiskStore | None = None
@@ -121,7 +123,8 @@ def read_run(folder: Path) -> RunRecord:
         if rows and rows != run.rows:
             run.other_rows[path.relative_to(folder).as_posix()] = rows
     history = _read_json(folder / HISTORY) or {}
-    run.steps, run.scalars = _series(history, folder / HISTORY)
+    run.steps, run.scalars = _series(history, "scalars", folder / HISTORY)
+    _, run.traces = _series(history, "traces", folder / HISTORY)
     run.health = _health(_read_json(folder / HEALTH), folder / HEALTH)
     store = next((p for p in (folder / "samples", folder) if os.path.lexists(p / MANIFEST)), None)
     if store is not None and store != folder and store.is_symlink():
@@ -184,10 +187,10 @@ def _rows(results: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _series(history: dict[str, Any], path: Path) -> tuple[list[int], dict[str, list[float]]]:
-    steps, scalars = history.get("steps", []), history.get("scalars", {})
+def _series(history: dict[str, Any], kind: str, path: Path) -> tuple[list[int], dict[str, list[float]]]:
+    steps, scalars = history.get("steps", []), history.get(kind, {})
     if not isinstance(steps, list) or not isinstance(scalars, dict) or not all(map(_is_step, steps)):
-        raise RunError(f"{path} is damaged: it should have a list of steps, and scalars at these steps")
+        raise RunError(f"{path} is damaged: it should have a list of steps, and {kind} at these steps")
     for name, values in scalars.items():
         if not isinstance(values, list) or len(values) != len(steps) or not all(map(_is_number, values)):
             raise RunError(f"{path} is damaged: {str(name)[:80]} should have one number for each of its steps")

@@ -13,6 +13,10 @@ from lightning_sgmcmc.diagnostics.samples import normalised_weights, within_grou
 
 PRIOR_NORM = "‖θ‖²/(d·σ²)"
 """The name of a trace: the square of the parameters in units of their prior's variance, a mean over them."""
+NLL = "NLL (nats per datum)"
+"""The name of a trace: the mini-batch's mean negative log likelihood, without the prior."""
+CYCLE = "cycle"
+"""The name of a trace: the number of the cycle, from 0."""
 SCALARS = ("sampler/lr", "sampler/temperature", "sampler/energy")
 
 
@@ -108,6 +112,13 @@ class RunHistory:
         """Return the kept values of one of `SCALARS` or of the traced quantities."""
         return self.scalars.column(1 + [*SCALARS, *self.trace_names].index(name))
 
+    @property
+    def cycles(self) -> list[tuple[float, float]]:
+        """First and last logged step of each cycle; empty if they are not known."""
+        if CYCLE not in self.trace_names:
+            return []
+        return cycle_spans(self.scalars.column(0), self.scalar(CYCLE))
+
     def last_temperature(self, otherwise: float) -> float:
         """Return the last temperature above 0, another number if there was none."""
         return next((value for value in reversed(self.scalar("sampler/temperature")) if value > 0), otherwise)
@@ -150,6 +161,27 @@ class RunHistory:
             self.samples.rows = [(*row, 1.0) for row in self.samples.rows]
         self._first_weight = self.samples.rows[0][4] if self.samples.rows else None
         self._weights_differ = any(row[4] != self._first_weight or not row[6] for row in self.samples.rows)
+
+
+def cycle_spans(steps: Sequence[float], cycles: Sequence[float]) -> list[tuple[float, float]]:
+    """Return first and last step of each run of equal cycle numbers; those that are NaN are left out.
+
+    Args:
+        steps: the steps, in order.
+        cycles: number of the cycle at each step.
+
+    >>> cycle_spans([1, 5, 9, 13], [0, 0, 1, 1])
+    [(1, 5), (9, 13)]
+    """
+    spans: list[tuple[float, float]] = []
+    last = math.nan
+    for step, cycle in zip(steps, cycles, strict=True):
+        if cycle == last:
+            spans[-1] = (spans[-1][0], step)
+        elif math.isfinite(cycle):
+            spans.append((step, step))
+        last = cycle
+    return spans
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:

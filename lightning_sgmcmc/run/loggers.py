@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 Cell = str | float | int | None
-DPI = 120
+DPI = 150
 
 
 def is_logged(trainer: pl.Trainer, chains: Chains, step_count: int) -> bool:
@@ -57,7 +57,9 @@ def log_cost(trainer: pl.Trainer, chains: Chains) -> None:
     log_scalars(trainer, scalars, trainer.global_step)
 
 
-def log_figure(trainer: pl.Trainer, name: str, figure: "Figure", step: int, folder: Path | None) -> None:
+def log_figure(
+    trainer: pl.Trainer, name: str, figure: "Figure", step: int, folder: Path | None, for_print: bool = False
+) -> None:
     """Write a figure to the loggers that accept pictures, and as a PNG file; in a notebook, show it.
 
     Args:
@@ -66,11 +68,13 @@ def log_figure(trainer: pl.Trainer, name: str, figure: "Figure", step: int, fold
         figure: a matplotlib figure.
         step: the trainer's global step.
         folder: folder of the file; None writes no file.
+        for_print: whether the file has 300 dots per inch, with a PDF beside it.
     """
     if not trainer.is_global_zero:
         return
     png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=DPI)
+    with figures.styled():
+        figure.savefig(png, format="png", dpi=DPI)
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             import wandb
@@ -81,6 +85,8 @@ def log_figure(trainer: pl.Trainer, name: str, figure: "Figure", step: int, fold
     show_inline(trainer, name, png.getvalue())
     if folder is not None:
         write_output(folder / f"{_stem(name)}.png", png.getvalue())
+        if for_print:
+            figures.save_figure(figure, folder / f"{_stem(name)}.png")
 
 
 def log_histogram(

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_sgmcmc.figures.canvas import COLOURS, SINGLE_COLOUR, save_figure
 from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.recipes.equal_cost.comparison import Cell, Difference, Results, best_auroc, sentences
 from lightning_sgmcmc.recipes.equal_cost.methods import ROWS
@@ -51,7 +52,7 @@ def write_page(cells: Sequence[Cell], sets: Sequence[str], settings: Mapping[str
     write_atomically(options.out / "page.md", ("\n\n".join(parts) + "\n").encode())
     lines = [json.dumps({**cell, "rows": {row: one["metrics"] for row, one in cell["rows"].items()}}) for cell in cells]
     write_atomically(options.out / "cells.jsonl", ("\n".join(lines) + "\n").encode())
-    picture({data: compared[data]["ensemble", "nll"] for data in sets}).savefig(options.out / "nll.png", dpi=120)
+    save_figure(picture({data: compared[data]["ensemble", "nll"] for data in sets}), options.out / "nll.png")
     return [row for data in sets for row in _rows(results, data, compared[data])]
 
 
@@ -116,18 +117,19 @@ def picture(compared: Mapping[str, Mapping[str, Difference]]) -> "Figure":
     """Draw each row's difference of NLL from the ensemble of equal cost, a panel for each data set."""
     columns = min(4, len(compared))
     lines = -(-len(compared) // columns)
-    figure, grid = panels(lines, columns, 3.6 * columns, 3.6 * lines)
+    figure, grid = panels(lines, columns, 2.6 * columns, 3.0 * lines)
     for axes, (data, rows) in zip(grid.flat, compared.items(), strict=False):
         rows = {row: rows[row] for row in ROWS if row in rows}
         for place, one in enumerate(rows.values()):
-            colour = "tab:gray" if not one.is_off_zero else "tab:blue" if one.value < 0 else "tab:red"
+            index, marker = (2, "o") if not one.is_off_zero else (0, "<") if one.value < 0 else (1, ">")
+            colour = SINGLE_COLOUR if index == 2 else COLOURS[index]
             axes.plot([one.low, one.high], [place, place], color=colour)
-            axes.plot([one.value], [place], "o", color=colour)
+            axes.plot([one.value], [place], marker, color=colour, markerfacecolor="white" if index == 2 else colour)
         axes.axvline(0, color="black", linewidth=0.8)
-        axes.set_yticks(range(len(rows)), list(rows), fontsize="x-small")
+        axes.set_yticks(range(len(rows)), list(rows), fontsize=7)
         axes.invert_yaxis()
-        axes.set_title(data)
-        axes.set_xlabel("ΔNLL from ensemble (nats)")
+        axes.set_title(data, fontsize=9)
+        axes.set_xlabel("ΔNLL from ensemble (nats), 95 %")
     for axes in list(grid.flat)[len(compared) :]:
         axes.set_visible(False)
     return figure

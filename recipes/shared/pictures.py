@@ -1,19 +1,16 @@
-"""Figures of several panels."""
+"""Pictures of a recipe: several panels, one legend, files for print."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightning_sgmcmc.figures.canvas import legend_below, panels, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
-def panels(rows: int, columns: int, width: float, height: float) -> "tuple[Figure, Any]":
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False)
+__all__ = ["outside_legend", "panels", "save_figure"]
 
 
 def outside_legend(figure: "Figure", axes: "Axes") -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    """Put one axes' legend below all panels."""
+    legend_below(figure, axes, columns=4)

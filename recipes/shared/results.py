@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lightning_sgmcmc.run import results as run_results
+from lightning_sgmcmc.run.origin import origin_of_run
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ def write_results(recipe: str, options: Options, rows: Sequence[Row], seconds: f
         "seed": options.seed,
         "rows": [asdict(row) for row in rows],
         "seconds": round(seconds, 1),
+        "origin": origin_of_run(),
     }
     run_results.write_results(options.out, results, markdown(rows))
 

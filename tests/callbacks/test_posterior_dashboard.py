@@ -1,5 +1,6 @@
 """What the dashboard draws, when, from what, and what it leaves alone."""
 
+import copy
 import csv
 import json
 import warnings
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -48,7 +50,7 @@ def drawn_at(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """Return, filled as the run goes on, the steps at which each figure was drawn."""
     steps: dict[str, list[int]] = {}
 
-    def record(trainer: Any, name: str, figure: Any, step: int, folder: Any) -> None:
+    def record(trainer: Any, name: str, figure: Any, step: int, *others: Any) -> None:
         steps.setdefault(name, []).append(step)
 
     monkeypatch.setattr("lightning_sgmcmc.callbacks.posterior_dashboard.log_figure", record)
@@ -98,21 +100,33 @@ def test_scalars_come_at_the_logged_optimizer_steps_only(tmp_path: Path) -> None
     assert "sampler/gradient_multiplier" not in logger.steps
     history = json.loads((Path(logger.log_dir) / "history.json").read_text())
     assert history["steps"] == [1, 4, 8, 12]
-    assert [len(history["traces"]), *map(len, history["traces"].values())] == [5, 4, 4, 4, 4, 4]
+    assert [len(history["traces"]), *map(len, history["traces"].values())] == [7, 4, 4, 4, 4, 4, 4, 4]
+
+
+def test_figures_for_print_are_in_two_files() -> None:
+    callbacks = [SamplingSchedule(every_n_steps=4), PosteriorDashboard(figures=["schedule"], for_print=True)]
+    quiet_trainer(max_epochs=1, callbacks=callbacks).fit(classifier(), *loaders())
+    assert Path("sgmcmc/schedule.pdf").read_bytes().startswith(b"%PDF")
+    assert Image.open("sgmcmc/schedule.png").info["dpi"] == pytest.approx((300, 300), abs=0.1)
 
 
 def test_traces_are_the_weights_that_they_name(tmp_path: Path) -> None:
     module, dashboard = classifier(prior=GaussianPrior(2.0)), PosteriorDashboard(figures=["traces"])
     norms: list[float] = []
+    losses: list[float] = []
 
     class Squares(pl.Callback):
-        def on_train_batch_start(self, *args: Any) -> None:
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *args: Any) -> None:
             norms.append(torch.cat([p.flatten() for p in module.parameters()]).square().mean().item() / 4)
+            x, y = batch
+            losses.append(nn.functional.cross_entropy(copy.deepcopy(module)(x), y).item())
 
     callbacks = [SamplingSchedule(every_n_steps=5), dashboard, Squares()]
     quiet_trainer(max_epochs=2, log_every_n_steps=1, callbacks=callbacks).fit(module, *loaders())
     parameters = dict(module.named_parameters())
-    *weights, norm = dashboard.history.trace_names
+    *weights, norm, nll, cycle = dashboard.history.trace_names
+    assert dashboard.history.scalar(nll) == pytest.approx(losses, rel=1e-4), "without the prior's constant"
+    assert set(dashboard.history.scalar(cycle)) == {0}
     assert dashboard.history.scalar(norm) == pytest.approx(norms, rel=1e-4)
     for label in weights:
         name, _, index = label.rstrip("]").partition("[")
@@ -261,13 +275,13 @@ CHAIN = {
     *(f"{name}.png" for name in ("schedule", "energy", "traces", "geometry")),
     *("energy_histogram.png", "sample_table.csv", "plan_table.csv", "history.json"),
 }
-METRICS = {"running_nll.png", "segments.png", "metric_table.csv"}
+METRICS = {"running.png", "segments.png", "metric_table.csv"}
 
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("regression", CHAIN | METRICS | {f"running_{m}.png" for m in ("rmse", "coverage_50", "coverage_90")}),
+        ("regression", CHAIN | METRICS),
         ("own density", CHAIN | METRICS),
         ("no validation data", CHAIN),
         ("no samples yet", {"schedule.png", "energy.png", "traces.png", "history.json"}),

@@ -37,7 +37,7 @@ def test_fit_test_and_predict(
         assert 0 < values[method, "nll"] < 1
         assert 0 <= values[method, "ece"] < 0.5
     pictures = {path.stem for path in run.glob("*.png")}
-    assert pictures >= {"schedule", "energy", "running_accuracy", "reliability", "geometry", "segments", "test_entropy"}
+    assert pictures >= {"schedule", "energy", "running", "reliability", "geometry", "segments", "test_entropy"}
     assert (run / "history.json").exists()
     posterior = Posterior.load(run / "samples")
     assert len(posterior) == 24

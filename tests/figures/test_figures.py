@@ -52,6 +52,44 @@ def test_histograms_count_every_value_in_bins_around_them(values: list[float]) -
     draw(figures.histogram_figure(values, "values"))
 
 
+def test_reliability_has_wilson_intervals_and_marks_bins_with_few_data() -> None:
+    figure = figures.reliability_figure([0.0, 0.55, 0.95], [0.0, 0.5, 0.9], [0, 4, 100], 0.02)
+    upper, lower = figure.axes
+    many, few = upper.containers
+    assert many.get_label().startswith("model average, 95 % interval")
+    assert few.get_label() == "fewer than 10 data"
+    (span,) = many.lines[2][0].get_segments()
+    assert span[:, 1] == pytest.approx([0.826, 0.945], abs=1e-3)
+    assert many.lines[0].get_linestyle() == "None", "bins are not joined"
+    assert few.lines[0].get_markerfacecolor() == "white"
+    assert [text.get_text() for text in lower.texts] == ["4", "100"]
+
+
+def test_series_differ_in_more_than_colour() -> None:
+    styles = [figures.series(index) for index in range(20)]
+    assert len({(style["marker"], str(style["linestyle"])) for style in styles}) == 20
+    assert len({style["color"] for style in styles[:8]}) == 8
+
+
+def test_cycles_are_shaded_and_a_trace_has_the_prior_s_line() -> None:
+    steps = list(range(1, 101))
+    nll = [50.0 if step < 5 else 1 + 0.1 * np.sin(step) for step in steps]
+    figure = figures.nll_figure(steps, nll, [0.5] * 100, [20, 40], 0.1, [(1, 25), (26, 50), (51, 75), (76, 100)])
+    upper, lower = figure.axes
+    assert lines(upper)["samples"][:, 0].tolist() == [20, 40]
+    assert upper.get_ylim()[1] < 2, "the start does not dwarf the rest"
+    assert {line.get_ydata()[0] for line in lower.get_lines() if len(line.get_ydata()) == 2} >= {1, 0.1}
+    for axes in figure.axes:
+        assert [round(patch.get_x()) for patch in axes.patches] == [26, 76]
+
+
+def test_intervals_over_repeats_cover_the_mean() -> None:
+    """4,000 means of three normal draws: the share of 95 % intervals with the mean is within 4 sd of 0.95."""
+    draws = np.random.default_rng(0).normal(size=(3, 4000))
+    mean, half = figures.mean_with_interval(draws)
+    assert abs((np.abs(mean) <= half).mean() - 0.95) < 4 * (0.95 * 0.05 / 4000) ** 0.5
+
+
 def test_weights_and_their_effective_number() -> None:
     figure = figures_samples.weights_figure([0.25, 0.75], [1, 1.6])
     upper, lower = figure.axes
@@ -108,7 +146,11 @@ def test_temperatures_leave_out_what_there_is_not_and_the_nearest_of_too_many() 
     assert [label.get_text() for label in axes.get_yticklabels()] == ["w2", "w3", "w4", "w5"]
     assert "4 of 6" in axes.get_xlabel()
     axes = figures_samples.temperatures_figure({"w0": tensors["w0"]}, 1.0).axes[0]
-    assert axes.get_legend_handles_labels()[1] == ["± 20%", "target τ = 1", "configurational"]
+    assert axes.get_legend_handles_labels()[1] == [
+        "target ± 20%",
+        "target τ = 1",
+        "configurational, 95 % interval",
+    ]
     low, high = axes.get_xlim()
     assert low < 0.8 < 1.2 < high
 
@@ -119,8 +161,10 @@ def test_temperatures_leave_out_what_there_is_not_and_the_nearest_of_too_many() 
         lambda: figures.schedule_figure([1], [0.1], [1.0], [1]),
         lambda: figures.energy_figure([1], [float("nan")], [1], [float("nan")]),
         lambda: figures.traces_figure([1], {"energy": [1.0], "w[0]": [2.0]}, [1]),
-        lambda: figures.running_average_figure("nll", [0.5], [0.5]),
-        lambda: figures.running_average_figure("accuracy", [0.5, float("nan")], [0.5, float("nan")]),
+        lambda: figures.running_figure({"nll": ([0.5], [0.5])}),
+        lambda: figures.running_figure({"accuracy": ([0.5, float("nan")], [0.5, float("nan")]), "nll": ([1], [1])}),
+        lambda: figures.nll_figure([1], [0.5], [], []),
+        lambda: figures.nll_figure([1], [float("nan")], [1.0], [1], 0.1, [(1, 1), (1, 1)]),
         lambda: figures.reliability_figure([0.0, 1.0], [0.0, 1.0], [0, 1], 0.0),
         lambda: figures.entropy_figure({"data": [0.0]}, 2),
         lambda: figures_samples.weights_figure([1.0], [1.0]),

@@ -34,7 +34,7 @@ def test_cifar_csgmcmc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row.paper is None for row in rows)
     assert (tmp_path / "errors_synthetic.png").exists()
     names = {path.name for path in (tmp_path / "4_cSGHMC_synthetic").glob("*.png")}
-    assert names >= {"geometry.png", "schedule.png", "test_segments.png", "test_running_accuracy.png"}
+    assert names >= {"geometry.png", "schedule.png", "test_segments.png", "test_running.png"}
 
 
 def test_cifar_csgmcmc_full_is_built() -> None:

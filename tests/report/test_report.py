@@ -183,7 +183,19 @@ def test_a_real_run_in_a_real_browser(tmp_path: Path, capsys: pytest.CaptureFixt
     rows = page.table("sample", "step", "cycle", "chain", "energy (nats)", "log weight", "weight")
     assert [int(row[1]) for row in rows] == [r.step for r in records]
     assert page.tags["img"] == len(list(path.parent.glob("*.png"))) >= 5
-    assert page.tags["details"] == 4, "the samples, the tensors' plan, config.yaml and hparams.yaml"
+    assert page.tags["details"] == 8 + 4, "the folded parts; the samples, the tensors' plan and two files in them"
+    shown, _, hidden = path.read_text().partition("<details")
+    assert shown.count("<img") == 4
+    assert hidden.count("<img") == page.tags["img"] - 4
+    assert shown.index("In five sentences") < shown.index("Health") < shown.index("<img")
+    for known in (
+        "Command of this run",
+        "Commit of the working folder",
+        "Version of torch",
+        torch.__version__.partition("+")[0],
+    ):
+        assert known in page.text, "what is needed to repeat the run"
+    assert "sgmcmc fit --config config.yaml" in page.text
 
     dom = browse(path, tmp_path, "--dump-dom")
     assert dom.count("<table>") == page.tags["table"] == 5, (
@@ -230,9 +242,7 @@ def test_needs_nothing_from_outside(tmp_path: Path) -> None:
     path = write_report(made_run(tmp_path / "run"))
     page = Page(path)
     assert page.tags["script"] == page.tags["link"] == page.tags["iframe"] == 0
-    assert all(href.startswith("#") for href in page.values("a", "href"))
-    anchors = set(page.values("section", "id"))
-    assert {href[1:] for href in page.values("a", "href")} == anchors
+    assert page.values("a", "href") == [], "the folded parts are the table of contents"
     sources = page.values("img", "src")
     # reliability and the unknown one are the run's, energy and schedule and the chains' energies are drawn for it
     assert len(sources) == 5
@@ -383,7 +393,11 @@ def test_the_newest_of_several_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 DAMAGES: dict[str, Any] = {
     "results.json": ["", "[]", "{", '{"rows": 3}', '{"rows": [{"method": "a"}]}', b"\xff\xfe"],
-    "history.json": ['{"steps": [1], "scalars": {"sampler/lr": []}}', '{"steps": "a"}'],
+    "history.json": [
+        '{"steps": [1], "scalars": {"sampler/lr": []}}',
+        '{"steps": [1], "traces": {"cycle": [[]]}}',
+        '{"steps": "a"}',
+    ],
     "health.json": ['{"tensors": []}', '{"warnings": [3]}', "null"],
     "samples/manifest.jsonl": [
         "",

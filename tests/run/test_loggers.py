@@ -42,11 +42,10 @@ METRICS = ("accuracy", "nll", "brier", "ece", "entropy")
 FIT_FIGURES = {
     *(f"posterior/{name}" for name in ("schedule", "energy", "traces", "geometry", "temperatures")),
     *(f"posterior/{name}" for name in ("reliability", "entropy", "segments", "contour", "multiplier")),
-    *(f"posterior/running_{metric}" for metric in METRICS),
+    "posterior/running",
 }
 TEST_FIGURES = {
-    *(f"posterior/test_{name}" for name in ("reliability", "entropy", "segments")),
-    *(f"posterior/test_running_{metric}" for metric in METRICS),
+    *(f"posterior/test_{name}" for name in ("reliability", "entropy", "segments", "running")),
 }
 FIGURES = FIT_FIGURES | TEST_FIGURES
 HISTOGRAMS = {

@@ -1,0 +1,39 @@
+"""Pages of results are what their data files say."""
+
+import json
+
+import pytest
+
+from docs import generate
+from recipes.__main__ import descriptions
+
+ENTRIES = {path.stem: json.loads(path.read_text()) for path in (generate.MEASURED / "reproductions").glob("*.json")}
+
+
+def test_the_pages_are_those_of_the_data() -> None:
+    for path, text in generate.pages().items():
+        assert path.read_text() == text, f"{path.name} is out of date: run `python -m docs.generate`"
+
+
+def test_every_recipe_has_a_page_and_a_line_in_the_matrix() -> None:
+    assert set(ENTRIES) == set(descriptions())
+    matrix = (generate.PAGES / "index.md").read_text()
+    for name, entry in ENTRIES.items():
+        assert f"[{name}]({name}.md)" in matrix
+        assert f"sgmcmc recipe {name}" in entry["command"]
+        if "run" in entry:
+            assert entry["run"]["origin"]["date"]
+
+
+def test_intervals_are_those_of_student() -> None:
+    """Mean 2 of (1, 2, 3): standard error 1/√3, half width 4.303/√3 = 2.484."""
+    assert generate._number_with_interval(2.0, 3**-0.5, 3) == "2.0 [-0.5, 4.5]"
+    assert generate._number_with_interval(2.0, 0.5, None) == "2 ± 0.5"
+    assert generate._cell([2.0, 1.0], 3, True) == "2.0 [-0.5, 4.5]"
+
+
+@pytest.mark.parametrize("name", sorted(ENTRIES))
+def test_data_name_no_path_of_a_machine(name: str) -> None:
+    text = json.dumps(ENTRIES[name])
+    assert "/tmp" not in text
+    assert "/home" not in text
