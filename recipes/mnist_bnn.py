@@ -331,8 +331,8 @@ def learning_curves(curves: dict[str, list[Curve]]) -> Any:
         for axes, parts in ((whole, ("burn_in", "average")), (later, ("average",))):
             for part in parts:
                 paths = torch.tensor([getattr(curve, part) for curve in own], dtype=torch.float64)
-                place, errors = paths[0, :, 0], paths[:, :, 1]
-                style = {"linestyle": ":", "marker": ""} if part == "burn_in" else {}
+                place, errors = paths[0, :, 0].tolist(), paths[:, :, 1]
+                style: dict[str, Any] = {"linestyle": ":", "marker": ""} if part == "burn_in" else {}
                 draw_band(axes, place, errors, index, None if part == "burn_in" else method, **style)
     whole.set_yscale("log")
     whole.yaxis.set_major_formatter("{x:g}")

@@ -103,8 +103,8 @@ def words(module: Any, kind: str = "") -> str:
     return f"No finding. The samples are: {called} ({module.health.reason})."
 
 
-def show(before: Any, after: Any, kind: str = "") -> None:
-    """Print both runs as HTML: energies, temperatures, and the finding of a kind."""
+def comparison(before: Any, after: Any, kind: str = "") -> str:
+    """Return both runs as HTML: energies, temperatures, and the finding of a kind."""
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     axes = figure.subplots(2, 2, gridspec_kw={"height_ratios": [2, 1.4]}, squeeze=False)
     for column, (name, module) in enumerate((("before", before), ("after the cure", after))):
@@ -121,9 +121,10 @@ def show(before: Any, after: Any, kind: str = "") -> None:
     figure.savefig(drawn, format="svg")
     svg = drawn.getvalue()[drawn.getvalue().index("<svg") :]
     svg = svg.replace("<svg ", "<svg style=max-width:100%;height:auto ", 1)
-    print(f'<figure style="background:white;max-width:100%">{svg}</figure>')
+    parts = [f'<figure style="background:white;max-width:100%">{svg}</figure>']
     for name, module in (("Before", before), ("After the cure", after)):
-        print(f"<pre>{name}. {html.escape(fill(words(module, kind), 92))}</pre>")
+        parts.append(f"<pre>{name}. {html.escape(fill(words(module, kind), 92))}</pre>")
+    return "\n".join(parts)
 
 
 def _temperatures(axes: Any, report: Any) -> None:

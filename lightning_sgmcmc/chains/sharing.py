@@ -192,7 +192,7 @@ class Holder:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}
-        self._compared: dict[str, tuple[tuple[Any, ...], Tensor | None]] = {}
+        self._compared: dict[str, _Compared] = {}
 
     @contextmanager
     def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
