@@ -72,17 +72,17 @@ class PosteriorDashboard(SamplerCallback):
     The loggers' x-axis is the trainer's global step. W&B receives images, histograms and tables, TensorBoard images,
     histograms and text. The newest of each is also in the run's folder (`energy.png`, `sample_table.csv`, …), with
     `history.json`: the scalars of the logged steps and the samples. Parts that cannot be drawn are omitted, and an
-    error while drawing only warns. The callback does not change the chain. The files have 150 dots per inch, so that
-    drawing stays cheap during the run; `for_print=True` writes the last ones with 300, and a PDF beside each.
+    error while drawing only warns. The callback does not change the chain. Files have 150 dots per inch (drawing stays
+    cheap); `for_print=True` writes the last ones with 300, and a PDF beside each.
 
     Args:
-        every: when to draw: at each "sample", at the end of each "cycle" (a run without cycles: at its end), or at the
-            "end" of the fit only; at the end they are always drawn.
+        every: when to draw, besides at the end: at each "sample", at the end of each "cycle", or only at the "end".
         every_n_samples: with "sample", at every n-th sample.
         figures: parts to draw, out of "schedule", "energy", "traces", "weights", "geometry", "temperatures", "contour",
             "running", "reliability", "entropy", "segments", "chains", "histograms" and "tables"; None draws all.
         geometry_samples: largest number of samples in the geometry; evenly spaced ones if there are more.
-        segment_pairs, segment_points: largest number of segments, and points on each.
+        segment_pairs: largest number of segments.
+        segment_points: points on each segment.
         segment_batches: number of batches of evaluation data, the first ones, for each point.
         for_print: whether the figures at the end of a fit or test are PNG of 300 dots per inch, with PDF beside them.
 
