@@ -12,8 +12,8 @@ the targets in 90 % intervals, 488 processor seconds; `ensemble` 0.137, -0.777, 
 cores). The published 0.1215 +- 0.0042 and -0.9126 took 2,410. The NLL is better; the RMSE is within the published error
 and not below it (another run of the setting, with a time step of 1.5e-4 for 12,000 steps: 0.1219, -1.029).
 
-Tried and worse: one noise for all inputs with networks of 128x3 (0.161, -0.44); in a plain loop of the same rule, a time
-step half as large again, at which chains leave their mode (0.140, -0.85), or a prior std of 1 (0.134, -0.97).
+Tried and worse: one noise for all inputs with networks of 128x3 (0.161, -0.44); in a plain loop of the same rule, a
+time step half as large again, at which chains leave their mode (0.140, -0.85), or a prior std of 1 (0.134, -0.97).
 
 quick is the split 0 (`python -m recipes airfoil --data-root DIR`), full five splits.
 """
