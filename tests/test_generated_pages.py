@@ -5,7 +5,7 @@ import json
 import pytest
 
 from docs import generate
-from recipes.__main__ import descriptions
+from lightning_sgmcmc.recipes.__main__ import descriptions
 
 ENTRIES = {path.stem: json.loads(path.read_text()) for path in (generate.MEASURED / "reproductions").glob("*.json")}
 

@@ -24,7 +24,7 @@ def test_every_method_runs_and_is_drawn(tmp_path: Path, monkeypatch: pytest.Monk
     for name, value in {"ITERATIONS": 70, "BURN_IN": 20, "PASSES": 11, "LAG": 5}.items():
         monkeypatch.setattr(misspecified, name, value)
     options = Options(tmp_path, tmp_path)
-    chains = {method: [misspecified.one(method, k, options) for k in range(2)] for method in misspecified.COLOURS}
+    chains = {method: [misspecified.one(method, k, options) for k in range(2)] for method in misspecified.SERIES}
     steps = {method: len(of_method[0].shares) for method, of_method in chains.items()}
     assert (steps["EWSG"], steps["uniform batches"]) == (50, 100)
     assert {method: len(c[0].draws) for method, c in chains.items()} == {m: n - 20 for m, n in steps.items()}
