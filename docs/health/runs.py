@@ -7,7 +7,6 @@ import io
 import logging
 import tempfile
 import warnings
-from textwrap import fill
 from typing import Any
 
 warnings.filterwarnings("ignore", module="tqdm|pytorch_lightning")
@@ -15,6 +14,7 @@ warnings.filterwarnings("ignore", module="tqdm|pytorch_lightning")
 import pytorch_lightning as pl
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import SymmetricalLogLocator
 from torch import nn
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Gaussian, GaussianPrior, NonFiniteEnergyError
@@ -116,6 +116,9 @@ def comparison(before: Any, after: Any, kind: str = "") -> str:
         upper.set(title=name, xlabel="step", ylabel="energy (nats)")
         if len(energies) and float(energies.max()) > 50 * abs(float(energies.median())) + 1e3:
             upper.set_yscale("symlog")
+            locator = SymmetricalLogLocator(base=10, linthresh=1)
+            locator.set_params(numticks=6)
+            upper.yaxis.set_major_locator(locator)
         _temperatures(lower, module.health)
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg")
@@ -123,7 +126,8 @@ def comparison(before: Any, after: Any, kind: str = "") -> str:
     svg = svg.replace("<svg ", "<svg style=max-width:100%;height:auto ", 1)
     parts = [f'<figure style="background:white;max-width:100%">{svg}</figure>']
     for name, module in (("Before", before), ("After the cure", after)):
-        parts.append(f"<pre>{name}. {html.escape(fill(words(module, kind), 92))}</pre>")
+        text = html.escape(f"{name}. {words(module, kind)}")
+        parts.append(f'<pre style="white-space:pre-wrap">{text}</pre>')
     return "\n".join(parts)
 
 

@@ -19,5 +19,6 @@ def on_page_content(content: str, **_: Any) -> str:
 
 
 def _mathml(found: re.Match[str]) -> str:
-    display = "block" if found[2] == "[" else "inline"
-    return convert(html.unescape(found[3]).strip(), display=display)
+    is_block = found[2] == "["
+    formula: str = convert(html.unescape(found[3]).strip(), display="block" if is_block else "inline")
+    return f'<div style="overflow-x:auto;overflow-y:hidden">{formula}</div>' if is_block else formula
