@@ -63,7 +63,7 @@ def warnings(plan: Any, wanted: float) -> list[str]:
     covered, reached = plan.relaxation_times, plan.configurational_temperature
     if covered is not None and covered < wanted:
         times = wanted / covered if covered > 0 else math.inf
-        remedies = [f"{_rounded(times)} times the steps" if times < math.inf else "steps with noise"]
+        remedies = [f"{_rounded(max(times, 1.1))} times the steps" if times < math.inf else "steps with noise"]
         if plan.lr is not None and 1 < times <= 10:
             remedies.append(f"lr {plan.lr * times:.2g} at the noisy steps (check it with sgmcmc tune)")
         if plan.prior_std is not None and times < math.inf:

@@ -138,6 +138,14 @@ def test_without_checkpoints_it_says_so() -> None:
         quiet_trainer(max_epochs=1).fit(module(), loader(bad=0))
 
 
+def test_weights_that_begin_as_nan_are_no_fault_of_the_step() -> None:
+    model = module()
+    with torch.no_grad():
+        model.net[0].weight[0, 0] = math.nan  # type: ignore[index, union-attr]
+    with pytest.raises(NonFiniteEnergyError, match=r"'net.0.weight' is NaN or infinite at the start.*chain_start"):
+        quiet_trainer(max_epochs=1).fit(model, loader())
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_an_infinite_gradient_of_a_finite_energy_stops_the_run(last: bool, tmp_path: Path) -> None:
     """It shows in the next step's energy, or at the end of the run."""
