@@ -66,7 +66,9 @@ def assess(
         report,
         tensors=estimates.tensors,
         total=estimates.total,
-        gradient_noise_share={name: estimates.noise_share(i) for i, name in enumerate(observations.names)},
+        gradient_noise_share={
+            name: 0.0 if facts.is_full_batch else estimates.noise_share(i) for i, name in enumerate(observations.names)
+        },
         energy=estimates.energy(),
         verdict="ok" if is_long and max(widths) < 2 * tolerance else "unknown",
     )
@@ -79,7 +81,9 @@ class _Findings:
     """Problems shown by the estimates, each with a remedy."""
 
     def __init__(self, estimates: Estimates, facts: RunFacts) -> None:
-        self._estimates, self._facts, self._noisy = estimates, facts, estimates.noisy()
+        self._estimates, self._facts = estimates, facts
+        # The measured noise has a bias of lr·λ, which is all of it if each step has all data.
+        self._noisy = {} if facts.is_full_batch else estimates.noisy()
 
     def all(self) -> tuple[Finding | None, ...]:
         """Return the findings, at most one of each kind and side."""

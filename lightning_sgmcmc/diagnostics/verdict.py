@@ -65,6 +65,7 @@ class RunFacts:
         growth: how the average changed with its samples.
         cold_below: a temperature at most this is a cold posterior's by intention.
         baseline: what a baseline calls itself, None for a run that samples.
+        is_full_batch: whether a batch has all data and the network drops nothing out, so gradients have no noise.
     """
 
     temperature: float | None = None
@@ -81,6 +82,7 @@ class RunFacts:
     growth: AverageGrowth | None = None
     cold_below: float = 0.1
     baseline: str | None = None
+    is_full_batch: bool = False
 
     @property
     def chance_energy(self) -> float | None:

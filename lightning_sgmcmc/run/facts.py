@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.diagnostics.chains import ChainDiagnostics, ChainGrid, correlation_time, rhat_limit
@@ -50,7 +51,15 @@ def facts_of(
         rhat_limit=limit,
         growth=_growth(evaluation),
         baseline=None if plan is None else plan.label,
+        is_full_batch=sees_all_data(chains),
     )
+
+
+def sees_all_data(chains: Chains) -> bool:
+    """Return whether a batch has all data and the network drops nothing out, so that gradients have no noise."""
+    seen, layers = chains.observed, chains.model.modules()
+    seen_at_once = seen.batch_size * chains.layout.ranks_per_chain
+    return 0 < (seen.num_data or 0) <= seen_at_once and not any(isinstance(layer, _DropoutNd) for layer in layers)
 
 
 def chance_nll(chains: Chains) -> float | None:

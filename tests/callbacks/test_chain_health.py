@@ -183,6 +183,19 @@ def test_warns_once_with_advice_and_writes_its_scalars(tmp_path: Path) -> None:
     assert float(rows[-1]["health/warnings"]) == len(module.health.findings)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_steps_that_see_all_data_have_no_noise_of_batches() -> None:
+    """Near the stability limit the measured noise, of successive gradients, is the chain's own motion."""
+    for batch_size, is_noisy in ((len(PROBLEM.x), False), (len(PROBLEM.x) // 5, True)):
+        module = PROBLEM.module(sampler=SGHMC, lr=0.4, seed=0)
+        schedule = SamplingSchedule(burn_in_steps=20, every_n_steps=10)
+        callbacks = [schedule, ChainHealth(every_n_steps=2)]
+        quiet_trainer(max_steps=600, callbacks=callbacks).fit(module, PROBLEM.loader(batch_size))
+        assert module.health is not None
+        assert (FindingKind.GRADIENT_NOISE in {finding.kind for finding in module.health.findings}) == is_noisy
+        assert (max(module.health.gradient_noise_share.values()) > 0) == is_noisy
+
+
 def test_divergence_is_said_and_still_json() -> None:
     module = PROBLEM.module(sampler=SGLD, lr=20.0, seed=0)
     with pytest.warns(UserWarning, match="divergence: .* smaller lr"), pytest.raises(NonFiniteEnergyError):
