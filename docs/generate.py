@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_sgmcmc.figures.errors import half_width
+
 DOCS = Path(__file__).parent
 MEASURED, PAGES = DOCS / "measured", DOCS / "reproductions"
 RECIPES = DOCS.parent / "recipes"
@@ -32,12 +34,12 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     for run in options.take:
         take(run, options.picture)
-    stale = [path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    written = pages()
+    stale = [path for path, text in written.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if options.check:
         for path in stale:
             print(f"{path.relative_to(DOCS.parent)} is out of date: run `python -m docs.generate`")
         return 1 if stale else 0
-    written = pages()
     for path in stale:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(written[path], encoding="utf-8")
@@ -238,9 +240,7 @@ def _number_with_interval(value: float | None, error: float | None, count: int |
         return f"{value:.4g}"
     if not count or count < 2:
         return f"{value:.4g} ± {error:.2g}"
-    from scipy.stats import t
-
-    half = error * float(t.ppf(0.975, count - 1))
+    half = float(half_width(error, count))
     digits = max(0, 1 - math.floor(math.log10(half))) if half > 0 else 3
     return f"{value:.{digits}f} [{value - half:.{digits}f}, {value + half:.{digits}f}]"
 
