@@ -1,7 +1,5 @@
 """The settings of a run, as hyperparameters for loggers."""
 
-import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +10,10 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.planning import RunPlan
+from lightning_sgmcmc.run.origin import versions
 from lightning_sgmcmc.run.results import markdown_table
 from lightning_sgmcmc.run.settings import Settings
 from lightning_sgmcmc.run.trainer import callbacks_of
-
-PACKAGES = ("lightning-sgmcmc", "torch", "pytorch-lightning")
 
 
 def log_settings(trainer: pl.Trainer, model: EnergyModel, settings: Settings) -> None:
@@ -66,8 +63,7 @@ def hyperparameters_of(trainer: pl.Trainer, model: EnergyModel, settings: Settin
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "gradient_clip_val": trainer.gradient_clip_val,
         "max_steps": trainer.estimated_stepping_batches,
-        **{f"version.{name}": _version(name) for name in PACKAGES},
-        "version.python": platform.python_version(),
+        **{f"version.{name}": found or "unknown" for name, found in versions().items()},
     }
 
 
@@ -79,10 +75,3 @@ def _update_tensorboard(logger: TensorBoardLogger, hyperparameters: dict[str, An
     rows = [[name, str(value)] for name, value in hyperparameters.items()]
     logger.experiment.add_text(name, markdown_table(["setting", "value"], rows))
     save_hparams_to_yaml(str(Path(logger.log_dir) / logger.NAME_HPARAMS_FILE), logger.hparams)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a copy of the source
-        return "unknown"

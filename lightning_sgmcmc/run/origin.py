@@ -6,11 +6,12 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("lightning-sgmcmc", "torch", "pytorch-lightning", "numpy")
+PACKAGES = ("lightning-sgmcmc", "torch", "pytorch-lightning")
 
 
 @functools.cache
@@ -24,7 +25,7 @@ def origin_of_run() -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "command": shlex.join([program, *sys.argv[1:]]),
         "commit": commit(),
-        "versions": {**{name: _version(name) for name in PACKAGES}, "python": platform.python_version()},
+        "versions": versions((*PACKAGES, "numpy")),
         "platform": f"{platform.system()} {platform.machine()}",
     }
 
@@ -41,6 +42,15 @@ def commit(folder: Path | None = None) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return f"{name} with changes" if changed else name
+
+
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str | None]:
+    """Return the versions of packages, None for one that runs from a copy of its source, and of "python".
+
+    Args:
+        packages: their names.
+    """
+    return {**{name: _version(name) for name in packages}, "python": platform.python_version()}
 
 
 def _git(folder: Path | None, *command: str) -> str:
