@@ -1,4 +1,4 @@
-"""`sgmcmc recipe`, or `python -m recipes` in a clone: list the recipes, or run one."""
+"""`sgmcmc recipe`, or `python -m recipes` in a clone: list the recipes, run one, or run all."""
 
 import argparse
 import ast
@@ -7,22 +7,32 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from lightning_sgmcmc.cli.exits import Mistake, one_sentence
 from lightning_sgmcmc.cli.fit import run_command
 from lightning_sgmcmc.cli.folders import no_folder_left_behind
-from lightning_sgmcmc.recipes.shared.results import Options, markdown, write_results
+from lightning_sgmcmc.recipes.shared import needs
+from lightning_sgmcmc.recipes.shared.expected import differences, predicted_seconds
+from lightning_sgmcmc.recipes.shared.jobs import SECONDS, Planned, duration
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.pages import write_pages
+from lightning_sgmcmc.recipes.shared.results import markdown, write_results
+from lightning_sgmcmc.recipes.shared.settings import plain_settings, read_settings
 from lightning_sgmcmc.run.origin import origin_of_run
 
 FOLDER = Path(__file__).parent
+ALL = "all"
 
 
 def descriptions() -> dict[str, str]:
     """Return a line for each recipe: the first of a module's docstring, or a YAML file's first comment."""
     found = {}
     for path in sorted(FOLDER.iterdir()):
-        if path.suffix == ".yaml":
+        if path.suffix == ".yaml" and not path.with_suffix(".py").exists():
             found[path.stem] = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
         source = path / "__init__.py" if path.is_dir() else path
         if source.suffix == ".py" and source.is_file() and not path.stem.startswith("_"):
@@ -36,30 +46,107 @@ def descriptions() -> dict[str, str]:
 
 
 def run(name: str, options: Options) -> None:
-    """Run a recipe and write `results.json`, `table.md` and pictures into its folder; print its page or table."""
-    if (FOLDER / f"{name}.yaml").exists():
+    """Run a recipe and write `results.json`, `table.md` and pictures into its folder; print its page or table.
+
+    Args:
+        name: the recipe.
+        options: its options; in a dry run only the number of jobs and their predicted time are printed.
+
+    Raises:
+        ValueError: if the recipe has no such method or setting.
+        FileNotFoundError: if data are missing.
+    """
+    if is_configuration(name):
         _run_configuration(FOLDER / f"{name}.yaml", options)
         return
     recipe = importlib.import_module(f"lightning_sgmcmc.recipes.{name}")
-    start = time.monotonic()
+    settings = _settings(recipe, options)
+    if options.dry_run:
+        print(f"{name}: {_dry_run(name, recipe, settings, options)}")
+        return
+    start = time.process_time()
     origin_of_run()  # before files change
+    SECONDS.clear()
+    needs.CHECKSUMS.clear()
     with no_folder_left_behind(options.out, "choose another one by --out", lambda: not any(options.out.iterdir())):
         options.out.mkdir(parents=True, exist_ok=True)
         rows = recipe.run(options)
-    write_results(name, options, rows, time.monotonic() - start)
+    plain = None if settings is None else plain_settings(settings)
+    seconds = time.process_time() - start + sum(SECONDS)
+    write_results(name, options, rows, seconds, plain, needs.CHECKSUMS)
     page = options.out / "page.md"
     print(page.read_text(encoding="utf-8") if page.exists() else markdown(rows))
 
 
+def is_configuration(name: str) -> bool:
+    """Return whether a recipe is a plain configuration of `sgmcmc fit`."""
+    return (FOLDER / f"{name}.yaml").exists() and not (FOLDER / f"{name}.py").exists()
+
+
+def _settings(recipe: ModuleType, options: Options) -> Any:
+    """Return a recipe's settings, None if it has none."""
+    kind = getattr(recipe, "Settings", None)
+    if kind is None and options.changed:
+        raise ValueError(f"--set has no effect: the settings of {recipe.__name__.rpartition('.')[2]} are constants")
+    return None if kind is None else read_settings(kind, options)
+
+
+def _dry_run(name: str, recipe: ModuleType, settings: Any, options: Options) -> str:
+    """Return a sentence on the jobs of a recipe, and the time that they need."""
+    work = getattr(recipe, "work", None)
+    try:
+        recipe.run(options)
+    except Planned as plan:
+        found = predicted_seconds(name, options.scale, None if work is None else work(settings))
+        left = f"{plan.jobs} jobs, {plan.finished} of them finished"
+        if found is None:
+            return f"{left}; their time is not known"
+        seconds = found * (1 - plan.finished / plan.jobs) / plan.workers
+        return f"{left}; about {duration(seconds)} on {plan.workers} cores like those of the kept run"
+    return "it has no jobs to plan"
+
+
 def _run_configuration(path: Path, options: Options) -> None:
     """Run a plain configuration as `sgmcmc fit --config` does, into the requested folder."""
+    if options.full or options.methods or options.repeats or options.executor:
+        raise ValueError(
+            f"{path.stem} is one configuration of `sgmcmc fit`: omit --full, --methods, --repeats, --executor"
+        )
+    if options.dry_run:
+        print(f"{path.stem}: 1 job")
+        return
     logger = ["--trainer.logger=pytorch_lightning.loggers.CSVLogger"]
     logger += [f"--trainer.logger.save_dir={options.out.parent}", f"--trainer.logger.name={options.out.name}"]
     logger += ["--trainer.logger.version="]
-    run_command(["fit", f"--config={path}", f"--seed_everything={options.seed}", *logger])
+    changed = [f"--{key}={value}" for key, value in options.changed.items()]
+    changed += [] if options.device == "auto" else [f"--trainer.accelerator={options.device}"]
+    run_command(["fit", f"--config={path}", f"--seed_everything={options.seed}", *logger, *changed])
     results = options.out / "results.json"
     written = json.loads(results.read_text()) | {"recipe": path.stem, "scale": options.scale}
     results.write_text(json.dumps(written, indent=2) + "\n")
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program, description="List the papers' experiments, or run one: it ends with a table and pictures."
+    )
+    add = parser.add_argument
+    add("name", metavar="NAME", nargs="?", help="the recipe, or all; without a name all are listed")
+    scale = parser.add_mutually_exclusive_group()
+    scale.add_argument("--quick", action="store_true", help="a setting of some minutes (the default)")
+    scale.add_argument("--full", action="store_true", help="the paper's setting")
+    add("--out", type=Path, help="folder of the run (runs/NAME); a run that ended early continues in its folder")
+    add("--data-root", type=Path, default=Path("data"), help="folder of the data sets (data)")
+    add("--seed", type=int, default=0, help="seed (0); repeats use the seeds after it")
+    add("--repeats", type=int, help="number of repeats (the setting's)")
+    add("--methods", metavar="A,B", help="methods to run (all)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="changed", help="change a setting")
+    add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="where networks are trained (auto)")
+    add("--executor", metavar="ADDRESS", help="scheduler of a dask.distributed cluster that runs the jobs")
+    add("--dry-run", action="store_true", help="print the number of jobs and their predicted time")
+    add("--check", action="store_true", help="compare the results with the kept ones; differences end with code 1")
+    add("--report", metavar="FOLDER", type=Path, help="write a page for each result and a table of verdicts")
+    return parser
 
 
 def run_recipe(arguments: Sequence[str] | None = None, program: str = "python -m recipes") -> None:
@@ -72,26 +159,73 @@ def run_recipe(arguments: Sequence[str] | None = None, program: str = "python -m
     Raises:
         Mistake: if there is no such recipe.
         FileNotFoundError: if data are missing.
+        SystemExit: with code 1 if a recipe of `all` fails, or results differ from the kept ones.
     """
     known = descriptions()
-    parser = argparse.ArgumentParser(
-        prog=program, description="List the papers' experiments, or run one: it ends with a table and pictures."
-    )
-    parser.add_argument("name", metavar="NAME", nargs="?", help="the recipe; without a name all are listed")
-    scale = parser.add_mutually_exclusive_group()
-    scale.add_argument("--quick", action="store_true", help="a setting of some minutes (the default)")
-    scale.add_argument("--full", action="store_true", help="the paper's setting")
-    parser.add_argument("--out", type=Path, help="folder of the run (runs/NAME)")
-    parser.add_argument("--data-root", type=Path, default=Path("data"), help="folder of the data sets (data)")
-    parser.add_argument("--seed", type=int, default=0, help="seed (0)")
-    given = parser.parse_args(arguments)
+    given = _parser(program).parse_args(arguments)
     if given.name is None:
         width = max(map(len, known))
         print("\n".join(f"{name:<{width}}  {line}" for name, line in known.items()))
         return
-    if given.name not in known:
-        raise Mistake(f"NAME must be one of {', '.join(known)}, got {given.name!r}")
-    run(given.name, Options(given.out or Path("runs", given.name), given.data_root, given.full, given.seed))
+    if given.name != ALL and given.name not in known:
+        raise Mistake(f"NAME must be {ALL} or one of {', '.join(known)}, got {given.name!r}")
+    if given.repeats is not None and given.repeats < 1:
+        raise Mistake(f"--repeats must be ≥ 1, got {given.repeats}")
+    options = Options(
+        given.out or Path("runs", *([] if given.name == ALL else [given.name])),
+        given.data_root,
+        given.full,
+        given.seed,
+        tuple(name.strip() for name in (given.methods or "").split(",") if name.strip()),
+        given.repeats,
+        given.device,
+        given.executor,
+        _changed(given.changed),
+        given.dry_run,
+    )
+    folders = {given.name: options.out} if given.name != ALL else {name: options.out / name for name in known}
+    failed = _run_each(folders, options, alone=given.name != ALL)
+    if given.check and not given.dry_run:
+        failed |= any([_differs(name, folder) for name, folder in folders.items()])
+    if given.report is not None and not given.dry_run:
+        print(f"Pages: {write_pages(given.report, folders) / 'index.md'}")
+    if failed:
+        raise SystemExit(1)
+
+
+def _changed(pairs: Sequence[str]) -> dict[str, str]:
+    for pair in pairs:
+        if not pair.partition("=")[1]:
+            raise Mistake(f"--set must be KEY=VALUE, got {pair!r}")
+    return {key.strip(): value for key, _, value in (pair.partition("=") for pair in pairs)}
+
+
+def _run_each(folders: dict[str, Path], options: Options, alone: bool) -> bool:
+    """Run recipes into their folders; return whether one of several failed."""
+    failed = False
+    for name, folder in folders.items():
+        if alone:
+            run(name, replace(options, out=folder))
+            continue
+        if options.full and is_configuration(name):
+            continue
+        print(f"\n{name}", file=sys.stderr)
+        try:
+            run(name, replace(options, out=folder))
+        except Exception as error:  # the other recipes run
+            failed = True
+            print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr)
+    return failed
+
+
+def _differs(name: str, folder: Path) -> bool:
+    """Print where results differ from the kept ones, and return whether they do."""
+    if not (folder / "results.json").exists():
+        return False
+    found = differences(name, json.loads((folder / "results.json").read_text(encoding="utf-8")))
+    for line in found:
+        print(f"{name}: {line}")
+    return bool(found)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

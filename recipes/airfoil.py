@@ -20,8 +20,9 @@ quick is the split 0 (`python -m recipes airfoil --data-root DIR`), full five sp
 
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
+from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.regression import METHODS, Setting, fit_and_score, means
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 
 SEEDS = {"quick": 1, "full": 5}
 SETTING = Setting(

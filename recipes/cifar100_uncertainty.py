@@ -59,12 +59,14 @@ from lightning_sgmcmc.datamodules import CIFAR100DataModule, SVHNDataModule
 from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.evaluation import entropy_figure, growth_figure
-from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.logit_average import logit_average
 from lightning_sgmcmc.recipes.shared.needs import require
+from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.resnet import resnet
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.synthetic_images import SyntheticImages
+from lightning_sgmcmc.recipes.shared.trainers import prepare_run, quiet_trainer, resumed_fit
 from lightning_sgmcmc.samplers import SGHMC
 from lightning_sgmcmc.schedules import cyclical_lr_factor
 
@@ -308,7 +310,7 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> dict[str,
         enable_progress_bar=options.full,
     )
     module = module_of(method, setting, options)
-    trainer.fit(module, datamodule=data)
+    resumed_fit(trainer, module, data)
     trainer.test(module, datamodule=data, verbose=False)
     evaluation = module.evaluations["test"]
     bma = evaluation.bma

@@ -23,9 +23,11 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.trainers import prepare_run, quiet_trainer, resumed_fit
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -160,7 +162,7 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> tuple[flo
         callbacks=callbacks_of(method, setting),
         enable_progress_bar=options.full,
     )
-    trainer.fit(module, datamodule=data)
+    resumed_fit(trainer, module, data)
     held_out = [member["accuracy"] for member in module.evaluations["val"].members]
     trainer.test(module, datamodule=data, verbose=False)
     evaluation = module.evaluations["test"]

@@ -29,9 +29,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_sgmcmc.figures.canvas import save_figure
-from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.trainers import prepare_run, quiet_trainer, resumed_fit
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -237,7 +239,7 @@ def one(method: Method, seed: int, setting: Setting, options: Options) -> Outcom
         enable_progress_bar=options.full,
     )
     module, data = module_of(method, setting, options), datamodule(setting, options)
-    trainer.fit(module, datamodule=data)
+    resumed_fit(trainer, module, data)
     trainer.test(module, datamodule=data, verbose=False)
     evaluation = module.evaluations["test"]
     return Outcome(

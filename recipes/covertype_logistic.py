@@ -35,7 +35,8 @@ from lightning_sgmcmc.datamodules import CovertypeDataModule
 from lightning_sgmcmc.figures.canvas import canvas, legend_above, save_figure
 from lightning_sgmcmc.figures.errors import INTERVAL, draw_band
 from lightning_sgmcmc.recipes.shared.logistic import laplace_approximation
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.samplers import SGLD, UnderdampedLangevin, pSGLD
 from lightning_sgmcmc.simulation.finite_sums import FiniteSum, LogisticRegressionSum
 from lightning_sgmcmc.simulation.firefly import firefly

@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable
 from typing import Any, cast
 
-from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
 
 TRAIN = 6_000
 HIDDEN = 64
@@ -75,7 +77,7 @@ def one(seed: int, options: Options) -> dict[tuple[str, str], float]:
     )
     schedule = CyclicalSchedule(CYCLES, 0.7, SAMPLES)
     trainer = quiet_trainer(accelerator="cpu", max_epochs=EPOCHS, callbacks=[schedule, SampleCollector(in_memory=True)])
-    trainer.fit(module, datamodule=DatasetDataModule(TensorDataset(x, train[1])))
+    resumed_fit(trainer, module, DatasetDataModule(TensorDataset(x, train[1])))
     posterior = module.posterior
     assert posterior is not None
     loader = DataLoader(cast(Any, x), batch_size=100, shuffle=True, collate_fn=perturbed)

@@ -40,8 +40,9 @@ from torch import Tensor
 from lightning_sgmcmc.figures.canvas import save_figure, series
 from lightning_sgmcmc.figures.errors import INTERVAL, draw_band, mean_with_interval
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
+from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.pictures import panels
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.samplers import SGLD, Sampler, UnderdampedLangevin, pSGLD
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.finite_sums import GaussianSum

@@ -38,8 +38,9 @@ from lightning_sgmcmc.figures.canvas import panels, save_figure, series
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.logistic import laplace_approximation
 from lightning_sgmcmc.recipes.shared.needs import require
+from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.pictures import outside_legend
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.samplers import UnderdampedLangevin
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.finite_sums import LogisticRegressionSum, batch_moments

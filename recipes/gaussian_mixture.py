@@ -24,7 +24,8 @@ from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.contour import energy_histogram_figure, multiplier_figure
 from lightning_sgmcmc.figures.targets import densities_figure, errors_figure, path_figure
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.simulation import ContourRun, Simulation, simulate
 from lightning_sgmcmc.simulation.targets import GaussianMixture
 

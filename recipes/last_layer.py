@@ -18,9 +18,11 @@ import functools
 import time
 from typing import Any
 
-from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
 
 SEEDS = {"quick": 2, "full": 8}
 KNOWN = 5
@@ -158,7 +160,7 @@ def fit_and_score(method: str, trunk: dict[str, Any], data: Any, test: Any, othe
         callbacks=[schedules.get(method, DeepEnsemble(optimizer=AdamW)), SampleCollector(in_memory=True)],
     )
     start = time.process_time()
-    trainer.fit(module, datamodule=FeatureDataModule(module, Images(BATCH, seed=seed)))
+    resumed_fit(trainer, module, FeatureDataModule(module, Images(BATCH, seed=seed)))
     seconds = time.process_time() - start
     assert module.posterior is not None
     probabilities, unknown = (module.posterior.predict(x).probabilities for x in (test[0], others))

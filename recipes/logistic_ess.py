@@ -15,9 +15,8 @@ samples come from its small steps. The cyclical ones lead where the plain sample
 mixture experiment, from the cyclical ones' own first step ("falling" in the table): but then a hundredfold smaller step
 is compared, not a schedule.
 
-The estimator is Geyer's initial monotone sequence in ArviZ (`method="mean"`, two halves of the chain), cut at the
-number of samples. It stops at the first negative lobe of the autocorrelation, so for SGHMC's oscillating chains the ESS
-is too low.
+The estimator is Geyer's initial monotone sequence in ArviZ (`method="mean"`, two halves of the chain). It stops at the
+first negative lobe of the autocorrelation, so for SGHMC's oscillating chains the ESS is too low.
 """
 
 from collections.abc import Sequence
@@ -37,16 +36,18 @@ from lightning_sgmcmc.diagnostics.chains import import_arviz
 from lightning_sgmcmc.diagnostics.samples import autocorrelation
 from lightning_sgmcmc.figures.canvas import COLOURS, save_figure, series
 from lightning_sgmcmc.figures.errors import INTERVAL, half_width
-from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, silence_lightning
 from lightning_sgmcmc.recipes.shared.logistic import (
     LogisticPosterior,
     Reference,
     full_gradient_reference,
     importance_reference,
 )
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
+from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.pictures import outside_legend, panels
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,9 +83,9 @@ def run(options: Options) -> list[Row]:
     torch.set_num_threads(1)
     silence_lightning()
     require(*(UCIClassificationDataModule(table, options.data_root) for table in LR))
-    studies = [study(table, options) for table in LR]
+    found = run_jobs(study, [(table,) for table in LR], options)
+    studies = list(found.values())
     rows = [row for one in studies for row in one.rows()]
-    options.out.mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():
         save_figure(draw(studies), options.out / f"{name}.png")
     return rows
@@ -137,7 +138,7 @@ def sample_chain(
         devices=1,
         callbacks=[schedule, collector],
     )
-    trainer.fit(module, datamodule=data)
+    resumed_fit(trainer, module, data)
     return torch.stack(collector.draws[-SAMPLES:]).double()
 
 

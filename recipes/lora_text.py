@@ -48,8 +48,9 @@ from lightning_sgmcmc.callbacks import (
     WarmStart,
 )
 from lightning_sgmcmc.datamodules import DatasetDataModule
-from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer
-from lightning_sgmcmc.recipes.shared.results import Options, Row
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row
+from lightning_sgmcmc.recipes.shared.trainers import prepare_run, quiet_trainer, resumed_fit
 
 TRUNK = ("torch", "numpy", "sklearn", "matplotlib")
 NEW = ("torchvision", "torchmetrics", "wandb", "pytorch_lightning")
@@ -232,7 +233,7 @@ def sampled_lora(setting: Setting, weights: dict[str, Tensor], seed: int, chains
 
 def fit(module: pl.LightningModule, data: Paragraphs, steps: int, *callbacks: pl.Callback) -> None:
     trainer = quiet_trainer(accelerator="cpu", max_steps=steps, max_epochs=-1, callbacks=list(callbacks))
-    trainer.fit(module, DatasetDataModule(data, batch_size=BATCH, drop_last=True))
+    resumed_fit(trainer, module, DatasetDataModule(data, batch_size=BATCH, drop_last=True))
 
 
 # -- quality ----------------------------------------------------------------------------------------------------------

@@ -39,7 +39,8 @@ from torch import Tensor
 from lightning_sgmcmc.diagnostics.samples import autocorrelation, autocorrelation_time
 from lightning_sgmcmc.figures.canvas import COLOURS, canvas, integer_ticks, legend_above, panels, save_figure, series
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.samplers import UnderdampedLangevin
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.finite_sums import NormalModelSum

@@ -49,8 +49,10 @@ from lightning_sgmcmc.callbacks import EWSG, SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import MNISTDataModule, Split
 from lightning_sgmcmc.figures.canvas import panels, save_figure
 from lightning_sgmcmc.figures.errors import INTERVAL, draw_band
-from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.trainers import prepare_run, quiet_trainer, resumed_fit
 
 NUM_DATA = 60_000
 CLUSTERS = 10
@@ -280,7 +282,7 @@ def one(case: Case, seed: int, chains: int, clusters: Tensor, setting: Setting, 
         max_epochs=setting.epochs,
         callbacks=[*callbacks_of(case, setting), curves],
     )
-    trainer.fit(module, datamodule=data)
+    resumed_fit(trainer, module, data)
     return curves.curves
 
 

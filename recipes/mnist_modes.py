@@ -57,8 +57,10 @@ from lightning_sgmcmc.diagnostics.geometry import classical_scaling, squared_dis
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.contour import energy_walk_figure
 from lightning_sgmcmc.figures.samples import weight_paths_figure
-from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
 
 WIDE = "ICSGLD, wide bins"
 METHODS = ("SGD", "SGLD", "ICSGLD", WIDE)
@@ -254,7 +256,7 @@ def one(method: str, setting: Setting, options: Options) -> Walk:
         max_epochs=setting.epochs,
         callbacks=[contour(method, setting), recorder] if "ICSGLD" in method else [recorder],
     )
-    trainer.fit(module, datamodule=data)
+    resumed_fit(trainer, module, data)
     return Walk(
         torch.stack(recorder.losses).cpu(),
         torch.stack(recorder.multipliers).cpu(),

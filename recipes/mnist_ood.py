@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_sgmcmc.figures.canvas import COLOURS, canvas, save_figure
-from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
 
 NUM_DATA = 60_000
 HIDDEN = 200
@@ -119,7 +121,7 @@ def one(method: Method, seed: int, options: Options) -> tuple[dict[str, float], 
         max_epochs=EPOCHS[options.scale],
         callbacks=[schedule, SampleCollector(in_memory=True), average],
     )
-    trainer.fit(module, datamodule=data)
+    resumed_fit(trainer, module, data)
     trainer.test(module, datamodule=data, verbose=False)
     evaluation = module.evaluations["test"]
     entropy = predictive_entropy(evaluation.ood["notmnist"].terms["probabilities"]).numpy()

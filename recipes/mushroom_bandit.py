@@ -3,8 +3,8 @@
 An agent sees 20 mushrooms a round and eats or leaves each. An edible one yields 5, a poisonous one -35 or 5 with even
 odds, leaving yields 0. A network with two layers of 100 predicts both rewards from the 117 one-hot attributes (the
 paper states 22 inputs). The agent takes the action with the larger prediction. The table has the cumulative regret of
-these decisions: the oracle's expected reward less that of the action. Random actions cost 4.91 each. The 1,024 random
-pulls (quick: 256) before the first round are not counted.
+these decisions: the oracle's expected reward less that of the action. Random actions cost 4.91 each. The first 1,024
+random pulls (quick: 256) are not counted.
 
 Outcomes go into a `StreamDataModule` of 4,096 data. An epoch is a round, and a run is one fit of 4 chains, each with
 batches of its own. N is the number of data in the buffer, so the posterior is that of the last 4,096 outcomes. The
@@ -24,16 +24,14 @@ random chain decides about each mushroom. Dropout averages 5 random networks of 
 The paper has curves without numbers (Figure 4). Its order at the end, from the text: pICSGLD lowest, pCSGLD slightly
 below pSGLD though worst at first, ConstSGD and Dropout clearly above, EpsGreedy highest.
 
-Measured (quick, seed 0, ± standard error over 5 runs; 510 s of CPU time on a busy machine, shared by two cores):
-cumulative regret pCSGLD 1039 ± 110, pICSGLD 1060 ± 91, EpsGreedy 1128 ± 95, pSGLD with one chain that decides 1137 ±
+Measured (quick, seed 0, ± standard error over 5 runs): cumulative regret pCSGLD 1039 ± 110, pICSGLD 1060 ± 91, EpsGreedy 1128 ± 95, pSGLD with one chain that decides 1137 ±
 150, pSGLD 1167 ± 150, Dropout 1283 ± 44, ConstSGD 1324 ± 100; random actions 19,600. In pairs of runs, pICSGLD has 107
 ± 72 less than pSGLD and 21 ± 77 more than pCSGLD, and pSGLD 157 ± 150 less than ConstSGD: with 4 degrees of freedom
 none is significant. Contour, plain and unpreconditioned samplers are in the paper's order, but EpsGreedy, RMSprop
 without noise, is not the worst. Energies lie above the last edge of 990 nats, where κ = 1, until the random pulls have
 left the buffer (round 50 to 75), and two thirds of the regret arise before. Later κ hardly differs from 1 either (by
 0.04 in the mean over a run, pCSGLD 0.09). The contour has acted little, so this is no evidence for it.
-
-`full` has not been run: a run has 32,000 steps of 4 chains (pCSGLD 128,000 of one), hours in all on two cores.
+`full` is 32,000 steps of 4 chains a run (pCSGLD: 128,000 of one), and has not been run.
 """
 
 from dataclasses import dataclass
@@ -49,9 +47,12 @@ from lightning_sgmcmc.callbacks import ContourGradient
 from lightning_sgmcmc.datamodules import MushroomDataModule, StreamDataModule
 from lightning_sgmcmc.figures.canvas import save_figure, series
 from lightning_sgmcmc.figures.errors import INTERVAL, draw_band
-from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
+from lightning_sgmcmc.recipes.shared.needs import require
+from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.pictures import outside_legend, panels
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
 from lightning_sgmcmc.samplers import SGLD, pSGLD
 from lightning_sgmcmc.seeding import derive_seed
 
@@ -263,11 +264,11 @@ def network(inputs: int, dropout: float) -> nn.Sequential:
 def run(options: Options) -> list[Row]:
     """Run all agents, return the table."""
     setting = SETTINGS[options.scale]
-    MushroomDataModule(options.data_root).table()  # missing data raise at once
+    require(MushroomDataModule(options.data_root))
     jobs = [(name, repeat) for name in AGENTS for repeat in range(setting.repeats)]
     jobs.sort(key=lambda job: AGENTS[job[0]].chains)  # the longest first
-    outcomes = run_jobs(one, jobs, options, setting, in_turn=False)
-    return report({name: [outcomes[name, repeat] for repeat in range(setting.repeats)] for name in AGENTS}, options)
+    found = run_jobs(one, jobs, options, setting)
+    return report({name: [found[name, repeat] for repeat in range(setting.repeats)] for name in AGENTS}, options)
 
 
 def report(outcomes: dict[str, list[Outcome]], options: Options) -> list[Row]:
@@ -331,7 +332,7 @@ def one(name: str, repeat: int, setting: Setting, options: Options) -> Outcome:
     if agent.omega is not None:
         callbacks.append(contour(agent, steps * setting.rounds // 10))
     trainer = quiet_trainer(accelerator="cpu", max_epochs=setting.rounds, callbacks=callbacks)
-    trainer.fit(module, datamodule=stream)
+    resumed_fit(trainer, module, stream)
     return player.outcome()
 
 

@@ -27,7 +27,8 @@ from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.diagnostics.samples import cell_masses, divergence, mode_coverage, resample
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.targets import plane_figure, trajectories_figure
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.simulation import ContourRun, Simulation, simulate
 from lightning_sgmcmc.simulation.exchange_run import ExchangeRun

@@ -15,8 +15,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -85,7 +87,7 @@ def one(method: str, seed: int, options: Options) -> dict[str, float]:
         limit_val_batches=0,
     )
     start = time.perf_counter()
-    trainer.fit(fit.module, datamodule=problem)
+    resumed_fit(trainer, fit.module, problem)
     seconds = time.perf_counter() - start
     assert fit.module.posterior is not None
     found = scores(fit.module.posterior, problem)

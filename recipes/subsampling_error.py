@@ -40,9 +40,10 @@ from lightning_sgmcmc import SGLD, BayesianModule, Bernoulli, GaussianPrior, Pos
 from lightning_sgmcmc.callbacks import SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
 from lightning_sgmcmc.figures.canvas import panels, save_figure, series
-from lightning_sgmcmc.recipes.shared.jobs import prepare_run, quiet_trainer, run_jobs
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.switching import (
     CHAINS,
     GROUPS,
@@ -52,6 +53,7 @@ from lightning_sgmcmc.recipes.shared.switching import (
     jackknife_error,
     stationary_draws,
 )
+from lightning_sgmcmc.recipes.shared.trainers import prepare_run, quiet_trainer, resumed_fit
 from lightning_sgmcmc.simulation.switching_diffusion import coupled_ornstein_uhlenbeck, switching_paths
 
 if TYPE_CHECKING:
@@ -193,7 +195,7 @@ def logistic_places(eta: float | None, batch_size: int | None, options: Options)
         devices=1,
         callbacks=[SamplingSchedule(every_n_steps=steps), places],
     )
-    trainer.fit(module, datamodule=data)
+    resumed_fit(trainer, module, data)
     return places.last()
 
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_sgmcmc.figures.canvas import COLOURS, panels, save_figure
-from lightning_sgmcmc.recipes.shared.results import Options, Row
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row
 from lightning_sgmcmc.recipes.shared.switching import (
     CENTRES,
     CHAINS,

@@ -28,7 +28,8 @@ from lightning_sgmcmc.contour import Contour, ContourRules, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.targets import estimates_figure
-from lightning_sgmcmc.recipes.shared.results import Options, Row
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row
 from lightning_sgmcmc.simulation import ContourRun, simulate
 from lightning_sgmcmc.simulation.targets import GaussianMixture
 

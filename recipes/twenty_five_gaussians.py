@@ -17,7 +17,8 @@ import torch
 from lightning_sgmcmc.diagnostics.samples import cell_masses, mode_coverage
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.targets import plane_figure
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.simulation import simulate
 from lightning_sgmcmc.simulation.targets import GaussianMixture

@@ -57,8 +57,9 @@ from lightning_sgmcmc.contour.partition import EnergyPartition, bin_index
 from lightning_sgmcmc.diagnostics.samples import cell_masses, divergence
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.targets import plane_figure, progress_figure
+from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.plane import Clock, Draws, Squares
-from lightning_sgmcmc.recipes.shared.results import Options, Row
+from lightning_sgmcmc.recipes.shared.results import Row
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation import ContourRun, simulate

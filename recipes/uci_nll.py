@@ -20,8 +20,9 @@ from typing import Any
 
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
+from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.regression import METHODS, Setting, fit_and_score, means
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 
 SPLITS = {"quick": 2, "full": 20}
 SETTING = Setting((50,), "ReLU", min_std=0.02, warm_steps=3000, warm_lr=0.01, members=40, chains=5, sampling_steps=8000)

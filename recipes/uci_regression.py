@@ -6,8 +6,8 @@ temperature and ζ of the paper. What the paper leaves open, and our choices:
 * Energy: N times the mean squared error in the target's own units, as in the authors' programs: a Gaussian likelihood
   of variance 1/2. Only at this scale a bin of 100 nats does not hold all energies. The networks see standardised
   targets, with the likelihood's scale changed accordingly, so step sizes are not the paper's 5e-6.
-* Step sizes: one for each table and family, the same with and without contour (see `LR`), at which momentum-free SGD is
-  stable by a wide margin.
+* Step sizes: one for each table and family, the same with and without contour (`uci_regression.yaml`), at which
+  momentum-free SGD is stable by a wide margin.
 * The prior: the weight decay 1e-4 of a mean loss. SGD and M-SGD are SGLD and SGHMC at temperature 0.
 * m = 200 bins of 100 nats, the first edge by a warm-up, ω = 1/(k^0.6 + 100), the scheme "scalable". Where ζ > 1 the
   samples are weighted by π(J), as in the later programs: with Ψ^ζ five of 50 samples have all the weight on Wine, and
@@ -28,27 +28,28 @@ above SGD by 0.009 ± 0.007), and CSGLD is above SGLD by 0.012 ± 0.003. Tried o
 
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from lightning_sgmcmc.figures.canvas import PAGE_WIDTH, panels, save_figure, series
 from lightning_sgmcmc.figures.errors import INTERVAL, half_width
-from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
+from lightning_sgmcmc.recipes.shared.needs import require
+from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.pictures import outside_legend
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
+from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
-HIDDEN, BATCH, MODELS = 50, 50, 50
-EPOCHS = {"quick": 300, "full": 5000}
-SPLITS = {"quick": 4, "full": 10}
-FRICTION = 0.1
-WEIGHT_DECAY = 1e-4
-VARIANCE = 0.5
-WIDTH, BINS = 100.0, 200
+    from lightning_sgmcmc.datamodules import UCIRegressionDataModule
 
 
-class Table(NamedTuple):
+@dataclass(frozen=True)
+class Table:
     """A data set: its name, temperature and ζ, and the step sizes of SGLD and SGHMC in units of the mean potential."""
 
     name: str
@@ -57,12 +58,34 @@ class Table(NamedTuple):
     lr: tuple[float, float]
 
 
-TABLES = {
-    "Energy": Table("energy", 1.0, 1.0, (0.001, 0.00015)),
-    "Concrete": Table("concrete", 5.0, 1.0, (0.0006, 0.00009)),
-    "Yacht": Table("yacht", 1.0, 2.5, (0.0006, 0.00009)),
-    "Wine": Table("wine-quality-red", 5.0, 10.0, (0.05, 0.005)),
-}
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `uci_regression.yaml`.
+
+    Attributes:
+        epochs, splits: of the data, and how many of the standard splits.
+        hidden, batch, models: hidden units, data per batch, and models in an average.
+        friction: of SGHMC.
+        weight_decay: of a mean loss.
+        variance: of the likelihood, in the square of the target's unit.
+        width, bins: Δu in nats, and m.
+        tables: what differs between the data sets, by the paper's name.
+    """
+
+    epochs: int
+    splits: int
+    hidden: int
+    batch: int
+    models: int
+    friction: float
+    weight_decay: float
+    variance: float
+    width: float
+    bins: int
+    tables: dict[str, Table]
+
+
+PAPER_REPEATS = 10
 PAPER = {
     "SGD": ((1.13, 0.07), (4.60, 0.14), (0.81, 0.08), (0.65, 0.01)),
     "SGLD": ((1.08, 0.07), (4.12, 0.10), (0.72, 0.07), (0.63, 0.01)),
@@ -74,84 +97,89 @@ PAPER = {
 PAIRS = (("SGLD", "SGD"), ("CSGLD", "SGLD"), ("SGHMC", "M-SGD"), ("CSGHMC", "SGHMC"))
 
 
+def work(settings: Settings) -> float:
+    """Return the epochs of all jobs, which the time is proportional to."""
+    return float(settings.epochs * settings.splits * len(settings.tables) * len(PAPER))
+
+
 def run(options: Options) -> list[Row]:
     """Run all methods on all splits of all tables, return the table."""
-    splits = range(SPLITS[options.scale])
-    jobs = list(itertools.product(TABLES, PAPER, splits))
-    for table in TABLES:
-        one(table, "SGD", -1, options)  # reads the data once, so that missing data raise at once
-    outcomes = run_jobs(one, jobs, options, in_turn=False)
+    settings = read_settings(Settings, options)
+    splits, methods = options.repeated(settings.splits), options.chosen(PAPER)
+    require(*(datamodule(place, 0, settings, options) for place in settings.tables.values()))
+    jobs = list(itertools.product(settings.tables, methods, splits))
+    outcomes = run_jobs(one, jobs, options, settings)
     rows: list[Row] = []
-    for index, table in enumerate(TABLES):
-        for method, paper in PAPER.items():
-            ours = mean_row(method, "", [outcomes[table, method, split][0] for split in splits])
-            rows.append(Row(method, f"{table}: RMSE", ours.value, ours.error, *paper[index]))
-        for better, worse in PAIRS:
+    for index, table in enumerate(settings.tables):
+        for method in methods:
+            values = [outcomes[table, method, split][0] for split in splits]
+            rows.append(mean_row(method, f"{table}: RMSE", values, *PAPER[method][index]))
+        for better, worse in (pair for pair in PAIRS if set(pair) <= set(methods)):
             gains = [outcomes[table, better, split][0] - outcomes[table, worse, split][0] for split in splits]
             published = PAPER[better][index][0] - PAPER[worse][index][0]
             rows.append(mean_row(f"{better} - {worse}", f"{table}: RMSE", gains, round(published, 4)))
-        for method in ("CSGLD", "CSGHMC"):
+        for method in (name for name in ("CSGLD", "CSGHMC") if name in methods):
             sizes = [outcomes[table, method, split][1] for split in splits]
-            rows.append(mean_row(method, f"{table}: effective number of {MODELS} models", sizes))
-    save_figure(picture(rows, len(splits)), options.out / "rmse.png")
+            rows.append(mean_row(method, f"{table}: effective number of {settings.models} models", sizes))
+    save_figure(picture(rows, settings, len(splits)), options.out / "rmse.png")
     return rows
 
 
-def one(table: str, method: str, split: int, options: Options, epochs: int | None = None) -> tuple[float, float]:
-    """Train and test one network; return the average's RMSE and its effective number of samples.
+def datamodule(place: Table, split: int, settings: Settings, options: Options) -> "UCIRegressionDataModule":
+    """Return a split of a table."""
+    from lightning_sgmcmc.datamodules import UCIRegressionDataModule
 
-    With a negative split it only reads the data.
-    """
-    import math
+    return UCIRegressionDataModule(place.name, options.data_root, split=split, batch_size=settings.batch)
 
+
+def one(table: str, method: str, split: int, settings: Settings, options: Options) -> tuple[float, float]:
+    """Train and test one network; return the average's RMSE and its effective number of samples."""
     import pytorch_lightning as pl
     import torch
     from torchvision.ops import MLP
 
     from lightning_sgmcmc import BayesianModule, Gaussian, GaussianPrior, samplers
-    from lightning_sgmcmc.datamodules import UCIRegressionDataModule
 
-    place = TABLES[table]
-    data = UCIRegressionDataModule(place.name, options.data_root, split=max(split, 0), batch_size=BATCH)
+    place = settings.tables[table]
+    data = datamodule(place, split, settings, options)
     data.setup("fit")
-    if split < 0:
-        return 0.0, 0.0
     assert data.target_std is not None
     torch.set_num_threads(1)
     silence_lightning()
     pl.seed_everything(options.seed + split, verbose=False)
     with_momentum = method in ("M-SGD", "SGHMC", "CSGHMC")
     module = BayesianModule(
-        net=MLP(data.training_data()[0][0].numel(), [HIDDEN, 1], inplace=False),
-        likelihood=Gaussian(std=math.sqrt(VARIANCE) / data.target_std),
-        prior=GaussianPrior((data.num_data * WEIGHT_DECAY) ** -0.5),
-        sampler=functools.partial(samplers.SGHMC, friction=FRICTION) if with_momentum else samplers.SGLD,
+        net=MLP(data.training_data()[0][0].numel(), [settings.hidden, 1], inplace=False),
+        likelihood=Gaussian(std=math.sqrt(settings.variance) / data.target_std),
+        prior=GaussianPrior((data.num_data * settings.weight_decay) ** -0.5),
+        sampler=functools.partial(samplers.SGHMC, friction=settings.friction) if with_momentum else samplers.SGLD,
         lr=place.lr[with_momentum],
         temperature=0.0 if method in ("SGD", "M-SGD") else place.temperature,
     )
-    epochs = epochs or EPOCHS[options.scale]
-    steps = epochs * math.ceil(data.num_data / BATCH)
-    trainer = quiet_trainer(accelerator="cpu", max_epochs=epochs, callbacks=callbacks_of(method, place, steps))
-    trainer.fit(module, datamodule=data)
+    steps = settings.epochs * math.ceil(data.num_data / settings.batch)
+    callbacks = callbacks_of(method, place, steps, settings)
+    trainer = quiet_trainer(accelerator="cpu", max_epochs=settings.epochs, callbacks=callbacks)
+    resumed_fit(trainer, module, data)
     trainer.test(module, datamodule=data, verbose=False)
     assert module.posterior is not None
     return module.evaluations["test"].bma["rmse"], module.posterior.weight_efficiency * len(module.posterior)
 
 
-def callbacks_of(method: str, place: Table, steps: int) -> "list[pl.Callback]":
+def callbacks_of(method: str, place: Table, steps: int, settings: Settings) -> "list[pl.Callback]":
     """Return the callbacks of a method: schedule, samples, average, and the contour of the methods that have one.
 
     Args:
         method: its name.
         place: the data set.
         steps: steps of the run.
+        settings: the recipe's.
     """
     from lightning_sgmcmc import ContourRules
     from lightning_sgmcmc.callbacks import BayesianModelAverage, ContourGradient, SampleCollector, SamplingSchedule
 
-    every = max(1, steps // 2 // MODELS)
+    every = max(1, steps // 2 // settings.models)
     callbacks: list[pl.Callback] = [
-        SamplingSchedule(burn_in_steps=steps - every * MODELS, every_n_steps=every),
+        SamplingSchedule(burn_in_steps=steps - every * settings.models, every_n_steps=every),
         SampleCollector(in_memory=True),
         BayesianModelAverage(),
     ]
@@ -159,18 +187,18 @@ def callbacks_of(method: str, place: Table, steps: int) -> "list[pl.Callback]":
         rules = ContourRules(place.zeta)
         if place.zeta > 1:
             rules = ContourRules(place.zeta, weighting="bin", weight_exponent=1 / place.zeta)
-        callbacks.append(ContourGradient(rules, BINS, width=WIDTH, warm_up_steps=steps // 4))
+        callbacks.append(ContourGradient(rules, settings.bins, width=settings.width, warm_up_steps=steps // 4))
     return callbacks
 
 
-def picture(rows: list[Row], splits: int) -> Any:
+def picture(rows: list[Row], settings: Settings, splits: int) -> Any:
     """Draw each method's RMSE over the splits next to the paper's, a panel for each table."""
     figure, grid = panels(2, 2, PAGE_WIDTH, 4.8)
-    for axes, table in zip(grid.flat, TABLES, strict=True):
+    for axes, table in zip(grid.flat, settings.tables, strict=False):
         own = [row for row in rows if row.metric == f"{table}: RMSE" and row.method in PAPER]
         for index, (offset, name) in enumerate(((-0.12, "ours"), (0.12, "paper"))):
             pick = [
-                (r.value, r.error, splits) if index == 0 else (r.paper, _paper_error(r), SPLITS["full"]) for r in own
+                (r.value, r.error, splits) if index == 0 else (r.paper, _paper_error(r), PAPER_REPEATS) for r in own
             ]
             values = [value for value, _, _ in pick]
             halves = [float(half_width(error or 0.0, count)) if count > 1 else 0.0 for _, error, count in pick]
@@ -186,4 +214,4 @@ def picture(rows: list[Row], splits: int) -> Any:
 
 def _paper_error(row: Row) -> float | None:
     """Return the standard error of the paper's mean, from its standard deviation over the runs."""
-    return None if row.paper_error is None else row.paper_error / SPLITS["full"] ** 0.5
+    return None if row.paper_error is None else row.paper_error / PAPER_REPEATS**0.5

@@ -6,8 +6,10 @@ import pytest
 
 from docs import generate
 from lightning_sgmcmc.recipes.__main__ import descriptions
+from lightning_sgmcmc.recipes.shared import pages
+from lightning_sgmcmc.recipes.shared.expected import all_expected
 
-ENTRIES = {path.stem: json.loads(path.read_text()) for path in (generate.MEASURED / "reproductions").glob("*.json")}
+ENTRIES = all_expected()
 
 
 def test_the_pages_are_those_of_the_data() -> None:
@@ -21,15 +23,14 @@ def test_every_recipe_has_a_page_and_a_line_in_the_matrix() -> None:
     for name, entry in ENTRIES.items():
         assert f"[{name}]({name}.md)" in matrix
         assert f"sgmcmc recipe {name}" in entry["command"]
-        if "run" in entry:
-            assert entry["run"]["origin"]["date"]
+        assert all(run["origin"]["date"] for run in entry["runs"].values())
 
 
 def test_intervals_are_those_of_student() -> None:
     """Mean 2 of (1, 2, 3): standard error 1/√3, half width 4.303/√3 = 2.484."""
-    assert generate._number_with_interval(2.0, 3**-0.5, 3) == "2.0 [-0.5, 4.5]"
-    assert generate._number_with_interval(2.0, 0.5, None) == "2 ± 0.5"
-    assert generate._cell([2.0, 1.0], 3, True) == "2.0 [-0.5, 4.5]"
+    assert pages._number_with_interval(2.0, 3**-0.5, 3) == "2.0 [-0.5, 4.5]"
+    assert pages._number_with_interval(2.0, 0.5, None) == "2 ± 0.5"
+    assert pages._cell([2.0, 1.0], 3, True) == "2.0 [-0.5, 4.5]"
 
 
 @pytest.mark.parametrize("name", sorted(ENTRIES))

@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sgmcmc.files import write_atomically
-from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, run_jobs, silence_lightning
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
-from lightning_sgmcmc.recipes.shared.results import Options, Row
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row
+from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
 
 SETTINGS = Path(__file__).parent / "settings.yaml"
 
@@ -84,7 +86,7 @@ def one(data: str, method: str, seed: int, settings: Mapping[str, Any], options:
             check_val_every_n_epoch=10**6,  # a method that needs the validation data reads them itself
         )
         start = time.perf_counter()
-        trainer.fit(fit.module, datamodule=problem)
+        resumed_fit(trainer, fit.module, problem)
         cell["seconds"] = time.perf_counter() - start
         counters = fit.module.chains.counters
         cell["gradient_evaluations"] = counters.gradient_evaluations * fit.module.num_chains

@@ -1,46 +1,177 @@
-"""Many runs of a recipe, with a silent trainer: side by side on a CPU's cores, or one after the other on a GPU."""
+"""Many runs of a recipe: side by side on a CPU's cores or on several machines, or one after the other on a GPU."""
 
 import functools
-import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
-import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
-from lightning_sgmcmc.recipes.shared.results import Options
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.store import Finished, JobStore, name_of
+from lightning_sgmcmc.recipes.shared.trainers import within_job
 
-if TYPE_CHECKING:
-    import pytorch_lightning as pl
+Job = TypeVar("Job", bound=tuple[Any, ...])
+BETWEEN_REPORTS = 10.0
+"""Seconds between two lines on the progress."""
 
 
-Job = TypeVar("Job")
+class Planned(Exception):
+    """Raised instead of running the jobs of a dry run.
+
+    Attributes:
+        jobs: number of all jobs.
+        finished: number of those that an earlier run has ended.
+        workers: number of jobs that would run at a time.
+    """
+
+    def __init__(self, jobs: int, finished: int, workers: int) -> None:
+        super().__init__(f"{jobs} jobs, {finished} of them finished")
+        self.jobs = jobs
+        self.finished = finished
+        self.workers = workers
 
 
 def run_jobs(
-    function: Callable[..., Any], jobs: Sequence[Job], options: Options, *shared: Any, in_turn: bool
+    function: Callable[..., Any], jobs: Sequence[Job], options: Options, *shared: Any, in_turn: bool = False
 ) -> dict[Job, Any]:
     """Return what `function(*job, *shared, options)` returns, by job.
+
+    Every outcome is written as soon as its job ends, and a later call with the same options does not repeat it (see
+    `JobStore`). A job that fails does not stop the others. Trainers of `quiet_trainer` write checkpoints, from which
+    `resumed_fit` continues.
 
     Args:
         function: a function at the top level of a module, because other processes import it by its name.
         jobs: tuples of arguments; the longest ones should come first.
-        options: the recipe's options.
+        options: the recipe's options; with `executor` the jobs run on a dask.distributed cluster.
         shared: arguments that all jobs have.
         in_turn: run one after the other in this process, for a single device; otherwise as many at a time as there are
             cores, each on one thread.
+
+    Raises:
+        Planned: in a dry run.
+        RuntimeError: if jobs failed, after the others have ended; its cause is the first one's error.
     """
+    store = JobStore(function, shared, options)
+    done = {job: finished for job in jobs if (finished := store.read(job)) is not None}
+    missing = [job for job in jobs if job not in done]
+    if options.dry_run:
+        raise Planned(len(jobs), len(done), 1 if in_turn else usable_cores())
+    progress = Progress(len(jobs), len(done))
     call = functools.partial(_call, function, (*shared, options))
+    failed: dict[Job, BaseException] = {}
+    for job, finished in _completed(call, missing, store, options, in_turn):
+        if isinstance(finished, Finished):
+            store.write(job, finished)
+            done[job] = finished
+            progress.report()
+        else:
+            failed[job] = finished
+            print(f"the job {name_of(job)} failed: {type(finished).__name__}: {finished}", file=sys.stderr)
+    if failed:
+        job, error = next(iter(failed.items()))
+        raise RuntimeError(
+            f"{len(failed)} of {len(jobs)} jobs failed, the first is {name_of(job)} ({type(error).__name__}: {error}); "
+            f"the others are kept in {store.folder}: mend the cause, and run the same command again"
+        ) from error
+    SECONDS.append(sum(one.seconds for one in done.values()))
+    return {job: done[job].outcome for job in jobs}
+
+
+SECONDS: list[float] = []
+"""Processor time of the jobs of this process's recipe, for its results."""
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+class Progress:
+    """Prints how many jobs have ended, and the time left, at most every ten seconds.
+
+    Args:
+        jobs: number of all jobs.
+        finished: number of those that had ended before.
+    """
+
+    def __init__(self, jobs: int, finished: int) -> None:
+        self.jobs, self.before, self.now = jobs, finished, 0
+        self._start = self._last = time.monotonic()
+        if finished:
+            print(f"{finished} of {jobs} jobs are of an earlier run", file=sys.stderr)
+
+    def report(self) -> None:
+        """Count a job that has ended."""
+        self.now += 1
+        time_now = time.monotonic()
+        left = self.jobs - self.before - self.now
+        if left and time_now - self._last >= BETWEEN_REPORTS:
+            self._last = time_now
+            seconds = (time_now - self._start) / self.now * left
+            print(f"{self.before + self.now} of {self.jobs} jobs, about {duration(seconds)} left", file=sys.stderr)
+
+
+def duration(seconds: float) -> str:
+    """Return a time as text, such as "4 min"."""
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 90
+        else f"{seconds / 60:.0f} min"
+        if seconds < 5400
+        else f"{seconds / 3600:.1f} h"
+    )
+
+
+def _completed(
+    call: Callable[..., Finished], jobs: Sequence[Job], store: JobStore, options: Options, in_turn: bool
+) -> Iterator[tuple[Job, Finished | BaseException]]:
+    """Run jobs, and yield each with its outcome or error as soon as it has ended."""
     if in_turn:
-        return {job: call(job) for job in jobs}
-    workers = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    call = functools.partial(_call_on_one_thread, function, (*shared, options))
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_end_with_the_parent) as pool:
-        return dict(zip(jobs, pool.map(call, jobs), strict=True))
+        for job in jobs:
+            try:
+                yield job, call(job, store.path(job), one_thread=False)
+            except Exception as error:
+                yield job, error
+        return
+    with _executor(options) as pool:
+        futures = {pool.submit(call, job, store.path(job)): job for job in jobs}
+        try:
+            for future in as_completed(futures):
+                error = future.exception()
+                yield futures[future], error if error is not None else future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+@contextmanager
+def _executor(options: Options) -> Iterator[Executor]:
+    """Return processes of this machine, or the workers of a dask.distributed cluster."""
+    if options.executor is None:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(usable_cores(), context, initializer=_end_with_the_parent) as pool:
+            yield pool
+        return
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise ImportError("--executor needs dask.distributed: pip install 'lightning-sgmcmc[cluster]'") from error
+    with Client(options.executor, set_as_default=False) as client:
+        threads = client.nthreads()
+        if any(count != 1 for count in threads.values()):
+            raise ValueError(
+                f"the cluster {options.executor} has workers with {max(threads.values())} threads, and jobs of one "
+                "process share torch's generators: start them by `dask worker ADDRESS --nworkers N --nthreads 1`"
+            )
+        yield client.get_executor(pure=False)
 
 
 def _end_with_the_parent() -> None:
@@ -55,43 +186,14 @@ def _end_with_the_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _call(function: Callable[..., Any], shared: tuple[Any, ...], job: Any) -> Any:
-    return function(*job, *shared)
+def _call(
+    function: Callable[..., Any], shared: tuple[Any, ...], job: tuple[Any, ...], folder: Path, one_thread: bool = True
+) -> Finished:
+    if one_thread:
+        import torch
 
-
-def _call_on_one_thread(function: Callable[..., Any], shared: tuple[Any, ...], job: Any) -> Any:
-    import torch
-
-    torch.set_num_threads(1)
-    return _call(function, shared, job)
-
-
-def prepare_run(options: Options) -> None:
-    """Silence Lightning, and keep a quick run on one thread."""
-    import torch
-
-    if not options.full:
         torch.set_num_threads(1)
-    silence_lightning()
-
-
-def silence_lightning() -> None:
-    """Keep the trainer's remarks and warnings out of a recipe's output."""
-    warnings.filterwarnings("ignore", module="pytorch_lightning")
-    warnings.filterwarnings("ignore", message=".*(LeafSpec|across ranks is zero).*")
-    warnings.filterwarnings("ignore", message=".*has no validation data to evaluate the samples on")  # meant so
-    warnings.filterwarnings("ignore", message="This fit draws no posterior samples")  # meant so
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-
-
-def quiet_trainer(**options: Any) -> "pl.Trainer":
-    """Return a trainer that writes and shows nothing, unless one of its options says otherwise."""
-    import pytorch_lightning as pl
-
-    silent = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return pl.Trainer(**(silent | options))
+    start = time.process_time()
+    with within_job(folder):
+        outcome = function(*job, *shared)
+    return Finished(outcome, time.process_time() - start)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, silence_lightning
+from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
 
 if TYPE_CHECKING:
     from lightning_sgmcmc.datamodules import ArrayDataModule
@@ -134,7 +134,7 @@ def fit(data: "ArrayDataModule", schedule: Any, setting: Setting, steps: int, **
     trainer = quiet_trainer(
         accelerator="cpu", max_steps=steps, limit_val_batches=0, callbacks=[schedule, SampleCollector(in_memory=True)]
     )
-    trainer.fit(module, datamodule=data)
+    resumed_fit(trainer, module, data)
     return module
 
 

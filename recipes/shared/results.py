@@ -1,39 +1,31 @@
 """The results of a recipe: `results.json`, and `table.md` with our figures next to the paper's."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
+from lightning_sgmcmc.recipes.shared.jobs import usable_cores
+from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.run import results as run_results
 from lightning_sgmcmc.run.origin import origin_of_run
 
-
-@dataclass(frozen=True)
-class Options:
-    """The options of a recipe.
-
-    Attributes:
-        out: the run's folder.
-        data_root: folder of the data sets.
-        full: the paper's setting instead of a quick one.
-        seed: seed of the run; repeats use the seeds after it.
-    """
-
-    out: Path
-    data_root: Path
-    full: bool = False
-    seed: int = 0
-
-    @property
-    def scale(self) -> str:
-        """The setting's name in `results.json`."""
-        return "full" if self.full else "quick"
+SCHEMA = 2
+"""Version of the form of `results.json`."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: its value, its standard error over repeats, and the paper's value if there is one."""
+    """One figure.
+
+    Attributes:
+        method, metric: what it is of.
+        value: the mean over repeats.
+        error: its standard error, None for a single value.
+        paper: the paper's value, if there is one.
+        paper_error: what the paper writes after ±.
+        values: that of each repeat, empty if the figure is not a mean.
+    """
 
     method: str
     metric: str
@@ -41,27 +33,68 @@ class Row:
     error: float | None = None
     paper: float | None = None
     paper_error: float | None = None
+    values: tuple[float, ...] = ()
 
 
-def mean_row(method: str, metric: str, values: Sequence[float], paper: float | None = None) -> Row:
-    """Return the mean over repeats and its standard error (None for one repeat)."""
+def mean_row(
+    method: str, metric: str, values: Sequence[float], paper: float | None = None, paper_error: float | None = None
+) -> Row:
+    """Return the mean over repeats and its standard error (None for one repeat).
+
+    Args:
+        method, metric: what the values are of.
+        values: that of each repeat, at least one.
+        paper, paper_error: the paper's value, and what it writes after ±.
+    """
     count = len(values)
     mean = sum(values) / count
     error = math.sqrt(sum((v - mean) ** 2 for v in values) / (count - 1) / count) if count > 1 else None
-    return Row(method, metric, mean, error, paper)
+    return Row(method, metric, mean, error, paper, paper_error, tuple(map(float, values)))
 
 
-def write_results(recipe: str, options: Options, rows: Sequence[Row], seconds: float) -> None:
-    """Write `results.json` and `table.md` into the run's folder."""
+def write_results(
+    recipe: str,
+    options: Options,
+    rows: Sequence[Row],
+    seconds: float,
+    settings: Mapping[str, Any] | None = None,
+    data: Mapping[str, str] | None = None,
+) -> None:
+    """Write `results.json` and `table.md` into the run's folder.
+
+    Args:
+        recipe: its name.
+        options: the recipe's options.
+        rows: the table.
+        seconds: processor time of the jobs, over all attempts.
+        settings: the values of the setting.
+        data: a checksum of each data set.
+    """
     results = {
+        "schema": SCHEMA,
         "recipe": recipe,
         "scale": options.scale,
         "seed": options.seed,
-        "rows": [asdict(row) for row in rows],
+        "settings": dict(settings or {}),
+        "error": "standard error of the mean over repeats",
+        "rows": [_plain(row) for row in rows],
         "seconds": round(seconds, 1),
+        "data": dict(data or {}),
+        "hardware": hardware(),
         "origin": origin_of_run(),
     }
     run_results.write_results(options.out, results, markdown(rows))
+
+
+def hardware() -> dict[str, Any]:
+    """Return the number of this machine's cores that may be used, and the name of its GPU, None without one."""
+    import torch
+
+    return {"cores": usable_cores(), "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    return asdict(row) | {"values": list(row.values), "n": len(row.values) or None}
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_sgmcmc.recipes import cifar100_uncertainty, cifar_csgmcmc
-from lightning_sgmcmc.recipes.shared.results import Options
+from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.synthetic_images import SyntheticImages
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))

@@ -12,7 +12,8 @@ import torch
 from lightning_sgmcmc.cli import commands as cli
 from lightning_sgmcmc.recipes import __main__ as runner
 from lightning_sgmcmc.recipes import cifar_csghmc, gaussian_mixture, nine_modes, twenty_five_gaussians, uci_regression
-from lightning_sgmcmc.recipes.shared.results import Options
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 
@@ -60,7 +61,9 @@ def test_uci_regression_learns_a_synthetic_table(tmp_path: Path, method: str) ->
     test = np.stack([rng.permutation(200)[:20] for _ in range(20)]).astype(np.int32)
     (tmp_path / "uci_regression").mkdir()
     np.savez(tmp_path / "uci_regression" / "energy.npz", x=x, y=y, test_indices=test)
-    rmse, worth = uci_regression.one("Energy", method, 0, Options(tmp_path, tmp_path), epochs=60)
+    options = Options(tmp_path, tmp_path, changed={"epochs": "60"})
+    settings = read_settings(uci_regression.Settings, options)
+    rmse, worth = uci_regression.one("Energy", method, 0, settings, options)
     assert rmse < 2.5 < y.std()
     assert 1 <= worth <= 50.001
 

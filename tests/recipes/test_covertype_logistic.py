@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_sgmcmc.recipes import covertype_logistic as recipe
-from lightning_sgmcmc.recipes.shared.results import Options
+from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.simulation.finite_sums import LogisticRegressionSum
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_sgmcmc.recipes import distillation
-from lightning_sgmcmc.recipes.shared.results import Options
+from lightning_sgmcmc.recipes.shared.options import Options
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 

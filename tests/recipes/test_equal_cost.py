@@ -17,7 +17,7 @@ from lightning_sgmcmc.diagnostics.bootstrap import percentile_interval, two_leve
 from lightning_sgmcmc.diagnostics.scores import gaussian_mixture_crps
 from lightning_sgmcmc.recipes import equal_cost
 from lightning_sgmcmc.recipes.equal_cost import comparison, methods, problems, scores
-from lightning_sgmcmc.recipes.shared.results import Options
+from lightning_sgmcmc.recipes.shared.options import Options
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 SETTINGS = equal_cost.load_settings()

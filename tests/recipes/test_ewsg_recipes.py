@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_sgmcmc.recipes import ewsg_gaussian, ewsg_vr_logistic
-from lightning_sgmcmc.recipes.shared.results import Options
+from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.simulation.finite_sums import GaussianSum
 
 

@@ -73,7 +73,7 @@ def test_a_worker_ends_with_the_recipe(number: signal.Signals) -> None:
 PROGRAM = """
 from pathlib import Path
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
-from lightning_sgmcmc.recipes.shared.results import Options
+from lightning_sgmcmc.recipes.shared.options import Options
 from tests.recipes.test_jobs import busy
 if __name__ == "__main__":
     run_jobs(busy, [(0,), (1,)], Options(Path.cwd(), Path("data")), in_turn=False)

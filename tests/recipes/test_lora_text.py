@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_sgmcmc.recipes import lora_text
-from lightning_sgmcmc.recipes.shared.results import Options
+from lightning_sgmcmc.recipes.shared.options import Options
 
 
 def test_texts_of_packages() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_sgmcmc.recipes import misspecified
-from lightning_sgmcmc.recipes.shared.results import Options
+from lightning_sgmcmc.recipes.shared.options import Options
 
 
 def test_the_start_is_the_log_normal_s_own() -> None:

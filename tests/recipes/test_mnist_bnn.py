@@ -15,7 +15,7 @@ from lightning_sgmcmc.batches.order import BatchOrder
 from lightning_sgmcmc.datamodules import Split
 from lightning_sgmcmc.recipes import mnist_bnn
 from lightning_sgmcmc.recipes.mnist_bnn import Case, Curve
-from lightning_sgmcmc.recipes.shared.results import Options
+from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.samplers import SGLD, UnderdampedLangevin, pSGLD
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))

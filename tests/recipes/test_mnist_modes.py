@@ -10,7 +10,7 @@ import torch
 from lightning_sgmcmc.figures.contour import energy_walk_figure
 from lightning_sgmcmc.figures.samples import weight_paths_figure
 from lightning_sgmcmc.recipes import mnist_modes
-from lightning_sgmcmc.recipes.shared.results import Options
+from lightning_sgmcmc.recipes.shared.options import Options
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 

@@ -10,7 +10,7 @@ import torch
 from lightning_sgmcmc.datamodules import StreamDataModule
 from lightning_sgmcmc.datamodules.mushroom import ATTRIBUTES
 from lightning_sgmcmc.recipes import mushroom_bandit as bandit
-from lightning_sgmcmc.recipes.shared.results import Options
+from lightning_sgmcmc.recipes.shared.options import Options
 
 TINY = bandit.Setting(
     first=40, capacity=60, batch=16, observations=10, steps=4, rounds=8, repeats=1, faster=(2.0, 10.0)

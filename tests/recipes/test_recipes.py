@@ -10,7 +10,8 @@ import pytest
 from lightning_sgmcmc.cli import main as sgmcmc
 from lightning_sgmcmc.recipes import __main__ as runner
 from lightning_sgmcmc.recipes import mnist_ood
-from lightning_sgmcmc.recipes.shared.results import Options, Row, markdown, mean_row
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row, markdown, mean_row
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 

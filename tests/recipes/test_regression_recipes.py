@@ -15,7 +15,7 @@ from lightning_sgmcmc.datamodules.base import standardise
 from lightning_sgmcmc.posterior.store import MemoryStore, TargetScaling
 from lightning_sgmcmc.recipes import airfoil, uci_nll
 from lightning_sgmcmc.recipes.shared import regression
-from lightning_sgmcmc.recipes.shared.results import Options
+from lightning_sgmcmc.recipes.shared.options import Options
 
 
 @pytest.fixture

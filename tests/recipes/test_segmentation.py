@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_sgmcmc.recipes import segmentation
-from lightning_sgmcmc.recipes.shared.results import Options
+from lightning_sgmcmc.recipes.shared.options import Options
 
 
 def test_the_shapes_are_where_the_labels_say() -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lightning_sgmcmc.recipes import subsampling_error, switching_diffusion
 from lightning_sgmcmc.recipes.shared import switching
-from lightning_sgmcmc.recipes.shared.results import Options, Row
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 

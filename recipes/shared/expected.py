@@ -1,0 +1,111 @@
+"""The kept results of the recipes: what a new run is compared with, and how long it takes."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parents[1] / "expected"
+STANDARD_ERRORS = 4.0
+"""Means of repeats may differ by as many standard errors of their difference."""
+TOLERANCE = 0.05
+"""Relative difference of figures without a standard error."""
+KEPT = ("scale", "seed", "settings", "rows", "seconds", "work", "data", "hardware", "stage", "sentences")
+TIMES = ("second", "time")
+"""Words in the names of figures that a machine decides, which are not compared."""
+
+
+def all_expected() -> dict[str, dict[str, Any]]:
+    """Return what is kept of every recipe, by its name."""
+    return {path.stem: kept(path.stem) for path in sorted(FOLDER.glob("*.json"))}
+
+
+def kept(name: str) -> dict[str, Any]:
+    """Return what is kept of a recipe: its paper, our verdict, results by scale under "runs", and earlier tables.
+
+    Args:
+        name: the recipe.
+    """
+    content = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    assert isinstance(content, dict), name
+    return content
+
+
+def keep(results: Mapping[str, Any], picture: str | None) -> None:
+    """Keep a run's results instead of earlier ones of this scale.
+
+    Args:
+        results: the content of `results.json`.
+        picture: the name of the picture that shows them.
+    """
+    entry = kept(results["recipe"])
+    own = {key: results[key] for key in KEPT if key in results}
+    own["origin"] = {key: value for key, value in results.get("origin", {}).items() if key != "command"}
+    if picture is not None:
+        own["picture"] = picture
+    entry["runs"][results["scale"]] = own
+    path = FOLDER / f"{results['recipe']}.json"
+    path.write_text(json.dumps(entry, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def differences(name: str, results: Mapping[str, Any]) -> list[str]:
+    """Return a line for each figure that differs from the kept one of the same scale, or is missing on one side.
+
+    Means with standard errors may differ by four standard errors of their difference, other figures by 5 %, or by what
+    "tolerances" of the kept file allows for a metric; times are not compared.
+
+    Args:
+        name: the recipe.
+        results: the content of `results.json`.
+    """
+    entry = kept(name)
+    run = entry["runs"].get(results["scale"])
+    if run is None:
+        return [f"no results of scale {results['scale']} are kept"]
+    if (run.get("settings") or {}) != (results.get("settings") or {}):
+        return [f"the kept results have other settings: {run.get('settings')}"]
+    tolerances = entry.get("tolerances", {})
+    ours, theirs = _by_figure(results["rows"]), _by_figure(run["rows"])
+    lines = [f"{' '.join(key)} is only in {where}" for key, where in _missing(ours, theirs)]
+    for key in ours.keys() & theirs.keys():
+        new, old = ours[key], theirs[key]
+        allowed = tolerances.get(key[1], _allowed(new, old))
+        if abs(new["value"] - old["value"]) > allowed:
+            lines.append(f"{' '.join(key)} is {new['value']:.5g}, kept {old['value']:.5g}, allowed ± {allowed:.2g}")
+    return sorted(lines)
+
+
+def predicted_seconds(name: str, scale: str, work: float | None) -> float | None:
+    """Return the processor time of a recipe, from that of a kept run; None if it cannot be known.
+
+    Args:
+        name: the recipe.
+        scale: its setting.
+        work: the setting's work, in the recipe's own unit.
+    """
+    if not (FOLDER / f"{name}.json").exists():
+        return None
+    runs = kept(name)["runs"]
+    if work is None:
+        return runs[scale]["seconds"] if scale in runs else None
+    known = [run["seconds"] * work / run["work"] for _, run in sorted(runs.items(), reverse=True) if run.get("work")]
+    return known[0] if known else None
+
+
+def _by_figure(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    found = {(row["method"], row["metric"]): row for row in rows if row["value"] is not None}
+    return {key: row for key, row in found.items() if not any(word in key[1] for word in TIMES)}
+
+
+def _missing(ours: Mapping[tuple[str, str], Any], theirs: Mapping[tuple[str, str], Any]) -> list[tuple[Any, str]]:
+    return [(key, "this run") for key in ours.keys() - theirs.keys()] + [
+        (key, "the kept run") for key in theirs.keys() - ours.keys()
+    ]
+
+
+def _allowed(new: Mapping[str, Any], old: Mapping[str, Any]) -> float:
+    errors = [row.get("error") for row in (new, old)]
+    if all(isinstance(error, float) and math.isfinite(error) for error in errors):
+        return max(STANDARD_ERRORS * math.hypot(*errors), 1e-6 * abs(old["value"]))
+    return max(TOLERANCE * abs(old["value"]), 1e-6)

@@ -1,0 +1,75 @@
+"""What the user chooses about a recipe's run."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a recipe.
+
+    Attributes:
+        out: the run's folder.
+        data_root: folder of the data sets.
+        full: the paper's setting instead of a quick one.
+        seed: seed of the run; repeats use the seeds after it.
+        methods: names of the methods to run; without any, all.
+        repeats: number of repeats (seeds or splits) instead of the setting's.
+        device: "cpu" or "gpu" instead of the recipe's choice ("auto").
+        executor: address of a dask.distributed scheduler that runs the jobs; None is processes of this machine.
+        changed: settings that replace those of the recipe's YAML file, by name.
+        dry_run: only count the jobs (see `run_jobs`).
+    """
+
+    out: Path
+    data_root: Path
+    full: bool = False
+    seed: int = 0
+    methods: tuple[str, ...] = ()
+    repeats: int | None = None
+    device: str = "auto"
+    executor: str | None = None
+    changed: Mapping[str, Any] = field(default_factory=dict)
+    dry_run: bool = False
+
+    @property
+    def scale(self) -> str:
+        """The setting's name in `results.json`."""
+        return "full" if self.full else "quick"
+
+    def chosen(self, methods: Iterable[str]) -> list[str]:
+        """Return those of a recipe's methods that run, in the recipe's order.
+
+        Args:
+            methods: their names.
+
+        Raises:
+            ValueError: if `methods` of the options names another one.
+        """
+        known = list(methods)
+        for name in self.methods:
+            if name not in known:
+                raise ValueError(f"--methods must be some of {', '.join(known)}, got {name!r}")
+        return [name for name in known if not self.methods or name in self.methods]
+
+    def repeated(self, count: int) -> range:
+        """Return the indices 0, 1, … of the repeats.
+
+        Args:
+            count: number of repeats of the setting.
+        """
+        return range(count if self.repeats is None else self.repeats)
+
+    def seeds(self, count: int) -> range:
+        """Return the seeds of the repeats.
+
+        Args:
+            count: number of repeats of the setting.
+        """
+        return range(self.seed, self.seed + len(self.repeated(count)))
+
+    def accelerator(self) -> str:
+        """Return the trainer's accelerator: a quick setting runs on the CPU and a full one where it can."""
+        return ("auto" if self.full else "cpu") if self.device == "auto" else self.device

@@ -1,0 +1,220 @@
+"""The recipes' runner: nothing that has ended is run again, and nothing that ended early is lost."""
+
+import functools
+import json
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
+from lightning_sgmcmc.datamodules import DatasetDataModule
+from lightning_sgmcmc.recipes.shared import expected, trainers
+from lightning_sgmcmc.recipes.shared.jobs import Planned, duration, run_jobs
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.pages import write_pages
+from lightning_sgmcmc.recipes.shared.results import mean_row, write_results
+from lightning_sgmcmc.recipes.shared.settings import read_settings
+from lightning_sgmcmc.recipes.shared.store import JobStore
+from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
+from lightning_sgmcmc.samplers import SGHMC
+from tests.recipes.test_jobs import waited_for
+from tests.support.problems import blobs, classifier
+from tests.support.recipe_jobs import computed, slow, square
+
+in_turn = functools.partial(run_jobs, in_turn=True)
+
+
+def test_a_finished_job_is_not_repeated_and_a_failure_stops_no_other(tmp_path: Path, capsys: Any) -> None:
+    options = Options(tmp_path / "out", tmp_path)
+    (tmp_path / "broken").touch()
+    jobs = [(number,) for number in (2, 3, 4)]
+    with pytest.raises(RuntimeError, match=r"1 of 3 jobs failed, the first is 3 .ValueError: no square today.*again"):
+        in_turn(square, jobs, options, 2.0)
+    (tmp_path / "broken").unlink()
+    assert in_turn(square, jobs, options, 2.0) == {(2,): 4, (3,): 9, (4,): 16}
+    assert computed(options) == [2, 3, 3, 4]
+    assert "2 of 3 jobs are of an earlier run" in capsys.readouterr().err
+    assert in_turn(square, [*jobs, (5,)], options, 2.0)[(5,)] == 25
+    assert computed(options) == [2, 3, 3, 4, 5]
+    for other in (replace(options, seed=1), replace(options, changed={"lr": "1"})):
+        assert in_turn(square, [(2,)], other, 2.0) == {(2,): 4}
+    assert in_turn(square, [(2,)], options, 3.0) == {(2,): 8}
+    assert computed(options).count(2) == 4
+
+
+def test_a_damaged_outcome_is_computed_again(tmp_path: Path) -> None:
+    options = Options(tmp_path / "out", tmp_path)
+    in_turn(square, [(2,), (4,)], options, 2.0)
+    store = JobStore(square, (2.0,), options)
+    first = store.path((2,))
+    file = first.with_name(f"{first.name}.pickle")
+    file.write_bytes(file.read_bytes()[:-3])
+    assert in_turn(square, [(2,), (4,)], options, 2.0) == {(2,): 4, (4,): 16}
+    assert computed(options) == [2, 2, 4]
+
+
+def test_a_dry_run_counts(tmp_path: Path) -> None:
+    options = Options(tmp_path / "out", tmp_path)
+    in_turn(square, [(2,)], options, 2.0)
+    with pytest.raises(Planned) as found:
+        run_jobs(square, [(2,), (3,)], replace(options, dry_run=True), 2.0)
+    assert (found.value.jobs, found.value.finished) == (2, 1)
+    assert [duration(seconds) for seconds in (5, 600, 7200)] == ["5 s", "10 min", "2.0 h"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
+def test_jobs_run_on_a_cluster(tmp_path: Path, threads: int) -> None:
+    """Two workers of dask.distributed, in processes of their own; those with two threads are refused."""
+    distributed = pytest.importorskip("distributed")
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=threads, processes=True, dashboard_address=None
+    ) as cluster:
+        options = Options(tmp_path / "out", tmp_path, executor=cluster.scheduler_address)
+        if threads > 1:
+            with pytest.raises(ValueError, match=r"2 threads.*--nthreads 1"):
+                run_jobs(square, [(2,)], options, 2.0)
+            return
+        assert run_jobs(square, [(n,) for n in range(4, 9)], options, 2.0) == {(n,): n * n for n in range(4, 9)}
+    assert run_jobs(square, [(4,), (8,)], options, 2.0) == {(4,): 16, (8,): 64}  # without the cluster
+    assert computed(options) == [4, 5, 6, 7, 8]
+
+
+class Interruption(pl.Callback):
+    """Ends a fit at a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("the power is gone")
+
+
+def samples(seed: int, stop: int, options: Options) -> list[torch.Tensor]:
+    """Return the samples of a small network; the fit ends early while there is a file `broken`."""
+    silence_lightning()
+    pl.seed_everything(seed, verbose=False)
+    module = classifier(sampler=SGHMC, lr=0.01)
+    callbacks: list[pl.Callback] = [
+        SamplingSchedule(burn_in_steps=10, every_n_steps=5),
+        SampleCollector(in_memory=True),
+    ]
+    if (options.data_root / "broken").exists():
+        callbacks.append(Interruption(stop))
+    trainer = quiet_trainer(accelerator="cpu", max_steps=60, max_epochs=-1, callbacks=callbacks)
+    resumed_fit(trainer, module, DatasetDataModule(blobs(), batch_size=24))
+    (options.data_root / f"steps-{trainer.global_step}").touch()
+    assert module.posterior is not None
+    return [next(iter(sample.state.values())) for sample in module.posterior]
+
+
+def test_a_job_that_ended_early_continues_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samples equal those of a run without interruption, bit for bit."""
+    whole = in_turn(samples, [(0, 33)], Options(tmp_path / "whole", tmp_path))
+    monkeypatch.setattr(trainers, "BETWEEN_CHECKPOINTS", timedelta(0))
+    options = Options(tmp_path / "out", tmp_path)
+    (tmp_path / "broken").touch()
+    with pytest.raises(RuntimeError, match="the power is gone"):
+        in_turn(samples, [(0, 33)], options)
+    (checkpoint,) = (tmp_path / "out" / "jobs").rglob("fit-0.ckpt")
+    assert torch.load(checkpoint, weights_only=True)["global_step"] in (32, 33)
+    (tmp_path / "broken").unlink()
+    continued = in_turn(samples, [(0, 33)], options)
+    pairs = list(zip(whole[0, 33], continued[0, 33], strict=True))
+    assert len(pairs) == 10
+    assert all(torch.equal(first, second) for first, second in pairs)
+
+
+def test_a_killed_recipe_keeps_what_had_ended(tmp_path: Path) -> None:
+    options, jobs = Options(tmp_path / "out", tmp_path), [(number,) for number in range(40)]
+    program = multiprocessing.get_context("fork").Process(target=in_turn, args=(slow, jobs, options))
+    program.start()
+    assert waited_for(lambda: len(list(options.out.rglob("*.pickle"))) >= 5)
+    program.kill()
+    program.join()
+    assert 5 <= len(list(options.out.rglob("*.pickle"))) < 40
+    in_turn(slow, jobs, options)
+    assert 0 <= len(computed(options)) - 40 <= 1  # at most the job of the kill ran twice
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of this file's tests, with a name beside it."""
+
+    epochs: int
+    lr: dict[str, float]
+    names: tuple[str, ...] = ("a",)
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
+    """Return a function that reads settings with given changes."""
+    from lightning_sgmcmc.recipes.shared import settings
+
+    file = tmp_path / "here.yaml"
+    file.write_text("quick: {epochs: 3}\nfull: {epochs: 100, names: [a, b]}\nlr: {first: 1e-3}\n")
+    monkeypatch.setattr(settings, "settings_file", lambda module: file)
+    return lambda full=False, **changed: read_settings(Settings, Options(tmp_path, tmp_path, full, changed=changed))
+
+
+def test_settings(beside: Callable[..., Settings]) -> None:
+    assert beside() == Settings(3, {"first": 1e-3})
+    assert beside(full=True) == Settings(100, {"first": 1e-3}, ("a", "b"))
+    assert beside(epochs="7", names="[c]") == Settings(7, {"first": 1e-3}, ("c",))
+    with pytest.raises(ValueError, match=r"here\.yaml"):
+        beside(epochs="many")
+    with pytest.raises(ValueError, match=r"here\.yaml.*epoch"):
+        beside(epoch="7")
+
+
+def written(folder: Path, values: list[float]) -> dict[str, Any]:
+    rows = [mean_row("SGLD", "nll", values), mean_row("SGLD", "seconds of a fit", values)]
+    write_results("uci_regression", Options(folder, folder), rows, 12.0, {"epochs": 3}, {"table": "0123"})
+    results: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return results
+
+
+def test_results_are_complete_and_compared_with_the_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The means 2 and 6 of (1, 2, 3) and (5, 6, 7) have standard errors 1/√3, so 4·√(2/3) = 3.27 is allowed."""
+    monkeypatch.setattr(expected, "FOLDER", tmp_path)
+    (tmp_path / "uci_regression.json").write_text('{"runs": {}}')
+    results = written(tmp_path, [1.0, 2.0, 3.0])
+    assert expected.differences("uci_regression", results) == ["no results of scale quick are kept"]
+    assert (results["schema"], results["settings"], results["data"]) == (2, {"epochs": 3}, {"table": "0123"})
+    assert results["error"].startswith("standard error")
+    assert (results["rows"][0]["n"], results["rows"][0]["values"]) == (3, [1.0, 2.0, 3.0])
+    assert results["hardware"]["cores"] >= 1
+    assert results["origin"]["versions"]["torch"]
+    expected.keep(results, None)
+    assert expected.differences("uci_regression", results) == []
+    assert expected.differences("uci_regression", written(tmp_path, [4.0, 5.0, 6.0])) == []
+    (line,) = expected.differences("uci_regression", written(tmp_path, [5.0, 6.0, 7.0]))
+    assert line == "SGLD nll is 6, kept 2, allowed ± 3.3"
+    results["settings"] = {"epochs": 4}
+    assert "other settings" in expected.differences("uci_regression", results)[0]
+
+
+def test_time_is_predicted_from_the_kept_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected, "FOLDER", tmp_path)
+    (tmp_path / "uci_regression.json").write_text('{"runs": {"quick": {"seconds": 100, "work": 4.0}}}')
+    assert expected.predicted_seconds("uci_regression", "full", 40.0) == 1000
+    assert expected.predicted_seconds("uci_regression", "quick", None) == 100
+    assert expected.predicted_seconds("uci_regression", "full", None) is None
+
+
+def test_pages_of_own_runs(tmp_path: Path) -> None:
+    written(tmp_path, [1.0, 2.0, 3.0])
+    folder = write_pages(tmp_path / "pages", {"uci_regression": tmp_path, "airfoil": tmp_path / "nothing"})
+    page = (folder / "uci_regression.md").read_text()
+    assert "| SGLD | nll | 2.0 [-0.5, 4.5] |" in page
+    assert "n = 3" in page
+    assert "[uci_regression](uci_regression.md)" in (folder / "index.md").read_text()
+    assert not (folder / "airfoil.md").exists()
