@@ -3,8 +3,7 @@
 Zhang et al. 2020 (cSG-MCMC), section 5.2 and Table 1: 5,000 samples after 1,000 of burn-in, median effective sample
 size (ESS) over the coefficients. The paper gives neither prior, batch size, step sizes, friction, cycles nor estimator;
 ours are in the settings below. The table also has what the ESS hides: the error of the chain's mean and covariance
-against a long full-gradient run, which importance sampling checks. One over the squared error of the mean is the number
-of independent draws that would do as well.
+against a long full-gradient run, which importance sampling checks.
 
 Ours are 4 to 34 times below the paper's figures, and the cyclical samplers lie below the plain ones, not above. Both
 depend on the step size. With a sample a step and exact gradients, SGLD's ESS is E·n only where variances are 1+E times
@@ -36,13 +35,13 @@ from lightning_sgmcmc.diagnostics.chains import import_arviz
 from lightning_sgmcmc.diagnostics.samples import autocorrelation
 from lightning_sgmcmc.figures.canvas import COLOURS, save_figure, series
 from lightning_sgmcmc.figures.errors import INTERVAL, half_width
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.logistic import (
     LogisticPosterior,
     Reference,
     full_gradient_reference,
     importance_reference,
 )
-from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.pictures import outside_legend, panels

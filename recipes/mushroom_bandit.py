@@ -24,13 +24,15 @@ random chain decides about each mushroom. Dropout averages 5 random networks of 
 The paper has curves without numbers (Figure 4). Its order at the end, from the text: pICSGLD lowest, pCSGLD slightly
 below pSGLD though worst at first, ConstSGD and Dropout clearly above, EpsGreedy highest.
 
-Measured (quick, seed 0, ± standard error over 5 runs): cumulative regret pCSGLD 1039 ± 110, pICSGLD 1060 ± 91, EpsGreedy 1128 ± 95, pSGLD with one chain that decides 1137 ±
-150, pSGLD 1167 ± 150, Dropout 1283 ± 44, ConstSGD 1324 ± 100; random actions 19,600. In pairs of runs, pICSGLD has 107
-± 72 less than pSGLD and 21 ± 77 more than pCSGLD, and pSGLD 157 ± 150 less than ConstSGD: with 4 degrees of freedom
-none is significant. Contour, plain and unpreconditioned samplers are in the paper's order, but EpsGreedy, RMSprop
-without noise, is not the worst. Energies lie above the last edge of 990 nats, where κ = 1, until the random pulls have
-left the buffer (round 50 to 75), and two thirds of the regret arise before. Later κ hardly differs from 1 either (by
-0.04 in the mean over a run, pCSGLD 0.09). The contour has acted little, so this is no evidence for it.
+Measured (quick, seed 0, ± standard error over 5 runs): cumulative regret pCSGLD 1039 ± 110, pICSGLD 1060 ± 91,
+EpsGreedy 1128 ± 95, pSGLD with one chain that decides 1137 ± 150, pSGLD 1167 ± 150, Dropout 1283 ± 44, ConstSGD 1324 ±
+100; random actions 19,600. In pairs of runs, pICSGLD has 107 ± 72 less than pSGLD and 21 ± 77 more than pCSGLD, and
+pSGLD 157 ± 150 less than ConstSGD: with 4 degrees of freedom none is significant. Contour, plain and unpreconditioned
+samplers are in the paper's order, but EpsGreedy, RMSprop without noise, is not the worst. Energies lie above the last
+edge of 990 nats, where κ = 1, until the random pulls have left the buffer (round 50 to 75), and two thirds of the
+regret arise before. Later κ hardly differs from 1 either (by 0.04 in the mean over a run, pCSGLD 0.09). The contour has
+acted little, so this is no evidence for it.
+
 `full` is 32,000 steps of 4 chains a run (pCSGLD: 128,000 of one), and has not been run.
 """
 
