@@ -142,7 +142,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("--methods", metavar="A,B", help="methods to run (all)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="changed", help="change a setting")
     add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="where networks are trained (auto)")
-    add("--executor", metavar="ADDRESS", help="scheduler of a dask.distributed cluster that runs the jobs")
+    add("--executor", metavar="WHERE", help="where jobs run: here, or the scheduler of a dask.distributed cluster")
     add("--dry-run", action="store_true", help="print the number of jobs and their predicted time")
     add("--check", action="store_true", help="compare the results with the kept ones; differences end with code 1")
     add("--report", metavar="FOLDER", type=Path, help="write a page for each result and a table of verdicts")

@@ -25,16 +25,20 @@ pSGLD 1.15, SGHMC 1.06, EWSG 1.02, FlyMC 49 (the paper has 1.40, 1.02, 1.22, 94)
 
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_sgmcmc.datamodules import CovertypeDataModule
+from lightning_sgmcmc.datamodules.base import Split
 from lightning_sgmcmc.figures.canvas import canvas, legend_above, save_figure
 from lightning_sgmcmc.figures.errors import INTERVAL, draw_band
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.logistic import laplace_approximation
+from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.samplers import SGLD, UnderdampedLangevin, pSGLD
@@ -73,6 +77,7 @@ PAPER = {
     "FlyMC": (75.199, -0.523, 94.4),
 }
 NONE = (None, None, None)
+CONVERGED, FIREFLY = "converged, full gradient", "FlyMC"
 CONVERGED_STEP, CONVERGED_STEPS = 0.05, 200
 
 
@@ -157,34 +162,49 @@ def fireflies(target: LogisticRegressionSum, chains: int, seed: int) -> tuple[li
     return ends, (time.perf_counter() - start) * CHAINS / chains, passes
 
 
+@cache
+def load(root: Path, full: bool) -> tuple[LogisticRegressionSum, Split]:
+    """Return the posterior of the training part, and the test part."""
+    data = CovertypeDataModule(root, full=full, batch_size=BATCH_SIZE, test_fraction=0.2)
+    require(data)
+    train, _, test = data.splits
+    return LogisticRegressionSum(train.inputs, train.targets, PRIOR_VARIANCE), test
+
+
+def one(method: str, repeat: int, options: Options) -> tuple[list[Tensor], float, float]:
+    """Return a run's test probabilities at the marks or its end, its seconds, and its data passes."""
+    target, test = load(options.data_root, options.full)
+    if method == CONVERGED:
+        return [predictions(converged(target, options.seed), test.inputs)], 0.0, 0.0
+    if method == FIREFLY:
+        ends, seconds, passes = fireflies(target, FIREFLY_CHAINS[options.scale], options.seed)
+        return [predictions(torch.cat(ends), test.inputs)], seconds, passes
+    places, seconds = one_pass(target, method, options.seed + repeat)
+    return [predictions(at, test.inputs) for at in places], seconds, 1.0
+
+
 def run(options: Options) -> list[Row]:
     """Run all methods, draw the learning curves, return the table."""
-    torch.set_num_threads(1)
-    data = CovertypeDataModule(options.data_root, full=options.full, batch_size=BATCH_SIZE, test_fraction=0.2)
-    data.prepare_data()
-    data.setup("fit")
-    train, _, test = data.splits
-    target = LogisticRegressionSum(train.inputs, train.targets, PRIOR_VARIANCE)
-    truth = predictions(converged(target, options.seed), test.inputs)
-    rows = _rows("converged, full gradient", [truth], truth, test.targets)
+    _, test = load(options.data_root, options.full)
+    repeats, methods = options.repeated(REPEATS[options.scale]), options.chosen(METHODS)
+    jobs = [(CONVERGED, 0), (FIREFLY, 0), *((method, repeat) for repeat in repeats for method in methods)]
+    found = run_jobs(one, jobs, options, in_turn=True)  # times are compared
+    truth = found[CONVERGED, 0][0][0]
+    rows = _rows(CONVERGED, [truth], truth, test.targets)
     curves: dict[str, list[list[float]]] = {}
-    taken: dict[str, list[float]] = {method: [] for method in METHODS}
-    ends: dict[str, list[Tensor]] = {method: [] for method in METHODS}
-    for repeat in range(REPEATS[options.scale]):
-        for method in METHODS:
-            places, seconds = one_pass(target, method, options.seed + repeat)
-            taken[method].append(seconds)
-            chances = [predictions(at, test.inputs) for at in places]
-            ends[method].append(chances[-1])
-            curves.setdefault(method, []).append([scores(chance, test.targets)[1] for chance in chances])
-    for method in METHODS:
-        rows += _rows(method, ends[method], truth, test.targets)
-        ratio = [own / sgld for own, sgld in zip(taken[method], taken["SGLD"], strict=True)]
-        rows.append(mean_row(method, "time over SGLD's", ratio, PAPER.get(method, NONE)[2]))
-    fly, seconds, passes = fireflies(target, FIREFLY_CHAINS[options.scale], options.seed)
-    rows += _rows("FlyMC", [predictions(torch.cat(fly), test.inputs)], truth, test.targets)
-    rows.append(Row("FlyMC", "time over SGLD's", seconds / (sum(taken["SGLD"]) / len(taken["SGLD"])), None, 94.4))
-    rows.append(Row("FlyMC", "data passes", passes))
+    for method in methods:
+        own = [found[method, repeat] for repeat in repeats]
+        rows += _rows(method, [chances[-1] for chances, _, _ in own], truth, test.targets)
+        curves[method] = [[scores(chance, test.targets)[1] for chance in chances] for chances, _, _ in own]
+        if "SGLD" in methods:
+            ratio = [seconds / found["SGLD", repeat][1] for repeat, (_, seconds, _) in zip(repeats, own, strict=True)]
+            rows.append(mean_row(method, "time over SGLD's", ratio, PAPER.get(method, NONE)[2]))
+    (chance,), seconds, passes = found[FIREFLY, 0]
+    rows += _rows(FIREFLY, [chance], truth, test.targets)
+    if "SGLD" in methods:
+        mean = sum(found["SGLD", repeat][1] for repeat in repeats) / len(repeats)
+        rows.append(Row(FIREFLY, "time over SGLD's", seconds / mean, None, PAPER[FIREFLY][2]))
+    rows.append(Row(FIREFLY, "data passes", passes))
     _picture(curves, scores(truth, test.targets)[1], options)
     return rows
 

@@ -12,9 +12,10 @@ interpolated weights, 0.11 and 0.13 with bin weights. That of a single chain's �
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.contour import energy_histogram_figure, multiplier_figure
 from lightning_sgmcmc.figures.targets import densities_figure, errors_figure, path_figure
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.simulation import ContourRun, Simulation, simulate
@@ -39,6 +41,8 @@ ZETA = 0.75
 GRADIENT_NOISE = 0.1
 PARTITION = EnergyPartition(first_edge=2.0, width=1.0, num_bins=50)
 STEP_SIZE = DecayingStepSize(1, 0.6, 100)
+METHODS = ("SGLD", "CSGLD", "CSGLD, bin weights", "KSGLD")
+PICTURED = ("", "CSGLD")
 TARGETS = {"": GaussianMixture.two_modes(), " asymmetric": GaussianMixture.two_modes(5 / 6)}
 
 
@@ -99,36 +103,67 @@ def shared_variation(target: GaussianMixture, contour_run: ContourRun, lr: float
     return float(0.5 * (contour_run.contour.log_masses(run.contour).exp() - true_masses(target)).abs().sum())
 
 
+class Outcome(NamedTuple):
+    """What a method gives on one of the mixtures.
+
+    Attributes:
+        errors: |error of E[x]| of each chain at the checkpoints, shape (S, C).
+        checkpoints: their steps.
+        variation: total-variation error of each chain's π, empty if π is not learned.
+        shared: that of one π of many chains, by ε.
+        run: the chains, for the pictures; None elsewhere.
+    """
+
+    errors: torch.Tensor
+    checkpoints: list[int]
+    variation: list[float]
+    shared: dict[float, float]
+    run: Simulation | None
+
+
+def contour_of(method: str, target: GaussianMixture) -> ContourRun | None:
+    """Return a method's contour."""
+    if method == "SGLD":
+        return None
+    return learner(target, "bin" if "bin" in method else "interpolated", known=method == "KSGLD")
+
+
+def one(suffix: str, method: str, options: Options) -> Outcome:
+    """Run a method on one of the mixtures."""
+    target = TARGETS[suffix]
+    contour = contour_of(method, target)
+    done = chains(target, contour, LR, STEPS[options.scale], options.seed)
+    learns = contour is not None and contour.learn
+    shared = {lr: shared_variation(target, contour, lr, options) for lr in (LR, SMALL_LR)} if contour and learns else {}
+    return Outcome(
+        (done.averages[:, :, 0] - float(target.mean)).abs(),
+        done.checkpoints.tolist(),
+        variation(done, contour, target) if contour and learns else [],
+        shared,
+        done if (suffix, method) == PICTURED else None,
+    )
+
+
 def run(options: Options) -> list[Row]:
     """Run all methods on both mixtures, draw the pictures, return the table."""
-    torch.set_num_threads(1)
-    steps = STEPS[options.scale]
+    methods = options.chosen(METHODS)
+    found = run_jobs(one, list(itertools.product(TARGETS, methods)), options)
     rows: list[Row] = []
-    for suffix, target in TARGETS.items():
-        contours = {
-            "SGLD": None,
-            "CSGLD": learner(target, "interpolated"),
-            "CSGLD, bin weights": learner(target, "bin"),
-            "KSGLD": learner(target, "interpolated", known=True),
-        }
-        truth, errors, runs = float(target.mean), {}, {}
-        for method, contour in contours.items():
-            done = runs[method] = chains(target, contour, LR, steps, options.seed)
-            error = (done.averages[:, :, 0] - truth).abs()
-            errors[method] = error.mean(1).tolist()
-            rows.append(mean_row(method + suffix, f"|error of E[x]| at {steps:.0e} steps", error[-1].tolist()))
-            if contour is not None and contour.learn:
-                rows.append(
-                    mean_row(method + suffix, "TV error of one chain's π, ε=0.1", variation(done, contour, target))
-                )
-                for lr in (LR, SMALL_LR):
-                    shared = shared_variation(target, contour, lr, options)
-                    rows.append(Row(method + suffix, f"TV error of π of {SHARING} chains, ε={lr}", shared))
-        marks = runs["CSGLD"].checkpoints.tolist()
+    for (suffix, method), outcome in found.items():
+        steps = f"{STEPS[options.scale]:.0e} steps"
+        rows.append(mean_row(method + suffix, f"|error of E[x]| at {steps}", outcome.errors[-1].tolist()))
+        if outcome.variation:
+            rows.append(mean_row(method + suffix, "TV error of one chain's π, ε=0.1", outcome.variation))
+        for lr, error in outcome.shared.items():
+            rows.append(Row(method + suffix, f"TV error of π of {SHARING} chains, ε={lr}", error))
+    for suffix in TARGETS:
+        errors = {method: found[suffix, method].errors.mean(1).tolist() for method in methods}
         name = suffix.strip().replace("asymmetric", "_asymmetric")
-        save_figure(errors_figure(marks, errors, "mean absolute error of E[x]"), options.out / f"error{name}.png")
-        if not suffix:
-            _pictures(runs["CSGLD"], contours["CSGLD"], target, options)
+        picture = errors_figure(found[suffix, methods[0]].checkpoints, errors, "mean absolute error of E[x]")
+        save_figure(picture, options.out / f"error{name}.png")
+    pictured = found[PICTURED].run if PICTURED in found else None
+    if pictured is not None:
+        _pictures(pictured, contour_of(PICTURED[1], TARGETS[PICTURED[0]]), TARGETS[PICTURED[0]], options)
     return rows
 
 

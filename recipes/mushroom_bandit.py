@@ -19,10 +19,8 @@ Table 2; the program's commands have plain SGD. `quick` has 200 rounds of 8 step
 sizes 10 times as large with RMSprop and twice without (at 10 times SGD diverges).
 
 The paper's agents are greedy for the average of 4 networks. "one chain decides" is ours: Thompson sampling, where a
-random chain decides about each mushroom. Dropout averages 5 random networks of each chain.
-
-The paper has curves without numbers (Figure 4). Its order at the end, from the text: pICSGLD lowest, pCSGLD slightly
-below pSGLD though worst at first, ConstSGD and Dropout clearly above, EpsGreedy highest.
+random chain decides about each mushroom. Dropout averages 5 random networks of each chain. The paper's curves
+(Figure 4) have this order: pICSGLD lowest, pCSGLD slightly below pSGLD, ConstSGD and Dropout clearly above, EpsGreedy.
 
 Measured (quick, seed 0, ± standard error over 5 runs): cumulative regret pCSGLD 1039 ± 110, pICSGLD 1060 ± 91,
 EpsGreedy 1128 ± 95, pSGLD with one chain that decides 1137 ± 150, pSGLD 1167 ± 150, Dropout 1283 ± 44, ConstSGD 1324 ±

@@ -17,7 +17,7 @@ cyclical SGLD 1.3 ± 0.2, SGLD 2.8 ± 0.1. That is the paper's order but for the
 that reSGLD estimates a few modes in the corners poorly, and here it is ahead of CSGLD at equal cost.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +27,11 @@ from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.diagnostics.samples import cell_masses, divergence, mode_coverage, resample
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.targets import plane_figure, trajectories_figure
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.schedules import CyclicalPlan
+from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation import ContourRun, Simulation, simulate
 from lightning_sgmcmc.simulation.exchange_run import ExchangeRun
 from lightning_sgmcmc.simulation.targets import CosineTarget
@@ -87,32 +89,45 @@ def draws(method: str, done: Simulation, steps: int, repeat: int) -> tuple[Tenso
     return done.positions[drawn, repeat], done.log_weights[drawn, repeat]
 
 
-def run(options: Options) -> list[Row]:
-    """Run the methods, draw densities and trajectories, return the table; `full` has 10 times the steps."""
-    torch.set_num_threads(1)
-    target = CosineTarget.nine_modes()
-    steps = STEPS * (10 if options.full else 1)
+class Outcome(NamedTuple):
+    """What a method gives: modes found and KL of each repeat, the first one's masses, and some of its places."""
+
+    found: list[float]
+    distances: list[float]
+    masses: Tensor
+    path: list[list[float]]
+
+
+def one(method: str, options: Options) -> Outcome:
+    """Run all repeats of a method; `full` has 10 times the steps."""
+    target, steps = CosineTarget.nine_modes(), STEPS * (10 if options.full else 1)
     truth, modes = target.cell_masses(CELLS), target.modes
-    generator = torch.Generator().manual_seed(options.seed)
-    rows, densities, paths = [], {}, {}
-    for method in METHODS:
-        done = simulated(method, steps, options.seed)
-        found, distances = [], []
-        for chain in range(REPEATS):
-            places, log_weights = draws(method, done, steps, chain)
-            chosen = places[resample(log_weights, generator=generator)]
-            found.append(float(mode_coverage(chosen, modes, RADIUS, LEAST)))
-            masses = cell_masses(places, log_weights.softmax(0), target.bounds, CELLS)
-            distances.append(divergence(truth, masses))
-            if chain == 0:
-                densities[method], paths[method] = masses.reshape(CELLS, CELLS), places[:4000].tolist()
-        rows.append(mean_row(method, "modes found", found, PAPER_MODES.get(method)))
-        rows.append(Row(method, "least modes found in a run", min(found)))
-        rows.append(mean_row(method, "KL to the truth (nats)", distances))
-    save_figure(
-        plane_figure(truth.reshape(CELLS, CELLS), densities, target.bounds, modes.tolist()),
-        options.out / "densities.png",
-    )
+    generator = torch.Generator().manual_seed(derive_seed(options.seed, "resampling", method))
+    done = simulated(method, steps, options.seed)
+    found, distances, pictured = [], [], []
+    for chain in range(REPEATS):
+        places, log_weights = draws(method, done, steps, chain)
+        chosen = places[resample(log_weights, generator=generator)]
+        found.append(float(mode_coverage(chosen, modes, RADIUS, LEAST)))
+        masses = cell_masses(places, log_weights.softmax(0), target.bounds, CELLS)
+        distances.append(divergence(truth, masses))
+        if chain == 0:
+            pictured.append((masses.reshape(CELLS, CELLS), places[:4000].tolist()))
+    return Outcome(found, distances, *pictured[0])
+
+
+def run(options: Options) -> list[Row]:
+    """Run the methods, draw densities and trajectories, return the table."""
+    outcomes = run_jobs(one, [(method,) for method in options.chosen(METHODS)], options)
+    target, rows = CosineTarget.nine_modes(), []
+    for (method,), outcome in outcomes.items():
+        rows.append(mean_row(method, "modes found", outcome.found, PAPER_MODES.get(method)))
+        rows.append(Row(method, "least modes found in a run", min(outcome.found)))
+        rows.append(mean_row(method, "KL to the truth (nats)", outcome.distances))
+    truth = target.cell_masses(CELLS).reshape(CELLS, CELLS)
+    densities = {method: outcome.masses for (method,), outcome in outcomes.items()}
+    save_figure(plane_figure(truth, densities, target.bounds, target.modes.tolist()), options.out / "densities.png")
     energies = target.energy(target.cells(200)).reshape(200, 200)
+    paths = {method: outcome.path for (method,), outcome in outcomes.items()}
     save_figure(trajectories_figure(energies, target.bounds, paths), options.out / "trajectories.png")
     return rows

@@ -28,8 +28,9 @@ from lightning_sgmcmc.contour import Contour, ContourRules, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.targets import estimates_figure
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
-from lightning_sgmcmc.recipes.shared.results import Row
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.simulation import ContourRun, simulate
 from lightning_sgmcmc.simulation.targets import GaussianMixture
 
@@ -55,13 +56,13 @@ class Ratio(NamedTuple):
     high: float
 
 
-def estimates(interacting: int, steps: int, seed: int) -> torch.Tensor:
+def estimates(interacting: int, steps: int, options: Options) -> torch.Tensor:
     """Return the estimated masses of all repeats, shape (REPEATS, m).
 
     Args:
         interacting: number of chains that share one π.
         steps: steps of each chain.
-        seed: seed of the run.
+        options: the recipe's.
     """
     chains = REPEATS * interacting
     groups = ContourRun(RULES, STEP_SIZE, shared=True, groups=REPEATS)
@@ -73,7 +74,7 @@ def estimates(interacting: int, steps: int, seed: int) -> torch.Tensor:
         contour=groups if interacting > 1 else ContourRun(RULES, STEP_SIZE),
         gradient_noise=GRADIENT_NOISE,
         initial=torch.where(torch.arange(chains) % 2 == 0, -6.0, 4.0)[:, None],
-        seed=seed,
+        seed=options.seed,
         compile=None if steps < 50_000 else True,
     )
     assert run.contour is not None
@@ -101,20 +102,18 @@ def summed_ratio(shorter: torch.Tensor, longer: torch.Tensor, seed: int) -> Rati
 
 def run(options: Options) -> list[Row]:
     """Run both methods, draw their estimates, return the table."""
-    torch.set_num_threads(1)
     steps = STEPS[options.scale]
     truth = GaussianMixture.two_modes().bin_masses(RULES.partition.edges())
     holding = truth >= LEAST_MASS
     methods = {f"ICSGLD×P{PARALLEL}": (PARALLEL, steps), f"CSGLD×T{PARALLEL}": (1, PARALLEL * steps)}
-    masses = {name: estimates(*setting, options.seed) for name, setting in methods.items()}
+    found = run_jobs(estimates, list(methods.values()), options)
+    masses = {name: found[setting] for name, setting in methods.items()}
     rows = []
-    for name, found in masses.items():
-        scatter = found.std(0)
-        rows += [
-            Row(name, f"mass of bin {i + 1}", float(found[:, i].mean()), float(scatter[i]) / REPEATS**0.5)
-            for i in holding.nonzero()[:3, 0].tolist()
-        ]
-        rows.append(Row(name, "TV error of the mean π", float(0.5 * (found.mean(0) - truth).abs().sum())))
+    for name, own in masses.items():
+        scatter = own.std(0)
+        first = holding.nonzero()[:3, 0].tolist()
+        rows += [mean_row(name, f"mass of bin {i + 1}", own[:, i].tolist()) for i in first]
+        rows.append(Row(name, "TV error of the mean π", float(0.5 * (own.mean(0) - truth).abs().sum())))
         rows.append(Row(name, "variance of π, summed over bins", float(scatter.square().sum())))
     interacting, alone = masses.values()
     ratio = summed_ratio(interacting, alone, options.seed)

@@ -9,20 +9,22 @@ In the paper's table four chains of SGLD cover 18 modes; its Figure 2 shows 4. M
 more than the table's 6.7.
 """
 
-import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from lightning_sgmcmc.diagnostics.samples import cell_masses, mode_coverage
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.targets import plane_figure
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.simulation import simulate
 from lightning_sgmcmc.simulation.targets import GaussianMixture
 
+METHODS = ("SGLD", "cSGLD")
 RUNS, PARALLEL = 10, 4
 STEPS = 50_000
 CYCLES, EXPLORATION, CYCLICAL_LR = 30, 0.25, 0.09
@@ -57,27 +59,36 @@ def draws(method: str, options: Options, runs: int = RUNS) -> torch.Tensor:
     return done.positions[torch.tensor([not plan.is_exploration(k) for k in done.steps.tolist()])]
 
 
+class Outcome(NamedTuple):
+    """Modes that each chain and each group of four covers, and the masses of the first group's cells."""
+
+    single: list[float]
+    grouped: list[float]
+    masses: torch.Tensor
+
+
+def one(method: str, runs: int, options: Options) -> Outcome:
+    """Run all chains of a method."""
+    modes, places = GaussianMixture.twenty_five().modes, draws(method, options, runs)
+    groups = [places[:, c : c + PARALLEL].reshape(-1, 2) for c in range(0, places.shape[1], PARALLEL)]
+    return Outcome(
+        [float(mode_coverage(places[:, c], modes)) for c in range(places.shape[1])],
+        [float(mode_coverage(group, modes)) for group in groups],
+        cell_masses(groups[0], torch.ones(len(groups[0])), WINDOW, CELLS).reshape(CELLS, CELLS),
+    )
+
+
 def run(options: Options) -> list[Row]:
     """Run both methods, draw the densities of four chains, return the table; `full` has ten times the runs."""
-    torch.set_num_threads(1)
-    target = GaussianMixture.twenty_five()
-    runs = RUNS * (10 if options.full else 1)
-    covered: dict[str, list[float]] = {}
-    densities = {}
-    for method in ("SGLD", "cSGLD"):
-        places = draws(method, options, runs)
-        covered[method] = [float(mode_coverage(places[:, c], target.modes)) for c in range(places.shape[1])]
-        groups = [places[:, c : c + PARALLEL].reshape(-1, 2) for c in range(0, places.shape[1], PARALLEL)]
-        covered[f"{PARALLEL} x {method}"] = [float(mode_coverage(group, target.modes)) for group in groups]
-        masses = cell_masses(groups[0], torch.ones(len(groups[0])), WINDOW, CELLS)
-        densities[f"{PARALLEL} x {method}"] = masses.reshape(CELLS, CELLS)
+    runs = len(options.repeated(RUNS * (10 if options.full else 1)))
+    methods = options.chosen(METHODS)
+    found = run_jobs(one, [(method, runs) for method in methods], options)
+    covered = {method: found[method, runs].single for method in methods}
+    covered |= {f"{PARALLEL} x {method}": found[method, runs].grouped for method in methods}
     axis = torch.linspace(*WINDOW, CELLS + 1, dtype=torch.float64)
     centres = (axis[1:] + axis[:-1]) / 2
-    truth = (-target.energy(torch.cartesian_prod(centres, centres))).softmax(0).reshape(CELLS, CELLS)
+    cells = torch.cartesian_prod(centres, centres)
+    truth = (-GaussianMixture.twenty_five().energy(cells)).softmax(0).reshape(CELLS, CELLS)
+    densities = {f"{PARALLEL} x {method}": found[method, runs].masses for method in methods}
     save_figure(plane_figure(truth, densities, WINDOW), options.out / "densities.png")
-    order = itertools.chain(("SGLD", "cSGLD"), (f"{PARALLEL} x {m}" for m in ("SGLD", "cSGLD")))
-    rows = []
-    for method in order:
-        ours = mean_row(method, "modes covered", covered[method])
-        rows.append(Row(method, "modes covered", ours.value, ours.error, *PAPER[method]))
-    return rows
+    return [mean_row(method, "modes covered", values, *PAPER[method]) for method, values in covered.items()]

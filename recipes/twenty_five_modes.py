@@ -47,7 +47,7 @@ SVGD's KL is that of 100 independent draws, 3.1; on the squares, where the numbe
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,9 +57,10 @@ from lightning_sgmcmc.contour.partition import EnergyPartition, bin_index
 from lightning_sgmcmc.diagnostics.samples import cell_masses, divergence
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.targets import plane_figure, progress_figure
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.plane import Clock, Draws, Squares
-from lightning_sgmcmc.recipes.shared.results import Row
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation import ContourRun, simulate
@@ -232,35 +233,53 @@ def estimates(draws: Draws, masses: Callable[[Tensor, Tensor], Tensor], repeat: 
     return found
 
 
+class Outcome(NamedTuple):
+    """What a method gives.
+
+    Attributes:
+        divergences: KL of each repeat at the marks.
+        coarse: KL of the squares' masses at the end.
+        found: modes found.
+        seconds: time of all repeats side by side.
+        masses: the first repeat's masses of finer cells around the origin.
+    """
+
+    divergences: list[list[float]]
+    coarse: list[float]
+    found: list[float]
+    seconds: float
+    masses: Tensor
+
+
+def one(method: str, repeats: int, options: Options) -> Outcome:
+    """Run all repeats of a method."""
+    truth, squares, moving = TARGET.cell_masses(CELLS), Squares(TARGET), method == "SVGD"
+    draws = particles(repeats, options.seed) if moving else chains(method, repeats, options.seed)
+    divergences, coarse, found = [], [], []
+    for repeat in range(repeats):
+        fine = estimates(draws, lambda x, w: cell_masses(x, w, TARGET.bounds, CELLS), repeat, moving)
+        divergences.append([divergence(truth, masses) for masses in _known(fine, CELLS * CELLS)])
+        end = estimates(draws, squares.masses, repeat, moving)[-1]
+        coarse.append(divergence(squares.truth, end))
+        found.append(float(squares.found(end)))
+    return Outcome(divergences, coarse, found, draws.seconds, picture(draws, moving))
+
+
 def run(options: Options) -> list[Row]:
     """Run the methods, draw divergences and densities, return the table; `full` has 100 repeats."""
-    torch.set_num_threads(1)
-    repeats = REPEATS * (5 if options.full else 1)
-    truth = TARGET.cell_masses(CELLS)
-    squares = Squares(TARGET)
+    repeats = len(options.repeated(REPEATS * (5 if options.full else 1)))
+    outcomes = run_jobs(one, [(method, repeats) for method in options.chosen(METHODS)], options)
     rows, by_steps, by_time, densities = [], {}, {}, {}
     shares = [mark / MARKS for mark in range(1, MARKS + 1)]
-    for method in METHODS:
-        moving = method == "SVGD"
-        draws = particles(repeats, options.seed) if moving else chains(method, repeats, options.seed)
-        divergences, coarse, found = [], [], []
-        for repeat in range(repeats):
-            fine = estimates(draws, lambda x, w: cell_masses(x, w, TARGET.bounds, CELLS), repeat, moving)
-            divergences.append([divergence(truth, masses) for masses in _known(fine, CELLS * CELLS)])
-            end = estimates(draws, squares.masses, repeat, moving)[-1]
-            coarse.append(divergence(squares.truth, end))
-            found.append(float(squares.found(end)))
-            if repeat == 0:
-                densities[method] = picture(draws, moving)
-        curve = torch.tensor(divergences)
-        mean, deviation = curve.mean(0).tolist(), curve.std(0).tolist()
-        by_steps[method] = ([share * STEPS * PARALLEL for share in shares], divergences)
-        by_time[method] = ([share * draws.seconds for share in shares], divergences)
+    for (method, _), outcome in outcomes.items():
+        by_steps[method] = ([share * STEPS * PARALLEL for share in shares], outcome.divergences)
+        by_time[method] = ([share * outcome.seconds for share in shares], outcome.divergences)
+        densities[method] = outcome.masses
         rows += [
-            Row(method, "KL to the truth (nats; ± standard deviation)", mean[-1], deviation[-1]),
-            _with_deviation(method, "KL of the squares' masses (nats; ± standard deviation)", coarse),
-            _with_deviation(method, "modes found of 25 (± standard deviation)", found),
-            Row(method, f"seconds of {repeats} repeats side by side", draws.seconds),
+            mean_row(method, "KL to the truth (nats)", [curve[-1] for curve in outcome.divergences]),
+            mean_row(method, "KL of the squares' masses (nats)", outcome.coarse),
+            mean_row(method, "modes found of 25", outcome.found),
+            Row(method, f"seconds of {repeats} repeats side by side", outcome.seconds),
         ]
     label = "KL to the truth (nats)"
     save_figure(progress_figure(by_steps, "gradients", label), options.out / "divergence_steps.png")
@@ -268,7 +287,7 @@ def run(options: Options) -> list[Row]:
     edge = TARGET.bounds[1] * SHOWN_CELLS / DRAWN_CELLS
     middle = _middle(TARGET.cell_masses(DRAWN_CELLS))
     save_figure(plane_figure(middle, densities, (-edge, edge), TARGET.modes.tolist()), options.out / "densities.png")
-    return [*rows, *independent(truth, squares, repeats, options.seed)]
+    return [*rows, *independent(TARGET.cell_masses(CELLS), Squares(TARGET), repeats, options.seed)]
 
 
 def picture(draws: Draws, moving: bool) -> Tensor:
@@ -288,7 +307,7 @@ def independent(truth: Tensor, squares: Squares, repeats: int, seed: int) -> lis
             counts = [torch.bincount(part, minlength=len(masses)) for part in chosen.split(count)]
             values = [divergence(masses, part / count) for part in counts]
             name = f"{count} independent draws"
-            rows.append(_with_deviation(name, f"{metric} (nats; ± standard deviation)", values))
+            rows.append(mean_row(name, f"{metric} (nats)", values))
     return rows
 
 
@@ -301,8 +320,3 @@ def _middle(masses: Tensor) -> Tensor:
     """Return the cells around the origin, shape (SHOWN_CELLS, SHOWN_CELLS)."""
     cut = (DRAWN_CELLS - SHOWN_CELLS) // 2
     return masses.reshape(DRAWN_CELLS, DRAWN_CELLS)[cut : DRAWN_CELLS - cut, cut : DRAWN_CELLS - cut]
-
-
-def _with_deviation(method: str, metric: str, values: list[float]) -> Row:
-    numbers = torch.tensor(values)
-    return Row(method, metric, float(numbers.mean()), float(numbers.std()))

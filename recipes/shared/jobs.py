@@ -17,6 +17,7 @@ from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.store import Finished, JobStore, name_of
 from lightning_sgmcmc.recipes.shared.trainers import within_job
 
+HERE = "here"
 Job = TypeVar("Job", bound=tuple[Any, ...])
 BETWEEN_REPORTS = 10.0
 """Seconds between two lines on the progress."""
@@ -63,7 +64,7 @@ def run_jobs(
     done = {job: finished for job in jobs if (finished := store.read(job)) is not None}
     missing = [job for job in jobs if job not in done]
     if options.dry_run:
-        raise Planned(len(jobs), len(done), 1 if in_turn else usable_cores())
+        raise Planned(len(jobs), len(done), 1 if in_turn or options.executor == HERE else usable_cores())
     progress = Progress(len(jobs), len(done))
     call = functools.partial(_call, function, (*shared, options))
     failed: dict[Job, BaseException] = {}
@@ -134,7 +135,7 @@ def _completed(
     call: Callable[..., Finished], jobs: Sequence[Job], store: JobStore, options: Options, in_turn: bool
 ) -> Iterator[tuple[Job, Finished | BaseException]]:
     """Run jobs, and yield each with its outcome or error as soon as it has ended."""
-    if in_turn:
+    if in_turn or options.executor == HERE:
         for job in jobs:
             try:
                 yield job, call(job, store.path(job), one_thread=False)

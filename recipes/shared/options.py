@@ -18,7 +18,8 @@ class Options:
         methods: names of the methods to run; without any, all.
         repeats: number of repeats (seeds or splits) instead of the setting's.
         device: "cpu" or "gpu" instead of the recipe's choice ("auto").
-        executor: address of a dask.distributed scheduler that runs the jobs; None is processes of this machine.
+        executor: where jobs run: None is processes of this machine, "here" is this process, one after the other, and
+            another text is the address of a dask.distributed scheduler.
         changed: settings that replace those of the recipe's YAML file, by name.
         dry_run: only count the jobs (see `run_jobs`).
     """

@@ -18,7 +18,7 @@ def test_theta_variance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(theta_variance.STEPS, "quick", 300)
     monkeypatch.setattr(theta_variance, "REPEATS", 6)
     monkeypatch.setattr(theta_variance, "BOOTSTRAPS", 200)
-    rows = theta_variance.run(Options(tmp_path, ROOT))
+    rows = theta_variance.run(Options(tmp_path, ROOT, executor="here"))
     ratio, low, high, _, expected = (row.value for row in rows[-5:])
     assert 0 < low < ratio < high
     assert rows[-5].paper == pytest.approx(10**-0.4)
@@ -46,7 +46,7 @@ def test_twenty_five_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(twenty_five_modes, "PILOT_BURN_IN", 50)
     monkeypatch.setattr(twenty_five_modes, "MARKS", 4)
     monkeypatch.setattr(twenty_five_modes, "REPEATS", 2)
-    rows = twenty_five_modes.run(Options(tmp_path, ROOT))
+    rows = twenty_five_modes.run(Options(tmp_path, ROOT, executor="here"))
     methods = list(dict.fromkeys(row.method for row in rows))
     assert methods[: len(twenty_five_modes.METHODS)] == list(twenty_five_modes.METHODS)
     divergences = {row.method: row.value for row in rows if row.metric.startswith("KL to the truth")}

@@ -24,7 +24,7 @@ def test_gaussian_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(gaussian_mixture, "SHARED_STEPS", 500)
     monkeypatch.setattr(gaussian_mixture, "SHARING", 20)
     monkeypatch.setattr(gaussian_mixture, "REPEATS", 4)
-    rows = gaussian_mixture.run(Options(tmp_path, ROOT))
+    rows = gaussian_mixture.run(Options(tmp_path, ROOT, executor="here"))
     assert {row.method for row in rows} >= {"SGLD", "CSGLD", "CSGLD, bin weights", "KSGLD", "KSGLD asymmetric"}
     variation = [row.value for row in rows if "TV" in row.metric]
     assert len(variation) == 12
@@ -36,7 +36,7 @@ def test_gaussian_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_nine_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nine_modes, "STEPS", 6000)
     monkeypatch.setattr(nine_modes, "REPEATS", 2)
-    rows = nine_modes.run(Options(tmp_path, ROOT))
+    rows = nine_modes.run(Options(tmp_path, ROOT, executor="here"))
     methods = ["SGLD", "cyclical SGLD", "reSGLD", "reSGLD, twice the gradients", "CSGLD"]
     assert [row.method for row in rows[::3]] == methods
     assert all(row.value > 0 for row in rows if "KL" in row.metric)
@@ -47,7 +47,7 @@ def test_nine_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_twenty_five_gaussians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twenty_five_gaussians, "STEPS", 1500)
     monkeypatch.setattr(twenty_five_gaussians, "RUNS", 1)
-    rows = twenty_five_gaussians.run(Options(tmp_path, ROOT))
+    rows = twenty_five_gaussians.run(Options(tmp_path, ROOT, executor="here"))
     assert [(row.method, row.paper) for row in rows][2:] == [("4 x SGLD", 18.0), ("4 x cSGLD", 24.4)]
     assert rows[3].value >= rows[1].value
     assert (tmp_path / "densities.png").exists()

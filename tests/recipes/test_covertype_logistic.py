@@ -49,7 +49,7 @@ def test_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(recipe.REPEATS, "quick", 2)
     monkeypatch.setitem(recipe.FIREFLY_CHAINS, "quick", 1)
     monkeypatch.setattr(recipe, "CHAINS", 4)
-    rows = recipe.run(Options(tmp_path, tmp_path))
+    rows = recipe.run(Options(tmp_path, tmp_path, executor="here"))
     found = {(row.method, row.metric): row for row in rows}
     assert found["EWSG", "accuracy %"].paper == 75.306
     assert found["converged, full gradient", "accuracy %"].value > 85

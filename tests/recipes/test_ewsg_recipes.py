@@ -17,7 +17,7 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run jobs in this process, where the small settings are."""
     for recipe in (ewsg_gaussian, ewsg_vr_logistic):
         original = recipe.run_jobs
-        monkeypatch.setattr(recipe, "run_jobs", lambda *args, in_turn, original=original: original(*args, in_turn=True))
+        monkeypatch.setattr(recipe, "run_jobs", lambda *args, original=original, **_: original(*args, in_turn=True))
 
 
 def test_ewsg_gaussian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_turn: None) -> None:
