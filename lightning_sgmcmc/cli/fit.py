@@ -92,7 +92,7 @@ class SamplingCLI(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         """Pass the trainer on, with the command that continues its run."""
-        self.trainer.resume_command = self._resume_command
+        vars(self.trainer)["resume_command"] = self._resume_command
         self._started(self.trainer)
 
     def before_fit(self) -> None:

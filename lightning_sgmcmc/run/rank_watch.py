@@ -199,6 +199,6 @@ def watch_ranks(trainer: pl.Trainer, pulse: Pulse) -> RankWatch | None:
         store.port,
         timeout=timedelta(seconds=30),
         wait_for_workers=False,
-        use_libuv=store.libuvBackend,
+        use_libuv=getattr(store, "libuvBackend", True),
     )
     return RankWatch(trainer, pulse, dist.PrefixStore(f"lightning_sgmcmc/{next(_fits)}", own))

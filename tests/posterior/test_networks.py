@@ -100,7 +100,7 @@ def test_an_exported_program_predicts_what_the_posterior_does(name: str, tmp_pat
 @pytest.mark.parametrize("name", [pytest.param("cnn", marks=SLOW), "regression"])
 def test_onnxruntime_predicts_what_the_posterior_does(name: str, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxscript", minversion="0.4")  # 0.3 cannot convert the opset of what torch 2.6 exports
     posterior, x = in_memory(MODULES[name]()), inputs()
     file = str(tmp_path / "ensemble.onnx")
     shapes = ({0: torch.export.Dim("batch", min=2)},)
