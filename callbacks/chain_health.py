@@ -23,7 +23,7 @@ from lightning_sgmcmc.run.facts import facts_of
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.run.loggers import log_scalars, write_output
-from lightning_sgmcmc.run.trainer import is_trial
+from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import StepLaw
 
 URGENT = (FindingKind.DIVERGENCE, FindingKind.AT_CHANCE, FindingKind.CLIPPING)
@@ -46,7 +46,8 @@ class ChainHealth(StepClaimant):
     The callback reports at the end of every sampling stage, after a validation with a quarter more observations, and
     at the end of the fit. A report is in `module.health` and in the run folder's `health.json`; its totals are logged
     as `health/…`. It warns of the most urgent finding only, once for each kind: during the run of divergence, chance,
-    heat and clipping, at the end of any problem.
+    heat and clipping, at the end of any problem. If the schedule sets the step size, which falls within a stage, heat
+    is reported at any time and warned of at the end of a stage, since a stage's first steps are its hottest.
 
     The mini-batch noise is half the mean square of the difference of two successive gradients, which needs no
     per-datum gradients. Its relative bias is at most lr·λ, with λ the curvature along the noise. Gradients are taken
@@ -235,7 +236,7 @@ class ChainHealth(StepClaimant):
         # One finding, the most urgent: the remedies of others may contradict its own.
         finding = next(iter(report.findings), None)
         if finding is not None and self.warn and finding.severity == "problem":
-            is_urgent = finding.kind in URGENT or finding.is_heat
+            is_urgent = finding.kind in URGENT or (finding.is_heat and not self._is_cooling(trainer))
             if (is_final or is_urgent) and finding.kind.value not in self._warned:
                 self._warned.add(finding.kind.value)
                 rank_zero_warn(f"ChainHealth: {finding.text}.")
@@ -243,6 +244,11 @@ class ChainHealth(StepClaimant):
             content = json.dumps(report.as_json(), indent=2) + "\n"
             write_output(self._folder / "health.json", content.encode())
         log_scalars(trainer, report.scalars(), trainer.global_step)
+
+    def _is_cooling(self, trainer: pl.Trainer) -> bool:
+        """Return whether this is amid a stage whose later steps are smaller, and so less hot."""
+        amid = self._observer is not None and self._observer.in_stage
+        return amid and any(getattr(callback, "sets_lr", False) for callback in callbacks_of(trainer))
 
     def _mean_over_processes(self, means: Tensor) -> Tensor:
         assert self._trainer is not None

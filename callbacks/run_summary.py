@@ -168,11 +168,11 @@ def _claim(trainer: pl.Trainer, module: BayesianModule) -> tuple[HealthReport | 
         health = read_health(store.path.parent)
     baseline = baseline_of(trainer)
     if baseline is not None:
-        return health, Claim(baseline, "its networks come from an optimization (temperature 0)")
+        return health, Claim(baseline, "its networks come from an optimization (temperature 0)", is_optimized=True)
     if is_optimization(trainer, module):
         chains = {record.chain for record in module.posterior.records} if module.posterior is not None else set()
         kind = DEEP if max(len(chains), module.chains.layout.total_chains) > 1 else SNAPSHOT
-        return health, Claim(kind, "its states are those of an optimization (temperature 0)")
+        return health, Claim(kind, "its states are those of an optimization (temperature 0)", is_optimized=True)
     if health is not None and health.kind is not None:
         return health, Claim(health.kind, health.reason)
     plan = module.plan

@@ -114,7 +114,7 @@ class EnergyModel(pl.LightningModule):
                     f"{type(self).__name__}"
                 )
             return {key: value for key, value in batch.items() if key != name}, batch[name]
-        if not (isinstance(batch, list | tuple) and len(batch) == 2):
+        if not (isinstance(batch, (list, tuple)) and len(batch) == 2):  # torch 2.6 cannot compile `list | tuple`
             raise TypeError(
                 f"a batch should be a pair (x, y), got {_kind(batch)}: nest several inputs, ((a, b), y), or override "
                 f"inputs_and_target(batch) of {type(self).__name__}"

@@ -122,16 +122,17 @@ class RowEnergies:
         self, leaf: Tensor, others: Mapping[str, Tensor], batch: Any, batch_axis: int | None, inverse: Tensor | float
     ) -> tuple[Tensor, Tensor, Tensor]:
         named = dict(zip(self._names, self._flat.split(leaf), strict=True))
+        # Dictionaries are joined by ** and not by |, which torch 2.6 cannot compile.
         if self._chains is None:
-            each = self._likelihood.call(named | dict(others), batch)[None]
+            each = self._likelihood.call({**named, **others}, batch)[None]
         elif self._unrolled:
             chains = range(self._chains.num_chains)
             own = [batch if batch_axis is None else pytree.tree_map(operator.itemgetter(c), batch) for c in chains]
             columns = {name: tensor.unbind(0) for name, tensor in named.items()}
-            each = torch.stack([self._likelihood.call(_row(columns | dict(others), c), own[c]) for c in chains])
+            each = torch.stack([self._likelihood.call(_row({**columns, **others}, c), own[c]) for c in chains])
         else:
             over_chains = torch.vmap(self._likelihood.call, in_dims=(0, batch_axis), randomness="different")
-            each = over_chains(named | dict(others), batch)
+            each = over_chains({**named, **others}, batch)
         check_shape(each, chains=True)
         log_prior, mean = self._log_prior(leaf, named, others), each.mean(-1)
         if isinstance(inverse, Tensor):
@@ -143,13 +144,13 @@ class RowEnergies:
     def _log_prior(self, leaf: Tensor, named: dict[str, Tensor], others: Mapping[str, Tensor]) -> Tensor:
         if self._own_prior is not None:
             if self._chains is None:
-                return torch.stack([self._own_prior.call(named | dict(others))])
-            result: Tensor = torch.vmap(self._own_prior.call)(named | dict(others))
+                return torch.stack([self._own_prior.call({**named, **others})])
+            result: Tensor = torch.vmap(self._own_prior.call)({**named, **others})
             return result
         state = self._with_axis(_of_prior(others))
         if self._of_rows is not None:
             return self._of_rows(leaf, state)
-        return self._prior.log_prob_of_chains(self._with_axis(named) | state)
+        return self._prior.log_prob_of_chains({**self._with_axis(named), **state})
 
     def _with_axis(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors with a leading axis of chains."""

@@ -1,6 +1,7 @@
 """The commands of Lightning: `sgmcmc fit|validate|test|predict|plan|tune --config …`."""
 
 import os
+import shlex
 import sys
 import warnings
 import zipfile
@@ -71,6 +72,7 @@ class SamplingCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments, and raise for options that contradict each other or name no checkpoint."""
         super().parse_arguments(parser, args)
+        self._resume_command = _resume_command(args)
         subcommand = self.config.subcommand
         config = self.config[subcommand]
         path = config.get("ckpt_path")
@@ -89,7 +91,8 @@ class SamplingCLI(LightningCLI):
                 raise Mistake(f"--ckpt_path={path} is not a complete checkpoint: pass another one")
 
     def after_instantiate_classes(self) -> None:
-        """Pass the trainer on."""
+        """Pass the trainer on, with the command that continues its run."""
+        vars(self.trainer)["resume_command"] = self._resume_command
         self._started(self.trainer)
 
     def before_fit(self) -> None:
@@ -182,6 +185,21 @@ def _own_folder(trainer: pl.Trainer) -> AbstractContextManager[None]:
         "choose another one by --trainer.default_root_dir, or by the logger's save_dir",
         lambda: trainer.is_global_zero and trainer.global_step == 0 and not any(folder.rglob("*.safetensors")),
     )
+
+
+def _resume_command(arguments: Any) -> str | None:
+    """Return the command that continues the run of a command line.
+
+    Args:
+        arguments: those of `sgmcmc`; None for those of this process; a dictionary belongs to no command.
+    """
+    if not isinstance(arguments, list | None):
+        return None
+    words = ["sgmcmc", *map(str, arguments)] if arguments is not None else ["python", *sys.argv]
+    # `--resume` finds the checkpoint itself and allows no other.
+    starts = [place for place, word in enumerate(words) if word.partition("=")[0] in ("--resume", "--ckpt_path")]
+    dropped = {place + more for place in starts for more in range(2 if words[place] == "--ckpt_path" else 1)}
+    return shlex.join([*(word for place, word in enumerate(words) if place not in dropped), "--resume"])
 
 
 def _has_test_data(datamodule: pl.LightningDataModule | None) -> bool:

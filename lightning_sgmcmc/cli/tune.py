@@ -20,6 +20,9 @@ OUTPUT = "tune.json"
 class TuningTrainer(pl.Trainer):
     """Lightning's trainer, with the arguments of `sgmcmc plan` and `sgmcmc tune` for the command line's parser."""
 
+    resume_command: str | None = None
+    """The command that continues the run; `SamplingCLI` sets it."""
+
     def plan(self, model: BayesianModule, datamodule: pl.LightningDataModule | None = None) -> None:
         """Print what a fit will reach and cost, without training.
 

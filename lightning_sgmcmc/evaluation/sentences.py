@@ -23,10 +23,12 @@ class Claim(NamedTuple):
     Attributes:
         kind: a `RunKind`'s value, or the name of a baseline; None if it is not known.
         reason: the measurement or the plan that says so.
+        is_optimized: whether an optimization made them, so that no chain can be checked.
     """
 
     kind: str | None = None
     reason: str = ""
+    is_optimized: bool = False
 
 
 def five_sentences(evaluation: Evaluation, data: str, health: HealthReport | None, claim: Claim) -> dict[str, str]:
@@ -167,6 +169,8 @@ def _sampled(health: HealthReport | None, claim: Claim) -> str:
 
 
 def _next(health: HealthReport | None, claim: Claim) -> str:
+    if health is None and claim.is_optimized:
+        return "Next: compare this baseline with a run that samples, by sgmcmc compare."
     if health is None:
         return "Next: add ChainHealth to the callbacks, which measures what the run samples."
     if claim.kind == COLD and not any(finding.severity == "problem" for finding in health.findings):

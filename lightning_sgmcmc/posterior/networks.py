@@ -170,7 +170,8 @@ class Ensemble(nn.Module):
 
     Example::
 
-        program = torch.export.export(posterior.ensemble(), (x,))  # torch.onnx.export(…, dynamo=True) takes both
+        program = torch.export.export(posterior.ensemble(), (x,), strict=False)
+        # torch.onnx.export(…, dynamo=True) takes both
     """
 
     def __init__(

@@ -78,7 +78,9 @@ def _verdict(run: RunRecord, chains: "Chains") -> str:
     verdict = "unknown" if run.health is None else run.health.verdict
     warnings = [] if run.health is None else run.health.warnings
     notes = [] if run.health is None else run.health.notes
-    if run.health is None:
+    if run.health is None and _is_optimized(run):
+        says = "No chain to check: an optimization made these networks."
+    elif run.health is None:
         says = "Not recorded: the run had no ChainHealth callback."
     elif verdict == "unknown":
         says = "Unknown: the temperatures were not measurable in this run."
@@ -91,6 +93,11 @@ def _verdict(run: RunRecord, chains: "Chains") -> str:
     kind = "bad" if attention or verdict == "warning" else "good" if verdict == "ok" else ""
     advice = paragraph(f"What next: {run.health.advice}.") if run.health is not None and run.health.advice else ""
     return f'<div class="verdict {kind}">{paragraph(says)}{bullets([*attention, *notes])}{advice}</div>'
+
+
+def _is_optimized(run: RunRecord) -> bool:
+    samples = str(run.results.get("samples"))
+    return samples == OPTIMIZED or samples.startswith("networks (")
 
 
 def _sentences(run: RunRecord) -> str:

@@ -15,7 +15,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.run.agreement import StopAgreement
 from lightning_sgmcmc.run.checkpoints import describe_checkpoint
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
-from lightning_sgmcmc.run.trainer import is_trial, was_terminated
+from lightning_sgmcmc.run.trainer import is_trial, resume_command, was_terminated
 
 FILE_NAME = "last-interrupted.ckpt"
 """Begins with "last", so that `Trainer.fit(ckpt_path="last")` finds it if it is the newest."""
@@ -159,10 +159,8 @@ class Interruption:
         except (OSError, NonFiniteEnergyError) as error:
             rank_zero_warn(f"The state at step {trainer.global_step} was not saved: {error}")
             return
-        rank_zero_info(
-            f"Interrupted at step {trainer.global_step}: the run's state is in {path}; resume with "
-            f"trainer.fit(…, ckpt_path='{path}')."
-        )
+        how = resume_command(trainer) or f"trainer.fit(…, ckpt_path='{path}')"
+        rank_zero_info(f"Interrupted at step {trainer.global_step}: the run's state is in {path}; resume with {how}.")
 
 
 def in_a_step(trainer: pl.Trainer) -> bool:

@@ -49,7 +49,8 @@ class SamplingProgress(pl.Callback):
         if stage != "fit" or bar is None:
             return
         self._begin()
-        bar.__dict__.pop("get_metrics", None)  # of an earlier, interrupted fit
+        _restore(bar)  # after an earlier, interrupted fit
+        _omit_unlimited_epochs(trainer, bar)
         own_items = bar.get_metrics
 
         def get_metrics(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
@@ -63,7 +64,7 @@ class SamplingProgress(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         bar = trainer.progress_bar_callback
         if stage == "fit" and bar is not None:
-            bar.__dict__.pop("get_metrics", None)
+            _restore(bar)
 
     def items(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
         """Return the progress bar's entries for the current step; NLL and temperature are means over chains."""
@@ -101,6 +102,18 @@ def _validation_nll(trainer: pl.Trainer, module: pl.LightningModule) -> float | 
         return float(evaluation.bma["nll"])
     value = trainer.callback_metrics.get("val/nll")
     return None if value is None else float(value)
+
+
+def _restore(bar: Any) -> None:
+    for name in ("get_metrics", "_get_train_description"):
+        bar.__dict__.pop(name, None)
+
+
+def _omit_unlimited_epochs(trainer: pl.Trainer, bar: Any) -> None:
+    """Let a Rich bar of a run that `max_steps` ends show "Epoch 3" where it has "Epoch 3/-2"."""
+    describe = getattr(bar, "_get_train_description", None)
+    if describe is not None and trainer.max_epochs == -1:
+        bar._get_train_description = lambda epoch: describe(epoch).replace("/-2", "   ")
 
 
 def _keep_on_one_line(bar: Any) -> None:

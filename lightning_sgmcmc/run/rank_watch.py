@@ -193,6 +193,12 @@ def watch_ranks(trainer: pl.Trainer, pulse: Pulse) -> RankWatch | None:
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):
         return None
-    own = store.clone()  # with a connection of its own, since the main thread may wait in the other
-    own.set_timeout(timedelta(seconds=30))
+    # With a connection of its own, since the main thread may wait in the other. `TCPStore.clone` came after torch 2.6.
+    own = dist.TCPStore(
+        store.host,
+        store.port,
+        timeout=timedelta(seconds=30),
+        wait_for_workers=False,
+        use_libuv=getattr(store, "libuvBackend", True),
+    )
     return RankWatch(trainer, pulse, dist.PrefixStore(f"lightning_sgmcmc/{next(_fits)}", own))

@@ -28,3 +28,9 @@ def repeated_batches(trainer: pl.Trainer) -> float:
 def was_terminated(trainer: pl.Trainer) -> bool:
     """Return whether the trainer has received SIGTERM."""
     return bool(cast(Any, trainer).received_sigterm)
+
+
+def resume_command(trainer: pl.Trainer) -> str | None:
+    """Return the shell's command that continues the run, None for a run that Python code has started."""
+    command = getattr(trainer, "resume_command", None)
+    return None if command is None else str(command)

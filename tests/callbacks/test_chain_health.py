@@ -183,6 +183,34 @@ def test_warns_once_with_advice_and_writes_its_scalars(tmp_path: Path) -> None:
     assert float(rows[-1]["health/warnings"]) == len(module.health.findings)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "is_hot"), [(CyclicalSchedule(1, 0.0, 4), False), (SamplingSchedule(every_n_steps=200), True)]
+)
+def test_heat_of_a_stage_is_judged_at_its_end(schedule: pl.Callback, is_hot: bool) -> None:
+    """Steps of one size that are too hot are warned of at once; steps that fall to 0 only if the whole stage is.
+
+    The law of a step with lr·λ near 0.5 is 1/(1 - lr·λ/2) times the target's; over a cosine it averages to less than
+    the tolerance. A stage within the tolerance is warned of with probability 0.01 at most, once; the seed is fixed.
+    """
+    module = PROBLEM.module(sampler=SGLD, lr=0.4, seed=0)
+    kinds: list[set[FindingKind]] = []
+
+    class Reports(SamplerCallback):
+        def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            if not trainer.sanity_checking and module.health is not None:
+                kinds.append({finding.kind for finding in module.health.findings})
+
+    callbacks = [schedule, ChainHealth(every_n_steps=2), Reports()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = quiet_trainer(max_steps=400, callbacks=callbacks, check_val_every_n_epoch=100)
+        trainer.fit(module, PROBLEM.loader(len(PROBLEM.x)), PROBLEM.loader(len(PROBLEM.x)))
+    assert FindingKind.KINETIC in kinds[0], "the first steps are hot in both runs"
+    assert any("ChainHealth: kinetic" in str(warning.message) for warning in caught) == is_hot
+    assert module.health is not None
+    assert (FindingKind.KINETIC in {finding.kind for finding in module.health.findings}) == is_hot
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_steps_that_see_all_data_have_no_noise_of_batches() -> None:
     """Near the stability limit the measured noise, of successive gradients, is the chain's own motion."""

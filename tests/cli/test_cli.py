@@ -2,10 +2,14 @@
 
 import json
 import os
+import shlex
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -13,6 +17,7 @@ from safetensors.torch import load_file
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.cli import main
 from lightning_sgmcmc.cli.exits import NO_SAMPLES
+from lightning_sgmcmc.run import interruption
 from tests.support.paths import RECIPE
 
 SHORT = ["--trainer.max_epochs=32", "--trainer.enable_progress_bar=false"]
@@ -111,6 +116,33 @@ def test_resume_continues_the_newest_run(tmp_path: Path, monkeypatch: pytest.Mon
         assert all(torch.equal(a.state[name], b.state[name]) for name in a.state)
     results = [json.loads((folder / run / "results.json").read_text())["rows"] for folder in folders]
     assert results[0] == results[1]
+
+
+class TerminatedSoon(pl.Callback):
+    """Sends this process SIGTERM in its fifth step."""
+
+    steps = 0
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        self.steps += 1
+        if self.steps == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_terminated_command_names_the_one_that_continues_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is run as it is written; the continued run is terminated in its fifth step too."""
+    said: list[str] = []
+    monkeypatch.setattr(interruption, "rank_zero_info", said.append)
+    stop = [f"--trainer.callbacks+={__name__}.TerminatedSoon"]
+    command = ["fit", "--config", RECIPE, *SHORT, *stop, "--trainer.logger.init_args.save_dir=with a space"]
+    for step in (5, 10):
+        with pytest.raises(SystemExit) as end:
+            main(command)
+        assert end.value.code == 143
+        assert f"Interrupted at step {step}: " in said[-1]
+        assert "trainer.fit" not in said[-1]
+        program, *command = shlex.split(said[-1].partition("resume with ")[2].removesuffix("."))
+        assert (program, command[-1], command.count("--resume")) == ("sgmcmc", "--resume", 1)
 
 
 @pytest.mark.slow

@@ -118,6 +118,9 @@ def test_what_was_sampled_and_what_next() -> None:
     doubt, cool = said(hot, Claim("posterior sample", "it is warm"))
     assert "Not shown; kinetic temperature: 2." in doubt
     assert cool == "Next: use a smaller lr."
+    networks = Claim("deep ensemble", "its networks come from an optimization", is_optimized=True)
+    assert said(None, Claim())[1].startswith("Next: add ChainHealth")
+    assert "ChainHealth" not in "".join(said(None, networks)), "there is no chain to check"
     assert said(HealthReport(), Claim())[0] == "Sampled the posterior? Not known: no ChainHealth callback measured it."
 
 

@@ -56,7 +56,7 @@ def test_a_student_of_classes() -> None:
     torch.save(found, file)
     file.seek(0)
     again = torch.load(file, weights_only=False)
-    program = torch.export.export(again, (new,)).module()
+    program = torch.export.export(again, (new,), strict=False).module()
     for part, name in zip(program(new), found.outputs, strict=True):
         torch.testing.assert_close(part, own.parts[name])
 

@@ -90,7 +90,7 @@ SLOW = pytest.mark.slow
 def test_an_exported_program_predicts_what_the_posterior_does(name: str, tmp_path: Path) -> None:
     posterior, x = in_memory(MODULES[name]()), inputs()
     batch = torch.export.Dim("batch", min=2)
-    program = torch.export.export(posterior.ensemble(), (x,), dynamic_shapes=({0: batch},))
+    program = torch.export.export(posterior.ensemble(), (x,), dynamic_shapes=({0: batch},), strict=False)
     torch.export.save(program, tmp_path / "ensemble.pt2")
     again = torch.export.load(tmp_path / "ensemble.pt2").module()
     for own, part in zip(found(again(x[:7])), expected(posterior, x[:7]), strict=True):
@@ -100,7 +100,7 @@ def test_an_exported_program_predicts_what_the_posterior_does(name: str, tmp_pat
 @pytest.mark.parametrize("name", [pytest.param("cnn", marks=SLOW), "regression"])
 def test_onnxruntime_predicts_what_the_posterior_does(name: str, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxscript", minversion="0.4")  # 0.3 cannot convert the opset of what torch 2.6 exports
     posterior, x = in_memory(MODULES[name]()), inputs()
     file = str(tmp_path / "ensemble.onnx")
     shapes = ({0: torch.export.Dim("batch", min=2)},)

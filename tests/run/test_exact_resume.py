@@ -22,9 +22,9 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
 )
 from tests.support.comparisons import differences
-from tests.support.problems import BATCH, NUM_DATA, Data, Stream, data, network
+from tests.support.problems import BATCH, NUM_DATA, Data, Net, Stream, data, network
 from tests.support.recorders import Dump, SaveEverywhere
-from tests.support.trainers import SETTINGS, Outcome, quiet_trainer, resumable_run
+from tests.support.trainers import SETTINGS, Outcome, quiet_trainer, resumable_run, seeded
 
 
 def check_every_save_point(tmp_path: Path, setting: str, kind: str, stride: int = 1) -> int:
@@ -280,3 +280,24 @@ def test_mistakes_with_the_loader() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             build()
+
+
+def test_a_checkpoint_saved_by_hand_after_the_end_continues(tmp_path: Path) -> None:
+    """`max_steps` ends a fit in mid-epoch; the file of `trainer.save_checkpoint` continues as if it had not."""
+
+    def fit(**limits: Any) -> tuple[BayesianModule, pl.Trainer]:
+        module = seeded(Net)
+        callbacks = [SamplingSchedule(every_n_steps=2), SampleCollector(in_memory=True)]
+        options = {name: limits.pop(name) for name in ("ckpt_path",) if name in limits}
+        trainer = quiet_trainer(callbacks=callbacks, accumulate_grad_batches=2, **limits)
+        trainer.fit(module, datamodule=Data(), **options)
+        return module, trainer
+
+    whole, trainer = fit(max_epochs=3)
+    steps = trainer.global_step
+    fit(max_steps=steps // 2 + 1)[1].save_checkpoint(tmp_path / "by-hand.ckpt")
+    for limits in ({"max_steps": steps}, {"max_epochs": 3}):
+        resumed, trainer = fit(**limits, ckpt_path=tmp_path / "by-hand.ckpt")
+        assert trainer.global_step == steps
+        assert not differences(whole.state_dict(), resumed.state_dict())
+        assert not differences(whole.sampler.state_dict(), resumed.sampler.state_dict())

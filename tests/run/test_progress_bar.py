@@ -108,6 +108,17 @@ def test_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "v_num" not in file.getvalue()
 
 
+def test_a_run_that_steps_end_names_no_last_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning has -1 for epochs without a limit, and its Rich bar shows the number before it."""
+    monkeypatch.setenv("COLUMNS", "200")
+    bar, file = rich_bar()
+    fit(bar, max_epochs=-1, max_steps=STEPS)
+    printed = ANSI.sub("", file.getvalue())
+    assert re.search(rf"Epoch {STEPS // 4 - 1} ", printed)
+    assert "/-2" not in printed
+    assert "_get_train_description" not in vars(bar), "the bar is given back as it was"
+
+
 def test_without_configuration(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning's own default bar, a schedule without cycles, and metrics of the user's beside ours."""
     monkeypatch.setenv("COLUMNS", "250")
