@@ -105,7 +105,7 @@ def _missing(ours: Mapping[tuple[str, str], Any], theirs: Mapping[tuple[str, str
 
 
 def _allowed(new: Mapping[str, Any], old: Mapping[str, Any]) -> float:
-    errors = [row.get("error") for row in (new, old)]
-    if all(isinstance(error, float) and math.isfinite(error) for error in errors):
+    errors = [error for row in (new, old) if isinstance(error := row.get("error"), float) and math.isfinite(error)]
+    if len(errors) == 2:
         return max(STANDARD_ERRORS * math.hypot(*errors), 1e-6 * abs(old["value"]))
     return max(TOLERANCE * abs(old["value"]), 1e-6)

@@ -68,14 +68,14 @@ def run_jobs(
     progress = Progress(len(jobs), len(done))
     call = functools.partial(_call, function, (*shared, options))
     failed: dict[Job, BaseException] = {}
-    for job, finished in _completed(call, missing, store, options, in_turn):
-        if isinstance(finished, Finished):
-            store.write(job, finished)
-            done[job] = finished
+    for job, result in _completed(call, missing, store, options, in_turn):
+        if isinstance(result, Finished):
+            store.write(job, result)
+            done[job] = result
             progress.report()
         else:
-            failed[job] = finished
-            print(f"the job {name_of(job)} failed: {type(finished).__name__}: {finished}", file=sys.stderr)
+            failed[job] = result
+            print(f"the job {name_of(job)} failed: {type(result).__name__}: {result}", file=sys.stderr)
     if failed:
         job, error = next(iter(failed.items()))
         raise RuntimeError(
@@ -146,8 +146,7 @@ def _completed(
         futures = {pool.submit(call, job, store.path(job)): job for job in jobs}
         try:
             for future in as_completed(futures):
-                error = future.exception()
-                yield futures[future], error if error is not None else future.result()
+                yield futures[future], future.exception() or future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -44,8 +44,7 @@ def read_settings(kind: type[Settings], options: Options) -> Settings:
     try:
         parser.set_defaults(content | scales[options.scale])
         chosen = [f"--{name}={value}" for name, value in options.changed.items()]
-        instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # before jsonargparse 4.49
-        return kind(**vars(instantiate(parser.parse_args(chosen))))
+        return kind(**vars(parser.instantiate(parser.parse_args(chosen))))
     except (argparse.ArgumentError, KeyError) as error:
         raise ValueError(f"a setting of {path.name} or of --set is wrong: {error}") from error
 
