@@ -3,6 +3,7 @@
 import argparse
 import ast
 import importlib
+import inspect
 import json
 import sys
 import time
@@ -60,6 +61,7 @@ def run(name: str, options: Options) -> None:
         _run_configuration(FOLDER / f"{name}.yaml", options)
         return
     recipe = importlib.import_module(f"lightning_sgmcmc.recipes.{name}")
+    _check(name, recipe, options)
     settings = _settings(recipe, options)
     if options.dry_run:
         print(f"{name}: {_dry_run(name, recipe, settings, options)}")
@@ -81,6 +83,19 @@ def run(name: str, options: Options) -> None:
 def is_configuration(name: str) -> bool:
     """Return whether a recipe is a plain configuration of `sgmcmc fit`."""
     return (FOLDER / f"{name}.yaml").exists() and not (FOLDER / f"{name}.py").exists()
+
+
+def _check(name: str, recipe: ModuleType, options: Options) -> None:
+    """Raise if an option was given that the recipe's program does not read."""
+    source = inspect.getsource(recipe)
+    given = (
+        ("--methods", options.methods, ("options.chosen(",)),
+        ("--repeats", options.repeats, ("options.repeated(", "options.seeds(")),
+        ("--device", options.device == "gpu", ("options.accelerator(",)),
+    )
+    for option, value, calls in given:
+        if value and not any(call in source for call in calls):
+            raise ValueError(f"{option} has no effect on the recipe {name}: omit it")
 
 
 def _settings(recipe: ModuleType, options: Options) -> Any:

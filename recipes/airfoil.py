@@ -60,19 +60,19 @@ def run(options: Options) -> list[Row]:
     from lightning_sgmcmc.datamodules import AirfoilDataModule
 
     require(AirfoilDataModule(options.data_root))
-    seeds = range(options.seed, options.seed + SEEDS[options.scale])
-    jobs = [(method, seed) for seed in seeds for method in METHODS]
-    outcomes = run_jobs(one, jobs, options, in_turn=False)
+    seeds, methods = options.seeds(SEEDS[options.scale]), options.chosen(METHODS)
+    jobs = [(method, seed) for seed in seeds for method in methods]
+    outcomes = run_jobs(one, jobs, options)
     published = PUBLISHED["sampled ensemble (BDE)"]
     rows = []
-    for method in METHODS:
+    for method in methods:
         found = [outcomes[method, seed] for seed in seeds]
         for name, label in SHOWN.items():
             paper = {"standardised_rmse": published[0], "standardised_nll": published[2]}.get(name)
-            ours = mean_row(method, label, means(found, name), paper if method == "posterior" else None)
-            error = published[1] if ours.paper is not None and name == "standardised_rmse" else None
-            rows.append(Row(method, label, ours.value, ours.error, ours.paper, error))
-    for other in ("standardised_rmse", "standardised_nll"):
+            paper = paper if method == "posterior" else None
+            error = published[1] if paper is not None and name == "standardised_rmse" else None
+            rows.append(mean_row(method, label, means(found, name), paper, error))
+    for other in ("standardised_rmse", "standardised_nll") if len(methods) > 1 else ():
         gains = [outcomes["posterior", seed][other] - outcomes["ensemble", seed][other] for seed in seeds]
         rows.append(mean_row("posterior - ensemble", SHOWN[other], gains))
     return rows

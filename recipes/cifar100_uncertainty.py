@@ -151,14 +151,16 @@ QUICK = Setting("synthetic", 8, 1000, 1000, 24, 50, 0.003, (5, 3), 100.0, 20.0, 
 def run(options: Options) -> list[Row]:
     """Run all methods with all seeds, draw the pictures, return the table."""
     setting = FULL if options.full else QUICK
-    jobs = [(method, seed) for method in METHODS for seed in range(setting.seeds)]
+    methods, seeds = options.chosen(METHODS), options.repeated(setting.seeds)
+    jobs = [(method, seed) for method in methods for seed in seeds]
     require(*datamodules(setting, options))
     outcomes = run_jobs(one, jobs, options, setting, in_turn=options.full)
     rows: list[Row] = []
     curves: dict[str, dict[str, list[float]]] = {"accuracy": {}, "nll": {}}
     entropies: dict[str, list[float]] = {}
-    for index, method in enumerate(METHODS):
-        results = [outcomes[method, seed] for seed in range(setting.seeds)]
+    for method in methods:
+        results = [outcomes[method, seed] for seed in seeds]
+        index = list(METHODS).index(method)
         accuracy, nll, brier = PAPER[setting.depth][index] if setting.depth in PAPER else (None, None, None)
         of_paper = {
             "accuracy %": accuracy,
@@ -300,7 +302,7 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> dict[str,
     if pictured:
         callbacks.append(PosteriorDashboard("end", figures=("schedule", "energy", "weights", "geometry", "contour")))
     trainer = quiet_trainer(
-        accelerator="auto" if options.full else "cpu",
+        accelerator=options.accelerator(),
         devices=1,
         precision="bf16-mixed" if options.full else None,
         max_epochs=setting.epochs * (CHAINS if method.endswith("T4") else 1),

@@ -19,7 +19,6 @@ cannot show the paper's differences within a row of three. `full` has not been r
 """
 
 import functools
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +66,11 @@ class Setting:
     seeds: int
 
     @property
+    def name(self) -> str:
+        """What jobs call it."""
+        return self.data
+
+    @property
     def divisor(self) -> float:
         """The divisor of ε and τ per epoch: 1.01 in a run of 1,000 epochs, with the same total in a shorter one."""
         return float(ANNEALING ** (1000 / self.epochs))
@@ -84,16 +88,18 @@ def run(options: Options) -> list[Row]:
     rows: list[Row] = []
     settings = FULL if options.full else QUICK
     require(*(datamodule(setting, options) for setting in settings))
-    for setting in settings:
-        jobs = list(itertools.product(METHODS, range(setting.seeds)))
-        outcomes = run_jobs(one, jobs, options, setting, in_turn=options.full)
-        for index, method in enumerate(METHODS):
-            paper = PAPER.get(setting.data, ((None, None),) * len(METHODS))[index]
-            for place, name in enumerate(("best point estimate", "model average")):
-                values = [outcomes[method, seed][place] for seed in range(setting.seeds)]
-                rows.append(mean_row(method, f"{setting.data}: accuracy %, {name}", values, paper[place]))
-            sizes = [outcomes[method, seed][2] for seed in range(setting.seeds)]
-            rows.append(mean_row(method, f"{setting.data}: effective number of samples", sizes))
+    methods = options.chosen(METHODS)
+    cases = [(setting, method, options.repeated(setting.seeds)) for setting in settings for method in methods]
+    jobs = [(method, seed, setting) for setting, method, seeds in cases for seed in seeds]
+    outcomes = run_jobs(one, jobs, options, in_turn=options.full)
+    for setting, method, seeds in cases:
+        found = [outcomes[method, seed, setting] for seed in seeds]
+        paper = PAPER.get(setting.data, ((None, None),) * len(METHODS))[METHODS.index(method)]
+        for place, name in enumerate(("best point estimate", "model average")):
+            values = [outcome[place] for outcome in found]
+            rows.append(mean_row(method, f"{setting.data}: accuracy %, {name}", values, paper[place]))
+        sizes = [outcome[2] for outcome in found]
+        rows.append(mean_row(method, f"{setting.data}: effective number of samples", sizes))
     return rows
 
 
@@ -156,7 +162,7 @@ def one(method: str, seed: int, setting: Setting, options: Options) -> tuple[flo
         temperature=0.0 if "M-SGD" in method else TEMPERATURE,
     )
     trainer = quiet_trainer(
-        accelerator="cpu" if quick else "auto",
+        accelerator=options.accelerator(),
         max_epochs=setting.epochs,
         check_val_every_n_epoch=setting.every,
         callbacks=callbacks_of(method, setting),

@@ -72,6 +72,11 @@ class Setting:
     seeds: int
 
     @property
+    def name(self) -> str:
+        """What jobs call it."""
+        return self.data
+
+    @property
     def prior_std(self) -> float:
         """Standard deviation of the Gaussian prior that equals the program's weight decay 5e-4 of the mean loss."""
         return float((self.num_data * WEIGHT_DECAY) ** -0.5)
@@ -145,13 +150,15 @@ def run(options: Options) -> list[Row]:
     rows: list[Row] = []
     settings = FULL if options.full else QUICK
     require(*(datamodule(setting, options) for setting in settings))
+    names = options.chosen(method.name for method in METHODS)
+    methods = [method for method in METHODS if method.name in names]
+    longest_first = sorted(methods, key=lambda method: -method.chains)
+    jobs = [(m, seed, data) for data in settings for m in longest_first for seed in options.repeated(data.seeds)]
+    outcomes: dict[Any, Outcome] = run_jobs(one, jobs, options, in_turn=options.full)
     for place, setting in enumerate(settings):
-        longest_first = sorted(METHODS, key=lambda method: -method.chains)
-        jobs = [(method, seed) for method in longest_first for seed in range(setting.seeds)]
-        outcomes: dict[Any, Outcome] = run_jobs(one, jobs, options, setting, in_turn=options.full)
         curves = {}
-        for method in METHODS:
-            results = [outcomes[method, seed] for seed in range(setting.seeds)]
+        for method in methods:
+            results = [outcomes[method, seed, setting] for seed in options.repeated(setting.seeds)]
             paper = method.paper[place] if setting in FULL else None
             rows += [
                 mean_row(method.name, f"{setting.data}: test error %, average", [r.errors[-1] for r in results], paper),
@@ -230,7 +237,7 @@ def one(method: Method, seed: int, setting: Setting, options: Options) -> Outcom
     callbacks = callbacks_of(method, setting)
     folder = f"{method.name.replace('×', '_')}_{setting.data.lower()}"
     trainer = quiet_trainer(
-        accelerator="auto" if options.full else "cpu",
+        accelerator=options.accelerator(),
         devices=1,
         precision="bf16-mixed" if options.full else None,
         max_epochs=setting.epochs,

@@ -35,8 +35,8 @@ def run(options: Options) -> list[Row]:
     from lightning_sgmcmc.datamodules import MNISTDataModule, NotMNISTDataModule
 
     require(MNISTDataModule(options.data_root), NotMNISTDataModule(options.data_root))
-    seeds = range(options.seed, options.seed + REPEATS[options.scale])
-    outcomes = run_jobs(one, [(seed,) for seed in seeds], options, in_turn=False)
+    seeds = options.seeds(REPEATS[options.scale])
+    outcomes = run_jobs(one, [(seed,) for seed in seeds], options)
     found: dict[tuple[str, str], list[float]] = {}
     for outcome in outcomes.values():
         for key, value in outcome.items():

@@ -218,9 +218,9 @@ def slope(x: Sequence[float], errors: np.ndarray) -> tuple[float, float] | None:
 
 def run(options: Options) -> list[Row]:
     """Run all methods on all draws, draw the pictures, return the table."""
-    draws = range(DRAWS[options.scale])
+    draws = options.repeated(DRAWS[options.scale])
     jobs = [(kind, draw) for kind in ("scaling", "divergence") for draw in draws]
-    found = run_jobs(job, jobs, options, in_turn=False)
+    found = run_jobs(job, jobs, options)
     curves = {name: np.array([found["divergence", draw][name] for draw in draws]) for name in METHODS}
     errors = {name: np.array([found["scaling", draw][name] for draw in draws]) for name in found["scaling", 0]}
     limit = errors.pop("h to 0")

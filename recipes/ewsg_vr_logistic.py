@@ -152,10 +152,10 @@ def job(table: str, split: int, limit: float, options: Options) -> dict[str, lis
 
 def run(options: Options) -> list[Row]:
     """Run all methods on all splits, draw the pictures, return the table."""
-    splits = range(SPLITS[options.scale])
+    splits = options.repeated(SPLITS[options.scale])
     jobs = [(table, split, limit) for limit in LIMITS for table in TABLES for split in splits]
     require(*(UCIClassificationDataModule(table, options.data_root) for table in TABLES))
-    found = run_jobs(job, jobs, options, in_turn=False)
+    found = run_jobs(job, jobs, options)
     rows: list[Row] = []
     for limit in LIMITS:
         curves = {

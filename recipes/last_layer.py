@@ -52,15 +52,15 @@ def run(options: Options) -> list[Row]:
     from lightning_sgmcmc.datamodules import MNISTDataModule
 
     require(MNISTDataModule(options.data_root))
-    seeds = range(options.seed, options.seed + SEEDS[options.scale])
-    outcomes = run_jobs(one, [(seed,) for seed in seeds], options, in_turn=False)
-    found = {method: [outcomes[seed,][method] for seed in seeds] for method in LR}
+    seeds, methods = options.seeds(SEEDS[options.scale]), options.chosen(LR)
+    outcomes = run_jobs(one, [(seed,) for seed in seeds], options)
+    found = {method: [outcomes[seed,][method] for seed in seeds] for method in methods}
     rows = [
         mean_row(method, LABELS.get(name, name), [each[name] for each in found[method]])
-        for method in LR
+        for method in methods
         for name in METRICS
     ]
-    for other in ("point", "ensemble"):
+    for other in ("point", "ensemble") if len(methods) == len(LR) else ():
         gains = [a["nll"] - b["nll"] for a, b in zip(found["posterior"], found[other], strict=True)]
         rows.append(mean_row(f"posterior - {other}", "nll", gains))
     return rows

@@ -230,7 +230,7 @@ def study(table: str, options: Options) -> Study:
     data, posterior = load(table, options.data_root)
     features = posterior.x.shape[1]
     reference = full_gradient_reference(posterior, REFERENCE_STEPS[options.scale], options.seed, REFERENCE_CHAINS)
-    lr, seeds = LR[table], range(options.seed, options.seed + REPEATS[options.scale])
+    lr, seeds = LR[table], options.seeds(REPEATS[options.scale])
 
     def chain(method: str, lr: float, seed: int = options.seed, falling: bool = False) -> Tensor:
         return sample_chain(data, features, method, lr, seed, falling)

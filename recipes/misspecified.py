@@ -167,12 +167,11 @@ def walk(target: NormalModelSum, seed: int) -> tuple[Tensor, Tensor]:
 def run(options: Options) -> list[Row]:
     """Run all methods on all repeats, draw the pictures, return the table."""
     torch.set_num_threads(1)
-    repeats = range(REPEATS[options.scale])
+    repeats = options.repeated(REPEATS[options.scale])
     methods = [*FLYMC, *GRADIENTS, "random walk"]  # longest first
     jobs = [(method, repeat) for method in methods for repeat in repeats]
-    found = run_jobs(one, jobs, options, in_turn=False)
+    found = run_jobs(one, jobs, options)
     chains = {method: [found[method, repeat] for repeat in repeats] for method in SERIES}
-    options.out.mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():
         save_figure(draw(chains), options.out / f"{name}.png")
     rows = [row for method, of_method in chains.items() for row in rows_of(method, of_method)]

@@ -191,8 +191,8 @@ def run(options: Options) -> list[Row]:
     clusters = clusters_of(setting, options)  # what data are missing is said at once
     on_gpu = options.full and torch.cuda.is_available()
     # A GPU makes the repeats side by side, as chains.
-    seeds = [options.seed] if on_gpu else range(options.seed, options.seed + setting.repeats)
-    chains = setting.repeats if on_gpu else 1
+    seeds = [options.seed] if on_gpu else options.seeds(setting.repeats)
+    chains = len(options.repeated(setting.repeats)) if on_gpu else 1
     jobs = list(itertools.product(cases(setting), seeds))
     outcomes = run_jobs(one, jobs, options, chains, clusters, setting, in_turn=on_gpu)
     curves = {case: [curve for seed in seeds for curve in outcomes[case, seed]] for case in cases(setting)}
@@ -278,7 +278,7 @@ def one(case: Case, seed: int, chains: int, clusters: Tensor, setting: Setting, 
     )
     curves = ErrorCurves(data, setting.epochs // 2)
     trainer = quiet_trainer(
-        accelerator="auto" if options.full else "cpu",
+        accelerator=options.accelerator(),
         max_epochs=setting.epochs,
         callbacks=[*callbacks_of(case, setting), curves],
     )

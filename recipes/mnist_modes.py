@@ -194,9 +194,10 @@ def run(options: Options) -> list[Row]:
     in_turn = options.full and torch.cuda.is_available()  # one device
     if not in_turn:
         data_of(setting, options)  # missing data raise at once
-    jobs = [(method,) for method in reversed(METHODS)]  # the longest first
+    methods = options.chosen(METHODS)
+    jobs = [(method,) for method in reversed(methods)]  # the longest first
     walks = run_jobs(one, jobs, options, setting, in_turn=in_turn)
-    return report({method: walks[method,] for method in METHODS}, options)
+    return report({method: walks[method,] for method in methods}, options)
 
 
 def report(walks: dict[str, Walk], options: Options) -> list[Row]:
@@ -252,7 +253,7 @@ def one(method: str, setting: Setting, options: Options) -> Walk:
     )
     recorder = Recorder(setting.snapshots)
     trainer = quiet_trainer(
-        accelerator="auto" if options.full else "cpu",
+        accelerator=options.accelerator(),
         max_epochs=setting.epochs,
         callbacks=[contour(method, setting), recorder] if "ICSGLD" in method else [recorder],
     )

@@ -12,15 +12,19 @@ cyclical samplers equal Snapshot, and those with one cycle equal their optimizer
 import functools
 import itertools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from lightning_sgmcmc.figures.canvas import COLOURS, canvas, save_figure
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
+from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
+
+if TYPE_CHECKING:
+    from lightning_sgmcmc.datamodules import MNISTDataModule, NotMNISTDataModule
 
 NUM_DATA = 60_000
 HIDDEN = 200
@@ -63,44 +67,42 @@ def methods() -> list[Method]:
 
 def run(options: Options) -> list[Row]:
     """Run all methods with all seeds, draw the distribution functions, return the table."""
-    seeds = range(options.seed, options.seed + REPEATS[options.scale])
-    jobs = list(itertools.product(methods(), seeds))
-    one(methods()[0], -1, options)  # reads the data once, so that missing data raise at once
-    outcomes = run_jobs(one, jobs, options, in_turn=False)
+    seeds, names = options.seeds(REPEATS[options.scale]), options.chosen(method.name for method in methods())
+    chosen = [method for method in methods() if method.name in names]
+    require(*data_of(options))
+    jobs = list(itertools.product(chosen, seeds))
+    outcomes = run_jobs(one, jobs, options)
     rows, entropies = [], {}
-    for method in methods():
+    for method in chosen:
         results = [outcomes[method, seed] for seed in seeds]
         entropies[method.name] = [entropy for _, entropy in results]
         for metric in results[0][0]:
             rows.append(mean_row(method.name, metric, [metrics[metric] for metrics, _ in results]))
     for text, file in FILES.items():
-        names = [m.name for m in methods() if m.name.endswith(f" {text}") or m.temperature == 0]
-        save_figure(picture(entropies, names, text), options.out / f"entropy_{file}.png")
+        shown = [m.name for m in chosen if m.name.endswith(f" {text}") or m.temperature == 0]
+        save_figure(picture(entropies, shown, text), options.out / f"entropy_{file}.png")
     return rows
 
 
+def data_of(options: Options) -> "tuple[MNISTDataModule, NotMNISTDataModule]":
+    """Return MNIST and notMNIST."""
+    from lightning_sgmcmc.datamodules import MNISTDataModule, NotMNISTDataModule
+
+    known = MNISTDataModule(options.data_root, batch_size=BATCH, val_size=0, flatten=True)
+    return known, NotMNISTDataModule(options.data_root, batch_size=1000, flatten=True)
+
+
 def one(method: Method, seed: int, options: Options) -> tuple[dict[str, float], np.ndarray[Any, Any]]:
-    """Train and test one network; return its figures, and the entropies of the predictions on notMNIST.
-
-    With a negative seed it only reads the data.
-    """
-
+    """Train and test one network; return its figures, and the entropies of the predictions on notMNIST."""
     import pytorch_lightning as pl
     import torch
     from torchvision.ops import MLP
 
     from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior, samplers
     from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector
-    from lightning_sgmcmc.datamodules import MNISTDataModule, NotMNISTDataModule
     from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
 
-    data = MNISTDataModule(options.data_root, batch_size=BATCH, val_size=0, flatten=True)
-    unknown = NotMNISTDataModule(options.data_root, batch_size=1000, flatten=True)
-    if seed < 0:
-        for source in (data, unknown):
-            source.prepare_data()
-            source.setup("test")
-        return {}, np.empty(0)
+    data, unknown = data_of(options)
     torch.set_num_threads(1)
     silence_lightning()
     pl.seed_everything(seed, verbose=False)

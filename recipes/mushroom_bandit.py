@@ -265,10 +265,11 @@ def run(options: Options) -> list[Row]:
     """Run all agents, return the table."""
     setting = SETTINGS[options.scale]
     require(MushroomDataModule(options.data_root))
-    jobs = [(name, repeat) for name in AGENTS for repeat in range(setting.repeats)]
+    agents, repeats = options.chosen(AGENTS), options.repeated(setting.repeats)
+    jobs = [(name, repeat) for name in agents for repeat in repeats]
     jobs.sort(key=lambda job: AGENTS[job[0]].chains)  # the longest first
     found = run_jobs(one, jobs, options, setting)
-    return report({name: [found[name, repeat] for repeat in range(setting.repeats)] for name in AGENTS}, options)
+    return report({name: [found[name, repeat] for repeat in repeats] for name in agents}, options)
 
 
 def report(outcomes: dict[str, list[Outcome]], options: Options) -> list[Row]:
@@ -280,13 +281,12 @@ def report(outcomes: dict[str, list[Outcome]], options: Options) -> list[Row]:
         half = len(runs[0].regret) // 2
         late = [float(one.regret[-1] - one.regret[half - 1]) for one in runs]
         rows.append(mean_row(name, "regret in the second half", late))
-    for better, worse in PAIRS:
+    for better, worse in (pair for pair in PAIRS if set(pair) <= set(ends)):
         differences = [a - b for a, b in zip(ends[better], ends[worse], strict=True)]
         rows.append(mean_row(f"{better} - {worse}", "cumulative regret", differences))
-    for name in (name for name, agent in AGENTS.items() if agent.omega is not None):
-        rows.append(
-            mean_row(name, "mean distance of κ from 1", [float(one.multiplier.mean()) for one in outcomes[name]])
-        )
+    for name in (name for name in outcomes if AGENTS[name].omega is not None):
+        distances = [float(one.multiplier.mean()) for one in outcomes[name]]
+        rows.append(mean_row(name, "mean distance of κ from 1", distances))
     return rows
 
 

@@ -56,12 +56,12 @@ METHODS: dict[str, tuple[str, Mapping[str, Any]]] = {
 
 def run(options: Options) -> list[Row]:
     """Run every method with every seed, and return the table."""
-    seeds = range(options.seed, options.seed + REPEATS[options.scale])
-    jobs = [(method, seed) for seed in seeds for method in METHODS]
-    outcomes = run_jobs(one, jobs, options, in_turn=False)
+    seeds, methods = options.seeds(REPEATS[options.scale]), options.chosen(METHODS)
+    jobs = [(method, seed) for seed in seeds for method in methods]
+    outcomes = run_jobs(one, jobs, options)
     return [
         mean_row(method, metric, [outcomes[method, seed][metric] for seed in seeds])
-        for method in METHODS
+        for method in methods
         for metric in outcomes[method, seeds[0]]
     ]
 

@@ -212,7 +212,7 @@ def logistic_errors(options: Options) -> LogisticErrors:
     """Run the chains with the full gradient and with batches, with the same noise."""
     etas = LOGISTIC_SWITCHING_TIMES[options.scale]
     jobs = [(None, None), (None, BATCH_SIZE), *((eta, BATCH_SIZE) for eta in (FRESH, *etas))]
-    found = run_jobs(logistic_places, jobs, options, in_turn=False)
+    found = run_jobs(logistic_places, jobs, options)
     full = found[None, None]
     errors = {eta: (place - full).norm(dim=1) for (eta, size), place in found.items() if size is not None}
     curve = curve_of_means(etas, [errors[eta] for eta in etas], LOGISTIC_CHAINS[options.scale])

@@ -41,19 +41,21 @@ PUBLISHED = {
 def run(options: Options) -> list[Row]:
     """Run both methods on all tables and splits, return the table."""
     require(*(_data(table, 0, options) for table in PUBLISHED))
-    splits = range(SPLITS[options.scale])
-    jobs = [(table, method, split) for table in PUBLISHED for split in splits for method in METHODS]
-    outcomes = run_jobs(one, jobs, options, in_turn=False)
+    splits, methods = options.repeated(SPLITS[options.scale]), options.chosen(METHODS)
+    jobs = [(table, method, split) for table in PUBLISHED for split in splits for method in methods]
+    outcomes = run_jobs(one, jobs, options)
     rows = []
     for table, published in PUBLISHED.items():
         for name, paper in zip(("rmse", "nll"), published, strict=True):
-            for method in METHODS:
-                found = mean_row(method, "", means([outcomes[table, method, s] for s in splits], name))
+            for method in methods:
                 known = paper if method == "ensemble" else (None, None)
-                rows.append(Row(method, f"{table}: {name.upper()}", found.value, found.error, *known))
+                values = means([outcomes[table, method, s] for s in splits], name)
+                rows.append(mean_row(method, f"{table}: {name.upper()}", values, *known))
+            if len(methods) == 1:
+                continue
             gains = [outcomes[table, "posterior", s][name] - outcomes[table, "ensemble", s][name] for s in splits]
             rows.append(mean_row("posterior - ensemble", f"{table}: {name.upper()}", gains))
-        for method in METHODS:
+        for method in methods:
             found_here = [outcomes[table, method, s] for s in splits]
             for name, label in (("coverage_90", "coverage of 90 % intervals"), ("seconds", "processor seconds")):
                 rows.append(mean_row(method, f"{table}: {label}", means(found_here, name)))

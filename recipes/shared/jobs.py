@@ -53,18 +53,19 @@ def run_jobs(
         jobs: tuples of arguments; the longest ones should come first.
         options: the recipe's options; with `executor` the jobs run on a dask.distributed cluster.
         shared: arguments that all jobs have.
-        in_turn: run one after the other in this process, for a single device; otherwise as many at a time as there are
-            cores, each on one thread.
+        in_turn: run one after the other in this process, as for a single device; otherwise as many at a time as there
+            are cores, each on one thread.
 
     Raises:
         Planned: in a dry run.
         RuntimeError: if jobs failed, after the others have ended; its cause is the first one's error.
     """
+    in_turn = in_turn or options.device == "gpu" or options.executor == HERE
     store = JobStore(function, shared, options)
     done = {job: finished for job in jobs if (finished := store.read(job)) is not None}
     missing = [job for job in jobs if job not in done]
     if options.dry_run:
-        raise Planned(len(jobs), len(done), 1 if in_turn or options.executor == HERE else usable_cores())
+        raise Planned(len(jobs), len(done), 1 if in_turn else usable_cores())
     progress = Progress(len(jobs), len(done))
     call = functools.partial(_call, function, (*shared, options))
     failed: dict[Job, BaseException] = {}
@@ -135,7 +136,7 @@ def _completed(
     call: Callable[..., Finished], jobs: Sequence[Job], store: JobStore, options: Options, in_turn: bool
 ) -> Iterator[tuple[Job, Finished | BaseException]]:
     """Run jobs, and yield each with its outcome or error as soon as it has ended."""
-    if in_turn or options.executor == HERE:
+    if in_turn:
         for job in jobs:
             try:
                 yield job, call(job, store.path(job), one_thread=False)

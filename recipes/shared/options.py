@@ -71,6 +71,10 @@ class Options:
         """
         return range(self.seed, self.seed + len(self.repeated(count)))
 
-    def accelerator(self) -> str:
-        """Return the trainer's accelerator: a quick setting runs on the CPU and a full one where it can."""
-        return ("auto" if self.full else "cpu") if self.device == "auto" else self.device
+    def accelerator(self, full: str = "auto") -> str:
+        """Return the trainer's accelerator: a quick setting runs on the CPU, unless the user chose a device.
+
+        Args:
+            full: where a full setting runs.
+        """
+        return (full if self.full else "cpu") if self.device == "auto" else self.device
