@@ -108,8 +108,8 @@ Panel = Callable[[Any, Any, Any], None]
 """Draws the faulty and the cured run on axes."""
 
 
-def shown(before: Any, after: Any, begins: str, panel: Panel | None = None) -> None:
-    """Print both runs as HTML: a picture, the faulty run's warning, and what the cured run says instead.
+def shown(before: Any, after: Any, begins: str, panel: Panel | None = None) -> str:
+    """Return both runs as HTML: a picture, the faulty run's warning, and what the cured run says instead.
 
     Args:
         before: the faulty run.
@@ -132,7 +132,7 @@ def shown(before: Any, after: Any, begins: str, panel: Panel | None = None) -> N
     for name, said in (("Before", [found[0]]), ("After the cure", after.said or [verdict(after)])):
         text = html.escape(f"{name}. " + " ".join(said))
         parts.append(f'<pre style="white-space:pre-wrap">{text}</pre>')
-    print("\n".join(parts))
+    return "\n".join(parts)
 
 
 def verdict(module: Any) -> str:

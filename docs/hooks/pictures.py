@@ -40,12 +40,13 @@ def picture(draw: Any, alt: str, width: float = 5.2, height: float = 3.0, column
         return inline(figure, alt)
 
 
-def inline(figure: Figure, alt: str) -> str:
+def inline(figure: Figure, alt: str, paper: bool = False) -> str:
     """Return a figure as inline SVG.
 
     Args:
         figure: the figure; what it drew in `PAGE` has the page's colour of text.
         alt: the picture in words.
+        paper: whether it needs a white ground, as figures with black text do.
     """
     out = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": alt}):
@@ -56,5 +57,5 @@ def inline(figure: Figure, alt: str) -> str:
     drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn, flags=re.S).replace("\n", " ")
     title = alt.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
     width = 34 if figure.get_figwidth() < 6 else 44
-    style = f"width:100%;max-width:{width}rem;margin:1rem 0"
+    style = f"width:100%;max-width:{width}rem;margin:1rem 0" + (";background:white" if paper else "")
     return f'<figure style="{style}" role="img" aria-label="{title}">{drawn}</figure>'
