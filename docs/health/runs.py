@@ -207,9 +207,12 @@ def temperatures(axes: Any, before: Any, after: Any) -> None:
             axes.plot(value, row, "o", color=colour, markersize=4)
     axes.set_yticks([-row for row in range(len(names))], names, fontsize="small")
     axes.set_xscale("log")
+    marks = [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]
+    axes.set_xticks(marks, [f"{mark:g}" for mark in marks])
+    axes.set_xticks([], minor=True)
     axes.set(xlabel="temperature over the target's", ylim=(-3.6, 0.6))
-    low, high = axes.get_xlim()
-    axes.set_xlim(min(low, 0.4), max(high, 2.5))
+    ends = [float(x) for line in axes.get_lines() for x in line.get_xdata()]
+    axes.set_xlim(min([0.4, *ends]) * 0.9, max([2.2, *ends]) * 1.1)
 
 
 torch.set_num_threads(1)
