@@ -136,7 +136,16 @@ class _Findings:
             return self._quieter()
         if side == "above" and kind == "configurational" and self._estimates.drift() < 0:
             return "use a longer burn-in, since the energy is still falling"
+        if side == "above" and kind == "configurational" and self._is_kinetic_right(off):
+            return "use a longer burn-in, since the kinetic temperature is right, or a smaller lr"
         return SMALLER_LR if side == "above" else "use a longer burn-in or more friction"
+
+    def _is_kinetic_right(self, off: Collection[str]) -> bool:
+        """Return whether the steps are certainly no hotter than tolerated."""
+        entries = [self._estimates.tensors[name] for name in off] or [self._estimates.total]
+        highest = self._estimates.tau * (1 + self._estimates.tolerance)
+        intervals = [entry.measured("kinetic")[1] for entry in entries]
+        return all(interval is not None and interval[1] < highest for interval in intervals)
 
     def _relaxation(self) -> Finding | None:
         """Return the finding of a configurational temperature below the target's: the chain has not relaxed."""

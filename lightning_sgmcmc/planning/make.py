@@ -11,6 +11,14 @@ from lightning_sgmcmc.planning.plan import RunPlan, TensorPlan
 from lightning_sgmcmc.planning.reach import Reached, TensorFacts, independent_draws, reach
 from lightning_sgmcmc.samplers import Sampler
 
+FAR = 0.6
+"""A start that takes away more than this share of the heat that the noise adds lies farther out than the target: about
+a start of 1.2 times the target's variance in a short run. What is measured then is the way in."""
+FAR_START = (
+    "The chain starts farther out than its target, so its temperature is not planned: a longer burn-in, or WarmStart, "
+    "ends the way in before the draws."
+)
+
 
 @dataclass(frozen=True)
 class PlanInputs:
@@ -28,6 +36,7 @@ class PlanInputs:
         memory_bytes: memory of this process's chains.
         notes: sentences on what is approximate or unknown.
         label: what a baseline calls itself, None for a run that samples.
+        directions: the posterior's own directions, as tensors with a prior of its curvature; None if they are unknown.
     """
 
     chains: int
@@ -41,6 +50,7 @@ class PlanInputs:
     memory_bytes: int | None = None
     notes: tuple[str, ...] = ()
     label: str | None = None
+    directions: Mapping[str, TensorFacts] | None = None
 
 
 def make_plan(
@@ -55,7 +65,8 @@ def make_plan(
         facts: the rest.
     """
     d = sum(tensor.numel for tensor in tensors.values())
-    reached = {} if blocks is None or facts.temperature == 0 else reach(sampler, blocks, tensors, facts.num_data)
+    parts = tensors if facts.directions is None else facts.directions
+    reached = {} if blocks is None or facts.temperature == 0 else reach(sampler, blocks, parts, facts.num_data)
     samples = None if facts.draws is None else facts.draws * facts.sampled_chains
     chance = None if facts.classes is None else facts.num_data * math.log(facts.classes)
     evaluations = facts.gradient_evaluations
@@ -78,21 +89,36 @@ def make_plan(
         notes=_notes(facts, blocks, tensors, reached),
         label=facts.label,
     )
-    return _with_reached(plan, tensors, reached, facts) if reached else plan
+    return _with_reached(plan, parts, reached, facts) if reached else plan
 
 
 def _with_reached(
     plan: RunPlan, tensors: Mapping[str, TensorFacts], reached: Mapping[str, Reached], facts: PlanInputs
 ) -> RunPlan:
     sizes = {name: tensors[name].numel for name in reached}
-    middle = reached[_median(reached, sizes)]
-    total = torch.zeros((), dtype=torch.float64)
-    for name, own in reached.items():
-        total = total + own.configurational * (sizes[name] / sum(sizes.values()))
-    each = (total * facts.temperature).tolist()
     slowest = min(reached, key=lambda name: reached[name].burn_in + reached[name].sampling)
+    is_exact = facts.directions is not None
+    middle = reached[slowest if is_exact else _median(reached, sizes)]
+    shares = [(own, sizes[name] / sum(sizes.values())) for name, own in reached.items()]
+    total, from_start = (
+        torch.stack([value * share for value, share in pairs]).sum(0)
+        for pairs in ([(own.configurational, s) for own, s in shares], [(own.from_start, s) for own, s in shares])
+    )
     draws = facts.draws if facts.draws is not None else 10**9
     stds = {name: tensors[name].std or 0.0 for name in reached}
+    is_far = bool((from_start < -FAR * (total - from_start)).any())
+    each = [math.nan] if is_far else (total * facts.temperature).tolist()
+    plan = replace(plan, notes=(*plan.notes, FAR_START)) if is_far else plan
+    if is_exact:
+        return replace(
+            plan,
+            is_exact=True,
+            burn_in_relaxation_times=middle.burn_in,
+            sampling_relaxation_times=middle.sampling,
+            relaxation_times=middle.burn_in + middle.sampling,
+            configurational_temperature=_finite(sum(each) / len(each)),
+            independent_draws=facts.sampled_chains * independent_draws(middle.whole, draws),
+        )
     return replace(
         plan,
         burn_in_relaxation_times=middle.burn_in,
@@ -125,6 +151,8 @@ def _tensor_plan(tensor: TensorFacts, reached: Reached | None, temperature: floa
     if reached is None:
         return TensorPlan(tensor.numel, tensor.std)
     share = float(reached.configurational.mean())
+    is_far = bool((reached.from_start < -FAR * (reached.configurational - reached.from_start)).any())
+    share = math.nan if is_far else share
     return TensorPlan(tensor.numel, tensor.std, reached.burn_in + reached.sampling, _finite(share * temperature))
 
 

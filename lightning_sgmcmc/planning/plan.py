@@ -31,7 +31,9 @@ class RunPlan:
     """What a run will reach and cost, from its settings alone; an unknown part is None, and `notes` has the reason.
 
     The numbers follow from the exact linear law of the sampler's steps in directions that the prior alone constrains.
-    The likelihood's directions relax faster. Mini-batch noise heats a chain; it is not in the plan.
+    The likelihood's directions relax faster. Of a linear regression (a `Linear` network with `Gaussian` noise) the
+    posterior's own directions are known, and the numbers are theirs. Mini-batch noise heats a chain; it is not in the
+    plan.
 
     Attributes:
         steps: optimizer steps K.
@@ -42,7 +44,8 @@ class RunPlan:
         temperature: τ of the target, the mean over chains.
         lr: largest step size of the sampling stages, the mean over chains and parameter groups.
         relaxation_times: those that the longest stretch of steps with noise covers, burn-in at the target's
-            temperature included: the median over all weights. A step without noise ends a stretch.
+            temperature included: the median over all weights, or of the slowest direction if `is_exact`. A step
+            without noise ends a stretch.
         burn_in_relaxation_times: the part of them before the stage of sampling.
         sampling_relaxation_times: the part of them in the stage of sampling.
         slowest_tensor: name of the tensor with the fewest relaxation times.
@@ -64,6 +67,7 @@ class RunPlan:
         tensors: the plan of each parameter tensor, by name.
         notes: sentences on what is approximate or unknown.
         label: what a baseline calls itself ("SWAG"), None for a run that samples.
+        is_exact: whether the numbers are those of the posterior's own directions.
     """
 
     steps: int | None
@@ -93,6 +97,7 @@ class RunPlan:
     tensors: Mapping[str, TensorPlan] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     label: str | None = None
+    is_exact: bool = False
 
     @property
     def kind(self) -> RunKind | None:

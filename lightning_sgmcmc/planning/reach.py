@@ -43,12 +43,14 @@ class Reached:
         sampling: those in its sampling stage.
         whole: those from the first sampling step to the end, with and without noise.
         configurational: expected configurational temperature over τ for each followed chain, shape (C,).
+        from_start: the part of it that the start's way in contributes, which is not positive, shape (C,).
     """
 
     burn_in: float
     sampling: float
     whole: float
     configurational: Tensor
+    from_start: Tensor
 
 
 def reach(sampler: Sampler, blocks: Blocks, tensors: Mapping[str, TensorFacts], num_data: int) -> dict[str, Reached]:
@@ -77,7 +79,8 @@ def reach(sampler: Sampler, blocks: Blocks, tensors: Mapping[str, TensorFacts], 
     for name, facts in known.items():
         place = place_of[facts.std or 0.0, facts.group]
         burn_in, sampling, whole = parts[:, :, place].mean(0).tolist()
-        result[name] = Reached(burn_in, sampling, whole, temperatures[:, place] + facts.start * decays[:, place])
+        from_start = facts.start * decays[:, place]
+        result[name] = Reached(burn_in, sampling, whole, temperatures[:, place] + from_start, from_start)
     return result
 
 

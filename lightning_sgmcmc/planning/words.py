@@ -8,6 +8,8 @@ from lightning_sgmcmc.planning.kind import HOT_SHARE
 UNKNOWN = "unknown"
 DIRECTIONS = "directions that the data leave to the prior"
 """Whose relaxation a plan knows: the likelihood's directions relax faster."""
+RELAXED = 0.8
+"""Share of the target's temperature from which the directions together are called relaxed, as in `ChainHealth`."""
 
 
 def sentences(plan: Any, wanted: float) -> list[str]:
@@ -16,7 +18,7 @@ def sentences(plan: Any, wanted: float) -> list[str]:
     count = "" if plan.samples is None else f"{_counted(plan.samples, 'sample')} of "
     lines = [f"Plan: {name}; {count}{_counted(plan.chains, 'chain')}; {_temperature(plan)}."]
     if plan.temperature > 0:
-        lines.append(f"Relaxation times in {DIRECTIONS}: {_known(plan.relaxation_times)} of {wanted:g}.")
+        lines.append(f"Relaxation times in {_where(plan)}: {_known(plan.relaxation_times)} of {wanted:g}.")
         lines.append(_draws(plan, wanted))
         lines.append(_heat(plan))
     lines.append(_cost(plan))
@@ -66,12 +68,15 @@ def warnings(plan: Any, wanted: float) -> list[str]:
         remedies = [f"{_rounded(max(times, 1.1))} times the steps" if times < math.inf else "steps with noise"]
         if plan.lr is not None and 1 < times <= 10:
             remedies.append(f"lr {plan.lr * times:.2g} at the noisy steps (check it with sgmcmc tune)")
-        if plan.prior_std is not None and times < math.inf:
+        if plan.prior_std is not None and times < math.inf and not plan.is_exact:
             remedies.append(f"prior std {plan.prior_std / math.sqrt(times):.2g}")
         cold = "" if reached is None or reached <= 0 else f" with temperature {reached:.2g}"
+        called = f"call it a cold ensemble{cold}"
+        if plan.is_exact and reached is not None and reached >= RELAXED * plan.temperature:
+            called = f"accept it, since the temperature over all directions is {reached:.2g}"
         return [
-            f"{covered:.2g} relaxation times of {wanted:g} wanted in {DIRECTIONS}: {', or '.join(remedies)}, "
-            f"or call it a cold ensemble{cold}"
+            f"{covered:.2g} relaxation times of {wanted:g} wanted in {_where(plan)}: {', or '.join(remedies)}, "
+            f"or {called}{_caution(plan)}"
         ]
     if plan.heat is not None and plan.chance is not None and plan.heat > HOT_SHARE * plan.chance:
         cooler, narrower = plan.temperature * HOT_SHARE * plan.chance / plan.heat, plan.prior_std
@@ -81,6 +86,17 @@ def warnings(plan: Any, wanted: float) -> list[str]:
             f"may be little better than guesses: more data, fewer weights{smaller}, or temperature {cooler:.2g}"
         ]
     return []
+
+
+def _where(plan: Any) -> str:
+    return "the posterior's slowest direction" if plan.is_exact else DIRECTIONS
+
+
+def _caution(plan: Any) -> str:
+    """Return what limits the warning: with more data than weights, the data may leave no direction to the prior."""
+    if plan.is_exact or plan.parameters >= plan.num_data:
+        return ""
+    return " (with fewer weights than data there may be no such directions: ChainHealth measures it)"
 
 
 def rows(plan: Any, wanted: float) -> list[tuple[str, str]]:
@@ -101,7 +117,7 @@ def rows(plan: Any, wanted: float) -> list[tuple[str, str]]:
         (f"Relaxation times (of {wanted:g} wanted)", _known(plan.relaxation_times)),
         ("  in burn-in", _known(plan.burn_in_relaxation_times)),
         ("  in a stage of sampling", _known(plan.sampling_relaxation_times)),
-        ("Slowest tensor", plan.slowest_tensor),
+        ("Slowest tensor", "all tensors together" if plan.is_exact else plan.slowest_tensor),
         ("Independent draws to expect", _known(plan.independent_draws)),
         ("Heat of the target, nats", None if plan.heat is None else f"{plan.heat:,.0f}"),
         ("Energy of guessing, nats", None if plan.chance is None else f"{plan.chance:,.0f}"),

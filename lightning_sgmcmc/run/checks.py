@@ -119,10 +119,14 @@ def check_thermostat(trainer: pl.Trainer, sampler: Sampler) -> None:
     if 0 < steps < needed:
         # In a tenth of the run, but not in fewer than 20/a steps, in which the momentum forgets: it would oscillate.
         wanted = group["thermal_inertia"] / needed * max(steps / 10, 20 / group["friction"])
+        now = group["thermal_inertia"]
+        is_smaller = float(f"{wanted:.1g}") < now
+        remedy = (
+            f"pass thermal_inertia={wanted:.1g} (now {now:g})" if is_smaller else f"run at least {needed:.2g} steps"
+        )
         rank_zero_warn(
             f"At twice the temperature SGNHT's friction grows by its initial value in {needed:.2g} steps, and the run "
-            f"has {steps:.0f}, so it does not adapt to the gradient noise: pass thermal_inertia={wanted:.1g} "
-            f"(now {group['thermal_inertia']:g})."
+            f"has {steps:.0f}, so it does not adapt to the gradient noise: {remedy}."
         )
 
 

@@ -22,6 +22,7 @@ from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, LaplacePri
 from lightning_sgmcmc.priors.centers import is_centered
 from lightning_sgmcmc.run.baseline import baseline_of
 from lightning_sgmcmc.run.hyperparameters import log_plan
+from lightning_sgmcmc.run.linear_model import exact_directions
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import SGNHT, Sampler, pSGHMC, pSGLD
 
@@ -62,6 +63,7 @@ def plan_of(trainer: pl.Trainer, module: Any) -> RunPlan | None:
         memory_bytes=_memory(trainer, module, sampler),
         notes=tuple(_notes(trainer, module, sampler, approximate)),
         label=baseline_of(trainer),
+        directions=exact_directions(trainer, module, sampler),
     )
     return make_plan(sampler, blocks, tensors, facts)
 
