@@ -18,25 +18,24 @@ time step half as large again, at which chains leave their mode (0.140, -0.85), 
 quick is the split 0 (`python -m recipes airfoil --data-root DIR`), full five splits.
 """
 
+from dataclasses import dataclass
+
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.regression import METHODS, Setting, fit_and_score, means
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 
-SEEDS = {"quick": 1, "full": 5}
-SETTING = Setting(
-    (32,) * 5,
-    prior_std=0.7,
-    batch_size=50,
-    warm_steps=20_000,
-    warm_lr=4e-3,
-    members=20,
-    sampling_steps=13_000,
-    step=0.25,
-    friction=2.0,
-    burn_in=1 / 3,
-)
+
+@dataclass(frozen=True)
+class Settings:
+    """Number of seeds, and the network and training of both methods."""
+
+    seeds: int
+    fit: Setting
+
+
 PUBLISHED = {
     "sampled ensemble (BDE)": (0.1215, 0.0042, -0.9126),
     "TabPFN-2": (0.1359, None, -0.934),
@@ -57,12 +56,13 @@ SHOWN = {
 
 def run(options: Options) -> list[Row]:
     """Run both methods with every seed, return the table."""
+    settings = read_settings(Settings, options)
     from lightning_sgmcmc.datamodules import AirfoilDataModule
 
     require(AirfoilDataModule(options.data_root))
-    seeds, methods = options.seeds(SEEDS[options.scale]), options.chosen(METHODS)
+    seeds, methods = options.seeds(settings.seeds), options.chosen(METHODS)
     jobs = [(method, seed) for seed in seeds for method in methods]
-    outcomes = run_jobs(one, jobs, options)
+    outcomes = run_jobs(one, jobs, options, settings.fit)
     published = PUBLISHED["sampled ensemble (BDE)"]
     rows = []
     for method in methods:
@@ -78,8 +78,8 @@ def run(options: Options) -> list[Row]:
     return rows
 
 
-def one(method: str, seed: int, options: Options) -> dict[str, float]:
+def one(method: str, seed: int, setting: Setting, options: Options) -> dict[str, float]:
     """Fit and score one method with one split."""
     from lightning_sgmcmc.datamodules import AirfoilDataModule
 
-    return fit_and_score(lambda size: AirfoilDataModule(options.data_root, size, seed=seed), method, SETTING, seed)
+    return fit_and_score(lambda size: AirfoilDataModule(options.data_root, size, seed=seed), method, setting, seed)

@@ -65,6 +65,7 @@ from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.resnet import resnet
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.synthetic_images import SyntheticImages
 from lightning_sgmcmc.recipes.shared.trainers import prepare_run, quiet_trainer, resumed_fit
 from lightning_sgmcmc.samplers import SGHMC
@@ -88,7 +89,7 @@ OOD = "ood"
 
 
 @dataclass(frozen=True)
-class Setting:
+class Settings:
     """Settings that differ between quick and full.
 
     Attributes:
@@ -144,13 +145,9 @@ class Setting:
         return [self.epochs // 2, self.epochs * 3 // 4]
 
 
-FULL = Setting("CIFAR-100", 20, 50_000, 10_000, 500, 256, 3e-4, (10, 12), 20_400.0, 200.0, 3e6, 0.003, 4000.0, 16, 1)
-QUICK = Setting("synthetic", 8, 1000, 1000, 24, 50, 0.003, (5, 3), 100.0, 20.0, 30_000.0, 0.2, 30.0, 2, 3)
-
-
 def run(options: Options) -> list[Row]:
     """Run all methods with all seeds, draw the pictures, return the table."""
-    setting = FULL if options.full else QUICK
+    setting = read_settings(Settings, options)
     methods, seeds = options.chosen(METHODS), options.repeated(setting.seeds)
     jobs = [(method, seed) for method in methods for seed in seeds]
     require(*datamodules(setting, options))
@@ -182,7 +179,7 @@ def run(options: Options) -> list[Row]:
     return rows
 
 
-def module_of(method: str, setting: Setting, options: Options) -> BayesianModule:
+def module_of(method: str, setting: Settings, options: Options) -> BayesianModule:
     """Return the network, or the stack of chains, with its sampler and its step sizes."""
 
     class SteppedModule(BayesianModule):
@@ -217,7 +214,7 @@ class FlatEndedCycles(CyclicalSchedule):
         return controls if plan.is_exploration(step) else controls._replace(lr_factor=flat)
 
 
-def callbacks_of(method: str, setting: Setting, unknown: Any) -> list[pl.Callback]:
+def callbacks_of(method: str, setting: Settings, unknown: Any) -> list[pl.Callback]:
     """Return the callbacks of a method: schedule, samples, average, and its own.
 
     Args:
@@ -242,14 +239,14 @@ def callbacks_of(method: str, setting: Setting, unknown: Any) -> list[pl.Callbac
     return callbacks
 
 
-def replica_exchange(setting: Setting) -> ReplicaExchange:
+def replica_exchange(setting: Settings) -> ReplicaExchange:
     """Return reSGHMC's callback, with the bias of the coldest pair as a variance of the energies' noise."""
     coldness = (1 - 1 / LADDER[1]) / setting.temperature  # δ of the coldest pair
     variance = setting.swap_barrier / coldness
     return ReplicaExchange(LADDER, every_n_steps=setting.attempts, noise_variance=variance, include_prior=False)
 
 
-def interacting_contour(setting: Setting) -> ContourGradient:
+def interacting_contour(setting: Settings) -> ContourGradient:
     """Return ICSGHMC's callback."""
     rules = ContourRules(
         zeta=setting.zeta,
@@ -270,7 +267,7 @@ def interacting_contour(setting: Setting) -> ContourGradient:
     )
 
 
-def datamodules(setting: Setting, options: Options) -> tuple[Any, Any]:
+def datamodules(setting: Settings, options: Options) -> tuple[Any, Any]:
     """Return CIFAR-100 and SVHN in CIFAR's normalisation; or synthetic images, and those of other classes."""
     if setting.data == "synthetic":
         sizes = (setting.num_data, 0, setting.num_test)
@@ -287,7 +284,7 @@ def datamodules(setting: Setting, options: Options) -> tuple[Any, Any]:
     return known, SVHNAsKnown(options.data_root, 1000, val_size=0, device_resident=True)
 
 
-def one(method: str, seed: int, setting: Setting, options: Options) -> dict[str, Any]:
+def one(method: str, seed: int, setting: Settings, options: Options) -> dict[str, Any]:
     """Train and test the chains of a method.
 
     Returns:

@@ -26,6 +26,7 @@ from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.trainers import prepare_run, quiet_trainer, resumed_fit
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ PAPER = {
 }
 FRICTION = 0.1
 TEMPERATURE = 0.01
-SMALL, LARGE = 2e-7, 2e-6
 ANNEALING = 1.01
 
 
@@ -76,17 +76,17 @@ class Setting:
         return float(ANNEALING ** (1000 / self.epochs))
 
 
-FULL = (
-    Setting("CIFAR-10", 1000, 10, 1000, (SMALL * 45_000, LARGE * 45_000), 1000.0, 1e6, 3),
-    Setting("CIFAR-100", 1000, 10, 1000, (SMALL * 45_000, LARGE * 45_000), 5000.0, 3e6, 3),
-)
-QUICK = (Setting("synthetic", 40, 2, 100, (0.02, 0.1), 5.0, 4000.0, 3),)
+@dataclass(frozen=True)
+class Settings:
+    """The settings of all data sets."""
+
+    sets: tuple[Setting, ...]
 
 
 def run(options: Options) -> list[Row]:
     """Run all methods, return the table."""
     rows: list[Row] = []
-    settings = FULL if options.full else QUICK
+    settings = read_settings(Settings, options).sets
     require(*(datamodule(setting, options) for setting in settings))
     methods = options.chosen(METHODS)
     cases = [(setting, method, options.repeated(setting.seeds)) for setting in settings for method in methods]

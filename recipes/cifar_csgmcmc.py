@@ -33,6 +33,7 @@ from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.trainers import prepare_run, quiet_trainer, resumed_fit
 
 if TYPE_CHECKING:
@@ -82,11 +83,11 @@ class Setting:
         return float((self.num_data * WEIGHT_DECAY) ** -0.5)
 
 
-FULL = (
-    Setting("CIFAR-10", 50_000, 200, 64, 0.8, 0.9, 3),
-    Setting("CIFAR-100", 50_000, 200, 64, 0.94, 0.9, 3),
-)
-QUICK = (Setting("synthetic", 1000, 28, 50, 0.8, 0.9, 3),)
+@dataclass(frozen=True)
+class Settings:
+    """The settings of all data sets."""
+
+    sets: tuple[Setting, ...]
 
 
 class Method(NamedTuple):
@@ -148,7 +149,7 @@ def run(options: Options) -> list[Row]:
     from lightning_sgmcmc.figures.evaluation import growth_figure
 
     rows: list[Row] = []
-    settings = FULL if options.full else QUICK
+    settings = read_settings(Settings, options).sets
     require(*(datamodule(setting, options) for setting in settings))
     names = options.chosen(method.name for method in METHODS)
     methods = [method for method in METHODS if method.name in names]
@@ -159,7 +160,7 @@ def run(options: Options) -> list[Row]:
         curves = {}
         for method in methods:
             results = [outcomes[method, seed, setting] for seed in options.repeated(setting.seeds)]
-            paper = method.paper[place] if setting in FULL else None
+            paper = method.paper[place] if options.full else None
             rows += [
                 mean_row(method.name, f"{setting.data}: test error %, average", [r.errors[-1] for r in results], paper),
                 mean_row(method.name, f"{setting.data}: test error %, one sample", [r.single for r in results]),

@@ -52,6 +52,7 @@ from lightning_sgmcmc.figures.errors import INTERVAL, draw_band
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.trainers import prepare_run, quiet_trainer, resumed_fit
 
 NUM_DATA = 60_000
@@ -88,7 +89,7 @@ PAPER_BATCHES = {  # by b and M+1: EWSG, and SGHMC with batches of b·(M+1)
 
 
 @dataclass(frozen=True)
-class Setting:
+class Settings:
     """Settings that differ between quick and full.
 
     Attributes:
@@ -100,15 +101,12 @@ class Setting:
         batches: whether to make the table of b×(M+1).
     """
 
-    images: int = NUM_DATA
-    epochs: int = 200
-    coarser: float = 1.0
-    repeats: int = 10
-    networks: tuple[str, ...] = ("MLP", "CNN")
-    batches: bool = True
-
-
-SETTINGS = {"full": Setting(), "quick": Setting(10_000, 40, 12.0, 3, ("MLP",), False)}
+    images: int
+    epochs: int
+    coarser: float
+    repeats: int
+    networks: tuple[str, ...]
+    batches: bool
 
 
 class Case(NamedTuple):
@@ -131,7 +129,7 @@ class Curve(NamedTuple):
     single: list[float]
 
 
-def main_cases(setting: Setting) -> list[Case]:
+def main_cases(setting: Settings) -> list[Case]:
     """Return the runs of Table 2."""
     found = []
     for network, (method, steps) in itertools.product(setting.networks, STEPS.items()):
@@ -147,7 +145,7 @@ def batch_cases(batch: int, candidates: int) -> tuple[Case, Case]:
     return ewsg, Case("MLP", "SGHMC", step, batch * candidates, samples=10)
 
 
-def cases(setting: Setting) -> list[Case]:
+def cases(setting: Settings) -> list[Case]:
     """Return all runs of a setting, each once; several cells of Table 3 share one SGHMC run."""
     cells = [batch_cases(*cell) for cell in PAPER_BATCHES] if setting.batches else []
     return list(dict.fromkeys([*main_cases(setting), *itertools.chain.from_iterable(cells)]))
@@ -156,7 +154,7 @@ def cases(setting: Setting) -> list[Case]:
 class FirstImages(MNISTDataModule):
     """The first training images of MNIST, as many as in the setting, and all test images."""
 
-    def __init__(self, setting: Setting, batch_size: int, options: Options, flatten: bool) -> None:
+    def __init__(self, setting: Settings, batch_size: int, options: Options, flatten: bool) -> None:
         super().__init__(options.data_root, batch_size, val_size=0, flatten=flatten, device_resident=True)
         self.images = setting.images
 
@@ -174,7 +172,7 @@ def network_of(name: str) -> nn.Sequential:
     return nn.Sequential(*convolutions, *layers)
 
 
-def sampler_of(case: Case, setting: Setting) -> tuple[Any, float]:
+def sampler_of(case: Case, setting: Settings) -> tuple[Any, float]:
     """Return the sampler and its `lr`, for the paper's step sizes (see above)."""
     step = case.step * setting.coarser
     if case.method == "SGLD":
@@ -187,7 +185,7 @@ def sampler_of(case: Case, setting: Setting) -> tuple[Any, float]:
 
 def run(options: Options) -> list[Row]:
     """Run all methods with all seeds, draw the learning curves, return the table."""
-    setting = SETTINGS[options.scale]
+    setting = read_settings(Settings, options)
     clusters = clusters_of(setting, options)  # what data are missing is said at once
     on_gpu = options.full and torch.cuda.is_available()
     # A GPU makes the repeats side by side, as chains.
@@ -199,7 +197,7 @@ def run(options: Options) -> list[Row]:
     return report(curves, setting, options)
 
 
-def clusters_of(setting: Setting, options: Options) -> Tensor:
+def clusters_of(setting: Settings, options: Options) -> Tensor:
     """Return the cluster of each training image."""
     data = FirstImages(setting, 100, options, flatten=True)
     data.prepare_data()
@@ -248,7 +246,7 @@ def passes(module: BayesianModule) -> float:
     return module.gradient_evaluations / module.chains.observed.num_data
 
 
-def callbacks_of(case: Case, setting: Setting) -> list[pl.Callback]:
+def callbacks_of(case: Case, setting: Settings) -> list[pl.Callback]:
     """Return the schedule, and the callback that chooses mini-batches."""
     batches = math.ceil(setting.images / case.batch)
     steps = math.ceil(batches / case.candidates) * setting.epochs
@@ -259,7 +257,7 @@ def callbacks_of(case: Case, setting: Setting) -> list[pl.Callback]:
     return found
 
 
-def one(case: Case, seed: int, chains: int, clusters: Tensor, setting: Setting, options: Options) -> list[Curve]:
+def one(case: Case, seed: int, chains: int, clusters: Tensor, setting: Settings, options: Options) -> list[Curve]:
     """Run one case, with one chain or several."""
     prepare_run(options)
     pl.seed_everything(seed, verbose=False)
@@ -286,7 +284,7 @@ def one(case: Case, seed: int, chains: int, clusters: Tensor, setting: Setting, 
     return curves.curves
 
 
-def report(curves: dict[Case, list[Curve]], setting: Setting, options: Options) -> list[Row]:
+def report(curves: dict[Case, list[Curve]], setting: Settings, options: Options) -> list[Row]:
     """Draw the learning curves, return the table."""
     rows = []
     for network in setting.networks:

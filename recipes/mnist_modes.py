@@ -60,6 +60,7 @@ from lightning_sgmcmc.figures.samples import weight_paths_figure
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
 
 WIDE = "ICSGLD, wide bins"
@@ -74,7 +75,7 @@ LOW, HIGH = 0.05, 0.25
 
 
 @dataclass(frozen=True)
-class Setting:
+class Settings:
     """Settings that differ between quick and full.
 
     Attributes:
@@ -87,21 +88,18 @@ class Setting:
         snapshots: epochs between pictures of the weights.
     """
 
-    images: int = NUM_DATA
-    pixels: int = 28
-    batch: int = 2500
-    epochs: int = 500
-    chains: int = 4
-    lr: float = STEP * NUM_DATA
-    snapshots: int = 2
+    images: int
+    pixels: int
+    batch: int
+    epochs: int
+    chains: int
+    lr: float
+    snapshots: int
 
     @property
     def share(self) -> float:
         """Share of the paper's data, by which energies, temperature and the prior's precision are scaled."""
         return self.images / NUM_DATA
-
-
-SETTINGS = {"full": Setting(), "quick": Setting(2000, 14, 500, 500, 3, 0.1)}
 
 
 class Walk(NamedTuple):
@@ -128,7 +126,7 @@ class FirstDigits(MNISTDataModule):
         setting: number and size of images, and the batch size.
     """
 
-    def __init__(self, root: Path, setting: Setting) -> None:
+    def __init__(self, root: Path, setting: Settings) -> None:
         super().__init__(root, setting.batch, val_size=0, drop_last=True, device_resident=True)
         self.setting = setting
 
@@ -190,7 +188,7 @@ class Recorder(pl.Callback):
 
 def run(options: Options) -> list[Row]:
     """Run all methods, return the table."""
-    setting = SETTINGS[options.scale]
+    setting = read_settings(Settings, options)
     in_turn = options.full and torch.cuda.is_available()  # one device
     if not in_turn:
         data_of(setting, options)  # missing data raise at once
@@ -208,7 +206,7 @@ def report(walks: dict[str, Walk], options: Options) -> list[Row]:
     return [row for method, walk in walks.items() for row in rows_of(method, walk)]
 
 
-def data_of(setting: Setting, options: Options) -> FirstDigits:
+def data_of(setting: Settings, options: Options) -> FirstDigits:
     """Return the data, read."""
     data = FirstDigits(options.data_root, setting)
     data.prepare_data()
@@ -216,7 +214,7 @@ def data_of(setting: Setting, options: Options) -> FirstDigits:
     return data
 
 
-def contour(method: str, setting: Setting) -> ContourGradient:
+def contour(method: str, setting: Settings) -> ContourGradient:
     """Return ICSGLD's callback with the paper's values, the widths scaled to the number of data; or with wide bins."""
     broader = BROADER if method == WIDE else 1
     width = WIDTH * broader * setting.share
@@ -238,7 +236,7 @@ def contour(method: str, setting: Setting) -> ContourGradient:
     )
 
 
-def one(method: str, setting: Setting, options: Options) -> Walk:
+def one(method: str, setting: Settings, options: Options) -> Walk:
     """Run one method."""
     silence_lightning()
     pl.seed_everything(options.seed, verbose=False)

@@ -52,6 +52,7 @@ from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.pictures import outside_legend, panels
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
 from lightning_sgmcmc.samplers import SGLD, pSGLD
 from lightning_sgmcmc.seeding import derive_seed
@@ -67,7 +68,7 @@ PAPER_BATCH, PAPER_DATA = 512, 4096
 
 
 @dataclass(frozen=True)
-class Setting:
+class Settings:
     """Settings that differ between quick and full.
 
     Attributes:
@@ -81,17 +82,14 @@ class Setting:
         faster: factors of the step sizes without and with a preconditioner.
     """
 
-    first: int = 1024
-    capacity: int = PAPER_DATA
-    batch: int = PAPER_BATCH
-    observations: int = 20
-    steps: int = 16
-    rounds: int = 2000
-    repeats: int = 5
-    faster: tuple[float, float] = (1.0, 1.0)
-
-
-SETTINGS = {"full": Setting(), "quick": Setting(256, 1024, 64, 20, 8, 200, 5, (2.0, 10.0))}
+    first: int
+    capacity: int
+    batch: int
+    observations: int
+    steps: int
+    rounds: int
+    repeats: int
+    faster: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,7 @@ class Player(pl.Callback):
         seed: of mushrooms, rewards and random actions.
     """
 
-    def __init__(self, agent: Agent, setting: Setting, inputs: Tensor, edible: Tensor, seed: int) -> None:
+    def __init__(self, agent: Agent, setting: Settings, inputs: Tensor, edible: Tensor, seed: int) -> None:
         self.agent, self.setting = agent, setting
         self.inputs, self.edible = inputs, edible
         self.generator = torch.Generator().manual_seed(derive_seed(seed, "mushrooms"))
@@ -247,7 +245,7 @@ def expected_regret(actions: Tensor, edible: Tensor) -> float:
     return float((gain.clamp(min=0) - gain * (actions == EAT)).sum())
 
 
-def step_size(agent: Agent, setting: Setting) -> float:
+def step_size(agent: Agent, setting: Settings) -> float:
     """Return ε in units of the mean potential; with a preconditioner the program's gradient is N/batch of ours."""
     scale = PAPER_BATCH if agent.preconditioned else PAPER_DATA
     return agent.step * scale * setting.faster[agent.preconditioned]
@@ -263,7 +261,7 @@ def network(inputs: int, dropout: float) -> nn.Sequential:
 
 def run(options: Options) -> list[Row]:
     """Run all agents, return the table."""
-    setting = SETTINGS[options.scale]
+    setting = read_settings(Settings, options)
     require(MushroomDataModule(options.data_root))
     agents, repeats = options.chosen(AGENTS), options.repeated(setting.repeats)
     jobs = [(name, repeat) for name in agents for repeat in repeats]
@@ -307,7 +305,7 @@ def picture(outcomes: dict[str, list[Outcome]]) -> Any:
     return figure
 
 
-def one(name: str, repeat: int, setting: Setting, options: Options) -> Outcome:
+def one(name: str, repeat: int, setting: Settings, options: Options) -> Outcome:
     """Run an agent once."""
     silence_lightning()
     seed = options.seed + repeat

@@ -16,6 +16,7 @@ Kin8nm it is -1.20. Power plant and the other splits have not been run.
 quick is two splits (`python -m recipes uci_nll --data-root DIR`), full all twenty.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
@@ -23,9 +24,17 @@ from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.regression import METHODS, Setting, fit_and_score, means
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 
-SPLITS = {"quick": 2, "full": 20}
-SETTING = Setting((50,), "ReLU", min_std=0.02, warm_steps=3000, warm_lr=0.01, members=40, chains=5, sampling_steps=8000)
+
+@dataclass(frozen=True)
+class Settings:
+    """Number of splits, and the network and training of both methods."""
+
+    splits: int
+    fit: Setting
+
+
 PUBLISHED = {
     "boston-housing": ((3.28, 1.00), (2.41, 0.25)),
     "concrete": ((6.03, 0.58), (3.06, 0.18)),
@@ -40,10 +49,11 @@ PUBLISHED = {
 
 def run(options: Options) -> list[Row]:
     """Run both methods on all tables and splits, return the table."""
+    settings = read_settings(Settings, options)
     require(*(_data(table, 0, options) for table in PUBLISHED))
-    splits, methods = options.repeated(SPLITS[options.scale]), options.chosen(METHODS)
+    splits, methods = options.repeated(settings.splits), options.chosen(METHODS)
     jobs = [(table, method, split) for table in PUBLISHED for split in splits for method in methods]
-    outcomes = run_jobs(one, jobs, options)
+    outcomes = run_jobs(one, jobs, options, settings.fit)
     rows = []
     for table, published in PUBLISHED.items():
         for name, paper in zip(("rmse", "nll"), published, strict=True):
@@ -62,9 +72,9 @@ def run(options: Options) -> list[Row]:
     return rows
 
 
-def one(table: str, method: str, split: int, options: Options) -> dict[str, float]:
+def one(table: str, method: str, split: int, setting: Setting, options: Options) -> dict[str, float]:
     """Fit and score one method on one split of a table."""
-    return fit_and_score(lambda size: _data(table, split, options, size), method, SETTING, options.seed + split)
+    return fit_and_score(lambda size: _data(table, split, options, size), method, setting, options.seed + split)
 
 
 def _data(table: str, split: int, options: Options, batch_size: int = 100) -> Any:

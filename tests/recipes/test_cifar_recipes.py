@@ -11,8 +11,10 @@ import torch
 
 from lightning_sgmcmc.recipes import cifar100_uncertainty, cifar_csgmcmc
 from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.synthetic_images import SyntheticImages
 
+UNCERTAINTY = read_settings(cifar100_uncertainty.Settings, Options(Path(), Path()))
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 
 
@@ -24,7 +26,8 @@ def in_turn(function: Any, jobs: Any, options: Options, *shared: Any, **how: Any
 def test_cifar_csgmcmc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = [m for m in cifar_csgmcmc.METHODS if m.name in ("Snapshot-SGDM", "4×cSGHMC")]
     monkeypatch.setattr(cifar_csgmcmc, "METHODS", tuple(chosen))
-    monkeypatch.setattr(cifar_csgmcmc, "QUICK", (cifar_csgmcmc.Setting("synthetic", 200, 8, 50, 0.25, 0.1, 1),))
+    small = cifar_csgmcmc.Settings((cifar_csgmcmc.Setting("synthetic", 200, 8, 50, 0.25, 0.1, 1),))
+    monkeypatch.setattr(cifar_csgmcmc, "read_settings", lambda *given: small)
     images = SyntheticImages(50, 0, sizes=(200, 0, 100))
     monkeypatch.setattr(cifar_csgmcmc, "datamodule", lambda setting, options: images)
     monkeypatch.setattr(cifar_csgmcmc, "run_jobs", in_turn)
@@ -41,14 +44,15 @@ def test_cifar_csgmcmc_full_is_built() -> None:
     """Settings of the paper: the noise's share of the run, the samples, the temperature and the prior."""
     options = Options(Path("nowhere"), Path("nowhere"), full=True)
     methods = {method.name: method for method in cifar_csgmcmc.METHODS}
-    for setting in cifar_csgmcmc.FULL:
+    sets = read_settings(cifar_csgmcmc.Settings, options).sets
+    for setting in sets:
         for method in methods.values():
             schedule: Any = cifar_csgmcmc.callbacks_of(method, setting)[0]
             assert schedule.num_cycles == method.cycles
         assert setting.prior_std == pytest.approx(0.2)
         data = cifar_csgmcmc.datamodule(setting, options)
         assert (data.augment, data.val_size, data.device_resident) == (True, 0, True)
-    ten, hundred = cifar_csgmcmc.FULL
+    ten, hundred = sets
     cold, warm = (cifar_csgmcmc.module_of(methods[n], ten, options).temperature for n in ("cSGHMC", "cSGHMC, τ=1"))
     assert (cold, warm) == (pytest.approx(2e-5), 1.0)
     assert cifar_csgmcmc.module_of(methods["Snapshot-SGD"], ten, options).temperature == 0
@@ -62,9 +66,9 @@ def test_cifar_csgmcmc_full_is_built() -> None:
 
 @pytest.mark.parametrize("method", cifar100_uncertainty.METHODS)
 def test_cifar100_uncertainty_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    setting = replace(cifar100_uncertainty.QUICK, num_data=100, num_test=100, epochs=10, batch=50, samples=(1, 1))
+    setting = replace(UNCERTAINTY, num_data=100, num_test=100, epochs=10, batch=50, samples=(1, 1))
     monkeypatch.setattr(cifar100_uncertainty, "METHODS", (method,))
-    monkeypatch.setattr(cifar100_uncertainty, "QUICK", replace(setting, seeds=1))
+    monkeypatch.setattr(cifar100_uncertainty, "read_settings", lambda *given: replace(setting, seeds=1))
     monkeypatch.setattr(cifar100_uncertainty, "run_jobs", in_turn)
     rows = cifar100_uncertainty.run(Options(tmp_path, ROOT))
     values = {row.metric: row.value for row in rows}
@@ -78,7 +82,8 @@ def test_cifar100_uncertainty_methods(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_cifar100_uncertainty_full_is_built() -> None:
-    setting, options = cifar100_uncertainty.FULL, Options(Path("nowhere"), Path("nowhere"), full=True)
+    options = Options(Path("nowhere"), Path("nowhere"), full=True)
+    setting = read_settings(cifar100_uncertainty.Settings, options)
     known, unknown = cifar100_uncertainty.datamodules(setting, options)
     assert (known.random_erasing, known.augment, known.val_size, known.batch_size) == (0.5, True, 0, 256)
     assert unknown.transform() is known.transform()
@@ -108,7 +113,7 @@ def test_the_step_sizes_of_the_uncertainty_recipe(tmp_path: Path) -> None:
     """A cosine that is flat in the sampling stage; and a fifth at each milestone."""
     import pytorch_lightning as pl
 
-    setting = replace(cifar100_uncertainty.QUICK, num_data=40, num_test=20, epochs=20, batch=20, samples=(1, 1))
+    setting = replace(UNCERTAINTY, num_data=40, num_test=20, epochs=20, batch=20, samples=(1, 1))
     options = Options(tmp_path, ROOT)
     seen: list[float] = []
 

@@ -86,7 +86,7 @@ def test_cifar_csghmc_runs_all_parts(tmp_path: Path, method: str) -> None:
 
 def test_cifar_csghmc_has_the_papers_setting() -> None:
     """ε and τ in the epochs of the annealed run, and the prior that is the weight decay 25."""
-    setting: Any = cifar_csghmc.FULL[0]
+    setting: Any = read_settings(cifar_csghmc.Settings, Options(Path(), ROOT, full=True)).sets[0]
     schedule: Any = cifar_csghmc.callbacks_of("saCSGHMC", setting)[0]
     assert setting.divisor == pytest.approx(1.01)
     assert schedule.burn_in_epochs == 400

@@ -16,12 +16,13 @@ from lightning_sgmcmc.datamodules import Split
 from lightning_sgmcmc.recipes import mnist_bnn
 from lightning_sgmcmc.recipes.mnist_bnn import Case, Curve
 from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.samplers import SGLD, UnderdampedLangevin, pSGLD
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 needs_data = pytest.mark.skipif(not (ROOT / "mnist").is_dir(), reason="no data files: set SGMCMC_DATA_ROOT")
-FULL = mnist_bnn.SETTINGS["full"]
-TINY = replace(mnist_bnn.SETTINGS["quick"], images=1000, epochs=2, repeats=1)
+FULL, QUICK = (read_settings(mnist_bnn.Settings, Options(Path(), Path(), full)) for full in (True, False))
+TINY = replace(QUICK, images=1000, epochs=2, repeats=1)
 
 
 def in_turn(function: Any, jobs: Any, options: Options, *shared: Any, **how: Any) -> dict[Any, Any]:
@@ -45,7 +46,7 @@ def few_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few_tests")
 def test_mnist_bnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every method costs as many gradients; they learn; rows and picture are there."""
-    monkeypatch.setattr(mnist_bnn, "SETTINGS", {"quick": TINY})
+    monkeypatch.setattr(mnist_bnn, "read_settings", lambda *given: TINY)
     main_cases = mnist_bnn.main_cases
     monkeypatch.setattr(mnist_bnn, "main_cases", lambda setting: [c._replace(samples=5) for c in main_cases(setting)])
     monkeypatch.setattr(mnist_bnn, "run_jobs", in_turn)
@@ -117,7 +118,7 @@ def test_full_is_built() -> None:
 
 
 @pytest.mark.parametrize("setting", [FULL, TINY])
-def test_step_sizes_are_the_papers(setting: mnist_bnn.Setting) -> None:
+def test_step_sizes_are_the_papers(setting: mnist_bnn.Settings) -> None:
     """One step of each rule on parameters in a known state, against the paper's equations."""
 
     def sampler(method: str, step: float, network: str = "MLP") -> Any:

@@ -11,6 +11,7 @@ from lightning_sgmcmc.figures.contour import energy_walk_figure
 from lightning_sgmcmc.figures.samples import weight_paths_figure
 from lightning_sgmcmc.recipes import mnist_modes
 from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 
@@ -32,7 +33,7 @@ def test_round_trips_begin_and_end_low(losses: list[float], trips: int) -> None:
 
 def test_settings_are_the_papers() -> None:
     """The full setting to the letter; the quick one has the same energies, temperature and prior for each datum."""
-    full, quick = (mnist_modes.SETTINGS[scale] for scale in ("full", "quick"))
+    full, quick = (read_settings(mnist_modes.Settings, Options(Path(), Path(), full)) for full in (True, False))
     assert (full.batch, full.epochs, full.pixels, full.share) == (2500, 500, 28, 1)
     assert full.lr == pytest.approx(1e-6 * 30_596)
     for setting in (full, quick):
@@ -73,7 +74,7 @@ def test_paths_are_coloured_by_one_scale_of_energies() -> None:
 
 @pytest.mark.skipif(not (ROOT / "mnist").is_dir(), reason="needs the data files")
 def test_all_methods_run_from_one_start(tmp_path: Path) -> None:
-    setting = mnist_modes.Setting(200, 14, 100, epochs=4, chains=2, lr=0.1, snapshots=2)
+    setting = mnist_modes.Settings(200, 14, 100, epochs=4, chains=2, lr=0.1, snapshots=2)
     options = Options(tmp_path, ROOT)
     walks = {method: mnist_modes.one(method, setting, options) for method in mnist_modes.METHODS}
     for walk in walks.values():

@@ -11,8 +11,10 @@ from lightning_sgmcmc.datamodules import StreamDataModule
 from lightning_sgmcmc.datamodules.mushroom import ATTRIBUTES
 from lightning_sgmcmc.recipes import mushroom_bandit as bandit
 from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 
-TINY = bandit.Setting(
+FULL = read_settings(bandit.Settings, Options(Path(), Path(), full=True))
+TINY = bandit.Settings(
     first=40, capacity=60, batch=16, observations=10, steps=4, rounds=8, repeats=1, faster=(2.0, 10.0)
 )
 
@@ -54,7 +56,13 @@ def test_expected_regret_is_that_of_the_rules() -> None:
 
 def test_rewards_are_those_of_the_rules(options: Options) -> None:
     inputs, edible = bandit.MushroomDataModule(options.data_root).table()
-    player = bandit.Player(bandit.AGENTS["pSGLD x P4"], bandit.Setting(first=2000), inputs, edible, seed=0)
+    player = bandit.Player(
+        bandit.AGENTS["pSGLD x P4"],
+        FULL,
+        inputs,
+        edible,
+        seed=0,
+    )
     stream = StreamDataModule(16, 4)
     player.begin(stream)
     x, outcome = stream.training_data().tensors
@@ -70,7 +78,7 @@ def test_rewards_are_those_of_the_rules(options: Options) -> None:
 
 def test_full_has_the_papers_settings() -> None:
     """A step of pSGLD in the program's units equals the recipe's: ε, λ and the buffer's 4096 data at the end."""
-    setting = bandit.SETTINGS["full"]
+    setting = FULL
     assert (setting.first, setting.capacity, setting.batch, setting.observations) == (1024, 4096, 512, 20)
     assert (setting.steps, setting.rounds, setting.repeats, setting.faster) == (16, 2000, 5, (1.0, 1.0))
     agent = bandit.AGENTS["pICSGLD x P4"]

@@ -28,10 +28,9 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Options:
     np.savez(tmp_path / "yacht.npz", x=x, y=5 + x.sum(1), test_indices=test)
     tiny = regression.Setting((4,), batch_size=18, warm_steps=8, members=3, chains=2, sampling_steps=6, samples=4)
     for recipe in (airfoil, uci_nll):
-        monkeypatch.setattr(recipe, "SETTING", tiny)
 
-        def in_turn(function: Any, jobs: Any, options: Options, **how: Any) -> dict[Any, Any]:
-            return {job: function(*job, options) for job in jobs}
+        def in_turn(function: Any, jobs: Any, options: Options, *shared: Any) -> dict[Any, Any]:
+            return {job: function(*job, tiny, options) for job in jobs}
 
         monkeypatch.setattr(recipe, "run_jobs", in_turn)
     monkeypatch.setattr(uci_nll, "PUBLISHED", {"yacht": uci_nll.PUBLISHED["yacht"]})
