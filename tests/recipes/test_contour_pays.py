@@ -33,9 +33,8 @@ def test_every_method_gives_its_figures(tmp_path: Path, monkeypatch: pytest.Monk
     short = dataclasses.replace(networks.SETTINGS["smallest"], steps=400, warm_start=40)
     monkeypatch.setitem(networks.SETTINGS, "smallest", short)
     options = Options(tmp_path, tmp_path)
-    found = {
-        method: [networks.one("smallest", method, seed, options) for seed in (0, 1)] for method in contour_pays.METHODS
-    }
+    methods = contour_pays.METHODS
+    found = {method: [networks.one("smallest", method, seed, options) for seed in (0, 1)] for method in methods}
     rows = contour_pays.rows_of("smallest", found)
     monkeypatch.setattr(plane, "STEPS", 1500)
     monkeypatch.setattr(plane, "PILOT", 400)
