@@ -15,11 +15,12 @@ Quick is 3 repeats of the networks and 20 of the plane, full 20 and 100.
 
 from typing import Any
 
-from lightning_sgmcmc.recipes.contour_pays.plane import on_plane
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
-from lightning_sgmcmc.recipes.shared.results import Options, Row, mean_row
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 
 METHODS = ("plain", "contour, interacting", "replica exchange", "cyclical")
+PLANE = "25 modes"
 NETWORKS = ("smallest", "classification", "regression", "digits")
 REPEATS, PLANE_REPEATS = {"quick": 3, "full": 20}, {"quick": 20, "full": 100}
 FIGURES = {
@@ -32,23 +33,33 @@ FIGURES = {
 
 def run(options: Options) -> list[Row]:
     """Run every method on every problem, return the table."""
-    from lightning_sgmcmc.recipes.contour_pays.networks import one
     from lightning_sgmcmc.recipes.contour_pays.truth import truth
 
-    seeds = range(options.seed, options.seed + REPEATS[options.scale])
-    jobs = [(name, method, seed) for name in reversed(NETWORKS) for seed in seeds for method in METHODS]
-    found: dict[Any, dict[str, float]] = run_jobs(one, jobs, options, in_turn=False)
+    methods, seeds = options.chosen(METHODS), options.seeds(REPEATS[options.scale])
+    repeats = len(options.repeated(PLANE_REPEATS[options.scale]))
+    jobs: list[tuple[Any, ...]] = [(PLANE, method, options.seed, repeats) for method in methods]
+    jobs += [(name, method, seed, 1) for name in reversed(NETWORKS) for seed in seeds for method in methods]
+    found = run_jobs(one, jobs, options)
     rows: list[Row] = []
     for name in NETWORKS:
-        by_method = {method: [found[name, method, seed] for seed in seeds] for method in METHODS}
-        rows += rows_of(name, by_method)
+        rows += rows_of(name, {method: [found[name, method, seed, 1][0] for seed in seeds] for method in methods})
         if name != "digits":
             rows += [
                 Row(f"{name}: reference chain to chain", FIGURES["distance"], float(truth(name)["between"])),
                 Row(f"{name}: reference", FIGURES["nll"], float(truth(name)["nll"])),
             ]
-    figures = on_plane(METHODS, PLANE_REPEATS[options.scale], options.seed)
-    return rows + rows_of("25 modes", {method: figures[method] for method in METHODS})
+    return rows + rows_of(PLANE, {method: found[PLANE, method, options.seed, repeats] for method in methods})
+
+
+def one(problem: str, method: str, seed: int, repeats: int, options: Options) -> list[dict[str, float]]:
+    """Return the figures of a method on a problem, one mapping for each repeat; those of the plane run side by side."""
+    if problem == PLANE:
+        from lightning_sgmcmc.recipes.contour_pays.plane import on_plane
+
+        return on_plane((method,), repeats, seed)[method]
+    from lightning_sgmcmc.recipes.contour_pays.networks import fit
+
+    return [fit(problem, method, seed)]
 
 
 def rows_of(problem: str, found: dict[str, list[dict[str, float]]]) -> list[Row]:
@@ -63,7 +74,7 @@ def rows_of(problem: str, found: dict[str, list[dict[str, float]]]) -> list[Row]
         for key in repeats[0]:
             label = FIGURES.get(key, key)
             rows.append(mean_row(f"{problem}: {method}", label, [one[key] for one in repeats]))
-            if method != "plain" and key in found["plain"][0]:
+            if method != "plain" and key in found.get("plain", [{}])[0]:
                 pairs = zip(repeats, found["plain"], strict=True)
                 rows.append(
                     mean_row(f"{problem}: {method} minus plain", label, [one[key] - plain[key] for one, plain in pairs])

@@ -21,9 +21,8 @@ from lightning_sgmcmc.callbacks import (
 )
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.recipes.contour_pays.truth import distance, test_data
-from lightning_sgmcmc.recipes.shared.jobs import quiet_trainer, silence_lightning
-from lightning_sgmcmc.recipes.shared.results import Options
 from lightning_sgmcmc.recipes.shared.small_networks import NETWORKS
+from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, silence_lightning
 
 CHAINS, DRAWS, CYCLES, EXPLORED = 4, 200, 4, 0.5
 LADDER = (1.0, 1.5, 2.2, 3.3)
@@ -64,7 +63,7 @@ class Data:
     test_y: Tensor
 
 
-def one(name: str, method: str, seed: int, options: Options) -> dict[str, float]:
+def fit(name: str, method: str, seed: int) -> dict[str, float]:
     """Return the figures of a method on a problem."""
     silence_lightning()
     logging.getLogger("lightning_sgmcmc").setLevel(logging.ERROR)
@@ -89,7 +88,9 @@ def one(name: str, method: str, seed: int, options: Options) -> dict[str, float]
     collector = SampleCollector(in_memory=True)
     module = module_of(name, method, setting, seed)
     loader = ResumableLoader(TensorBatches(data.x, data.y), batch_size=setting.batch or len(data.x), seed=seed)
-    quiet_trainer(max_steps=steps, accelerator="cpu", callbacks=[*callbacks, collector]).fit(module, loader)
+    quiet_trainer(
+        max_steps=steps, accelerator="cpu", callbacks=[*callbacks, collector], enable_checkpointing=False
+    ).fit(module, loader)
     assert collector.posterior is not None
     figures = scores(name, collector.posterior, data)
     if module.contour is not None:

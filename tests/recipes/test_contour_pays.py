@@ -9,7 +9,7 @@ import pytest
 
 from lightning_sgmcmc.recipes import contour_pays
 from lightning_sgmcmc.recipes.contour_pays import networks, plane, truth
-from lightning_sgmcmc.recipes.shared.results import Options
+from lightning_sgmcmc.recipes.shared.options import Options
 
 
 def test_the_distance_of_the_truth_to_itself_is_zero_and_of_a_shift_the_shift() -> None:
@@ -34,11 +34,13 @@ def test_every_method_gives_its_figures(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(networks.SETTINGS, "smallest", short)
     options = Options(tmp_path, tmp_path)
     methods = contour_pays.METHODS
-    found = {method: [networks.one("smallest", method, seed, options) for seed in (0, 1)] for method in methods}
+    found = {
+        method: [contour_pays.one("smallest", method, seed, 1, options)[0] for seed in (0, 1)] for method in methods
+    }
     rows = contour_pays.rows_of("smallest", found)
     monkeypatch.setattr(plane, "STEPS", 1500)
     monkeypatch.setattr(plane, "PILOT", 400)
-    rows += contour_pays.rows_of("25 modes", plane.on_plane(methods, 2, 0))
+    rows += contour_pays.rows_of("25 modes", {m: contour_pays.one("25 modes", m, 0, 2, options) for m in methods})
     names = {row.method for row in rows}
     assert names >= {f"{problem}: {m}" for problem in ("smallest", "25 modes") for m in methods}
     assert "smallest: contour, interacting minus plain" in names
