@@ -203,9 +203,8 @@ def choose_contour(
     else:
         exponent = largest(lambda a: _expected(law, zeta, a, temperature)[1] >= goals.efficiency, 1.0)
     spread, efficiency = _expected(law, zeta, exponent, temperature)
-    limits = {"min_multiplier": 1 - LIMIT * spread, "max_multiplier": 1 + LIMIT * spread}
     return ContourChoice(
-        contour=_contour(law, zeta, weight_exponent=exponent, **limits),
+        contour=_contour(law, zeta, exponent, spread),
         include_prior=include_prior,
         goals=goals,
         spread=spread,
@@ -220,12 +219,16 @@ def choose_contour(
     )
 
 
-def _contour(law: EnergyLaw, zeta: float, **limits: float) -> Contour:
+def _contour(law: EnergyLaw, zeta: float, exponent: float, spread: float | None = None) -> Contour:
     first, last = law.edges(zeta)
     inner = math.ceil((last - first) / (law.std / BINS_PER_STD))
     inner = min(max(inner, FEWEST_BINS - 2), MOST_BINS - 2)
     partition = EnergyPartition(first, (last - first) / inner, inner + 2)
-    return Contour(partition, ContourRules(zeta=zeta, scheme="original", **limits))
+    low, high = (None, None) if spread is None else (1 - LIMIT * spread, 1 + LIMIT * spread)
+    rules = ContourRules(
+        zeta=zeta, scheme="original", weight_exponent=exponent, min_multiplier=low, max_multiplier=high
+    )
+    return Contour(partition, rules)
 
 
 def _expected(law: EnergyLaw, zeta: float, exponent: float, temperature: float) -> tuple[float, float]:
@@ -233,7 +236,7 @@ def _expected(law: EnergyLaw, zeta: float, exponent: float, temperature: float) 
 
     The chain's energies have the density p/Ψ^ζ, and weights are Ψ^{αζ}.
     """
-    contour = _contour(law, zeta, weight_exponent=exponent)
+    contour = _contour(law, zeta, exponent)
     partition, (u, log_density) = contour.partition, law.points(zeta)
     log_masses = law.log_masses(partition)
     state = ContourState(log_masses, torch.ones_like(log_masses, dtype=torch.int64))

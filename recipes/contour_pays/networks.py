@@ -117,6 +117,7 @@ def module_of(name: str, method: str, setting: Setting, seed: int) -> BayesianMo
     """Return the module: on small networks BAOAB with the full gradient, on Digits SGHMC with mini-batches."""
     lr = setting.lr * (2 if method == "cyclical" else 1)  # its mean over a cycle is half the largest
     options: dict[str, Any] = {"lr": lr, "num_chains": CHAINS, "chain_execution": "vmap", "seed": seed}
+    sampler: Any
     if name != "digits":
         sampler = functools.partial(UnderdampedLangevin, friction=2.0, integrator="baoab")
         return NETWORKS[name].module(sampler=sampler, **options)
@@ -133,7 +134,7 @@ def scores(name: str, posterior: Posterior, data: Data) -> dict[str, float]:
         average = (weights[:, None, None] * at_test.sample_probabilities.double()).sum(0)
         figures = {"nll": -float(average[torch.arange(len(data.test_y)), data.test_y].log().mean())}
     else:
-        law = torch.distributions.Normal(at_test.sample_means.double(), NETWORKS[name].noise_std)
+        law = torch.distributions.Normal(at_test.sample_means.double(), NETWORKS[name].noise_std or 1.0)
         density = law.log_prob(data.test_y.double()).flatten(1) + weights.log()[:, None]
         figures = {"nll": -float(density.logsumexp(0).mean())}
     if name == "digits":
