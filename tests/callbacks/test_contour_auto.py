@@ -108,7 +108,7 @@ def test_the_loop_over_chains_resumes_too_and_chooses_the_same_up_to_rounding(tm
     again, _ = run(tmp_path / "again", tmp_path / "90.ckpt", execution="loop")
     assert same(again, whole)
     zetas = [one.contour.contour.rules.zeta for one in (whole, vmapped)]  # type: ignore[union-attr]
-    assert zetas[0] == pytest.approx(zetas[1], rel=1e-3)
+    assert zetas[0] == pytest.approx(zetas[1], rel=0.01)  # rounding, and the search stops early
 
 
 def test_the_choice_is_that_of_the_warm_ups_energies() -> None:
@@ -119,8 +119,8 @@ def test_the_choice_is_that_of_the_warm_ups_energies() -> None:
     expected = choose_contour(energies, log_prior=priors)
     assert module.contour is not None
     assert module.contour.choice is not None
-    assert module.contour.contour.rules.zeta == pytest.approx(expected.contour.rules.zeta, rel=1e-3)
-    assert vars(module.contour.partition) == pytest.approx(vars(expected.contour.partition), rel=1e-3)
+    assert module.contour.contour.rules.zeta == pytest.approx(expected.contour.rules.zeta, rel=0.01)
+    assert vars(module.contour.partition) == pytest.approx(vars(expected.contour.partition), rel=0.01)
     assert {step["multiplier"] for step in spy.steps[:200]} == {1.0}
 
 
@@ -163,7 +163,8 @@ def test_a_cyclical_run_chooses_in_its_first_sampling_stage() -> None:
 @pytest.mark.slow
 def test_a_contour_without_effect_is_a_note_of_the_run() -> None:
     goals = ContourGoals(spread=0.02)
-    module, _ = fit(ContourGradient(auto=goals), ChainHealth(warn=False), max_steps=1200)
+    schedule = SamplingSchedule(burn_in_steps=500, every_n_steps=10)
+    module, _ = fit(ContourGradient(auto=goals), ChainHealth(warn=False), schedule=schedule, max_steps=1200)
     assert module.health is not None
     notes = [one for one in module.health.findings if one.kind is FindingKind.CONTOUR]
     assert [(one.severity, one.side) for one in notes] == [("note", "below")]
