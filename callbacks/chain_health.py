@@ -28,6 +28,8 @@ from lightning_sgmcmc.samplers import StepLaw
 
 URGENT = (FindingKind.DIVERGENCE, FindingKind.AT_CHANCE, FindingKind.CLIPPING)
 """Findings that deserve a warning before the end of the run; heat does too."""
+WARNED_ELSEWHERE = (FindingKind.CONTOUR,)
+"""Findings of which another callback, `ContourGradient`, warns as soon as they are there."""
 QUARTER_MORE = 1.25
 """Growth factor of the number of observations after which a validation reports again."""
 
@@ -40,7 +42,8 @@ class ChainHealth(StepClaimant):
     drifts (formulas in `lightning_sgmcmc.diagnostics.estimates`). Only steps of a sampling stage count, each with
     its own step size and temperature. For the run it asks whether the model is at chance, whether the target takes up
     more heat than the data can hold, how many relaxation times a stage covers and, at the end and with a
-    `BayesianModelAverage`, whether the chains' predictions agree and whether the average gets worse with more samples.
+    `BayesianModelAverage`, whether the chains' predictions agree and whether the average gets worse with more samples;
+    and with a contour, whether it does nothing or gives one sample all the weight.
     A configurational temperature below the target's is a note in a cyclical run: its samples are a cold ensemble.
 
     The callback reports at the end of every sampling stage, after a validation with a quarter more observations, and
@@ -226,8 +229,8 @@ class ChainHealth(StepClaimant):
         of_chains = self._mean_over_processes if shared and self._is_spread else unreduced
         seen = observer.observations(allowance, of_chains, of_energies)
         evaluation = module.evaluations.get("val") if is_final else None
-        is_flattened = module.contour is not None
-        facts = facts_of(module.chains, evaluation, module.plan, is_flattened, is_optimization(trainer, module))
+        contour = None if module.contour is None else module.contour.use()
+        facts = facts_of(module.chains, evaluation, module.plan, contour, is_optimization(trainer, module))
         report = assess(seen, sampler.step_count, self.tolerance, self.false_alarm_rate, facts)
         module.health = report = report.with_divergence() if has_diverged else report
         self._publish(trainer, report, is_final or has_diverged)
@@ -235,7 +238,7 @@ class ChainHealth(StepClaimant):
     def _publish(self, trainer: pl.Trainer, report: HealthReport, is_final: bool) -> None:
         # One finding, the most urgent: the remedies of others may contradict its own.
         finding = next(iter(report.findings), None)
-        if finding is not None and self.warn and finding.severity == "problem":
+        if finding is not None and self.warn and finding.severity == "problem" and finding.kind not in WARNED_ELSEWHERE:
             is_urgent = finding.kind in URGENT or (finding.is_heat and not self._is_cooling(trainer))
             if (is_final or is_urgent) and finding.kind.value not in self._warned:
                 self._warned.add(finding.kind.value)

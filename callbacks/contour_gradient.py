@@ -1,6 +1,5 @@
 """Contour sampling under a trainer: CSGLD, CSGHMC and their variants, from any sampler."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytorch_lightning as pl
@@ -8,46 +7,27 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
+from lightning_sgmcmc.callbacks.contour_run import ContourRun, inexact_settings
 from lightning_sgmcmc.callbacks.schedule import begin_first_stage, run_length, schedule_of
-from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag, check_kind
 from lightning_sgmcmc.contour import (
-    ChainGroup,
     Contour,
+    ContourGoals,
     ContourLearner,
     ContourRules,
+    ContourStart,
+    ContourState,
     ContourWatch,
     DecayingStepSize,
-    EnergyPartition,
     EnergyRange,
-    EnergyRecord,
     Location,
 )
 from lightning_sgmcmc.evaluation.sample_energy import Kind, available_kind, sample_energies
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.hyperparameters import log_values
 from lightning_sgmcmc.run.loggers import is_logged, log_scalars
 from lightning_sgmcmc.run.trainer import is_trial
-from lightning_sgmcmc.samplers import Sampler
-
-
-@dataclass(frozen=True)
-class _Run:
-    """The parts of a fit in progress."""
-
-    trainer: pl.Trainer
-    module: BayesianModule
-    sampler: Sampler
-    chains: Chains
-    group: ChainGroup
-    begun: int  # steps of the sampler before this callback
-    warm_up: int
-    on_host: bool  # for one chain a number is cheaper than a tensor
-
-    @property
-    def first_step(self) -> int:
-        """Steps of the sampler before the contour begins; its warm-up follows a warm start."""
-        return max(self.begun, self.chains.progress.warm_steps) + self.warm_up
 
 
 class ContourGradient(StepClaimant):
@@ -64,18 +44,24 @@ class ContourGradient(StepClaimant):
     their steps (ICSGLD, ICSGHMC, pICSGLD); each sends one integer per step, its encoded energy. While the temperature
     is 0 (exploration of a cyclical schedule), the contour is idle.
 
+    `auto=True` chooses rules, bins and whether the prior is in the energy from the energies of a warm-up, for a wanted
+    spread of κ and a wanted efficiency of the weights, and begins with the warm-up's π (`ContourGoals`,
+    `choose_contour`). It says what it chose in one sentence, and writes it to the loggers, `results.json` and
+    checkpoints. Arguments that it chooses are refused beside it.
+
     A step's energy is that of its batch, over all micro-batches and ranks. `module.contour` holds the learned π and
     can reweight samples by the final one. Every `trainer.log_every_n_steps` the callback logs `contour/multiplier`,
     `contour/bin`, `contour/step_size` and, if κ has limits, `contour/clamped`: the share of steps at a limit.
 
     Args:
-        rules: ζ, how π is learned, how samples are weighted, limits of κ.
+        rules: ζ, how π is learned, how samples are weighted, limits of κ; None with `auto`.
         num_bins: m, number of energy bins.
         first_edge: u_1 in nats, upper end of the lowest bin, above the lowest energies of the chain; None learns it.
         width: Δu in nats; None learns it, together with first_edge.
         step_size: ω_k of the stochastic approximation; None uses `DecayingStepSize()`.
         warm_up_steps: optimizer steps without contour at the start of the run, and without samples. A range is learned
-            from the energies of their second half.
+            from the energies of their second half. With `auto`, 0 takes the first half of the steps between the first
+            one at τ > 0 and the first sample.
         lowest: share of the warm-up's energies below a learned first edge.
         headroom: extent of the bins above the warm-up's largest energy, in units of its range.
         include_prior: whether the energy includes -log p(θ), as the potential does; the authors' code excludes it. κ
@@ -86,10 +72,12 @@ class ContourGradient(StepClaimant):
             weights then belong to the state before that step, so averages are biased by O(lr).
         interacting: one π for all chains of the run, learned by all.
         exchange_every: number of steps between exchanges of the interacting chains' energies.
+        auto: True, or `ContourGoals`, to choose the settings in the warm-up.
 
     Raises:
         ValueError: if arguments are out of range or contradict each other; at the start of the fit, if the temperature
-            is always 0 or the warm-up does not end; when a sample is due in the warm-up.
+            is always 0 or the warm-up does not end; when a sample is due in the warm-up; if `auto` has too few
+            energies or infinite ones.
 
     Source: Deng et al. 2020 (CSGLD), Algorithm 1, eq. (6), (8), (10), (15), (57), appendix D.1; Deng et al. 2022
     (ICSGLD), Algorithm 1, eq. (8), appendix B.1.2.
@@ -103,7 +91,7 @@ class ContourGradient(StepClaimant):
 
     def __init__(
         self,
-        rules: ContourRules,
+        rules: ContourRules | None = None,
         num_bins: int = 100,
         first_edge: float | None = None,
         width: float | None = None,
@@ -115,8 +103,9 @@ class ContourGradient(StepClaimant):
         sample_energy: Kind = "own",
         interacting: bool = False,
         exchange_every: int = 1,
+        auto: bool | ContourGoals = False,
     ) -> None:
-        check_kind("rules", rules, ContourRules, optional=False)
+        check_kind("rules", rules, ContourRules)
         check_kind("step_size", step_size, DecayingStepSize)
         check_count("exchange_every", exchange_every, optional=False)
         if exchange_every > 1 and not interacting:
@@ -125,12 +114,17 @@ class ContourGradient(StepClaimant):
         check_choice("sample_energy", sample_energy, ("own", "step", "full"))
         check_flag("include_prior", include_prior)
         check_flag("interacting", interacting)
-        if rules.zeta == 0:
+        if not isinstance(auto, ContourGoals):
+            check_flag("auto", auto)
+        if rules is not None and rules.zeta == 0:
             rank_zero_warn("ContourGradient has no effect: ContourRules(zeta=0) leaves the posterior as it is.")
-        self.range = EnergyRange(num_bins, first_edge, width, lowest, headroom)
-        if first_edge is None and warm_up_steps < 2:
+        goals = auto if isinstance(auto, ContourGoals) else ContourGoals() if auto else None
+        self._start = ContourStart(
+            rules, EnergyRange(num_bins, first_edge, width, lowest, headroom), include_prior, goals
+        )
+        if first_edge is None and warm_up_steps < 2 and goals is None:
             remedy = f"a warm-up to learn it from (warm_up_steps of a few hundred, got {warm_up_steps})"
-            raise ValueError(f"the energy range is unknown: pass first_edge and width, or {remedy}")
+            raise ValueError(f"the energy range is unknown: pass first_edge and width, or {remedy}, or auto=True")
         self.rules = rules
         self.step_size = step_size if step_size is not None else DecayingStepSize()
         self.warm_up_steps = warm_up_steps
@@ -138,15 +132,14 @@ class ContourGradient(StepClaimant):
         self.sample_energy = sample_energy
         self.interacting = interacting
         self.exchange_every = exchange_every
-        Contour(self.range.given or EnergyPartition(0.0, 1.0, num_bins), rules)  # checks the rules against num_bins
+        self.auto = auto
         self.reset()
 
     def reset(self) -> None:
-        self._run: _Run | None = None
+        self._run: ContourRun | None = None
         self._begun = 0
         """Steps of the sampler before this callback, where a run continues from a checkpoint without it."""
-        self._record: EnergyRecord | None = None
-        """The energies of a warm-up, from which the range will be learned."""
+        self._start.reset()
         self._learner: ContourLearner | None = None
         """None until the energy range is known; kept after the run, so that its state can still be saved."""
         self._watch = ContourWatch(rank_zero_warn)
@@ -175,34 +168,18 @@ class ContourGradient(StepClaimant):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)
-        warm_up = 0 if is_trial(trainer) else self.warm_up_steps
         begin_first_stage(trainer, module)
         self._begun = module.sampler.step_count if self._restored is None else int(self._restored["begun"])
-        run = self._run = _Run(
-            trainer=trainer,
-            module=module,
-            sampler=module.sampler,
-            chains=module.chains,
-            group=ChainGroup.of_layout(module.chains.layout, module.device),
-            begun=self._begun,
-            warm_up=warm_up,
-            on_host=module.device.type == "cpu" and module.num_chains == 1,
-        )
+        run = self._run = ContourRun.of(trainer, module, self._start, self._begun)
+        if is_trial(trainer):
+            self._start.open(0, run.group)
+        elif self.warm_up_steps or self._start.goals is None:
+            self._start.open(self.warm_up_steps, run.group)
         self._check_run(run)
-        if self._restored is not None:
-            self._watch.load_state_dict(self._restored["watch"])
-        saved = self._restored or {"rules": None, "record": None}
-        if saved["rules"] is not None:
-            self._begin(run, self.range.resumed(saved["rules"]["partition"]), saved)
-        elif self.range.given is not None:
-            self._begin(run, self.range.given)
-        elif warm_up:
-            self._record = EnergyRecord(warm_up, run.group)
-            if saved["record"] is not None:
-                self._record.load_state_dict(saved["record"])
+        self._resume_or_begin(run)
         self._restored = None
 
-    def _check_run(self, run: _Run) -> None:
+    def _check_run(self, run: ContourRun) -> None:
         steps, warm_up = run_length(run.trainer), run.first_step
         if steps <= warm_up:
             raise ValueError(
@@ -211,30 +188,50 @@ class ContourGradient(StepClaimant):
             )
         self._energy_kind = available_kind(self.sample_energy, run.trainer, run.module)
 
-    def _begin(self, run: _Run, partition: EnergyPartition, saved: dict[str, Any] | None = None) -> None:
-        """Start the contour with an energy partition, and with the π of a checkpoint."""
-        contour = Contour(partition, self.rules)
+    def _resume_or_begin(self, run: ContourRun) -> None:
+        """Continue from a checkpoint, or begin at once if the settings are given."""
+        saved = self._restored
+        if saved is not None:
+            self._watch.load_state_dict(saved["watch"])
+            contour = self._start.load_state_dict(saved, run.group)
+            if contour is not None:
+                self._begin(run, contour, saved=saved)
+                return
+        given = self._start.given()
+        if given is not None:
+            self._begin(run, given)
+
+    def _begin(
+        self,
+        run: ContourRun,
+        contour: Contour,
+        initial: ContourState | None = None,
+        saved: dict[str, Any] | None = None,
+    ) -> None:
+        """Start the contour, with an initial π or that of a checkpoint."""
         on_gpu = run.chains.flat is not None and run.chains.flat.fused
-        learner = ContourLearner(contour, self.step_size, run.group, self.interacting, self.exchange_every, on_gpu)
+        learner = ContourLearner(
+            contour, self.step_size, run.group, self.interacting, self.exchange_every, on_gpu, initial
+        )
         if saved is not None:
             learner.load_state_dict(saved)
-        self._learner, self._record = learner, None
-        run.module.contour = learner.of_all_chains()
+        self._learner = learner
+        self._publish(run)
         run.chains.tags.comparable = learner.is_shared
-        inexact = self.rules.regularisation | ({} if self.include_prior else {"include_prior": False})
+        choice = self._start.choice
+        if choice is not None:
+            log_values(run.trainer, "contour", choice.scalars())
+        inexact = inexact_settings(contour.rules, self._start.include_prior, chosen=choice is not None)
         if inexact:
             settings = ", ".join(f"{name}={value}" for name, value in inexact.items())
             rank_zero_info(f"ContourGradient is regularised ({settings}), so its weights are only approximate")
 
-    def _learn_range(self, run: _Run) -> ContourLearner | None:
-        """Start the contour with a partition from the warm-up's energies; return None if there was no warm-up."""
-        if self._record is None:
-            return None
-        partition = self.range.learned(self._record.energies())
-        edges = f"first_edge={partition.first_edge:.6g}, last edge {partition.last_edge:.6g}"
-        rank_zero_info(f"ContourGradient learned its energy range: {edges}, width={partition.width:.6g}")
-        self._begin(run, partition)
-        return self._learner
+    def _publish(self, run: ContourRun) -> None:
+        """Let the module hold what has been learned."""
+        assert self._learner is not None
+        learned = run.module.contour = self._learner.of_all_chains()
+        learned.choice, learned.shares = self._start.choice, self._watch.shares
+        learned.temperature = run.mean_temperature or 1.0  # 0 in an exploration
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -244,35 +241,31 @@ class ContourGradient(StepClaimant):
         if run is None:
             return
         self._location = None
-        temperature = run.sampler.param_groups[0]["temperature"]
+        temperature = run.temperature
         if not (isinstance(temperature, Tensor) or temperature > 0):
             if self._is_on:
                 run.sampler.set_control("gradient_multiplier", 1.0)
                 self._is_on = False
             return
-        step = run.sampler.step_count
-        if step < run.first_step:
-            if self._record is not None:
-                self._record.add(step + 1 - run.first_step + run.warm_up, self._energy(run))
-            return
-        learner = self._learner or self._learn_range(run)
-        if learner is None:
+        if self._learner is None:
+            made = run.warm_up()
+            if made is not None:
+                rank_zero_info(f"ContourGradient {made[2]}")
+                self._begin(run, *made[:2])
+        learner, step = self._learner, run.sampler.step_count
+        if learner is None or step < run.first_step:
             return
         try:
-            location = learner.locate(self._energy(run), temperature)
+            location = learner.locate(run.energy, temperature)
         except ValueError:  # a NaN: the guard reports it and refuses the step
             return
         self._location, self._location_step, self._is_on = location, step, True
         multiplier = location.multiplier
         run.sampler.set_control("gradient_multiplier", multiplier.item() if run.on_host else multiplier)
 
-    def _energy(self, run: _Run) -> Tensor:
-        """Return the energy of the step's data over all ranks, shape (C,), float64."""
-        return run.chains.layout.mean_over_data(run.chains.observed.corrected(self.include_prior))
-
     def _accept_scales(self, change: Tensor) -> Tensor:
         """Return the log probability of accepting a draw of a prior's scales that changes the energies, shape (C,)."""
-        if self._learner is None or self._location is None or not self.include_prior:
+        if self._learner is None or self._location is None or not self._start.include_prior:
             return change.new_zeros(change.shape)
         return self._learner.log_acceptance(self._location, change)
 
@@ -305,10 +298,10 @@ class ContourGradient(StepClaimant):
                 f"a sample is due after step {run.sampler.step_count}, but it has no weight before the contour "
                 f"begins: let the schedule draw its first sample after the {run.first_step} steps of the warm-up"
             )
-        run.module.contour = learner.of_all_chains()
-        energy = sample_energies(self._energy_kind, run.trainer, run.chains, run.sampler, self.include_prior)
+        self._publish(run)
+        energy = sample_energies(self._energy_kind, run.trainer, run.chains, run.sampler, self._start.include_prior)
         if energy is None:
-            tags.energy = self._energy(run)
+            tags.energy = run.energy
             return
         location = learner.locate(energy)
         tags.energy, tags.bin = energy, location.index
@@ -322,7 +315,8 @@ class ContourGradient(StepClaimant):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._learner is not None:
             self._watch.finish(self._learner.learned, self._learner.updates)
-            bayesian(pl_module, self).contour = self._learner.of_all_chains()
+            if self._run is not None:
+                self._publish(self._run)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._release()
@@ -338,13 +332,13 @@ class ContourGradient(StepClaimant):
             self._run = None
 
     def state_dict(self) -> dict[str, Any]:
-        learner, record = self._learner, self._record
+        learner = self._learner
         nothing = {"updates": 0, "rules": None, "state": None, "waiting": None}
-        return (nothing if learner is None else learner.state_dict()) | {
-            "begun": self._begun,
-            "record": None if record is None else record.state_dict(),
-            "watch": self._watch.state_dict(),
-        }
+        return (
+            (nothing if learner is None else learner.state_dict())
+            | self._start.state_dict()
+            | {"begun": self._begun, "watch": self._watch.state_dict()}
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict

@@ -106,6 +106,7 @@ class RunSummary(SamplerCallback):
             "rows": rows,
             "seconds": round(self._seconds, 3),
             "plan": None if module.plan is None else module.plan.as_json(),
+            "contour": None if module.contour is None else module.contour.as_json(),
             "origin": origin_of_run(),
         }
         keep_earlier_results(folder, results)

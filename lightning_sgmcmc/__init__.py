@@ -7,7 +7,14 @@ from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.switching import SwitchingBatchSampler, SwitchingOrder
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.strategy import ChainStrategy
-from lightning_sgmcmc.contour import Contour, ContourRules, DecayingStepSize, EnergyPartition, LearnedContour
+from lightning_sgmcmc.contour import (
+    Contour,
+    ContourGoals,
+    ContourRules,
+    DecayingStepSize,
+    EnergyPartition,
+    LearnedContour,
+)
 from lightning_sgmcmc.likelihoods import (
     Bernoulli,
     Categorical,
@@ -59,6 +66,7 @@ __all__ = [
     "ClassPrediction",
     "ClusteredOrder",
     "Contour",
+    "ContourGoals",
     "ContourRules",
     "CountPrediction",
     "DecayingStepSize",

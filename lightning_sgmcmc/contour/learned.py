@@ -1,15 +1,20 @@
 """What a run has learned about its energies, to weigh samples after the run."""
 
 import json
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from lightning_sgmcmc.contour.auto import ContourChoice
 from lightning_sgmcmc.contour.contour import Contour, ContourState
 from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.contour.rules import ContourRules
+from lightning_sgmcmc.contour.weight_shares import WeightShares
+from lightning_sgmcmc.diagnostics.contour_use import ContourUse
 
 
 class LearnedContour:
@@ -23,6 +28,12 @@ class LearnedContour:
     def __init__(self, contour: Contour, state: ContourState) -> None:
         self.contour = contour
         self.state = state
+        self.choice: ContourChoice | None = None
+        """How its settings were chosen, if they were (`ContourGradient(auto=True)`)."""
+        self.shares = WeightShares()
+        """The weights of the run's samples so far."""
+        self.temperature = 1.0
+        """τ of the run's last steps."""
 
     @property
     def partition(self) -> EnergyPartition:
@@ -57,6 +68,29 @@ class LearnedContour:
             state = ContourState(state.log_vector[rows], state.visits[rows])
         edges = self.partition.edges(state.log_vector.device)
         return self.contour.log_weight(self.contour.locate(state, energies, 1.0, edges).log_density)
+
+    def use(self) -> ContourUse:
+        """Return what the contour did in the run, by the present π, the visits and the samples' weights."""
+        vectors, visits = (part.reshape(-1, part.shape[-1]).cpu() for part in self.state)
+        multipliers = torch.stack(
+            [
+                self.contour.multipliers(ContourState(*row), self.temperature)
+                for row in zip(vectors, visits, strict=True)
+            ]
+        )
+        squares = (multipliers - 1).square() * visits
+        return ContourUse(
+            spread=float((squares.sum() / visits.sum().clamp_min(1)).sqrt()),
+            steps=int(visits.sum()) // len(visits),
+            samples=self.shares.count,
+            efficiency=self.shares.efficiency,
+            largest_share=self.shares.largest,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return as plain data its settings, what it did, and how they were chosen (None if they were given)."""
+        choice = None if self.choice is None else self.choice.as_json()
+        return {"settings": self.contour.to_dict(), "use": asdict(self.use()), "choice": choice}
 
     def to_bytes(self) -> bytes:
         """Return the content of a safetensors file for `from_bytes`."""

@@ -23,6 +23,7 @@ class ContourLearner:
         interacting: one π for all chains of the run, learned by all; else each chain learns its own.
         exchange_every: number of updates between exchanges of interacting chains' energies.
         compiled: whether to compile the functions of a step.
+        initial: π and visits with which every chain begins, shapes (m,); None is a uniform π.
 
     Source: Deng et al. 2020 (CSGLD), Algorithm 1; Deng et al. 2022 (ICSGLD), Algorithm 1.
     """
@@ -35,6 +36,7 @@ class ContourLearner:
         interacting: bool = False,
         exchange_every: int = 1,
         compiled: bool = False,
+        initial: ContourState | None = None,
     ) -> None:
         self.contour = contour
         self.step_size = step_size
@@ -42,7 +44,11 @@ class ContourLearner:
         self.interacting = interacting
         self.exchange_every = exchange_every
         own = None if interacting or chains.num_chains == 1 else chains.num_chains
-        self.learned = LearnedContour(contour, contour.initial_state(own, chains.device))
+        state = contour.initial_state(own, chains.device)
+        if initial is not None:
+            for tensor, begin in zip(state, initial, strict=True):
+                tensor.copy_(begin)
+        self.learned = LearnedContour(contour, state)
         """The contour with the π of this process's chains."""
         self.updates = 0
         """Steps that were learned from."""

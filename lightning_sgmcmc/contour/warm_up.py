@@ -14,18 +14,27 @@ class EnergyRecord:
     Args:
         steps: optimizer steps of the warm-up.
         chains: the chains; energies stay on their device, so that recording never waits for it.
+        keeps_prior: whether to record log p(θ) too.
     """
 
-    def __init__(self, steps: int, chains: ChainGroup) -> None:
+    def __init__(self, steps: int, chains: ChainGroup, keeps_prior: bool = False) -> None:
         self._chains = chains
         self._first = steps // 2
         shape = (steps - self._first, chains.num_chains)
         self._energies = torch.full(shape, torch.nan, dtype=torch.float64, device=chains.device)
+        self._log_priors = self._energies.clone() if keeps_prior else None
 
-    def add(self, step: int, energy: Tensor) -> None:
-        """Record the energies (C,) of step 1, 2, …"""
+    def add(self, step: int, energy: Tensor, log_prior: Tensor | None = None) -> None:
+        """Record the energies (C,) of step 1, 2, …, and log p(θ), of shape (C,) or ()."""
         if step > self._first:
             self._energies[step - self._first - 1].copy_(energy)
+            if self._log_priors is not None and log_prior is not None:
+                self._log_priors[step - self._first - 1].copy_(log_prior)
+
+    def everything(self) -> tuple[Tensor, Tensor | None]:
+        """Return energies and log p(θ) of all chains of the run, shape (S, P), NaN where none was recorded."""
+        priors = self._log_priors
+        return self._chains.gather(self._energies, 1), None if priors is None else self._chains.gather(priors, 1)
 
     def energies(self) -> Tensor:
         """Return the recorded energies of all chains of the run, shape (S,).
@@ -45,7 +54,8 @@ class EnergyRecord:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all chains of the run: a tensor."""
-        return {"energies": self._chains.gather(self._energies, 1).cpu()}
+        energies, priors = self.everything()
+        return {"energies": energies.cpu()} | ({} if priors is None else {"log_priors": priors.cpu()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`.
@@ -61,3 +71,5 @@ class EnergyRecord:
                 "warm_up_steps and num_chains, or start a new run"
             )
         self._energies.copy_(self._chains.own(state["energies"], 1))
+        if self._log_priors is not None:
+            self._log_priors.copy_(self._chains.own(state["log_priors"], 1))

@@ -1,13 +1,13 @@
 """Warnings of a contour run that does nothing, or whose weights are useless, each with a remedy."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_sgmcmc.contour.learned import LearnedContour
+from lightning_sgmcmc.contour.weight_shares import WeightShares
+from lightning_sgmcmc.diagnostics.contour_use import DOMINANT_WEIGHT, FEW_SAMPLES
 
 FIRST_CHECK = 500
 """Updates before the first check; each later one comes after twice as many, since a check waits for the device."""
@@ -15,10 +15,6 @@ END_BIN_SHARE = 0.99
 """Share of the energies in an end bin above which the partition is called wrong."""
 STEEP = 30.0
 """ζ·|log π(J) - log π(J-1)| above which weights within one bin differ by more than e^30."""
-DOMINANT_WEIGHT = 0.9
-"""Share of one sample in all weights above which the average is called useless."""
-FEW_SAMPLES = 10
-"""Samples before the weights are checked."""
 
 
 class ContourWatch:
@@ -33,9 +29,7 @@ class ContourWatch:
         self._next = FIRST_CHECK
         self._seen: Tensor | None = None
         self._given: set[str] = set()
-        self._samples = 0
-        self._sums: dict[int | None, tuple[float, float]] = {}
-        """Largest log-weight and log of the sum of weights, by chain if chains have their own constants."""
+        self.shares = WeightShares()
 
     def after_update(self, learned: LearnedContour, updates: int) -> None:
         """Check the bins if a check is due."""
@@ -95,17 +89,14 @@ class ContourWatch:
             log_weight: its log importance weight.
             chain: its chain, if weights compare only within a chain.
         """
-        self._samples += 1
-        largest, total = self._sums.get(chain, (-math.inf, -math.inf))
-        total = float(torch.logaddexp(torch.tensor(total).double(), torch.tensor(log_weight).double()))
-        self._sums[chain] = max(largest, log_weight), total
-        shares = [math.exp(min(0.0, big - all)) if all > -math.inf else 0.0 for big, all in self._sums.values()]
-        share = sum(shares) / len(shares)
-        if self._samples >= FEW_SAMPLES * len(shares) and share > DOMINANT_WEIGHT:
+        shares = self.shares
+        shares.add(log_weight, chain)
+        share = shares.largest or 0.0
+        if shares.count >= FEW_SAMPLES and share > DOMINANT_WEIGHT:
             whose = "the weight" if chain is None else "its chain's weight"
             self._warn(
                 "weight",
-                f"one of {self._samples // len(shares)} samples has {100 * share:.0f} % of {whose}, so the average is "
+                f"one of {shares.count} samples has {100 * share:.0f} % of {whose}, so the average is "
                 "that sample: temper the weights by weight_exponent < 1, take a smaller zeta or a lower temperature, "
                 "or draw more samples.",
             )
@@ -121,12 +112,10 @@ class ContourWatch:
             "next": self._next,
             "seen": self._seen,
             "given": sorted(self._given),
-            "samples": self._samples,
-            "sums": dict(self._sums),
+            **self.shares.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`."""
         self._next, self._seen, self._given = state["next"], state["seen"], set(state["given"])
-        self._samples = state["samples"]
-        self._sums = dict(state["sums"]) if "sums" in state else {None: (state["largest"], state["total"])}
+        self.shares.load_state_dict(state)

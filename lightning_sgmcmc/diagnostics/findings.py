@@ -23,6 +23,7 @@ class FindingKind(str, Enum):
     TARGET = "target"
     ENERGY = "energy"
     RELAXATION = "relaxation"
+    CONTOUR = "contour"
     CHAINS = "chains"
     AVERAGE = "average"
     OTHER = "other"

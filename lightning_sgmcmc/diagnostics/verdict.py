@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_sgmcmc.diagnostics.chains import MIXED, ChainDiagnostics
+from lightning_sgmcmc.diagnostics.contour_use import ContourUse, contour_findings
 from lightning_sgmcmc.diagnostics.estimates import Estimates
 from lightning_sgmcmc.diagnostics.findings import SMALLER_LR, Finding, FindingKind
 from lightning_sgmcmc.diagnostics.health import COLD, DEEP, POSTERIOR, SNAPSHOT, HealthReport, RunMeasures, Temperatures
@@ -59,7 +60,7 @@ class RunFacts:
         prior_norm: the factors (a, b) with ‖θ‖²/(d·σ²) = a - b·log p(θ).
         relaxation_times: those that the plan expects.
         is_cyclical: whether a schedule explores between its sampling stages.
-        is_flattened: whether a contour flattens the density of energies.
+        contour: what a contour did, which flattens the density of energies; None without one.
         predictions: diagnostics of the predictions along the chains.
         rhat_limit: R-hat that mixed chains of this length rarely exceed.
         growth: how the average changed with its samples.
@@ -76,13 +77,18 @@ class RunFacts:
     prior_norm: tuple[float, float] | None = None
     relaxation_times: float | None = None
     is_cyclical: bool = False
-    is_flattened: bool = False
+    contour: ContourUse | None = None
     predictions: ChainDiagnostics | None = None
     rhat_limit: float = math.inf
     growth: AverageGrowth | None = None
     cold_below: float = 0.1
     baseline: str | None = None
     is_full_batch: bool = False
+
+    @property
+    def is_flattened(self) -> bool:
+        """Whether a contour flattens the density of energies."""
+        return self.contour is not None
 
     @property
     def chance_energy(self) -> float | None:
@@ -136,7 +142,7 @@ def judge(report: HealthReport, facts: RunFacts, estimates: Estimates | None) ->
     report = replace(report, kind=kind, reason=reason)
     if estimates is not None:
         report = report.with_findings(_at_chance(report, facts, estimates), _target(report, facts, estimates))
-    return report.with_findings(_chains(report, facts), _average(facts))
+    return report.with_findings(*contour_findings(facts.contour), _chains(report, facts), _average(facts))
 
 
 def _measures(report: HealthReport, facts: RunFacts, estimates: Estimates | None) -> RunMeasures:

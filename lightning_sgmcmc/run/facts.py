@@ -7,6 +7,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.diagnostics.chains import ChainDiagnostics, ChainGrid, correlation_time, rhat_limit
+from lightning_sgmcmc.diagnostics.contour_use import ContourUse
 from lightning_sgmcmc.diagnostics.verdict import AverageGrowth, RunFacts
 from lightning_sgmcmc.evaluation.comparison import FOLLOWED, prediction_diagnostics
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
@@ -24,7 +25,7 @@ def facts_of(
     chains: Chains,
     evaluation: Evaluation | None,
     plan: RunPlan | None = None,
-    is_flattened: bool = False,
+    contour: ContourUse | None = None,
     is_optimization: bool = False,
 ) -> RunFacts:
     """Return what is known of a running fit besides its steps.
@@ -33,7 +34,7 @@ def facts_of(
         chains: the run's.
         evaluation: that of the samples on the validation data, None without.
         plan: the run's plan, None without.
-        is_flattened: whether a contour flattens the energies.
+        contour: what the run's contour did, None without one.
         is_optimization: whether the samples are states at temperature 0.
     """
     predictions, limit = _predictions(evaluation)
@@ -46,7 +47,7 @@ def facts_of(
         prior_norm=prior_norm(chains),
         relaxation_times=None if plan is None else plan.relaxation_times,
         is_cyclical=chains.progress.num_cycles is not None,
-        is_flattened=is_flattened,
+        contour=contour,
         predictions=predictions,
         rhat_limit=limit,
         growth=_growth(evaluation),

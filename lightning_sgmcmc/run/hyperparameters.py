@@ -1,5 +1,6 @@
 """The settings of a run, as hyperparameters for loggers."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,17 @@ def log_settings(trainer: pl.Trainer, model: EnergyModel, settings: Settings) ->
 
 def log_plan(trainer: pl.Trainer, plan: RunPlan) -> None:
     """Write a run's plan to every logger: its kind and its known numbers, as `plan.…`."""
-    values = {"plan.kind": plan.name or "unknown", **{f"plan.{name}": value for name, value in plan.scalars().items()}}
+    log_values(trainer, "plan", {"kind": plan.name or "unknown", **plan.scalars()})
+
+
+def log_values(trainer: pl.Trainer, part: str, known: Mapping[str, Any]) -> None:
+    """Write values that a run has found to every logger, as hyperparameters `part.…`."""
+    values = {f"{part}.{name}": value for name, value in known.items()}
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.hparams.update(values)
             if trainer.is_global_zero:
-                _update_tensorboard(logger, values, "plan")
+                _update_tensorboard(logger, values, part)
         else:
             logger.log_hyperparams(values)
 

@@ -32,6 +32,7 @@ from lightning_sgmcmc.batches import ResumableLoader
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule, WarmStart
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.diagnostics.chains import chain_diagnostics
+from lightning_sgmcmc.recipes.shared.small_networks import NETWORKS, curve
 from lightning_sgmcmc.run.results import markdown_table
 from tests.support.hmc import Array, Target, between_chains, distance, hmc
 from tests.support.trainers import quiet_trainer
@@ -73,23 +74,14 @@ class Setting:
 
 def regression(name: str, sizes: tuple[int, ...], count: int, noise_std: float, nu: float | None = None) -> Problem:
     """Return noisy data of a smooth function on two intervals with a gap between them."""
-    generator = np.random.default_rng(1)
-    x = np.concatenate([generator.uniform(-2, -0.5, count // 2), generator.uniform(0.5, 2, count - count // 2)])[
-        :, None
-    ]
-    y = np.sin(2 * x) + 0.3 * x + noise_std * generator.normal(size=x.shape)
+    x, y = curve(count, noise_std)
     return Problem(name, Target(sizes, "gaussian", x, y, 1.0, noise_std, nu), np.linspace(-2.5, 2.5, 41)[:, None])
 
 
 def classification() -> Problem:
     """Return three classes around the origin of a plane."""
-    generator = np.random.default_rng(2)
-    y = generator.integers(0, 3, 150)
-    centers = 1.2 * np.array([[0.0, 1.0], [-0.9, -0.5], [0.9, -0.5]])
-    x = centers[y] + 0.7 * generator.normal(size=(len(y), 2))
-    side = np.linspace(-2.5, 2.5, 6)
-    grid = np.stack(np.meshgrid(side, side), -1).reshape(-1, 2)
-    return Problem("classification", Target((2, 10, 3), "categorical", x, y), grid)
+    known = NETWORKS["classification"]
+    return Problem("classification", Target(known.sizes, "categorical", known.x, known.y), known.grid)
 
 
 PROBLEMS = {

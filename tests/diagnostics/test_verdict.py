@@ -8,6 +8,7 @@ import torch
 
 from lightning_sgmcmc.diagnostics.assessment import assess
 from lightning_sgmcmc.diagnostics.chains import ChainDiagnostics
+from lightning_sgmcmc.diagnostics.contour_use import ContourUse
 from lightning_sgmcmc.diagnostics.estimates import Observations
 from lightning_sgmcmc.diagnostics.findings import Finding, FindingKind
 from lightning_sgmcmc.diagnostics.health import HealthReport
@@ -111,7 +112,7 @@ def test_names_by_the_temperature(known: RunFacts, kind: str) -> None:
 def test_members_of_an_ensemble_may_differ() -> None:
     apart = facts(predictions=ChainDiagnostics(3.0, 4.0, 4.0), rhat_limit=1.05, is_cyclical=True)
     assert assess(seen(), 1, facts=apart).findings == ()
-    flat = assess(seen(drift=1.0), 1, facts=facts(is_flattened=True))
+    flat = assess(seen(drift=1.0), 1, facts=facts(contour=ContourUse(spread=0.5, steps=1000)))
     assert flat.findings == (), "a contour's walk through the energies is no drift"
 
 

@@ -1,0 +1,178 @@
+"""Where a run's contour comes from: its arguments, a range learned in a warm-up, or a choice from its energies."""
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_sgmcmc.contour.auto import LEAST_ENERGIES, ContourChoice, ContourGoals, choose_contour
+from lightning_sgmcmc.contour.chain_group import ChainGroup
+from lightning_sgmcmc.contour.contour import Contour, ContourState
+from lightning_sgmcmc.contour.energy_range import EnergyRange
+from lightning_sgmcmc.contour.partition import EnergyPartition
+from lightning_sgmcmc.contour.rules import ContourRules
+from lightning_sgmcmc.contour.warm_up import EnergyRecord
+
+
+class ContourStart:
+    """Makes the contour of a run, at its first step or at the end of its warm-up.
+
+    Args:
+        rules: the rules; None lets the warm-up's energies choose them, with the bins.
+        energy_range: the bins, as far as they are given.
+        include_prior: whether the energy includes -log p(θ), unless that is chosen.
+        goals: what to choose settings for; None chooses none.
+
+    Raises:
+        ValueError: for neither rules nor goals, or for both.
+    """
+
+    def __init__(
+        self, rules: ContourRules | None, energy_range: EnergyRange, include_prior: bool, goals: ContourGoals | None
+    ) -> None:
+        if goals is not None:
+            default = EnergyRange(100)
+            given = {"rules": rules is not None, "include_prior": not include_prior}
+            for name in ("num_bins", "first_edge", "width", "lowest", "headroom"):
+                given[name] = getattr(energy_range, name) != getattr(default, name)
+            chosen = [name for name, is_given in given.items() if is_given]
+            if chosen:
+                raise ValueError(f"auto chooses {chosen[0]} from the warm-up's energies: omit it, or pass auto=False")
+        elif rules is None:
+            raise ValueError("rules=None: pass ContourRules(zeta=…), or auto=True to choose them in the warm-up")
+        self.rules = rules
+        self.range = energy_range
+        self.goals = goals
+        self._include_prior = include_prior
+        if rules is not None:  # checks the rules against num_bins
+            Contour(energy_range.given or EnergyPartition(0.0, 1.0, energy_range.num_bins), rules)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget an earlier run."""
+        self.choice: ContourChoice | None = None
+        self.begin: int | None = None
+        """Steps of the sampler before the warm-up; None if it follows the run's first stage."""
+        self.length: int | None = None
+        """Steps of the warm-up, None while that is open."""
+        self._record: EnergyRecord | None = None
+
+    @property
+    def include_prior(self) -> bool:
+        """Whether the contour's energy includes -log p(θ)."""
+        return self._include_prior if self.choice is None else self.choice.include_prior
+
+    def first_step(self, begin: int) -> int:
+        """Return the steps of the sampler before the contour begins.
+
+        Args:
+            begin: those before a warm-up that follows the run's first stage.
+        """
+        return (begin if self.begin is None else self.begin) + (self.length or 0)
+
+    def open(self, length: int, chains: ChainGroup, begin: int | None = None) -> None:
+        """Begin a warm-up.
+
+        Args:
+            length: its steps, 0 for none.
+            chains: the chains.
+            begin: steps of the sampler before it; None if it follows the run's first stage.
+        """
+        self.begin, self.length = begin, length
+        if length and self.range.given is None:
+            self._record = EnergyRecord(length, chains, keeps_prior=self.goals is not None)
+
+    def open_until(self, step: int, first_sample: int | None, chains: ChainGroup) -> None:
+        """Begin a warm-up that ends half-way to the run's first sample.
+
+        Args:
+            step: steps of the sampler before it.
+            first_sample: the step after which the first sample is drawn, None if unknown.
+            chains: the chains.
+
+        Raises:
+            ValueError: if it would have too few energies.
+        """
+        length = 0 if first_sample is None else (first_sample - step) // 2
+        if (length - length // 2) * chains.total_chains < LEAST_ENERGIES:
+            due = "no first sample is planned"
+            if first_sample is not None:
+                due = f"the first sample is due after step {first_sample}"
+            raise ValueError(
+                f"auto=True chooses from the energies of a warm-up, and after step {step} there is none that is long "
+                f"enough: {due}. Lengthen the schedule's burn-in, or pass warm_up_steps"
+            )
+        self.open(length, chains, begin=step)
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the warm-up's energies are needed."""
+        return self._record is not None
+
+    def record(self, number: int, energy: Tensor, log_prior: Tensor) -> None:
+        """Record the energies (C,) of the warm-up's step 1, 2, …, and log p(θ)."""
+        if self._record is not None:
+            self._record.add(number, energy, log_prior.reshape(-1))
+
+    def decide(self, temperature: float) -> tuple[Contour, ContourState | None, str] | None:
+        """Return the contour, its initial π and a sentence on what was learned; None if there was no warm-up.
+
+        Args:
+            temperature: τ of the coming step.
+
+        Raises:
+            ValueError: if the warm-up's energies do not say.
+        """
+        record, self._record = self._record, None
+        if record is None:
+            return None
+        if self.rules is None:
+            energies, log_priors = record.everything()
+            self.choice = choice = choose_contour(energies, temperature, self.goals, log_priors)
+            used = energies if choice.include_prior or log_priors is None else energies + log_priors
+            return choice.contour, choice.initial_state(used[~used.isnan()]), choice.sentence
+        partition = self.range.learned(record.energies())
+        edges = f"first_edge={partition.first_edge:.6g}, last edge {partition.last_edge:.6g}"
+        return Contour(partition, self.rules), None, f"learned its energy range: {edges}, width={partition.width:.6g}"
+
+    def given(self) -> Contour | None:
+        """Return the contour of the arguments, None if the warm-up is to make it."""
+        partition = self.range.given
+        return None if partition is None or self.rules is None else Contour(partition, self.rules)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: numbers, names and tensors."""
+        return {
+            "record": None if self._record is None else self._record.state_dict(),
+            "warm_up": None if self.length is None else (self.begin, self.length),
+            "choice": None if self.choice is None else self.choice.as_json(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], chains: ChainGroup) -> Contour | None:
+        """Restore from `state_dict()` and the learner's "rules"; return the contour if the warm-up was over.
+
+        Raises:
+            ValueError: if the checkpoint's contour was made in another way.
+        """
+        choice = state.get("choice")
+        self.choice = None if choice is None else ContourChoice.from_json(choice)
+        if self.goals is not None:
+            if state.get("warm_up") is not None:
+                begin, length = state["warm_up"]
+                self.open(length, chains, begin)
+            if state["rules"] is not None and (self.choice is None or self.choice.goals != self.goals):
+                there = "were given" if self.choice is None else f"were chosen for {self.choice.goals}"
+                raise ValueError(
+                    f"the settings of the checkpoint's contour {there}, this run's are to be chosen for {self.goals}: "
+                    "continue with the same arguments, or start a new run"
+                )
+        if state["rules"] is not None:
+            self._record = None
+            if self.rules is None:
+                return None if self.choice is None else self.choice.contour
+            self.choice = None
+            return Contour(self.range.resumed(state["rules"]["partition"]), self.rules)
+        if state["record"] is not None and self._record is not None:
+            self._record.load_state_dict(state["record"])
+        return None

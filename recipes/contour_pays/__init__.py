@@ -1,0 +1,82 @@
+"""When a contour pays: interacting contour, replica exchange, cyclical and plain chains at equal gradient evaluations.
+
+Three small networks whose truth is known from Hamiltonian Monte Carlo (`truth.py`), Digits with a small network, and
+the plane with 25 modes of `twenty_five_modes` (B1). Every method has as many chains and steps on a problem, so as many
+gradients; warm start, warm-up of the contour and the hot chains of replica exchange count. The contour's settings are
+those of `ContourGradient(auto=True)`, on the plane of `choose_contour` on a pilot's energies; nothing was tuned for it.
+
+The measures are the distance to the truth (on networks W₁ between the laws of the functions over the truth's standard
+deviation, the mean over a grid; on the plane the KL divergence of 50 x 50 cells) and the NLL of test data. Rows
+"minus plain" are differences of a repeat from plain chains with the same seed. Errors are standard errors of the mean
+over repeats. On the networks, "reference chain to chain" is the distance of two chains of the reference.
+
+Quick is 3 repeats of the networks and 20 of the plane, full 20 and 100.
+"""
+
+from typing import Any
+
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+
+METHODS = ("plain", "contour, interacting", "replica exchange", "cyclical")
+PLANE = "25 modes"
+NETWORKS = ("smallest", "classification", "regression", "digits")
+REPEATS, PLANE_REPEATS = {"quick": 3, "full": 20}, {"quick": 20, "full": 100}
+FIGURES = {
+    "distance": "distance to the truth",
+    "nll": "NLL of test data (nats)",
+    "spread": "spread of κ",
+    "efficiency": "weight efficiency",
+}
+
+
+def run(options: Options) -> list[Row]:
+    """Run every method on every problem, return the table."""
+    from lightning_sgmcmc.recipes.contour_pays.truth import truth
+
+    methods, seeds = options.chosen(METHODS), options.seeds(REPEATS[options.scale])
+    repeats = len(options.repeated(PLANE_REPEATS[options.scale]))
+    jobs: list[tuple[Any, ...]] = [(PLANE, method, options.seed, repeats) for method in methods]
+    jobs += [(name, method, seed, 1) for name in reversed(NETWORKS) for seed in seeds for method in methods]
+    found = run_jobs(one, jobs, options)
+    rows: list[Row] = []
+    for name in NETWORKS:
+        rows += rows_of(name, {method: [found[name, method, seed, 1][0] for seed in seeds] for method in methods})
+        if name != "digits":
+            rows += [
+                Row(f"{name}: reference chain to chain", FIGURES["distance"], float(truth(name)["between"])),
+                Row(f"{name}: reference", FIGURES["nll"], float(truth(name)["nll"])),
+            ]
+    return rows + rows_of(PLANE, {method: found[PLANE, method, options.seed, repeats] for method in methods})
+
+
+def one(problem: str, method: str, seed: int, repeats: int, options: Options) -> list[dict[str, float]]:
+    """Return the figures of a method on a problem, one mapping for each repeat; those of the plane run side by side."""
+    if problem == PLANE:
+        from lightning_sgmcmc.recipes.contour_pays.plane import on_plane
+
+        return on_plane((method,), repeats, seed)[method]
+    from lightning_sgmcmc.recipes.contour_pays.networks import fit
+
+    return [fit(problem, method, seed)]
+
+
+def rows_of(problem: str, found: dict[str, list[dict[str, float]]]) -> list[Row]:
+    """Return the rows of a problem: means over repeats, and mean differences from plain chains.
+
+    Args:
+        problem: its name.
+        found: the figures of each repeat, by method.
+    """
+    rows = []
+    for method, repeats in found.items():
+        for key in repeats[0]:
+            label = FIGURES.get(key, key)
+            rows.append(mean_row(f"{problem}: {method}", label, [one[key] for one in repeats]))
+            if method != "plain" and key in found.get("plain", [{}])[0]:
+                pairs = zip(repeats, found["plain"], strict=True)
+                rows.append(
+                    mean_row(f"{problem}: {method} minus plain", label, [one[key] - plain[key] for one, plain in pairs])
+                )
+    return rows

@@ -1,0 +1,145 @@
+"""The methods on networks: fits by `Trainer.fit`, and their figures."""
+
+import functools
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, GaussianPrior, Posterior, UnderdampedLangevin
+from lightning_sgmcmc.batches import ResumableLoader
+from lightning_sgmcmc.callbacks import (
+    ContourGradient,
+    CyclicalSchedule,
+    ReplicaExchange,
+    SampleCollector,
+    SamplingSchedule,
+    WarmStart,
+)
+from lightning_sgmcmc.datamodules import TensorBatches
+from lightning_sgmcmc.recipes.contour_pays.truth import distance, test_data
+from lightning_sgmcmc.recipes.shared.small_networks import NETWORKS
+from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, silence_lightning
+
+CHAINS, DRAWS, CYCLES, EXPLORED = 4, 200, 4, 0.5
+LADDER = (1.0, 1.5, 2.2, 3.3)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The length and steps of all methods on a problem.
+
+    Attributes:
+        steps: optimizer steps of each chain, after a warm start by Adam.
+        lr: step size.
+        warm_start: steps of Adam, which are part of the steps of a cyclical schedule.
+        batch: batch size, 0 for all data.
+    """
+
+    steps: int
+    lr: float
+    warm_start: int = 200
+    batch: int = 0
+
+
+SETTINGS = {
+    "smallest": Setting(1_500, 3e-3),
+    "classification": Setting(600, 0.05),
+    "regression": Setting(1_500, 1e-3),
+    "digits": Setting(1_200, 0.02, batch=50),
+}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training and test data."""
+
+    x: Tensor
+    y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+
+
+def fit(name: str, method: str, seed: int) -> dict[str, float]:
+    """Return the figures of a method on a problem."""
+    silence_lightning()
+    logging.getLogger("lightning_sgmcmc").setLevel(logging.ERROR)
+    torch.manual_seed(seed)
+    setting, data = SETTINGS[name], data_of(name, seed)
+    callbacks: list[Any] = []
+    steps = setting.steps + setting.warm_start
+    if method == "cyclical":
+        callbacks.append(CyclicalSchedule(CYCLES, EXPLORED, DRAWS // CYCLES))
+    else:
+        burn_in = setting.steps // 4
+        draws = DRAWS * (len(LADDER) if method == "replica exchange" else 1)  # of its four slots one is drawn
+        every = max(1, (setting.steps - burn_in) // draws)
+        callbacks += [
+            WarmStart(lr=0.01 if name != "digits" else 0.003, steps=setting.warm_start),
+            SamplingSchedule(burn_in_steps=burn_in, every_n_steps=every),
+        ]
+    if method.startswith("contour"):
+        callbacks.append(ContourGradient(auto=True, interacting=True))
+    elif method == "replica exchange":
+        callbacks.append(ReplicaExchange(LADDER))
+    collector = SampleCollector(in_memory=True)
+    module = module_of(name, method, setting, seed)
+    loader = ResumableLoader(TensorBatches(data.x, data.y), batch_size=setting.batch or len(data.x), seed=seed)
+    quiet_trainer(
+        max_steps=steps, accelerator="cpu", callbacks=[*callbacks, collector], enable_checkpointing=False
+    ).fit(module, loader)
+    assert collector.posterior is not None
+    figures = scores(name, collector.posterior, data)
+    if module.contour is not None:
+        use = module.contour.use()
+        figures |= {"spread": use.spread, "efficiency": float(use.efficiency or 0.0)}
+    return figures
+
+
+def data_of(name: str, seed: int) -> Data:
+    """Return a problem's data; Digits are split by the seed."""
+    if name == "digits":
+        from sklearn.datasets import load_digits
+
+        x, y = load_digits(return_X_y=True)
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+        inputs, labels = torch.tensor(x / 16).float()[order], torch.tensor(y).long()[order]
+        return Data(inputs[:1100], labels[:1100], inputs[1350:], labels[1350:])
+    network, (test_x, test_y) = NETWORKS[name], test_data(name)
+    parts = [torch.tensor(part) for part in (network.x, network.y, test_x, test_y)]
+    return Data(*(part if part.dtype == torch.int64 else part.float() for part in parts))
+
+
+def module_of(name: str, method: str, setting: Setting, seed: int) -> BayesianModule:
+    """Return the module: on small networks BAOAB with the full gradient, on Digits SGHMC with mini-batches."""
+    lr = setting.lr * (2 if method == "cyclical" else 1)  # its mean over a cycle is half the largest
+    options: dict[str, Any] = {"lr": lr, "num_chains": CHAINS, "chain_execution": "vmap", "seed": seed}
+    sampler: Any
+    if name != "digits":
+        sampler = functools.partial(UnderdampedLangevin, friction=2.0, integrator="baoab")
+        return NETWORKS[name].module(sampler=sampler, **options)
+    net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    sampler = functools.partial(SGHMC, friction=0.1)
+    return BayesianModule(net=net, likelihood=Categorical(), prior=GaussianPrior(0.3), sampler=sampler, **options)
+
+
+def scores(name: str, posterior: Posterior, data: Data) -> dict[str, float]:
+    """Return the distance to the truth, where it is known, and the NLL of the test data."""
+    weights = posterior.weights.double()
+    at_test: Any = posterior.predict(data.test_x, return_samples=True)
+    if name in ("digits", "classification"):
+        average = (weights[:, None, None] * at_test.sample_probabilities.double()).sum(0)
+        figures = {"nll": -float(average[torch.arange(len(data.test_y)), data.test_y].log().mean())}
+    else:
+        law = torch.distributions.Normal(at_test.sample_means.double(), NETWORKS[name].noise_std or 1.0)
+        density = law.log_prob(data.test_y.double()).flatten(1) + weights.log()[:, None]
+        figures = {"nll": -float(density.logsumexp(0).mean())}
+    if name == "digits":
+        return figures
+    at_grid: Any = posterior.predict(torch.tensor(NETWORKS[name].grid).float(), return_samples=True)
+    values = at_grid.sample_probabilities if name == "classification" else at_grid.sample_means
+    functions = np.asarray(values.double().flatten(1))
+    return {"distance": distance(functions, np.asarray(weights), name)} | figures
