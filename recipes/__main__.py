@@ -183,7 +183,7 @@ def run_recipe(arguments: Sequence[str] | None = None, program: str = "python -m
         print("\n".join(f"{name:<{width}}  {line}" for name, line in known.items()))
         return
     if given.name != ALL and given.name not in known:
-        raise Mistake(f"NAME must be {ALL} or one of {', '.join(known)}, got {given.name!r}")
+        raise Mistake(f"NAME must be one of {', '.join(known)}, or {ALL}, got {given.name!r}")
     if given.repeats is not None and given.repeats < 1:
         raise Mistake(f"--repeats must be ≥ 1, got {given.repeats}")
     options = Options(

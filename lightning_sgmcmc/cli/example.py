@@ -10,8 +10,10 @@ DEFAULT = "digits_auto"
 def examples() -> dict[str, str]:
     """Return the configurations among the recipes, by name."""
     folder = files("lightning_sgmcmc.recipes")
-    names = sorted(path.name for path in folder.iterdir() if path.name.endswith(".yaml"))
-    return {name.removesuffix(".yaml"): (folder / name).read_text(encoding="utf-8") for name in names}
+    files_there = {path.name for path in folder.iterdir()}
+    names = sorted(name.removesuffix(".yaml") for name in files_there if name.endswith(".yaml"))
+    alone = [name for name in names if f"{name}.py" not in files_there]  # the others are the settings of a program
+    return {name: (folder / f"{name}.yaml").read_text(encoding="utf-8") for name in alone}
 
 
 def main(arguments: Sequence[str]) -> None:
