@@ -119,9 +119,8 @@ class ContourGradient(StepClaimant):
         if rules is not None and rules.zeta == 0:
             rank_zero_warn("ContourGradient has no effect: ContourRules(zeta=0) leaves the posterior as it is.")
         goals = auto if isinstance(auto, ContourGoals) else ContourGoals() if auto else None
-        self._start = ContourStart(
-            rules, EnergyRange(num_bins, first_edge, width, lowest, headroom), include_prior, goals
-        )
+        self.range = EnergyRange(num_bins, first_edge, width, lowest, headroom)
+        self._start = ContourStart(rules, self.range, include_prior, goals)
         if first_edge is None and warm_up_steps < 2 and goals is None:
             remedy = f"a warm-up to learn it from (warm_up_steps of a few hundred, got {warm_up_steps})"
             raise ValueError(f"the energy range is unknown: pass first_edge and width, or {remedy}, or auto=True")

@@ -120,7 +120,7 @@ CONTOURS: list[Mistake] = [
     (EnergyPartition, {"first_edge": math.nan, "width": 1.0, "num_bins": 9}, ValueError, "first_edge must be in (-inf"),
     (EnergyPartition, {"first_edge": 0.0, "width": 0.0, "num_bins": 9}, ValueError, "width must be positive, got 0.0"),
     (ContourGradient, {"rules": 0.75}, TypeError, "rules must be an object of class ContourRules, got 0.75"),
-    (ContourGradient, {"rules": None}, TypeError, "rules must be an object of class ContourRules, got None"),
+    (ContourGradient, {"rules": None}, ValueError, "rules=None: pass ContourRules(zeta=…), or auto=True"),
     (CONTOUR, {"step_size": 0.1}, TypeError, "step_size must be an object of class DecayingStepSize, got 0.1"),
     (CONTOUR, {"interacting": "yes"}, TypeError, "interacting must be True or False, got 'yes' of type str"),
     (CONTOUR, {"include_prior": 1}, TypeError, "include_prior must be True or False, got 1 of type int"),

@@ -65,4 +65,4 @@ def test_one_sample_of_an_optimization_without_health(capsys: pytest.CaptureFixt
     said = results()["sentences"]
     assert said["gain"] == "There is one sample, so the model average is that sample."
     assert said["sampled"].startswith("Sampled the posterior? No, this is a snapshot ensemble")
-    assert "add ChainHealth" in said["next"]
+    assert said["next"] == "Next: compare this baseline with a run that samples, by sgmcmc compare."

@@ -119,7 +119,7 @@ def test_the_recipe_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(logistic_ess, "sample_chain", watched)
     out = tmp_path / "out"
-    main(["logistic_ess", "--data-root", str(tmp_path), "--out", str(out)])
+    main(["logistic_ess", "--data-root", str(tmp_path), "--out", str(out), "--executor", "here"])
     rows = json.loads((out / "results.json").read_text())["rows"]
     found = {(row["method"], row["metric"]): row for row in rows}
     for method in ("SGLD", "cSGLD", "SGHMC", "cSGHMC"):
