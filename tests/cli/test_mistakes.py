@@ -75,7 +75,7 @@ CONFIGURATIONS = {
     ),
     "a network of another input size": (
         TEXT.replace("in_channels: 64", "in_channels: 32"),
-        "addmm: mat1 and mat2 shapes cannot be multiplied (100x64 and 32x100)",
+        "mat1 and mat2 shapes cannot be multiplied (100x64 and 32x100)",
     ),
     "no mapping": ("- 1\n", "run.yaml holds a list, but a configuration has keys and values (model, data, trainer)"),
     "an empty file": ("", "run.yaml holds nothing, but a configuration has keys and values (model, data, trainer)"),
@@ -108,7 +108,8 @@ def sentence(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 def test_a_wrong_configuration(name: str, sentence: Callable[..., str]) -> None:
     text, expected = CONFIGURATIONS[name]
     Path("run.yaml").write_text(text)
-    assert sentence("fit", "--config", "run.yaml", "--trainer.enable_progress_bar=false") == f"sgmcmc fit: {expected}"
+    said = sentence("fit", "--config", "run.yaml", "--trainer.enable_progress_bar=false")
+    assert said.replace("addmm: ", "") == f"sgmcmc fit: {expected}"  # which torch 2.6 does not write
     assert [path.name for path in Path.cwd().iterdir()] == ["run.yaml"]
 
 

@@ -225,7 +225,7 @@ BERT = "transformers.models.bert.modeling_bert:BertModel"
 @pytest.mark.parametrize(
     ("description", "message"),
     [
-        ({"class": BERT, "config": BERT, "attention": None, "arguments": {"dict": {}}}, "is not a PreTrainedConfig"),
+        ({"class": BERT, "config": BERT, "attention": None, "arguments": {"dict": {}}}, "is not a Pre[Tt]rainedConfig"),
         (
             {"class": "transformers.pipelines:pipeline", "config": BERT, "attention": None, "arguments": {"dict": {}}},
             "has no networks that a store may name",
