@@ -106,7 +106,7 @@ def _with_reached(
     )
     draws = facts.draws if facts.draws is not None else 10**9
     stds = {name: tensors[name].std or 0.0 for name in reached}
-    is_far = bool((from_start < -FAR * (total - from_start)).any())
+    is_far = _is_far(total, from_start)
     each = [math.nan] if is_far else (total * facts.temperature).tolist()
     plan = replace(plan, notes=(*plan.notes, FAR_START)) if is_far else plan
     if is_exact:
@@ -150,10 +150,14 @@ def _place_of_median(weights: Sequence[int]) -> int:
 def _tensor_plan(tensor: TensorFacts, reached: Reached | None, temperature: float) -> TensorPlan:
     if reached is None:
         return TensorPlan(tensor.numel, tensor.std)
-    share = float(reached.configurational.mean())
-    is_far = bool((reached.from_start < -FAR * (reached.configurational - reached.from_start)).any())
-    share = math.nan if is_far else share
+    is_far = _is_far(reached.configurational, reached.from_start)
+    share = math.nan if is_far else float(reached.configurational.mean())
     return TensorPlan(tensor.numel, tensor.std, reached.burn_in + reached.sampling, _finite(share * temperature))
+
+
+def _is_far(configurational: torch.Tensor, from_start: torch.Tensor) -> bool:
+    """Return whether a chain starts so far out that its way in is what would be measured."""
+    return bool((from_start < -FAR * (configurational - from_start)).any())
 
 
 def _finite(value: float) -> float | None:

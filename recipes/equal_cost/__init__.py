@@ -53,7 +53,7 @@ def run(options: Options, settings: Mapping[str, Any] | None = None) -> list[Row
     jobs = [(data, method, seed) for seed in seeds for data in sets for method in METHODS]
     missing = [job for job in jobs if _saved(*job, settings, options) is None]
     missing.sort(key=lambda job: (job[2], job[1] != "ensemble_4x"))  # whole seeds first, and of each the longest jobs
-    run_jobs(one, missing, options, settings)
+    run_jobs(one, missing, options, settings, keep=False)  # the cells are the outcomes
     cells = [cell for job in jobs if (cell := _saved(*job, settings, options)) is not None]
     return write_page(cells, sets, settings, options)
 

@@ -14,13 +14,12 @@ Settings = TypeVar("Settings")
 
 
 def settings_file(module: str) -> Path:
-    """Return the path of a recipe's settings: `NAME.yaml` beside `NAME.py`, or `settings.yaml` in its folder.
+    """Return the path of a recipe's settings: `NAME.yaml` beside `NAME.py`.
 
     Args:
         module: the full name of the recipe's module.
     """
-    source = Path(str(sys.modules[module].__file__))
-    return source.with_name("settings.yaml") if source.name == "__init__.py" else source.with_suffix(".yaml")
+    return Path(str(sys.modules[module].__file__)).with_suffix(".yaml")
 
 
 def read_settings(kind: type[Settings], options: Options) -> Settings:
