@@ -230,7 +230,7 @@ class ContourGradient(StepClaimant):
         assert self._learner is not None
         learned = run.module.contour = self._learner.of_all_chains()
         learned.choice, learned.shares = self._start.choice, self._watch.shares
-        learned.temperature = run.mean_temperature or 1.0  # 0 in an exploration
+        learned.temperature = run.temperature
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

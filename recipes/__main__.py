@@ -1,7 +1,6 @@
 """`sgmcmc recipe`, or `python -m recipes` in a clone: list the recipes, run one, or run all."""
 
 import argparse
-import ast
 import importlib
 import inspect
 import json
@@ -13,12 +12,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lightning_sgmcmc.cli.example import examples
 from lightning_sgmcmc.cli.exits import Mistake, one_sentence
 from lightning_sgmcmc.cli.fit import run_command
 from lightning_sgmcmc.cli.folders import no_folder_left_behind
 from lightning_sgmcmc.recipes.shared import needs
 from lightning_sgmcmc.recipes.shared.expected import differences, predicted_seconds
 from lightning_sgmcmc.recipes.shared.jobs import SECONDS, Planned, duration
+from lightning_sgmcmc.recipes.shared.listing import descriptions
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.pages import write_pages
 from lightning_sgmcmc.recipes.shared.results import markdown, write_results
@@ -27,23 +28,6 @@ from lightning_sgmcmc.run.origin import origin_of_run
 
 FOLDER = Path(__file__).parent
 ALL = "all"
-
-
-def descriptions() -> dict[str, str]:
-    """Return a line for each recipe: the first of a module's docstring, or a YAML file's first comment."""
-    found = {}
-    for path in sorted(FOLDER.iterdir()):
-        if path.suffix == ".yaml" and not path.with_suffix(".py").exists():
-            found[path.stem] = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-        source = path / "__init__.py" if path.is_dir() else path
-        if source.suffix == ".py" and source.is_file() and not path.stem.startswith("_"):
-            tree = ast.parse(source.read_text(encoding="utf-8"))
-            if path.is_dir() and not any(
-                isinstance(part, ast.FunctionDef) and part.name == "run" for part in tree.body
-            ):
-                continue  # what recipes share
-            found[path.stem] = (ast.get_docstring(tree) or "").splitlines()[0]
-    return found
 
 
 def run(name: str, options: Options) -> None:
@@ -57,14 +41,14 @@ def run(name: str, options: Options) -> None:
         ValueError: if the recipe has no such method or setting.
         FileNotFoundError: if data are missing.
     """
-    if is_configuration(name):
+    if name in examples():
         _run_configuration(FOLDER / f"{name}.yaml", options)
         return
     recipe = importlib.import_module(f"lightning_sgmcmc.recipes.{name}")
     _check(name, recipe, options)
     settings = _settings(recipe, options)
     if options.dry_run:
-        print(f"{name}: {_dry_run(name, recipe, settings, options)}")
+        print(f"{name}: {_dry_run(name, recipe, _work(settings), options)}")
         return
     start = time.process_time()
     origin_of_run()  # before files change
@@ -75,14 +59,9 @@ def run(name: str, options: Options) -> None:
         rows = recipe.run(options)
     plain = None if settings is None else plain_settings(settings)
     seconds = time.process_time() - start + sum(SECONDS)
-    write_results(name, options, rows, seconds, plain, needs.CHECKSUMS)
+    write_results(name, options, rows, seconds, plain, _work(settings), needs.CHECKSUMS)
     page = options.out / "page.md"
     print(page.read_text(encoding="utf-8") if page.exists() else markdown(rows))
-
-
-def is_configuration(name: str) -> bool:
-    """Return whether a recipe is a plain configuration of `sgmcmc fit`."""
-    return (FOLDER / f"{name}.yaml").exists() and not (FOLDER / f"{name}.py").exists()
 
 
 def _check(name: str, recipe: ModuleType, options: Options) -> None:
@@ -106,18 +85,24 @@ def _settings(recipe: ModuleType, options: Options) -> Any:
     return None if kind is None else read_settings(kind, options)
 
 
-def _dry_run(name: str, recipe: ModuleType, settings: Any, options: Options) -> str:
+def _work(settings: Any) -> float | None:
+    """Return what the time of a setting is proportional to, in a unit of the recipe's own, None if it does not say."""
+    return getattr(settings, "work", None)
+
+
+def _dry_run(name: str, recipe: ModuleType, work: float | None, options: Options) -> str:
     """Return a sentence on the jobs of a recipe, and the time that they need."""
-    work = getattr(recipe, "work", None)
     try:
         recipe.run(options)
     except Planned as plan:
-        found = predicted_seconds(name, options.scale, None if work is None else work(settings))
         left = f"{plan.jobs} jobs, {plan.finished} of them finished"
+        if plan.seconds:
+            seconds = sum(plan.seconds) / plan.finished * (plan.jobs - plan.finished)
+            return f"{left}; about {duration(seconds / plan.workers)} more on {plan.workers} cores, by those"
+        found = predicted_seconds(name, options.scale, work)
         if found is None:
             return f"{left}; their time is not known"
-        seconds = found * (1 - plan.finished / plan.jobs) / plan.workers
-        return f"{left}; about {duration(seconds)} on {plan.workers} cores like those of the kept run"
+        return f"{left}; about {duration(found / plan.workers)} on {plan.workers} cores like those of the kept run"
     return "it has no jobs to plan"
 
 
@@ -222,7 +207,7 @@ def _run_each(folders: dict[str, Path], options: Options, alone: bool) -> bool:
         if alone:
             run(name, replace(options, out=folder))
             continue
-        if options.full and is_configuration(name):
+        if options.full and name in examples():
             continue
         print(f"\n{name}", file=sys.stderr)
         try:

@@ -35,6 +35,11 @@ class Settings:
     seeds: int
     fit: Setting
 
+    @property
+    def work(self) -> float:
+        """The seeds, which have the same work."""
+        return float(self.seeds)
+
 
 PUBLISHED = {
     "sampled ensemble (BDE)": (0.1215, 0.0042, -0.9126),

@@ -13,21 +13,44 @@ Quick is 2 seeds, full 8.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
 
-TRAIN = 6_000
-HIDDEN = 64
-CHAINS, CYCLES, SAMPLES = 4, 2, 3
-EPOCHS = 30
-STUDENT_EPOCHS = 25
-REPEATS = {"quick": 2, "full": 8}
-STUDENTS = {"student": HIDDEN, "student, 4 times as wide": 4 * HIDDEN}
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `distillation.yaml`.
+
+    Attributes:
+        seeds: number of repeats.
+        images: of MNIST, for training.
+        hidden: width of the sampled network's two layers.
+        students: width of each student, by its name.
+        chains, cycles, samples: chains, cycles of each and samples of a cycle.
+        epochs, student_epochs: passes over the images.
+    """
+
+    seeds: int
+    images: int
+    hidden: int
+    students: dict[str, int]
+    chains: int
+    cycles: int
+    samples: int
+    epochs: int
+    student_epochs: int
+
+    @property
+    def work(self) -> float:
+        """The passes of chains and students over the images, of all seeds."""
+        return float(self.seeds * self.images * (self.chains * self.epochs + len(self.students) * self.student_epochs))
 
 
 def run(options: Options) -> list[Row]:
@@ -35,8 +58,8 @@ def run(options: Options) -> list[Row]:
     from lightning_sgmcmc.datamodules import MNISTDataModule, NotMNISTDataModule
 
     require(MNISTDataModule(options.data_root), NotMNISTDataModule(options.data_root))
-    seeds = options.seeds(REPEATS[options.scale])
-    outcomes = run_jobs(one, [(seed,) for seed in seeds], options)
+    settings = read_settings(Settings, options)
+    outcomes = run_jobs(one, [(seed,) for seed in options.seeds(settings.seeds)], options, settings)
     found: dict[tuple[str, str], list[float]] = {}
     for outcome in outcomes.values():
         for key, value in outcome.items():
@@ -44,7 +67,7 @@ def run(options: Options) -> list[Row]:
     return [mean_row(method, metric, values) for (method, metric), values in found.items()]
 
 
-def one(seed: int, options: Options) -> dict[tuple[str, str], float]:
+def one(seed: int, settings: Settings, options: Options) -> dict[tuple[str, str], float]:
     """Return each method's figures for one seed."""
     import pytorch_lightning as pl
     import torch
@@ -62,21 +85,22 @@ def one(seed: int, options: Options) -> dict[tuple[str, str], float]:
     for source in (data, unknown):
         source.setup("fit")
     unknown.normalise_as(data)
-    chosen = torch.randperm(data.num_data)[:TRAIN]
+    chosen = torch.randperm(data.num_data)[: settings.images]
     train = data.splits[0].inputs[chosen], data.splits[0].targets[chosen]
     x, x_test, x_unknown = (
         data.transform()(part) for part in (train[0], data.splits[2].inputs, unknown.splits[2].inputs)
     )
     module = BayesianModule(
-        net=MLP(28 * 28, [HIDDEN, HIDDEN, 10], inplace=False),
+        net=MLP(28 * 28, [settings.hidden, settings.hidden, 10], inplace=False),
         likelihood=Categorical(),
         prior=GaussianPrior(0.3),
         sampler=SGHMC,
         lr=0.1,
-        num_chains=CHAINS,
+        num_chains=settings.chains,
     )
-    schedule = CyclicalSchedule(CYCLES, 0.7, SAMPLES)
-    trainer = quiet_trainer(accelerator="cpu", max_epochs=EPOCHS, callbacks=[schedule, SampleCollector(in_memory=True)])
+    schedule = CyclicalSchedule(settings.cycles, 0.7, settings.samples)
+    callbacks = [schedule, SampleCollector(in_memory=True)]
+    trainer = quiet_trainer(accelerator="cpu", max_epochs=settings.epochs, callbacks=callbacks)
     resumed_fit(trainer, module, DatasetDataModule(TensorDataset(x, train[1])))
     posterior = module.posterior
     assert posterior is not None
@@ -84,10 +108,10 @@ def one(seed: int, options: Options) -> dict[tuple[str, str], float]:
     tests = x_test, data.splits[2].targets, x_unknown
     found = scores("one sample", posterior[-1:].predict, tests, posterior[0])
     found |= scores(f"average of {len(posterior)} samples", posterior.predict, tests, posterior)
-    for name, width in STUDENTS.items():
+    for name, width in settings.students.items():
         net = MLP(28 * 28, [width, width, 11], inplace=False)
         start = time.perf_counter()
-        student = posterior.distill(net, loader, STUDENT_EPOCHS, lr=2e-3, accelerator="cpu")
+        student = posterior.distill(net, loader, settings.student_epochs, lr=2e-3, accelerator="cpu")
         seconds = time.perf_counter() - start
         found |= scores(name, student.predict, tests, student) | {(name, "seconds of distillation"): seconds}
     return found

@@ -16,28 +16,56 @@ quick is 2 seeds (`python -m recipes last_layer --data-root DIR`), full 8.
 
 import functools
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
 
-SEEDS = {"quick": 2, "full": 8}
 KNOWN = 5
 """Digits of the first task; the others are the second's."""
-TRUNK = {"images": 12_000, "epochs": 3, "lr": 2e-3}
-PER_CLASS = 50
-TESTED = 2000
-"""Test images of each task."""
-EPOCHS = 1600
-"""Passes over the new digits' images, of all networks or chains together."""
-CHAINS = 4
-SAMPLES = 40
-PRIOR_STD = 1.0
-LR = {"point": 3e-2, "ensemble": 3e-2, "posterior": 3e-2}
-BATCH = 50
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `last_layer.yaml`.
+
+    Attributes:
+        seeds: number of repeats.
+        trunk_images, trunk_epochs, trunk_lr: of the network's training on the known digits.
+        per_class: images of each new digit.
+        tested: test images of each task.
+        epochs: passes over the new digits' images, of all networks or chains together.
+        batch: images per batch.
+        chains, samples: chains or networks, and samples of all chains.
+        prior_std: of the last layer.
+        lr: step size of each method.
+    """
+
+    seeds: int
+    trunk_images: int
+    trunk_epochs: int
+    trunk_lr: float
+    per_class: int
+    tested: int
+    epochs: int
+    batch: int
+    chains: int
+    samples: int
+    prior_std: float
+    lr: dict[str, float]
+
+    @property
+    def work(self) -> float:
+        """The seeds, which have the same work."""
+        return float(self.seeds)
+
+
+METHODS = ("point", "ensemble", "posterior")
 METRICS = ("accuracy", "nll", "ece", "auroc", "bytes", "gradients", "seconds")
 LABELS = {
     "auroc": "AUROC against digits 0 to 4",
@@ -52,36 +80,38 @@ def run(options: Options) -> list[Row]:
     from lightning_sgmcmc.datamodules import MNISTDataModule
 
     require(MNISTDataModule(options.data_root))
-    seeds, methods = options.seeds(SEEDS[options.scale]), options.chosen(LR)
-    outcomes = run_jobs(one, [(seed,) for seed in seeds], options)
+    settings = read_settings(Settings, options)
+    seeds, methods = options.seeds(settings.seeds), options.chosen(METHODS)
+    outcomes = run_jobs(one, [(seed,) for seed in seeds], options, settings, methods)
     found = {method: [outcomes[seed,][method] for seed in seeds] for method in methods}
     rows = [
         mean_row(method, LABELS.get(name, name), [each[name] for each in found[method]])
         for method in methods
         for name in METRICS
     ]
-    for other in ("point", "ensemble") if len(methods) == len(LR) else ():
+    for other in ("point", "ensemble") if len(methods) == len(METHODS) else ():
         gains = [a["nll"] - b["nll"] for a, b in zip(found["posterior"], found[other], strict=True)]
         rows.append(mean_row(f"posterior - {other}", "nll", gains))
     return rows
 
 
-def one(seed: int, options: Options) -> dict[str, dict[str, float]]:
-    """Train the frozen layers, then fit and score every method; return its metrics."""
+def one(seed: int, settings: Settings, methods: list[str], options: Options) -> dict[str, dict[str, float]]:
+    """Train the frozen layers, then fit and score the methods; return their metrics."""
     import torch
 
     silence_lightning()
     torch.set_num_threads(1)
     train, test = digits(options)
     generator = torch.Generator().manual_seed(seed)
-    new = torch.cat([_of_digit(train, digit, generator)[:PER_CLASS] for digit in range(KNOWN, 10)])
+    new = torch.cat([_of_digit(train, digit, generator)[: settings.per_class] for digit in range(KNOWN, 10)])
     old = torch.cat([_of_digit(train, digit, generator) for digit in range(KNOWN)])
-    old = old[torch.randperm(len(old), generator=generator)[: TRUNK["images"]]]
-    trunk = trained((train[0][old], train[1][old]), seed)
+    old = old[torch.randperm(len(old), generator=generator)[: settings.trunk_images]]
+    trunk = trained((train[0][old], train[1][old]), settings, seed)
     data = (train[0][new], train[1][new] - KNOWN)
     held_out, others = test[1] >= KNOWN, test[1] < KNOWN
-    parts = ((test[0][held_out][:TESTED], test[1][held_out][:TESTED] - KNOWN), test[0][others][:TESTED])
-    return {method: fit_and_score(method, trunk, data, *parts, seed) for method in LR}
+    count = settings.tested
+    parts = ((test[0][held_out][:count], test[1][held_out][:count] - KNOWN), test[0][others][:count])
+    return {method: fit_and_score(method, trunk, data, *parts, settings, seed) for method in methods}
 
 
 def digits(options: Options) -> tuple[Any, Any]:
@@ -105,15 +135,15 @@ def network(classes: int) -> Any:
     return nn.Sequential(body, nn.Linear(64, classes))
 
 
-def trained(data: Any, seed: int) -> dict[str, Any]:
+def trained(data: Any, settings: Settings, seed: int) -> dict[str, Any]:
     """Return the weights of the first layers after training on the known digits."""
     import torch
     from torch.nn.functional import cross_entropy
 
     torch.manual_seed(seed)
     net = network(KNOWN)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=TRUNK["lr"])
-    for _ in range(int(TRUNK["epochs"])):
+    optimizer = torch.optim.AdamW(net.parameters(), lr=settings.trunk_lr)
+    for _ in range(settings.trunk_epochs):
         for rows in torch.randperm(len(data[1])).split(100):
             optimizer.zero_grad()
             cross_entropy(net(data[0][rows]), data[1][rows]).backward()
@@ -121,7 +151,9 @@ def trained(data: Any, seed: int) -> dict[str, Any]:
     return dict(net[0].state_dict())
 
 
-def fit_and_score(method: str, trunk: dict[str, Any], data: Any, test: Any, others: Any, seed: int) -> dict[str, float]:
+def fit_and_score(
+    method: str, trunk: dict[str, Any], data: Any, test: Any, others: Any, settings: Settings, seed: int
+) -> dict[str, float]:
     """Fit the last layer on `data` and return its metrics on `test`, with `others` as the other distribution."""
     import torch
     from torch.optim import AdamW
@@ -139,18 +171,18 @@ def fit_and_score(method: str, trunk: dict[str, Any], data: Any, test: Any, othe
     torch.manual_seed(seed)
     net = network(10 - KNOWN)
     net[0].load_state_dict(trunk)
-    chains = 1 if method == "point" else CHAINS
-    steps = EPOCHS * (len(data[1]) // BATCH) // chains
-    every = steps * 3 // 4 * chains // SAMPLES
+    chains = 1 if method == "point" else settings.chains
+    steps = settings.epochs * (len(data[1]) // settings.batch) // chains
+    every = steps * 3 // 4 * chains // settings.samples
     schedules = {"posterior": SamplingSchedule(burn_in_steps=steps // 4, every_n_steps=every)}
     module = bayesianize(
         net,
         "last_layer",
         Categorical(),
-        prior=GaussianPrior(PRIOR_STD),  # the layer is new, so its centre is 0
+        prior=GaussianPrior(settings.prior_std),  # the layer is new, so its centre is 0
         chain_start="own",
         sampler=functools.partial(SGHMC, friction=0.1),
-        lr=LR[method],
+        lr=settings.lr[method],
         num_chains=chains,
         seed=seed,
     )
@@ -160,7 +192,7 @@ def fit_and_score(method: str, trunk: dict[str, Any], data: Any, test: Any, othe
         callbacks=[schedules.get(method, DeepEnsemble(optimizer=AdamW)), SampleCollector(in_memory=True)],
     )
     start = time.process_time()
-    resumed_fit(trainer, module, FeatureDataModule(module, Images(BATCH, seed=seed)))
+    resumed_fit(trainer, module, FeatureDataModule(module, Images(settings.batch, seed=seed)))
     seconds = time.process_time() - start
     assert module.posterior is not None
     probabilities, unknown = (module.posterior.predict(x).probabilities for x in (test[0], others))

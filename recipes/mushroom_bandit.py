@@ -30,8 +30,6 @@ samplers are in the paper's order, but EpsGreedy, RMSprop without noise, is not 
 edge of 990 nats, where κ = 1, until the random pulls have left the buffer (round 50 to 75), and two thirds of the
 regret arise before. Later κ hardly differs from 1 either (by 0.04 in the mean over a run, pCSGLD 0.09). The contour has
 acted little, so this is no evidence for it.
-
-`full` is 32,000 steps of 4 chains a run (pCSGLD: 128,000 of one), and has not been run.
 """
 
 from dataclasses import dataclass
@@ -59,8 +57,7 @@ from lightning_sgmcmc.seeding import derive_seed
 
 EAT, HIDDEN = 1, 100
 GAIN, LOSS = 5.0, -35.0
-PRIOR_STD = 0.01**-0.5
-TEMPERATURE = 0.3
+PRIOR_STD, TEMPERATURE = 0.01**-0.5, 0.3
 ALPHA, REGULARISER = 0.99, 1e-3
 ZETA, BINS, WIDTH = 20.0, 100, 10.0
 LEAST_WEIGHT = 1e-3
@@ -90,6 +87,11 @@ class Settings:
     rounds: int
     repeats: int
     faster: tuple[float, float]
+
+    @property
+    def work(self) -> float:
+        """The steps of all runs of an agent, where a batch of 64 costs little more than a step."""
+        return self.repeats * self.rounds * self.steps * (1 + self.batch / 256)
 
 
 @dataclass(frozen=True)

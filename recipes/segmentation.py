@@ -11,13 +11,13 @@ Quick is 2 seeds, full 8.
 """
 
 import time
-from collections.abc import Mapping
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
 
 if TYPE_CHECKING:
@@ -25,40 +25,41 @@ if TYPE_CHECKING:
 
 SIDE = 24
 PIXELS = SIDE * SIDE
-SIZES = [200, 40, 200]
-EPOCHS = {"quick": 60, "full": 180}
-REPEATS = {"quick": 2, "full": 8}
 IGNORED = -100
 RING = 4
 """Label of the shape that no training image has."""
 NOISE = 0.35
 
-ADAMW = MappingProxyType({"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.05})
-LR = 0.004 / PIXELS
-"""The loss of an image is a sum over its pixels."""
-SAMPLING = MappingProxyType({"warm_up": 0.6, "warm_up_lr": 1e-2, "lr": LR, "prior_std": 0.3})
-METHODS: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "one network": ("sgd", ADAMW),
-    "ensemble": ("ensemble", {**ADAMW, "chains": 4}),
-    "MC dropout": ("mc_dropout", {**ADAMW, "dropout": 0.1, "draws": 12}),
-    "posterior": ("posterior", {**SAMPLING, "burn_in": 0.1, "samples": 12}),
-    "cyclical SGHMC, cold": (
-        "csghmc",
-        {**SAMPLING, "temperature": 1e-3, "cycles": 3, "exploration": 0.7, "samples": 4},
-    ),
-    "4 chains": (
-        "chains",
-        {**SAMPLING, "temperature": 1.0, "cycles": 1, "exploration": 0.5, "samples": 3, "chains": 4},
-    ),
-}
-"""Each row: the function of `equal_cost.methods` and its setting."""
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `segmentation.yaml`.
+
+    Attributes:
+        seeds: number of repeats.
+        epochs: of one network; every method makes as many gradient evaluations.
+        sizes: training, validation and test images.
+        methods: of each row the function of `equal_cost.methods`, "by", and its setting. Since the loss of an image is
+            a sum over its pixels, "lr" of a sampler is divided by their number.
+    """
+
+    seeds: int
+    epochs: int
+    sizes: tuple[int, int, int]
+    methods: dict[str, dict[str, Any]]
+
+    @property
+    def work(self) -> float:
+        """The gradient evaluations of all fits."""
+        return float(self.seeds * self.epochs * self.sizes[0] * len(self.methods))
 
 
 def run(options: Options) -> list[Row]:
     """Run every method with every seed, and return the table."""
-    seeds, methods = options.seeds(REPEATS[options.scale]), options.chosen(METHODS)
+    settings = read_settings(Settings, options)
+    seeds, methods = options.seeds(settings.seeds), options.chosen(settings.methods)
     jobs = [(method, seed) for seed in seeds for method in methods]
-    outcomes = run_jobs(one, jobs, options)
+    outcomes = run_jobs(one, jobs, options, settings)
     return [
         mean_row(method, metric, [outcomes[method, seed][metric] for seed in seeds])
         for method in methods
@@ -66,7 +67,7 @@ def run(options: Options) -> list[Row]:
     ]
 
 
-def one(method: str, seed: int, options: Options) -> dict[str, float]:
+def one(method: str, seed: int, settings: Settings, options: Options) -> dict[str, float]:
     """Fit one method with one seed; return its figures."""
     import pytorch_lightning as pl
 
@@ -74,11 +75,13 @@ def one(method: str, seed: int, options: Options) -> dict[str, float]:
     from lightning_sgmcmc.recipes.equal_cost.methods import METHODS as FUNCTIONS
 
     silence_lightning()
-    problem = shapes(seed, EPOCHS[options.scale])
+    problem = shapes(seed, settings)
     problem.setup("fit")
     pl.seed_everything(seed, verbose=False)
-    name, setting = METHODS[method]
-    fit = FUNCTIONS[name](problem, setting)
+    setting = dict(settings.methods[method])
+    if "prior_std" in setting:
+        setting["lr"] /= PIXELS
+    fit = FUNCTIONS[setting.pop("by")](problem, setting)
     trainer = quiet_trainer(
         accelerator="cpu",
         max_steps=fit.steps,
@@ -102,13 +105,11 @@ def scores(posterior: Any, problem: Any) -> dict[str, float]:
 
     test = problem.splits[2]
     probabilities = posterior.predict(test.inputs).probabilities
-    counts = test.targets != IGNORED
     likelihood = posterior.model.likelihood
     density = torch.zeros(len(test.targets))
     terms = {"dense_probabilities": probabilities}
     metrics = likelihood.metrics(terms, density, test.targets, 1.0)
     found = {name: float(metrics[name]) for name in ("accuracy", "iou", "pixel_nll", "ece")}
-    assert bool(counts.any())
     inputs, labels = problem.rings
     prediction, counts = posterior.predict(inputs), labels != IGNORED
     is_ring = (labels[counts] == RING).long()
@@ -121,7 +122,7 @@ def scores(posterior: Any, problem: Any) -> dict[str, float]:
 # -- data and network -------------------------------------------------------------------------------------------------
 
 
-def shapes(seed: int, epochs: int) -> Any:
+def shapes(seed: int, settings: Settings) -> Any:
     """Return the problem: images of shapes, a likelihood of pixels, and a U-Net."""
     import torch
 
@@ -133,9 +134,9 @@ def shapes(seed: int, epochs: int) -> Any:
     class Shapes(Problem):
         def load(self) -> tuple[Split, Split, Split]:
             generator = torch.Generator().manual_seed(derive_seed(self.seed, "shapes"))
-            first, second, third = (Split(*draw(count, 3, generator)) for count in SIZES)
+            first, second, third = (Split(*draw(count, 3, generator)) for count in settings.sizes)
             self.num_classes = 4
-            self.rings = draw(SIZES[2], 4, generator)
+            self.rings = draw(settings.sizes[2], 4, generator)
             return first, second, third
 
         def likelihood(self) -> Any:
@@ -144,7 +145,8 @@ def shapes(seed: int, epochs: int) -> Any:
         def net(self, dropout: float = 0.0) -> Any:
             return u_net(1, 4, 8, dropout)
 
-    return Shapes("shapes", {"source": "shapes", "batch": 10, "epochs": epochs, "sizes": SIZES}, ".", seed)
+    setting = {"source": "shapes", "batch": 10, "epochs": settings.epochs, "sizes": list(settings.sizes)}
+    return Shapes("shapes", setting, ".", seed)
 
 
 def draw(count: int, kinds: int, generator: Any) -> "tuple[Tensor, Tensor]":

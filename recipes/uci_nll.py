@@ -34,6 +34,11 @@ class Settings:
     splits: int
     fit: Setting
 
+    @property
+    def work(self) -> float:
+        """The splits, which have the same work."""
+        return float(self.splits)
+
 
 PUBLISHED = {
     "boston-housing": ((3.28, 1.00), (2.41, 0.25)),

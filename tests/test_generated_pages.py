@@ -5,9 +5,9 @@ import json
 import pytest
 
 from docs import generate
-from lightning_sgmcmc.recipes.__main__ import descriptions
 from lightning_sgmcmc.recipes.shared import pages
 from lightning_sgmcmc.recipes.shared.expected import all_expected
+from lightning_sgmcmc.recipes.shared.listing import descriptions
 
 ENTRIES = all_expected()
 

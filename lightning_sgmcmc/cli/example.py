@@ -12,7 +12,7 @@ def examples() -> dict[str, str]:
     folder = files("lightning_sgmcmc.recipes")
     files_there = {path.name for path in folder.iterdir()}
     names = sorted(name.removesuffix(".yaml") for name in files_there if name.endswith(".yaml"))
-    alone = [name for name in names if f"{name}.py" not in files_there]  # the others are the settings of a program
+    alone = [name for name in names if not files_there & {name, f"{name}.py"}]  # the others are a program's settings
     return {name: (folder / f"{name}.yaml").read_text(encoding="utf-8") for name in alone}
 
 

@@ -15,6 +15,7 @@ from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.contour.rules import ContourRules
 from lightning_sgmcmc.contour.weight_shares import WeightShares
 from lightning_sgmcmc.diagnostics.contour_use import ContourUse
+from lightning_sgmcmc.tensors import Control
 
 
 class LearnedContour:
@@ -32,8 +33,8 @@ class LearnedContour:
         """How its settings were chosen, if they were (`ContourGradient(auto=True)`)."""
         self.shares = WeightShares()
         """The weights of the run's samples so far."""
-        self.temperature = 1.0
-        """τ of the run's last steps."""
+        self.temperature: Control = 1.0
+        """τ of the run's last steps; a tensor is read by `use` only, since that waits for its device."""
 
     @property
     def partition(self) -> EnergyPartition:
@@ -72,11 +73,9 @@ class LearnedContour:
     def use(self) -> ContourUse:
         """Return what the contour did in the run, by the present π, the visits and the samples' weights."""
         vectors, visits = (part.reshape(-1, part.shape[-1]).cpu() for part in self.state)
+        temperature = float(torch.as_tensor(self.temperature).double().mean()) or 1.0  # 0 in an exploration
         multipliers = torch.stack(
-            [
-                self.contour.multipliers(ContourState(*row), self.temperature)
-                for row in zip(vectors, visits, strict=True)
-            ]
+            [self.contour.multipliers(ContourState(*row), temperature) for row in zip(vectors, visits, strict=True)]
         )
         squares = (multipliers - 1).square() * visits
         return ContourUse(

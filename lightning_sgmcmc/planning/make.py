@@ -99,35 +99,28 @@ def _with_reached(
     slowest = min(reached, key=lambda name: reached[name].burn_in + reached[name].sampling)
     is_exact = facts.directions is not None
     middle = reached[slowest if is_exact else _median(reached, sizes)]
-    shares = [(own, sizes[name] / sum(sizes.values())) for name, own in reached.items()]
-    total, from_start = (
-        torch.stack([value * share for value, share in pairs]).sum(0)
-        for pairs in ([(own.configurational, s) for own, s in shares], [(own.from_start, s) for own, s in shares])
-    )
-    draws = facts.draws if facts.draws is not None else 10**9
-    stds = {name: tensors[name].std or 0.0 for name in reached}
+    share = {name: sizes[name] / sum(sizes.values()) for name in reached}
+    total = torch.stack([own.configurational * share[name] for name, own in reached.items()]).sum(0)
+    from_start = torch.stack([own.from_start * share[name] for name, own in reached.items()]).sum(0)
     is_far = _is_far(total, from_start)
     each = [math.nan] if is_far else (total * facts.temperature).tolist()
-    plan = replace(plan, notes=(*plan.notes, FAR_START)) if is_far else plan
-    if is_exact:
-        return replace(
-            plan,
-            is_exact=True,
-            burn_in_relaxation_times=middle.burn_in,
-            sampling_relaxation_times=middle.sampling,
-            relaxation_times=middle.burn_in + middle.sampling,
-            configurational_temperature=_finite(sum(each) / len(each)),
-            independent_draws=facts.sampled_chains * independent_draws(middle.whole, draws),
-        )
-    return replace(
+    draws = facts.draws if facts.draws is not None else 10**9
+    plan = replace(
         plan,
         burn_in_relaxation_times=middle.burn_in,
         sampling_relaxation_times=middle.sampling,
         relaxation_times=middle.burn_in + middle.sampling,
-        slowest_tensor=slowest,
         configurational_temperature=_finite(sum(each) / len(each)),
-        configurational_range=(min(each), max(each)) if max(each) > 1.001 * min(each) else None,
         independent_draws=facts.sampled_chains * independent_draws(middle.whole, draws),
+        notes=(*plan.notes, FAR_START) if is_far else plan.notes,
+    )
+    if is_exact:
+        return replace(plan, is_exact=True)
+    stds = {name: tensors[name].std or 0.0 for name in reached}
+    return replace(
+        plan,
+        slowest_tensor=slowest,
+        configurational_range=(min(each), max(each)) if max(each) > 1.001 * min(each) else None,
         prior_std=sorted(stds.values())[_place_of_median([sizes[n] for n in sorted(stds, key=lambda n: stds[n])])],
     )
 

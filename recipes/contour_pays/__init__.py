@@ -15,14 +15,15 @@ Quick is 3 repeats of the networks and 20 of the plane, full 20 and 100.
 
 from typing import Any
 
+from lightning_sgmcmc.recipes.contour_pays.settings import Settings
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 
 METHODS = ("plain", "contour, interacting", "replica exchange", "cyclical")
 PLANE = "25 modes"
 NETWORKS = ("smallest", "classification", "regression", "digits")
-REPEATS, PLANE_REPEATS = {"quick": 3, "full": 20}, {"quick": 20, "full": 100}
 FIGURES = {
     "distance": "distance to the truth",
     "nll": "NLL of test data (nats)",
@@ -35,11 +36,12 @@ def run(options: Options) -> list[Row]:
     """Run every method on every problem, return the table."""
     from lightning_sgmcmc.recipes.contour_pays.truth import truth
 
-    methods, seeds = options.chosen(METHODS), options.seeds(REPEATS[options.scale])
-    repeats = len(options.repeated(PLANE_REPEATS[options.scale]))
+    settings = read_settings(Settings, options)
+    methods, seeds = options.chosen(METHODS), options.seeds(settings.repeats)
+    repeats = len(options.repeated(settings.plane_repeats))
     jobs: list[tuple[Any, ...]] = [(PLANE, method, options.seed, repeats) for method in methods]
     jobs += [(name, method, seed, 1) for name in reversed(NETWORKS) for seed in seeds for method in methods]
-    found = run_jobs(one, jobs, options)
+    found = run_jobs(one, jobs, options, settings)
     rows: list[Row] = []
     for name in NETWORKS:
         rows += rows_of(name, {method: [found[name, method, seed, 1][0] for seed in seeds] for method in methods})
@@ -51,15 +53,17 @@ def run(options: Options) -> list[Row]:
     return rows + rows_of(PLANE, {method: found[PLANE, method, options.seed, repeats] for method in methods})
 
 
-def one(problem: str, method: str, seed: int, repeats: int, options: Options) -> list[dict[str, float]]:
+def one(
+    problem: str, method: str, seed: int, repeats: int, settings: Settings, options: Options
+) -> list[dict[str, float]]:
     """Return the figures of a method on a problem, one mapping for each repeat; those of the plane run side by side."""
     if problem == PLANE:
         from lightning_sgmcmc.recipes.contour_pays.plane import on_plane
 
-        return on_plane((method,), repeats, seed)[method]
+        return on_plane((method,), repeats, settings.plane_steps, seed)[method]
     from lightning_sgmcmc.recipes.contour_pays.networks import fit
 
-    return [fit(problem, method, seed)]
+    return [fit(problem, method, settings, seed)]
 
 
 def rows_of(problem: str, found: dict[str, list[dict[str, float]]]) -> list[Row]:

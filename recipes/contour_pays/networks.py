@@ -20,37 +20,13 @@ from lightning_sgmcmc.callbacks import (
     WarmStart,
 )
 from lightning_sgmcmc.datamodules import TensorBatches
+from lightning_sgmcmc.recipes.contour_pays.settings import Settings
 from lightning_sgmcmc.recipes.contour_pays.truth import distance, test_data
 from lightning_sgmcmc.recipes.shared.small_networks import NETWORKS
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, silence_lightning
 
-CHAINS, DRAWS, CYCLES, EXPLORED = 4, 200, 4, 0.5
-LADDER = (1.0, 1.5, 2.2, 3.3)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The length and steps of all methods on a problem.
-
-    Attributes:
-        steps: optimizer steps of each chain, after a warm start by Adam.
-        lr: step size.
-        warm_start: steps of Adam, which are part of the steps of a cyclical schedule.
-        batch: batch size, 0 for all data.
-    """
-
-    steps: int
-    lr: float
-    warm_start: int = 200
-    batch: int = 0
-
-
-SETTINGS = {
-    "smallest": Setting(1_500, 3e-3),
-    "classification": Setting(600, 0.05),
-    "regression": Setting(1_500, 1e-3),
-    "digits": Setting(1_200, 0.02, batch=50),
-}
+EXPLORED = 0.5
+"""Share of a cycle without draws."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +39,21 @@ class Data:
     test_y: Tensor
 
 
-def fit(name: str, method: str, seed: int) -> dict[str, float]:
+def fit(name: str, method: str, settings: Settings, seed: int) -> dict[str, float]:
     """Return the figures of a method on a problem."""
     silence_lightning()
     logging.getLogger("lightning_sgmcmc").setLevel(logging.ERROR)
     torch.manual_seed(seed)
-    setting, data = SETTINGS[name], data_of(name, seed)
+    setting, data = settings.networks[name], data_of(name, seed)
     callbacks: list[Any] = []
     steps = setting.steps + setting.warm_start
     if method == "cyclical":
-        callbacks.append(CyclicalSchedule(CYCLES, EXPLORED, DRAWS // CYCLES))
+        callbacks.append(CyclicalSchedule(settings.cycles, EXPLORED, settings.draws // settings.cycles))
     else:
         burn_in = setting.steps // 4
-        draws = DRAWS * (len(LADDER) if method == "replica exchange" else 1)  # of its four slots one is drawn
+        draws = settings.draws * (
+            len(settings.ladder) if method == "replica exchange" else 1
+        )  # of its four slots one is drawn
         every = max(1, (setting.steps - burn_in) // draws)
         callbacks += [
             WarmStart(lr=0.01 if name != "digits" else 0.003, steps=setting.warm_start),
@@ -84,9 +62,9 @@ def fit(name: str, method: str, seed: int) -> dict[str, float]:
     if method.startswith("contour"):
         callbacks.append(ContourGradient(auto=True, interacting=True))
     elif method == "replica exchange":
-        callbacks.append(ReplicaExchange(LADDER))
+        callbacks.append(ReplicaExchange(settings.ladder))
     collector = SampleCollector(in_memory=True)
-    module = module_of(name, method, setting, seed)
+    module = module_of(name, method, settings, seed)
     loader = ResumableLoader(TensorBatches(data.x, data.y), batch_size=setting.batch or len(data.x), seed=seed)
     quiet_trainer(
         max_steps=steps, accelerator="cpu", callbacks=[*callbacks, collector], enable_checkpointing=False
@@ -113,10 +91,10 @@ def data_of(name: str, seed: int) -> Data:
     return Data(*(part if part.dtype == torch.int64 else part.float() for part in parts))
 
 
-def module_of(name: str, method: str, setting: Setting, seed: int) -> BayesianModule:
+def module_of(name: str, method: str, settings: Settings, seed: int) -> BayesianModule:
     """Return the module: on small networks BAOAB with the full gradient, on Digits SGHMC with mini-batches."""
-    lr = setting.lr * (2 if method == "cyclical" else 1)  # its mean over a cycle is half the largest
-    options: dict[str, Any] = {"lr": lr, "num_chains": CHAINS, "chain_execution": "vmap", "seed": seed}
+    lr = settings.networks[name].lr * (2 if method == "cyclical" else 1)  # its mean over a cycle is half the largest
+    options: dict[str, Any] = {"lr": lr, "num_chains": len(settings.ladder), "chain_execution": "vmap", "seed": seed}
     sampler: Any
     if name != "digits":
         sampler = functools.partial(UnderdampedLangevin, friction=2.0, integrator="baoab")

@@ -16,20 +16,20 @@ from lightning_sgmcmc.simulation.exchange_run import ExchangeRun
 from lightning_sgmcmc.simulation.targets import CosineTarget
 
 TARGET = CosineTarget.twenty_five_modes()
-STEPS, CHAINS, PILOT, EVERY = 20_000, 5, 2_000, 5
-"""Steps of each chain, the pilot's among them, and steps between draws."""
+CHAINS, PILOT, EVERY = 5, 0.1, 5
+"""Chains, the pilot's share of their steps, and steps between draws."""
 LR, NOISE, CELLS = 3e-3, 0.25, 50
 LADDER = (1.0, 2.0, 3.0, 4.0, 5.0)
 CYCLES, EXPLORED, CYCLICAL_LR = 5, 0.5, 1e-2
 STARTS = ((0.0, 0.0), (0.0, -1.0), (-1.0, 0.0), (0.0, 1.0), (1.0, 0.0))
 
 
-def on_plane(methods: Sequence[str], repeats: int, seed: int) -> dict[str, list[dict[str, float]]]:
+def on_plane(methods: Sequence[str], repeats: int, steps: int, seed: int) -> dict[str, list[dict[str, float]]]:
     """Return each method's figures, one mapping for each repeat; repeats run side by side."""
     truth, squares = TARGET.cell_masses(CELLS), Squares(TARGET)
     found: dict[str, list[dict[str, float]]] = {}
     for method in methods:
-        places, log_weights = draws(method, repeats, seed)
+        places, log_weights = draws(method, repeats, steps, seed)
         found[method] = []
         for repeat in range(repeats):
             own = slice(repeat * CHAINS, (repeat + 1) * CHAINS)
@@ -44,15 +44,17 @@ def on_plane(methods: Sequence[str], repeats: int, seed: int) -> dict[str, list[
     return found
 
 
-def draws(method: str, repeats: int, seed: int) -> tuple[Tensor, Tensor]:
+def draws(method: str, repeats: int, steps: int, seed: int) -> tuple[Tensor, Tensor]:
     """Return all repeats' draws (S, R·P, 2) and their log-weights (S, R·P), -inf where a state is no draw."""
-    options: dict[str, Any] = {"lr": LR, "initial": torch.tensor(STARTS).repeat(repeats, 1), "num_steps": STEPS}
-    options |= {"num_chains": repeats * CHAINS, "gradient_noise": NOISE, "keep_every": EVERY, "burn_in": PILOT}
+    pilot_steps = round(PILOT * steps)
+    options: dict[str, Any] = {"lr": LR, "initial": torch.tensor(STARTS).repeat(repeats, 1), "num_steps": steps}
+    options |= {"num_chains": repeats * CHAINS, "gradient_noise": NOISE, "keep_every": EVERY, "burn_in": pilot_steps}
     options |= {"seed": derive_seed(seed, "plane"), "compile": False}
-    plan = CyclicalPlan(STEPS, CYCLES, EXPLORED, 1)
+    plan = CyclicalPlan(steps, CYCLES, EXPLORED, 1)
     if method.startswith("contour"):
         pilot = simulate(
-            TARGET, **options | {"num_steps": PILOT, "keep_every": 1, "burn_in": PILOT // 2, "energy_noise": NOISE}
+            TARGET,
+            **options | {"num_steps": pilot_steps, "keep_every": 1, "burn_in": pilot_steps // 2, "energy_noise": NOISE},
         )
         generator = torch.Generator().manual_seed(derive_seed(seed, "pilot's energies"))
         energies = pilot.energies[:, :CHAINS]  # those of one repeat choose for all, since repeats share the bins
@@ -60,7 +62,7 @@ def draws(method: str, repeats: int, seed: int) -> tuple[Tensor, Tensor]:
         choice = choose_contour(energies)
         state = ContourState(*(part.expand(repeats, -1) for part in choice.initial_state(energies)))
         run = ContourRun(choice.contour, DecayingStepSize(), shared=True, groups=repeats, state=state)
-        options |= {"contour": run, "energy_noise": NOISE, "num_steps": STEPS - PILOT, "burn_in": 0}
+        options |= {"contour": run, "energy_noise": NOISE, "num_steps": steps - pilot_steps, "burn_in": 0}
         options |= {"initial": pilot.positions[-1]}
     elif method == "replica exchange":
         options |= {"exchange": ExchangeRun(LADDER, variance=NOISE**2), "energy_noise": NOISE, "keep_every": 1}

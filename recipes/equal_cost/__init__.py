@@ -5,7 +5,7 @@ kin8nm), with an MLP; Digits, and with `--full` MNIST, also with a small CNN. Ev
 evaluations of one network in a given number of epochs, counted in examples, over all its chains: four members of an
 ensemble have a quarter each. `ensemble_4x` makes four times as many. What a method tunes counts too; only `sgd_tuned`
 and `ensemble_tuned` have settings for each data set, from an earlier grid on other seeds that was free of charge
-(`settings.yaml`).
+(`equal_cost.yaml`).
 
 `cells/` has a file for each (data set, method, seed), and a recipe that was interrupted continues with the others.
 `page.md` has the tables: metrics, cost, and paired differences from `ensemble` and from `ensemble_tuned`, with 95 %
@@ -17,48 +17,38 @@ Quick is 3 seeds (`python -m recipes equal_cost --data-root DIR`), full 8.
 import json
 import time
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_sgmcmc.files import write_atomically
+from lightning_sgmcmc.recipes.equal_cost.settings import Settings
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
 
-SETTINGS = Path(__file__).parent / "settings.yaml"
 
-
-def load_settings(path: Path = SETTINGS) -> dict[str, Any]:
-    """Return the recipe's settings."""
-    import yaml
-
-    settings: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return settings
-
-
-def run(options: Options, settings: Mapping[str, Any] | None = None) -> list[Row]:
+def run(options: Options) -> list[Row]:
     """Run every method on every data set with every seed, write the page and the picture, return the table."""
     from lightning_sgmcmc.recipes.equal_cost.methods import METHODS
     from lightning_sgmcmc.recipes.equal_cost.pages import write_page
     from lightning_sgmcmc.recipes.equal_cost.problems import Problem
 
-    settings = load_settings() if settings is None else settings
-    sets = [name for name, one in settings["sets"].items() if options.full or not one.get("full_only")]
+    settings = read_settings(Settings, options)
+    sets, methods, seeds = settings.chosen_sets, options.chosen(METHODS), options.seeds(settings.seeds)
     for name in sets:
-        require(Problem(name, settings["sets"][name], options.data_root, options.seed))
-    seeds = range(options.seed, options.seed + settings["seeds"][options.scale])
-    jobs = [(data, method, seed) for seed in seeds for data in sets for method in METHODS]
+        require(Problem(name, settings.sets[name], options.data_root, options.seed))
+    jobs = [(data, method, seed) for seed in seeds for data in sets for method in methods]
     missing = [job for job in jobs if _saved(*job, settings, options) is None]
     missing.sort(key=lambda job: (job[2], job[1] != "ensemble_4x"))  # whole seeds first, and of each the longest jobs
     run_jobs(one, missing, options, settings, keep=False)  # the cells are the outcomes
     cells = [cell for job in jobs if (cell := _saved(*job, settings, options)) is not None]
-    return write_page(cells, sets, settings, options)
+    return write_page(cells, settings, len(seeds), options)
 
 
-def one(data: str, method: str, seed: int, settings: Mapping[str, Any], options: Options) -> None:
+def one(data: str, method: str, seed: int, settings: Settings, options: Options) -> None:
     """Fit and score one method on one data set, and write its cell: the method's row and those derived from it."""
     import pytorch_lightning as pl
 
@@ -70,7 +60,7 @@ def one(data: str, method: str, seed: int, settings: Mapping[str, Any], options:
 
     silence_lightning()
     warnings.filterwarnings("ignore", message="RunPlan|All chains start with the same|temperature=0 is optimization")
-    problem = Problem(data, settings["sets"][data], options.data_root, seed)
+    problem = Problem(data, settings.sets[data], options.data_root, seed)
     problem.setup("fit")
     pl.seed_everything(seed, verbose=False)
     cell: dict[str, Any] = {"data": data, "method": method, "seed": seed, "rows": {}}
@@ -110,13 +100,13 @@ def _path(data: str, method: str, seed: int, options: Options) -> Path:
     return options.out / "cells" / data / f"{method}-{seed}.json"
 
 
-def _settings_of(data: str, method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_of(data: str, method: str, settings: Settings) -> dict[str, Any]:
     from lightning_sgmcmc.recipes.equal_cost.methods import setting_of
 
-    return {"set": dict(settings["sets"][data]), "method": dict(setting_of(settings, data, method))}
+    return {"set": dict(settings.sets[data]), "method": dict(setting_of(settings, data, method))}
 
 
-def _saved(data: str, method: str, seed: int, settings: Mapping[str, Any], options: Options) -> dict[str, Any] | None:
+def _saved(data: str, method: str, seed: int, settings: Settings, options: Options) -> dict[str, Any] | None:
     """Return the cell that a run with the same settings has written, None if there is none."""
     try:
         cell: dict[str, Any] = json.loads(_path(data, method, seed, options).read_text())

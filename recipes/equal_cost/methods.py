@@ -20,6 +20,7 @@ from lightning_sgmcmc.callbacks import (
     WarmStart,
 )
 from lightning_sgmcmc.recipes.equal_cost.problems import Problem
+from lightning_sgmcmc.recipes.equal_cost.settings import Settings
 
 Setting = Mapping[str, Any]
 MOMENTUM = 0.9
@@ -128,14 +129,14 @@ CALIBRATED = {"sgd": "sgd_temperature", "ensemble": "ensemble_temperature"}
 ROWS = tuple(row for name in METHODS for row in ((name, CALIBRATED[name]) if name in CALIBRATED else (name,)))
 
 
-def setting_of(settings: Setting, data: str, method: str) -> Setting:
+def setting_of(settings: Settings, data: str, method: str) -> Setting:
     """Return a method's setting for a data set: that of its kind of task, or the winner of the grid."""
-    if method in settings["tuned"]:
-        source: Setting = settings["tuned"][method][settings["sets"][data]["source"]]
+    own = settings.sets[data]
+    if method in settings.tuned:
+        source: Setting = settings.tuned[method][own["source"]]
         return source
-    kind = Problem(data, settings["sets"][data], ".").kind
-    own: Setting = settings["methods"][method][kind]
-    return own
+    kind: Setting = settings.methods[method][Problem(data, own, ".").kind]
+    return kind
 
 
 def _module(problem: Problem, setting: Setting, **options: Any) -> BayesianModule:

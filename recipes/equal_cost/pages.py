@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_sgmcmc.figures.canvas import COLOURS, SINGLE_COLOUR, save_figure
 from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.recipes.equal_cost.comparison import Cell, Difference, Results, best_auroc, sentences
 from lightning_sgmcmc.recipes.equal_cost.methods import ROWS
 from lightning_sgmcmc.recipes.equal_cost.problems import Problem
+from lightning_sgmcmc.recipes.equal_cost.settings import Settings
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.pictures import panels
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
@@ -33,10 +34,10 @@ Compared = dict[str, dict[tuple[str, str], dict[str, Difference]]]
 """By data set and by (reference, column): each row's difference."""
 
 
-def write_page(cells: Sequence[Cell], sets: Sequence[str], settings: Mapping[str, Any], options: Options) -> list[Row]:
+def write_page(cells: Sequence[Cell], settings: Settings, seeds: int, options: Options) -> list[Row]:
     """Write `page.md`, `nll.png` and `cells.jsonl` (the cells without single data), and return the rows."""
-    results = Results(cells)
-    problems = {data: Problem(data, settings["sets"][data], options.data_root) for data in sets}
+    results, sets = Results(cells), settings.chosen_sets
+    problems = {data: Problem(data, settings.sets[data], options.data_root) for data in sets}
     fixed = [data for data, problem in problems.items() if problem.has_fixed_test]
     compared: Compared = {
         data: {
@@ -46,8 +47,8 @@ def write_page(cells: Sequence[Cell], sets: Sequence[str], settings: Mapping[str
         }
         for data in sets
     }
-    networks = [data for data in sets if "channels" not in settings["sets"][data]]  # a CNN's data are counted already
-    parts = [_introduction(settings, options), *(_section(results, problems[data], compared[data]) for data in sets)]
+    networks = [data for data in sets if "channels" not in settings.sets[data]]  # a CNN's data are counted already
+    parts = [_introduction(seeds), *(_section(results, problems[data], compared[data]) for data in sets)]
     said = [*sentences(results, networks, fixed), *best_auroc(results, networks)]
     parts.append("## In sentences\n\n" + "\n".join(f"* {one}" for one in said))
     write_atomically(options.out / "page.md", ("\n\n".join(parts) + "\n").encode())
@@ -57,9 +58,9 @@ def write_page(cells: Sequence[Cell], sets: Sequence[str], settings: Mapping[str
     return [row for data in sets for row in _rows(results, data, compared[data])]
 
 
-def _introduction(settings: Mapping[str, Any], options: Options) -> str:
+def _introduction(seeds: int) -> str:
     return (
-        f"# Methods at equal cost\n\n{settings['seeds'][options.scale]} seeds; means over them. Each method makes the "
+        f"# Methods at equal cost\n\n{seeds} seeds; means over them. Each method makes the "
         "same number of gradient evaluations on a data set (`ensemble_4x` four times as many; `sgd_tuned` and "
         "`ensemble_tuned` may stop earlier, and their settings come from a grid that is not counted). Rows with "
         "_temperature are the row above, calibrated on the validation data by one number. Regression: in the target's "

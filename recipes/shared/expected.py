@@ -12,6 +12,14 @@ STANDARD_ERRORS = 4.0
 TOLERANCE = 0.05
 """Relative difference of figures without a standard error."""
 KEPT = ("scale", "seed", "settings", "rows", "seconds", "work", "data", "hardware", "stage", "sentences")
+VERDICTS = {
+    "reproduced": "the paper's claim holds, beyond our errors where the paper has numbers",
+    "order only": "the paper's order of the methods holds, its figures do not",
+    "not, because": "our figures contradict a claim of the paper; the page gives the reason and the run that shows it",
+    "not run at this size": "the claim needs a size that takes a GPU, which no run has had yet",
+    "no paper": "an experiment of our own, or an example",
+}
+"""What a verdict says."""
 TIMES = ("second", "time")
 """Words in the names of figures that a machine decides, which are not compared."""
 

@@ -28,15 +28,20 @@ class Planned(Exception):
 
     Attributes:
         jobs: number of all jobs.
-        finished: number of those that an earlier run has ended.
+        seconds: processor time of each of those that an earlier run has ended.
         workers: number of jobs that would run at a time.
     """
 
-    def __init__(self, jobs: int, finished: int, workers: int) -> None:
-        super().__init__(f"{jobs} jobs, {finished} of them finished")
+    def __init__(self, jobs: int, seconds: Sequence[float], workers: int) -> None:
+        super().__init__(f"{jobs} jobs, {len(seconds)} of them finished")
         self.jobs = jobs
-        self.finished = finished
+        self.seconds = seconds
         self.workers = workers
+
+    @property
+    def finished(self) -> int:
+        """Number of jobs that an earlier run has ended."""
+        return len(self.seconds)
 
 
 def run_jobs(
@@ -71,7 +76,7 @@ def run_jobs(
     done = {job: finished for job in jobs if keep and (finished := store.read(job)) is not None}
     missing = [job for job in jobs if job not in done]
     if options.dry_run:
-        raise Planned(len(jobs), len(done), 1 if in_turn else usable_cores())
+        raise Planned(len(jobs), [one.seconds for one in done.values()], 1 if in_turn else usable_cores())
     progress = Progress(len(jobs), len(done))
     call = functools.partial(_call, function, (*shared, options))
     failed: dict[Job, BaseException] = {}
@@ -150,6 +155,8 @@ def _completed(
             except Exception as error:
                 yield job, error
         return
+    if not jobs:
+        return  # a cluster is not needed
     with _executor(options) as pool:
         futures = {pool.submit(call, job, store.path(job)): job for job in jobs}
         try:

@@ -1,6 +1,5 @@
 """Pages of the recipes' results, with those of the papers beside them."""
 
-import ast
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -8,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sgmcmc.figures.errors import half_width
-from lightning_sgmcmc.recipes.shared.expected import all_expected, kept
+from lightning_sgmcmc.recipes.shared.expected import VERDICTS, all_expected, kept
+from lightning_sgmcmc.recipes.shared.listing import RECIPES, description, source
 
-RECIPES = Path(__file__).parents[1]
 UNKNOWN = "not recorded"
 LONG_TABLE = 30
 """Longer tables are folded."""
@@ -61,18 +60,18 @@ def matrix(entries: Mapping[str, dict[str, Any]]) -> str:
     rows = []
     for name, entry in entries.items():
         date, _, repeats, _ = _facts(entry)
-        rows.append([f"[{name}]({name}.md)", _short(entry["paper"]), repeats, date, f"**{entry['verdict']}**"])
+        shown_by = entry.get("verdict_by", "")
+        rows.append(
+            [f"[{name}]({name}.md)", _short(entry["paper"]), repeats, date, f"**{entry['verdict']}**", shown_by]
+        )
     return (
         f"{NOTE}# Reproductions\n\nThese pages compare the papers' experiments with ours: one page for each recipe.\n\n"
-        "* *reproduced*: the paper's order or its bound holds, beyond our errors where the paper has numbers.\n"
-        "* *in part*: some of the paper's claims hold; the page says which do not.\n"
-        "* *another order*: our figures contradict the paper's, and the page says why as far as we know.\n"
-        "* *not at the paper's size*: only a small setting was run, which cannot decide.\n"
-        "* *no paper*: our own experiment or an example.\n\n"
+        + "".join(f"* *{verdict}*: {meaning}.\n" for verdict, meaning in VERDICTS.items())
+        + "\n"
         "No experiment on CIFAR has been run at the paper's size, because no GPU was available. Dates and numbers of "
         "repeats that were not written down at the time are *not recorded*. "
         "What was measured before these pages is in the docstrings of `recipes/`.\n\n"
-        + table_of(["experiment", "paper", "n", "date", "verdict"], rows)
+        + table_of(["experiment", "paper", "n", "date", "verdict", "shown by"], rows)
         + "\nA recipe's run is kept by `python -m docs.generate --take runs/NAME`, which also writes its page again.\n"
     )
 
@@ -132,8 +131,9 @@ def experiment(name: str, entry: dict[str, Any]) -> str:
         ["Commit", commit],
     ]
     parts = [
-        f"{NOTE}# {name}\n\n{_description(name)}",
-        f"Verdict: **{entry['verdict']}**. {entry['why']}",
+        f"{NOTE}# {name}\n\n{description(name)}",
+        f"Verdict: **{entry['verdict']}**. {entry['why']}"
+        + (f"\n\nShown by: {entry['verdict_by']}" if entry.get("verdict_by") else ""),
         table_of(["", ""], facts).strip(),
     ]
     if entry["differences"]:
@@ -145,24 +145,10 @@ def experiment(name: str, entry: dict[str, Any]) -> str:
             parts += _run(name, entry, entry["runs"][scale])
     parts += [_measured(table) for table in entry["tables"]]
     parts.append(
-        f"All settings and what else was tried are in `{_source(name).relative_to(RECIPES.parent)}`. "
+        f"All settings and what else was tried are in `{source(name).relative_to(RECIPES.parent)}`. "
         f"The data of this page are in `recipes/expected/{name}.json`."
     )
     return "\n\n".join(parts) + "\n"
-
-
-def _source(name: str) -> Path:
-    paths = (RECIPES / f"{name}.py", RECIPES / f"{name}.yaml", RECIPES / name / "__init__.py")
-    return next(path for path in paths if path.exists())
-
-
-def _description(name: str) -> str:
-    """Return the first line of a recipe."""
-    source = _source(name)
-    text = source.read_text(encoding="utf-8")
-    if source.suffix == ".yaml":
-        return text.splitlines()[0].removeprefix("# ")
-    return (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
 
 
 def _run(name: str, entry: dict[str, Any], run: dict[str, Any]) -> list[str]:

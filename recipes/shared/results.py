@@ -58,6 +58,7 @@ def write_results(
     rows: Sequence[Row],
     seconds: float,
     settings: Mapping[str, Any] | None = None,
+    work: float | None = None,
     data: Mapping[str, str] | None = None,
 ) -> None:
     """Write `results.json` and `table.md` into the run's folder.
@@ -68,6 +69,7 @@ def write_results(
         rows: the table.
         seconds: processor time of the jobs, over all attempts.
         settings: the values of the setting.
+        work: what the time of a setting is proportional to, in a unit of the recipe's own.
         data: a checksum of each data set.
     """
     results = {
@@ -79,6 +81,7 @@ def write_results(
         "error": "standard error of the mean over repeats",
         "rows": [_plain(row) for row in rows],
         "seconds": round(seconds, 1),
+        "work": work,
         "data": dict(data or {}),
         "hardware": hardware(),
         "origin": origin_of_run(),

@@ -1,25 +1,26 @@
 """The settings of a recipe: a dataclass, and a YAML file of its values beside the recipe."""
 
 import argparse
-import sys
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_sgmcmc.recipes.shared.options import Options
 
+FOLDER = Path(__file__).parents[1]
+PACKAGE = "lightning_sgmcmc.recipes."
 SCALES = ("quick", "full")
 
 Settings = TypeVar("Settings")
 
 
 def settings_file(module: str) -> Path:
-    """Return the path of a recipe's settings: `NAME.yaml` beside `NAME.py`.
+    """Return the path of a recipe's settings: `NAME.yaml` beside `NAME.py` or beside the folder `NAME`.
 
     Args:
-        module: the full name of the recipe's module.
+        module: the full name of the recipe's module, or of one in its folder.
     """
-    return Path(str(sys.modules[module].__file__)).with_suffix(".yaml")
+    return FOLDER / f"{module.removeprefix(PACKAGE).split('.')[0]}.yaml"
 
 
 def read_settings(kind: type[Settings], options: Options) -> Settings:

@@ -1,6 +1,5 @@
 """The recipe `contour_pays` on small settings: its measures, and that every method has the same number of gradients."""
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -8,8 +7,10 @@ import numpy as np
 import pytest
 
 from lightning_sgmcmc.recipes import contour_pays
-from lightning_sgmcmc.recipes.contour_pays import networks, plane, truth
+from lightning_sgmcmc.recipes.contour_pays import truth
+from lightning_sgmcmc.recipes.contour_pays.settings import Settings
 from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 
 
 def test_the_distance_of_the_truth_to_itself_is_zero_and_of_a_shift_the_shift() -> None:
@@ -28,20 +29,19 @@ def test_the_distance_of_the_truth_to_itself_is_zero_and_of_a_shift_the_shift() 
 
 
 @pytest.mark.slow
-def test_every_method_gives_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All methods on the smallest network, in this process, and on a short plane."""
-    short = dataclasses.replace(networks.SETTINGS["smallest"], steps=400, warm_start=40)
-    monkeypatch.setitem(networks.SETTINGS, "smallest", short)
-    options = Options(tmp_path, tmp_path)
+def test_every_method_gives_its_figures(tmp_path: Path) -> None:
+    """All methods on the smallest network and on a short plane, in this process."""
+    small = {"networks": "{smallest: {steps: 400, lr: 0.003, warm_start: 40}}", "plane_steps": "4000"}
+    settings = read_settings(Settings, Options(tmp_path, tmp_path, changed=small))
     methods = contour_pays.METHODS
-    found = {
-        method: [contour_pays.one("smallest", method, seed, 1, options)[0] for seed in (0, 1)] for method in methods
-    }
+
+    def one(problem: str, method: str, seed: int, repeats: int) -> list[dict[str, float]]:
+        return contour_pays.one(problem, method, seed, repeats, settings, Options(tmp_path, tmp_path))
+
+    found = {method: [one("smallest", method, seed, 1)[0] for seed in (0, 1)] for method in methods}
     rows = contour_pays.rows_of("smallest", found)
-    monkeypatch.setattr(plane, "STEPS", 1500)
-    monkeypatch.setattr(plane, "PILOT", 400)
-    rows += contour_pays.rows_of("25 modes", {m: contour_pays.one("25 modes", m, 0, 2, options) for m in methods})
+    rows += contour_pays.rows_of("25 modes", {method: one("25 modes", method, 0, 2) for method in methods})
     names = {row.method for row in rows}
-    assert names >= {f"{problem}: {m}" for problem in ("smallest", "25 modes") for m in methods}
+    assert names >= {f"{problem}: {method}" for problem in ("smallest", "25 modes") for method in methods}
     assert "smallest: contour, interacting minus plain" in names
     assert all(math.isfinite(row.value) for row in rows)

@@ -8,6 +8,7 @@ import torch
 
 from lightning_sgmcmc.recipes import distillation
 from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 
@@ -22,10 +23,9 @@ def test_half_of_a_batch_is_perturbed() -> None:
 
 @pytest.mark.skipif(not (ROOT / "mnist").exists(), reason="needs MNIST and notMNIST under SGMCMC_DATA_ROOT")
 @pytest.mark.slow
-def test_the_whole_recipe_for_one_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TRAIN": 1000, "EPOCHS": 16, "STUDENT_EPOCHS": 10}.items():
-        monkeypatch.setattr(distillation, name, value)
-    found = distillation.one(0, Options(tmp_path, ROOT))
+def test_the_whole_recipe_for_one_seed(tmp_path: Path) -> None:
+    options = Options(tmp_path, ROOT, changed={"images": "1000", "epochs": "16", "student_epochs": "10"})
+    found = distillation.one(0, read_settings(distillation.Settings, options), options)
     methods = {method for method, _ in found}
     assert len(methods) == 4
     average = next(method for method in methods if method.startswith("average"))

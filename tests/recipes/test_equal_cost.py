@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from lightning_sgmcmc.diagnostics.bootstrap import percentile_interval, two_leve
 from lightning_sgmcmc.diagnostics.scores import gaussian_mixture_crps
 from lightning_sgmcmc.recipes import equal_cost
 from lightning_sgmcmc.recipes.equal_cost import comparison, methods, problems, scores
+from lightning_sgmcmc.recipes.equal_cost.settings import Settings
 from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
-SETTINGS = equal_cost.load_settings()
+SETTINGS = read_settings(Settings, Options(Path(), Path()))
 
 
 def in_turn(function: Any, jobs: Any, options: Options, *shared: Any, **how: Any) -> dict[Any, Any]:
@@ -38,11 +41,11 @@ def made_up(source: str, root: Path) -> problems.Source:
     return problems.Source(x, (y > 0).long())
 
 
-def small(**sets: str) -> dict[str, Any]:
+def small(**sets: str) -> Settings:
     """Return settings of tiny data sets, by name, with the kinds of the given sources."""
     tiny = {"sizes": [80, 40, 60], "hidden": [8], "batch": 20, "epochs": 8}
-    given = {"sets": {name: {"source": source} | tiny for name, source in sets.items()}, "seeds": {"quick": 2}}
-    return SETTINGS | given
+    given = {name: {"source": source} | tiny for name, source in sets.items()}
+    return replace(SETTINGS, seeds=2, methods=dict(SETTINGS.methods), chosen_sets=tuple(given), sets=given)
 
 
 @pytest.fixture
@@ -60,7 +63,8 @@ def test_a_recipe_that_was_interrupted_continues(
     chosen = ("sgd", "ensemble", "auto")
     monkeypatch.setattr(methods, "METHODS", {name: methods.METHODS[name] for name in chosen})
     options, settings = Options(tmp_path, ROOT), small(pima="pima", energy="energy")
-    rows = equal_cost.run(options, settings)
+    monkeypatch.setattr(equal_cost, "read_settings", lambda *_: settings)
+    rows = equal_cost.run(options)
     cells = sorted((tmp_path / "cells").rglob("*.json"))
     assert len(cells) == 2 * len(chosen) * 2
     page = (tmp_path / "page.md").read_text()
@@ -76,12 +80,12 @@ def test_a_recipe_that_was_interrupted_continues(
     (tmp_path / "cells" / "energy" / "ensemble-1.json").unlink()
     fitted: list[Any] = []
     monkeypatch.setattr(equal_cost, "one", lambda *job: fitted.append(job[:3]))
-    equal_cost.run(options, settings)
+    equal_cost.run(options)
     assert fitted == [("energy", "ensemble", 1)]
     shutil.copy(tmp_path / "cells" / "energy" / "ensemble-0.json", tmp_path / "cells" / "energy" / "ensemble-1.json")
     fitted.clear()
-    settings["methods"] = settings["methods"] | {"sgd": {"classification": {"lr": 1}, "regression": {"lr": 1}}}
-    equal_cost.run(options, settings)
+    settings.methods["sgd"] = {"classification": {"lr": 1}, "regression": {"lr": 1}}
+    equal_cost.run(options)
     assert set(fitted) == {(data, "sgd", seed) for data in ("pima", "energy") for seed in (0, 1)}
 
 
@@ -90,7 +94,7 @@ def test_a_recipe_that_was_interrupted_continues(
 def test_every_method_has_the_same_budget(source: str, tmp_path: Path) -> None:
     """Steps times chains times batch is that of one network in the given epochs: all of it for a method without early
     end, four times as much for ensemble_4x."""
-    problem = problems.Problem(source, small(**{source: source})["sets"][source], ROOT)
+    problem = problems.Problem(source, small(**{source: source}).sets[source], ROOT)
     problem.setup("fit")
     for name, method in methods.METHODS.items():
         setting = methods.setting_of(SETTINGS, source, name)
@@ -102,7 +106,7 @@ def test_every_method_has_the_same_budget(source: str, tmp_path: Path) -> None:
 
 
 def test_every_data_set_has_a_setting_of_every_method() -> None:
-    for data in SETTINGS["sets"]:
+    for data in SETTINGS.sets:
         for method in methods.METHODS:
             assert methods.setting_of(SETTINGS, data, method)
     assert set(methods.CALIBRATED) <= set(methods.METHODS)
@@ -110,7 +114,7 @@ def test_every_data_set_has_a_setting_of_every_method() -> None:
 
 def test_a_regression_problem_is_split_and_standardised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problems, "read", made_up)
-    setting = small(energy="energy")["sets"]["energy"]
+    setting = small(energy="energy").sets["energy"]
     first, again, other = (problems.Problem("energy", setting, ROOT, seed) for seed in (0, 0, 1))
     for problem in (first, again, other):
         problem.setup("fit")
@@ -217,8 +221,7 @@ def test_differences_are_paired_and_sentences_count_them() -> None:
 @pytest.mark.skipif(not (ROOT / "notmnist").is_dir(), reason="no data files: set SGMCMC_DATA_ROOT")
 def test_all_methods_learn_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row of one seed on Digits, through the processes that a user's run has: none is near chance."""
-    settings = SETTINGS | {"sets": {"digits": SETTINGS["sets"]["digits"]}, "seeds": {"quick": 1}}
-    rows = equal_cost.run(Options(tmp_path, ROOT), settings)
+    rows = equal_cost.run(Options(tmp_path, ROOT, repeats=1, changed={"chosen_sets": "[digits]"}))
     accuracy = {row.method: row.value for row in rows if row.metric == "accuracy"}
     assert len(accuracy) >= len(methods.METHODS)
     assert min(accuracy.values()) > 0.9

@@ -177,7 +177,7 @@ def test_settings(beside: Callable[..., Settings]) -> None:
 
 def written(folder: Path, values: list[float]) -> dict[str, Any]:
     rows = [mean_row("SGLD", "nll", values), mean_row("SGLD", "seconds of a fit", values)]
-    write_results("uci_regression", Options(folder, folder), rows, 12.0, {"epochs": 3}, {"table": "0123"})
+    write_results("uci_regression", Options(folder, folder), rows, 12.0, {"epochs": 3}, 2.0, {"table": "0123"})
     results: dict[str, Any] = json.loads((folder / "results.json").read_text())
     return results
 
@@ -189,6 +189,7 @@ def test_results_are_complete_and_compared_with_the_kept(tmp_path: Path, monkeyp
     results = written(tmp_path, [1.0, 2.0, 3.0])
     assert expected.differences("uci_regression", results) == ["no results of scale quick are kept"]
     assert (results["schema"], results["settings"], results["data"]) == (2, {"epochs": 3}, {"table": "0123"})
+    assert (results["seconds"], results["work"]) == (12.0, 2.0)
     assert results["error"].startswith("standard error")
     assert (results["rows"][0]["n"], results["rows"][0]["values"]) == (3, [1.0, 2.0, 3.0])
     assert results["hardware"]["cores"] >= 1

@@ -7,6 +7,7 @@ import torch
 
 from lightning_sgmcmc.recipes import segmentation
 from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 
 
 def test_the_shapes_are_where_the_labels_say() -> None:
@@ -21,16 +22,15 @@ def test_the_shapes_are_where_the_labels_say() -> None:
     assert float((with_rings == segmentation.RING).flatten(1).any(1).double().mean()) > 0.95
 
 
-def test_methods_have_the_same_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segmentation, "SIZES", [40, 20, 6])
-    monkeypatch.setattr(segmentation, "EPOCHS", {"quick": 4})
-    options = Options(tmp_path, tmp_path)
-    found = {name: segmentation.one(name, 0, options) for name in ("one network", "ensemble")}
+def test_methods_have_the_same_cost(tmp_path: Path) -> None:
+    options = Options(tmp_path, tmp_path, changed={"sizes": "[40, 20, 6]", "epochs": "4"})
+    settings = read_settings(segmentation.Settings, options)
+    found = {name: segmentation.one(name, 0, settings, options) for name in ("one network", "ensemble")}
     assert found["one network"]["gradient evaluations"] == found["ensemble"]["gradient evaluations"] == 4 * 40
     for scores in found.values():
         assert 0 < scores["iou"] < scores["accuracy"] <= 1
         assert scores["pixel_nll"] > 0
     assert found["one network"]["AUROC of rings by mutual information"] == 0.5, "one network has none"
-    problem = segmentation.shapes(0, 1)
+    problem = segmentation.shapes(0, settings)
     network = problem.net()
     assert network(torch.zeros(2, 1, 24, 24)).shape == (2, 4, 24, 24)

@@ -1,0 +1,29 @@
+"""The settings of the recipe."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `equal_cost.yaml`.
+
+    Attributes:
+        seeds: number of repeats.
+        chosen_sets: the data sets that run.
+        sets: of each data set its source, sizes, network, batch size and epochs.
+        methods: of each method its setting for classification and for regression.
+        tuned: of each tuned baseline its setting for each source.
+    """
+
+    seeds: int
+    chosen_sets: tuple[str, ...]
+    sets: dict[str, dict[str, Any]]
+    methods: dict[str, dict[str, Any]]
+    tuned: dict[str, dict[str, Any]]
+
+    @property
+    def work(self) -> float:
+        """The gradient evaluations of a method, of all data sets and seeds."""
+        sets = [self.sets[name] for name in self.chosen_sets]
+        return float(self.seeds * sum(one["sizes"][0] * one["epochs"] for one in sets))
