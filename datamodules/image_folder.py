@@ -1,6 +1,7 @@
 """Images in a folder for each class, as torchvision's `ImageFolder` reads them."""
 
 import functools
+import random
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,6 +48,7 @@ class ImageFolderDataModule(ImageDataModule):
             normalisation (Zhong et al. 2020).
         drop_last: leave out the last batch of an epoch if it is smaller.
         device_resident: keep the images on the trainer's device; "auto" does on CUDA if they are small there.
+        limit: number of images read of each folder, equally many of each class and chosen at random; None reads all.
 
     Raises:
         ValueError: for an argument out of range; at setup for fewer than two classes, a class without images in one
@@ -77,9 +79,11 @@ class ImageFolderDataModule(ImageDataModule):
         random_erasing: float = 0.0,
         drop_last: bool = False,
         device_resident: Resident = "auto",
+        limit: int | None = None,
     ) -> None:
         super().__init__(batch_size, drop_last, seed, False, device_resident)
         check_count("size", size, optional=False)
+        check_count("limit", limit)
         check_fractions(val_fraction, test_fraction)
         check_probability("random_erasing", random_erasing)
         self.root = Path(root)
@@ -89,6 +93,7 @@ class ImageFolderDataModule(ImageDataModule):
         self.augment = augment
         self.flips = flips
         self.random_erasing = random_erasing
+        self.limit = limit
 
     def train_transform(self) -> Callable[[Tensor], Tensor]:
         padding, flips = (self.image_shape[1] // 8, self.flips) if self.augment else (0, False)
@@ -108,6 +113,9 @@ class ImageFolderDataModule(ImageDataModule):
         return train, val, test
 
     def _read(self, files: dict[str, list[Path]]) -> Split:
+        if self.limit is not None:
+            most, generator = max(1, self.limit // len(files)), random.Random(self.seed)
+            files = {name: sorted(generator.sample(paths, min(most, len(paths)))) for name, paths in files.items()}
         images = read_images((path for paths in files.values() for path in paths), self.image_shape)
         counts = torch.tensor([len(paths) for paths in files.values()])
         return Split(images, torch.arange(len(counts)).repeat_interleave(counts))

@@ -61,6 +61,8 @@ def test_the_parts(tmp_path: Path) -> None:
     assert [part.targets.bincount().tolist() for part in first] == [[7] * 3, [1] * 3, [2] * 3]
     assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[2].inputs, other[2].inputs)
+    few = prepared(tmp_path, limit=13, val_fraction=0.0, test_fraction=0.0).splits[0]
+    assert few.targets.bincount().tolist() == [4] * 3
     write_folder(tmp_path, {"val": 2})
     assert [len(part.targets) for part in prepared(tmp_path).splits] == [27, 3, 6]
     write_folder(tmp_path, {"test": 4})
