@@ -113,7 +113,6 @@ def test_cifar100_uncertainty_full_is_built() -> None:
             module = uncertainty_methods.module_of(method, network, small, setting)
             assert module.num_chains == (1 if method.endswith("T4") else 4)
             assert module.temperature == (0 if method in ("M-SGD×P4", "cycSWAG×T4") else 3e-4)
-            assert module.prior.std == pytest.approx(0.2)
             found = uncertainty_methods.callbacks_of(method, network, setting, unknown)
             callbacks[name, method] = {type(callback).__name__: callback for callback in found}
     assert uncertainty_methods.milestones(setting.epochs) == [250, 375]
