@@ -6,6 +6,7 @@ from lightning_sgmcmc.datamodules.cifar import CIFAR10DataModule, CIFAR100DataMo
 from lightning_sgmcmc.datamodules.corruptions import CorruptedDataModule
 from lightning_sgmcmc.datamodules.covertype import CovertypeDataModule
 from lightning_sgmcmc.datamodules.digits import DigitsDataModule
+from lightning_sgmcmc.datamodules.image_folder import ImageFolderDataModule
 from lightning_sgmcmc.datamodules.images import ImageDataModule
 from lightning_sgmcmc.datamodules.loading import TensorBatches
 from lightning_sgmcmc.datamodules.mnist import FashionMNISTDataModule, MNISTDataModule
@@ -28,6 +29,7 @@ __all__ = [
     "DigitsDataModule",
     "FashionMNISTDataModule",
     "ImageDataModule",
+    "ImageFolderDataModule",
     "MNISTDataModule",
     "MushroomDataModule",
     "NotMNISTDataModule",

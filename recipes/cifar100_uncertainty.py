@@ -35,130 +35,130 @@ ICSGHMC's 20 samples have an effective number of 15.4 ± 1.4; neighbouring slots
 `full` has not been run: no GPU was available.
 """
 
-import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.loggers import CSVLogger
-from torch.optim.lr_scheduler import MultiStepLR
 
-from lightning_sgmcmc import BayesianModule, Categorical, ContourRules, DecayingStepSize, GaussianPrior
-from lightning_sgmcmc.callbacks import (
-    BayesianModelAverage,
-    ContourGradient,
-    CyclicalSchedule,
-    PosteriorDashboard,
-    ReplicaExchange,
-    SampleCollector,
-    SamplingSchedule,
-    VarianceReducedEnergy,
-)
-from lightning_sgmcmc.callbacks.schedule import StepControls
-from lightning_sgmcmc.datamodules import CIFAR100DataModule, SVHNDataModule
+from lightning_sgmcmc.callbacks import PosteriorDashboard
+from lightning_sgmcmc.compiling import Compile
 from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.evaluation import entropy_figure, growth_figure
+from lightning_sgmcmc.recipes.shared import resnet
+from lightning_sgmcmc.recipes.shared.costs import forward_flops
+from lightning_sgmcmc.recipes.shared.image_sets import Outside, ResizedSVHN, photographs, svhn_is_in
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.logit_average import logit_average
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
-from lightning_sgmcmc.recipes.shared.resnet import resnet
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
-from lightning_sgmcmc.recipes.shared.synthetic_images import SyntheticImages
+from lightning_sgmcmc.recipes.shared.synthetic_images import SIDE, SyntheticImages
 from lightning_sgmcmc.recipes.shared.trainers import prepare_run, quiet_trainer, resumed_fit
-from lightning_sgmcmc.samplers import SGHMC
-from lightning_sgmcmc.schedules import cyclical_lr_factor
+from lightning_sgmcmc.recipes.shared.uncertainty_methods import (
+    CHAINS,
+    METHODS,
+    NETWORKS,
+    OOD,
+    callbacks_of,
+    module_of,
+)
 
-METHODS = ("cycSGHMC×T4", "M-SGD×P4", "reSGHMC×P4", "ICSGHMC×P4")
-PAPER = {
-    20: ((75.41, 8437, 2.91), (76.01, 8175, 2.58), (76.15, 8196, 2.73), (76.34, 8076, 2.54)),
-    32: ((77.93, 7658, 3.29), (78.41, 7501, 2.77), (78.57, 7454, 3.04), (78.72, 7406, 2.76)),
-}
-CHAINS = 4
-CYCLES = 10
-FLAT_END = 0.15
-LR = 0.1
-FRICTION = 0.1
-WEIGHT_DECAY = 5e-4
-LADDER = (1.0, 3.0, 9.0, 27.0)
-CLAMP = 5.0
 PICTURED = ("reSGHMC×P4", "ICSGHMC×P4")
-OOD = "ood"
+CLASSES = {"synthetic": 10, "CIFAR-100": 100}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that differ between quick and full.
+    """The settings of the recipe.
 
     Attributes:
         data: "CIFAR-100" or "synthetic".
-        depth: depth of the residual network.
-        num_data: N.
-        num_test: test images.
+        networks: names of networks, see `uncertainty_methods.NETWORKS`.
+        num_data: N; of a folder it is the number of its images.
+        num_test: test images, likewise.
         epochs: epochs of each of four parallel chains; the single chain of T4 has four times as many.
         batch: images per batch.
         temperature: τ.
         samples: samples of each chain of M-SGD, and of a cycle of cycSGHMC; the others draw one in every epoch of the
             last fifth.
-        first_edge, width, zeta, step_size: u_1, Δu, ζ and ω of the contour; m is 200.
-        swap_barrier: nats by which a hot chain's energy should be lower for the coldest pair to swap.
+        swag: rank of cycSWAG's covariance, and networks drawn after each cycle.
+        zeta, step_size: ζ and ω of the contour.
         attempts: steps between attempts to swap.
         seeds: number of runs.
+        compile: whether to compile the networks, see `BayesianModule`.
+        precision: of the trainer.
+        folder: images to use instead.
+        outside_folder: out-of-distribution images to use instead of SVHN.
+        size: height and width of the folders' images.
+        limit: number of images that are read of each part of a folder; None reads all.
     """
 
     data: str
-    depth: int
+    networks: tuple[str, ...]
     num_data: int
     num_test: int
     epochs: int
     batch: int
     temperature: float
     samples: tuple[int, int]
-    first_edge: float
-    width: float
+    swag: tuple[int, int]
     zeta: float
     step_size: float
-    swap_barrier: float
     attempts: int
     seeds: int
+    compile: Compile
+    precision: str
+    folder: str | None = None
+    outside_folder: str | None = None
+    size: int = 32
+    limit: int | None = None
 
     @property
-    def prior_std(self) -> float:
-        """Standard deviation of the prior that equals a weight decay 5e-4 of the mean loss, 25 of the full energy."""
-        return float((self.num_data * WEIGHT_DECAY) ** -0.5)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps of an epoch."""
-        return -(-self.num_data // self.batch)
-
-    @property
-    def contour_epoch(self) -> int:
-        """First epoch, from 0, with a contour: 376 of 500."""
-        return self.epochs * 3 // 4 + 1
-
-    @property
-    def milestones(self) -> list[int]:
-        """Epochs at which step sizes fall to a fifth: 250 and 375 of 500."""
-        return [self.epochs // 2, self.epochs * 3 // 4]
+    def work(self) -> float:
+        """Gradient evaluations times the networks' floating-point operations, over all methods and runs."""
+        side = SIDE if self.data == "synthetic" else 32
+        flops = sum(
+            forward_flops(lambda name=name: resnet.NETWORKS[name](10), (3, side, side)) for name in self.networks
+        )
+        return float(len(METHODS) * self.seeds * CHAINS * self.epochs * self.num_data * flops)
 
 
 def run(options: Options) -> list[Row]:
-    """Run all methods with all seeds, draw the pictures, return the table."""
-    setting = read_settings(Settings, options)
+    """Run all methods with all networks and seeds, draw the pictures, return the table."""
+    setting = with_sizes(read_settings(Settings, options), options)
+    unknown = [name for name in setting.networks if name not in NETWORKS]
+    if unknown:
+        raise ValueError(f"networks must be some of {', '.join(NETWORKS)}, got {', '.join(unknown)}")
     methods, seeds = options.chosen(METHODS), options.repeated(setting.seeds)
-    jobs = [(method, seed) for method in methods for seed in seeds]
-    require(*datamodules(setting, options))
+    jobs = [(name, method, seed) for name in setting.networks for method in methods for seed in seeds]
     outcomes = run_jobs(one, jobs, options, setting, in_turn=options.full)
     rows: list[Row] = []
-    curves: dict[str, dict[str, list[float]]] = {"accuracy": {}, "nll": {}}
-    entropies: dict[str, list[float]] = {}
-    for method in methods:
-        results = [outcomes[method, seed] for seed in seeds]
-        index = list(METHODS).index(method)
-        accuracy, nll, brier = PAPER[setting.depth][index] if setting.depth in PAPER else (None, None, None)
+    for name in setting.networks:
+        found = {method: [outcomes[name, method, seed] for seed in seeds] for method in methods}
+        draw(name, found, options)
+        for method, results in found.items():
+            rows += rows_of(name, method, results, with_paper=setting.folder is None)
+    return rows
+
+
+def with_sizes(setting: Settings, options: Options) -> Settings:
+    """Return the settings with the numbers of the data that are there; missing ones end the recipe here."""
+    if setting.folder is not None:
+        setting = replace(setting, data=setting.folder)
+    known, unknown = datamodules(setting, options)
+    require(known, *([] if unknown is None else [unknown]))
+    return replace(setting, num_data=known.num_data, num_test=len(known.splits[2].targets))
+
+
+def rows_of(network: str, method: str, results: Sequence[dict[str, Any]], with_paper: bool) -> list[Row]:
+    """Return the figures of a method with a network."""
+    of_paper: dict[str, float] = {}
+    if with_paper and NETWORKS[network].paper:
+        accuracy, nll, brier = NETWORKS[network].paper[METHODS.index(method)]
         of_paper = {
             "accuracy %": accuracy,
             "NLL, sum over the test set": nll,
@@ -166,125 +166,53 @@ def run(options: Options) -> list[Row]:
             "NLL, sum over the test set, logits averaged": nll,
             "Brier score ×1000, out of distribution": brier,
         }
-        for metric in results[0]["metrics"]:
-            values = [result["metrics"][metric] for result in results]
-            rows.append(mean_row(method, metric, values, of_paper.get(metric)))
-        for name, by_method in curves.items():
+    return [
+        mean_row(
+            method, f"{network}: {metric}", [result["metrics"][metric] for result in results], of_paper.get(metric)
+        )
+        for metric in results[0]["metrics"]
+    ]
+
+
+def draw(network: str, found: dict[str, list[dict[str, Any]]], options: Options) -> None:
+    """Draw accuracy and NLL against the number of samples, and the entropies out of distribution."""
+    entropies = {method: [v for result in results for v in result["entropy"]] for method, results in found.items()}
+    for name, title in (
+        ("accuracy", "test accuracy of the average"),
+        ("nll", "test NLL of the average (nats per image)"),
+    ):
+        curves = {}
+        for method, results in found.items():
             series = [[metrics[name] for metrics in result["running"]] for result in results]
-            by_method[method] = [sum(values) / len(values) for values in zip(*series, strict=True)]
-        entropies[method] = [value for result in results for value in result["entropy"]]
-    save_figure(growth_figure(curves["accuracy"], "test accuracy of the average"), options.out / "accuracy.png")
-    save_figure(growth_figure(curves["nll"], "test NLL of the average (nats per image)"), options.out / "nll.png")
-    save_figure(entropy_figure(entropies, 100 if options.full else 10), options.out / "entropy_ood.png")
-    return rows
-
-
-def module_of(method: str, setting: Settings, options: Options) -> BayesianModule:
-    """Return the network, or the stack of chains, with its sampler and its step sizes."""
-
-    class SteppedModule(BayesianModule):
-        """Divides the step size by five at the milestones, with a scheduler of torch."""
-
-        def configure_optimizers(self) -> Any:
-            sampler = super().configure_optimizers()
-            return {"optimizer": sampler, "lr_scheduler": MultiStepLR(sampler, setting.milestones, gamma=0.2)}
-
-    quick = setting.data == "synthetic"
-    stepped = method in ("reSGHMC×P4", "ICSGHMC×P4")
-    return (SteppedModule if stepped else BayesianModule)(
-        net=resnet((setting.depth - 2) // 6, 8 if quick else 16, 10 if quick else 100),
-        likelihood=Categorical(),
-        prior=GaussianPrior(setting.prior_std),
-        sampler=functools.partial(SGHMC, friction=FRICTION),
-        lr=LR,
-        temperature=0.0 if method == "M-SGD×P4" else setting.temperature,
-        num_data=setting.num_data,
-        num_chains=1 if method.endswith("T4") else CHAINS,
-        compile=options.full,
-    )
-
-
-class FlatEndedCycles(CyclicalSchedule):
-    """Cycles of a cosine step size that stays constant in the sampling stage."""
-
-    def controls(self, step: int) -> StepControls:
-        controls, plan = super().controls(step), self.laid_out
-        start = round(self.exploration * plan.period) + 1
-        flat = cyclical_lr_factor(start, plan.period)
-        return controls if plan.is_exploration(step) else controls._replace(lr_factor=flat)
-
-
-def callbacks_of(method: str, setting: Settings, unknown: Any) -> list[pl.Callback]:
-    """Return the callbacks of a method: schedule, samples, average, and its own.
-
-    Args:
-        method: its name.
-        setting: quick or full.
-        unknown: datamodule of the out-of-distribution images.
-    """
-    schedule: pl.Callback
-    if method == "cycSGHMC×T4":
-        schedule = FlatEndedCycles(CYCLES, 1 - FLAT_END, setting.samples[1])
-    elif method == "M-SGD×P4":
-        schedule = FlatEndedCycles(1, 1 - FLAT_END, setting.samples[0])
-    else:
-        schedule = SamplingSchedule(burn_in_epochs=setting.epochs * 4 // 5, every_n_epochs=1)
-    callbacks: list[pl.Callback] = [schedule, SampleCollector(in_memory=True), BayesianModelAverage(ood={OOD: unknown})]
-    if method in ("reSGHMC×P4", "ICSGHMC×P4"):
-        callbacks.append(VarianceReducedEnergy(setting.contour_epoch - 2, every_n_epochs=2))
-    if method == "reSGHMC×P4":
-        callbacks.append(replica_exchange(setting))
-    if method == "ICSGHMC×P4":
-        callbacks.append(interacting_contour(setting))
-    return callbacks
-
-
-def replica_exchange(setting: Settings) -> ReplicaExchange:
-    """Return reSGHMC's callback, with the bias of the coldest pair as a variance of the energies' noise."""
-    coldness = (1 - 1 / LADDER[1]) / setting.temperature  # δ of the coldest pair
-    variance = setting.swap_barrier / coldness
-    return ReplicaExchange(LADDER, every_n_steps=setting.attempts, noise_variance=variance, include_prior=False)
-
-
-def interacting_contour(setting: Settings) -> ContourGradient:
-    """Return ICSGHMC's callback."""
-    rules = ContourRules(
-        zeta=setting.zeta,
-        weighting="bin",
-        weight_exponent=1 / setting.zeta,
-        min_multiplier=-CLAMP,
-        max_multiplier=CLAMP,
-    )
-    return ContourGradient(
-        rules,
-        num_bins=200,
-        first_edge=setting.first_edge,
-        width=setting.width,
-        step_size=DecayingStepSize(setting.step_size, 0.0, 0.0),
-        include_prior=False,
-        warm_up_steps=setting.contour_epoch * setting.steps_per_epoch,
-        interacting=True,
-    )
+            curves[method] = [sum(values) / len(values) for values in zip(*series, strict=True)]
+        save_figure(growth_figure(curves, f"{network}: {title}"), options.out / f"{name}_{network}.png")
+    if all(entropies.values()):
+        figure = entropy_figure(entropies, 100 if options.full else 10)
+        save_figure(figure, options.out / f"entropy_ood_{network}.png")
 
 
 def datamodules(setting: Settings, options: Options) -> tuple[Any, Any]:
-    """Return CIFAR-100 and SVHN in CIFAR's normalisation; or synthetic images, and those of other classes."""
+    """Return the images, and those of other classes: CIFAR-100 and SVHN, synthetic images, or folders.
+
+    For a folder at quick size there may be no images of other classes: then None.
+    """
+    known: Any
     if setting.data == "synthetic":
         sizes = (setting.num_data, 0, setting.num_test)
-        unknown = SyntheticImages(1000, options.seed, sizes=(1, 0, setting.num_test), unknown=True)
-        return SyntheticImages(setting.batch, options.seed, sizes=sizes, augment=True), unknown
-    known = CIFAR100DataModule(
-        options.data_root, setting.batch, val_size=0, augment=True, random_erasing=0.5, device_resident=True
-    )
+        known = SyntheticImages(setting.batch, options.seed, sizes=sizes, augment=True)
+    else:
+        kwargs: dict[str, Any] = {"erasing": 0.5, "size": setting.size, "limit": setting.limit}
+        known = photographs(setting.data, options, setting.batch, **kwargs)
+    if setting.outside_folder is not None:
+        return known, Outside(setting.outside_folder, setting.size, setting.limit)
+    if setting.data == "synthetic":
+        return known, SyntheticImages(1000, options.seed, sizes=(1, 0, setting.num_test), unknown=True)
+    if options.full or svhn_is_in(options.data_root):
+        return known, ResizedSVHN(options.data_root, setting.size, setting.limit)
+    return known, None
 
-    class SVHNAsKnown(SVHNDataModule):
-        def transform(self) -> Any:
-            return known.transform()
 
-    return known, SVHNAsKnown(options.data_root, 1000, val_size=0, device_resident=True)
-
-
-def one(method: str, seed: int, setting: Settings, options: Options) -> dict[str, Any]:
+def one(network: str, method: str, seed: int, setting: Settings, options: Options) -> dict[str, Any]:
     """Train and test the chains of a method.
 
     Returns:
@@ -294,35 +222,43 @@ def one(method: str, seed: int, setting: Settings, options: Options) -> dict[str
     prepare_run(options)
     pl.seed_everything(options.seed + seed, verbose=False)
     data, unknown = datamodules(setting, options)
-    callbacks = callbacks_of(method, setting, unknown)
+    data.setup("fit")
+    callbacks = callbacks_of(method, NETWORKS[network], setting, unknown)
     pictured = method in PICTURED and seed == 0
     if pictured:
         callbacks.append(PosteriorDashboard("end", figures=("schedule", "energy", "weights", "geometry", "contour")))
+    folder = f"{method.replace('×', '_')}_{network}"
     trainer = quiet_trainer(
         accelerator=options.accelerator(),
         devices=1,
-        precision="bf16-mixed" if options.full else None,
+        precision=setting.precision,
         max_epochs=setting.epochs * (CHAINS if method.endswith("T4") else 1),
         log_every_n_steps=10,
         callbacks=callbacks,
-        logger=CSVLogger(options.out, name=method.replace("×", "_"), version="") if pictured else False,
+        logger=CSVLogger(options.out, name=folder, version="") if pictured else False,
         enable_progress_bar=options.full,
     )
-    module = module_of(method, setting, options)
+    module = module_of(method, NETWORKS[network], resnet.NETWORKS[network](data.num_classes), setting)
     resumed_fit(trainer, module, data)
     trainer.test(module, datamodule=data, verbose=False)
     evaluation = module.evaluations["test"]
-    bma = evaluation.bma
     by_logits = logit_average(module, data.test_dataloader(), trainer.strategy.root_device)
+    entropy = [] if unknown is None else predictive_entropy(evaluation.ood[OOD].terms["probabilities"]).tolist()
+    return {"metrics": metrics_of(evaluation, by_logits, setting), "running": evaluation.running, "entropy": entropy}
+
+
+def metrics_of(evaluation: Any, by_logits: dict[str, float], setting: Settings) -> dict[str, float]:
+    """Return the figures of a run, by their names in the table."""
+    bma = evaluation.bma
     metrics = {
         "accuracy %": 100 * bma["accuracy"],
         "NLL, sum over the test set": setting.num_test * bma["nll"],
         "accuracy %, logits averaged": 100 * by_logits["accuracy"],
         "NLL, sum over the test set, logits averaged": setting.num_test * by_logits["nll"],
-        "Brier score ×1000, out of distribution": 1000 * bma[f"ood_{OOD}_brier"],
-        "AUROC, out of distribution": bma[f"ood_{OOD}_auroc"],
-        "accuracy %, one network": 100 * evaluation.single["accuracy"],
-        "effective number of samples": (evaluation.weight_efficiency or 1.0) * len(evaluation.members),
     }
-    entropy = predictive_entropy(evaluation.ood[OOD].terms["probabilities"]).tolist()
-    return {"metrics": metrics, "running": evaluation.running, "entropy": entropy}
+    if f"ood_{OOD}_brier" in bma:
+        metrics["Brier score ×1000, out of distribution"] = 1000 * bma[f"ood_{OOD}_brier"]
+        metrics["AUROC, out of distribution"] = bma[f"ood_{OOD}_auroc"]
+    metrics["accuracy %, one network"] = 100 * evaluation.single["accuracy"]
+    metrics["effective number of samples"] = (evaluation.weight_efficiency or 1.0) * len(evaluation.members)
+    return metrics

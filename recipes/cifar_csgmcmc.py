@@ -25,19 +25,26 @@ Momentum 0.9 at this lr₀ is better here (one seed: 16.1 for cSGHMC), also with
 GPU was available.
 """
 
-from dataclasses import dataclass, field
+import functools
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightning_sgmcmc.compiling import Compile
 from lightning_sgmcmc.figures.canvas import save_figure
+from lightning_sgmcmc.recipes.shared.costs import forward_flops
+from lightning_sgmcmc.recipes.shared.image_sets import CIFAR, photographs
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
+from lightning_sgmcmc.recipes.shared.synthetic_images import SIDE, SyntheticImages
 from lightning_sgmcmc.recipes.shared.trainers import prepare_run, quiet_trainer, resumed_fit
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
+    from torch import nn
 
     from lightning_sgmcmc import BayesianModule
 
@@ -55,8 +62,8 @@ class Setting:
     """Settings that differ between the data sets, and between quick and full.
 
     Attributes:
-        data: "CIFAR-10", "CIFAR-100" or "synthetic".
-        num_data: N.
+        data: "CIFAR-10", "CIFAR-100", "synthetic" or a folder.
+        num_data: N; of a folder it is the number of its images.
         epochs: epochs of the run.
         batch: images per batch.
         exploration: β.
@@ -74,8 +81,8 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """What jobs call it."""
-        return self.data
+        """What jobs and rows call it."""
+        return Path(self.data).name
 
     @property
     def prior_std(self) -> float:
@@ -85,9 +92,34 @@ class Setting:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of all data sets."""
+    """The settings of all data sets, and what they have in common.
+
+    Attributes:
+        sets: one entry for each data set.
+        compile: whether to compile the network, see `BayesianModule`.
+        precision: of the trainer.
+        folder: images to use instead, with the settings of the first entry.
+        size: height and width of a folder's images.
+        limit: number of training images that are read of a folder; None reads all.
+    """
 
     sets: tuple[Setting, ...]
+    compile: Compile
+    precision: str
+    folder: str | None = None
+    size: int = 32
+    limit: int | None = None
+
+    @property
+    def work(self) -> float:
+        """Gradient evaluations times the network's floating-point operations, over all methods and runs."""
+        chains = sum(method.chains for method in METHODS)
+        total = 0.0
+        for setting in self.sets:
+            side = SIDE if setting.data == "synthetic" else 32
+            flops = forward_flops(functools.partial(network_of, setting.data, 10), (3, side, side))
+            total += chains * setting.seeds * setting.epochs * setting.num_data * flops
+        return total
 
 
 class Method(NamedTuple):
@@ -149,46 +181,53 @@ def run(options: Options) -> list[Row]:
     from lightning_sgmcmc.figures.evaluation import growth_figure
 
     rows: list[Row] = []
-    settings = read_settings(Settings, options).sets
-    require(*(datamodule(setting, options) for setting in settings))
+    settings = read_settings(Settings, options)
+    sets = chosen_sets(settings, options)
     names = options.chosen(method.name for method in METHODS)
     methods = [method for method in METHODS if method.name in names]
     longest_first = sorted(methods, key=lambda method: -method.chains)
-    jobs = [(m, seed, data) for data in settings for m in longest_first for seed in options.repeated(data.seeds)]
-    outcomes: dict[Any, Outcome] = run_jobs(one, jobs, options, in_turn=options.full)
-    for place, setting in enumerate(settings):
+    jobs = [(m, seed, data) for data in sets for m in longest_first for seed in options.repeated(data.seeds)]
+    outcomes: dict[Any, Outcome] = run_jobs(one, jobs, options, settings, in_turn=options.full)
+    for place, setting in enumerate(sets):
         curves = {}
         for method in methods:
             results = [outcomes[method, seed, setting] for seed in options.repeated(setting.seeds)]
-            paper = method.paper[place] if options.full else None
+            paper = method.paper[place] if setting.data in CIFAR else None
             rows += [
-                mean_row(method.name, f"{setting.data}: test error %, average", [r.errors[-1] for r in results], paper),
-                mean_row(method.name, f"{setting.data}: test error %, one sample", [r.single for r in results]),
-                mean_row(method.name, f"{setting.data}: NLL, average", [r.nll for r in results]),
+                mean_row(method.name, f"{setting.name}: test error %, average", [r.errors[-1] for r in results], paper),
+                mean_row(method.name, f"{setting.name}: test error %, one sample", [r.single for r in results]),
+                mean_row(method.name, f"{setting.name}: NLL, average", [r.nll for r in results]),
             ]
             curves[method.name] = [
                 sum(at_one) / len(at_one) for at_one in zip(*(r.errors for r in results), strict=True)
             ]
-        figure = growth_figure(curves, f"test error of the average (%), {setting.data}")
-        save_figure(figure, options.out / f"errors_{setting.data.lower()}.png")
+        figure = growth_figure(curves, f"test error of the average (%), {setting.name}")
+        save_figure(figure, options.out / f"errors_{setting.name.lower()}.png")
     return rows
 
 
-def module_of(method: Method, setting: Setting, options: Options) -> "BayesianModule":
-    """Return the network with its sampler."""
-    import functools
+def chosen_sets(settings: Settings, options: Options) -> tuple[Setting, ...]:
+    """Return the data sets to run, whose data are there; of a folder with its number of images."""
+    sets = settings.sets if settings.folder is None else (replace(settings.sets[0], data=settings.folder),)
+    data = [datamodule(setting, settings, options) for setting in sets]
+    require(*data)
+    return sets if settings.folder is None else (replace(sets[0], num_data=data[0].num_data),)
 
-    from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior, samplers
+
+def network_of(data: str, classes: int) -> "nn.Module":
+    """Return ResNet-18, or for quick settings a small network."""
     from lightning_sgmcmc.recipes.shared.resnet import resnet, resnet18
 
-    networks: dict[str, Any] = {
-        "CIFAR-10": lambda: resnet18(10),
-        "CIFAR-100": lambda: resnet18(100),
-        "synthetic": lambda: resnet(1, 8, 10),
-    }
+    return resnet18(classes) if data in CIFAR else resnet(1, 8, classes)
+
+
+def module_of(method: Method, setting: Setting, settings: Settings, net: "nn.Module") -> "BayesianModule":
+    """Return the network with its sampler."""
+    from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior, samplers
+
     momentum = functools.partial(samplers.SGHMC, friction=setting.friction)
     return BayesianModule(
-        net=networks[setting.data](),
+        net=net,
         likelihood=Categorical(),
         prior=GaussianPrior(setting.prior_std),
         sampler=momentum if method.sampler == "SGHMC" else samplers.SGLD,
@@ -196,7 +235,7 @@ def module_of(method: Method, setting: Setting, options: Options) -> "BayesianMo
         temperature=1.0 if method.temperature is None else method.temperature / setting.num_data,
         num_data=setting.num_data,
         num_chains=method.chains,
-        compile=options.full,
+        compile=settings.compile,
     )
 
 
@@ -216,18 +255,14 @@ def callbacks_of(method: Method, setting: Setting) -> "list[pl.Callback]":
     return callbacks
 
 
-def datamodule(setting: Setting, options: Options) -> Any:
-    """Return CIFAR with crops and flips, all of it for training; or synthetic images."""
-    from lightning_sgmcmc.datamodules import CIFAR10DataModule, CIFAR100DataModule
-    from lightning_sgmcmc.recipes.shared.synthetic_images import SyntheticImages
-
+def datamodule(setting: Setting, settings: Settings, options: Options) -> Any:
+    """Return CIFAR or a folder's images with crops and flips, all of them for training; or synthetic images."""
     if setting.data == "synthetic":
         return SyntheticImages(setting.batch, options.seed)
-    cifar = CIFAR10DataModule if setting.data == "CIFAR-10" else CIFAR100DataModule
-    return cifar(options.data_root, setting.batch, val_size=0, augment=True, device_resident=True)
+    return photographs(setting.data, options, setting.batch, size=settings.size, limit=settings.limit)
 
 
-def one(method: Method, seed: int, setting: Setting, options: Options) -> Outcome:
+def one(method: Method, seed: int, setting: Setting, settings: Settings, options: Options) -> Outcome:
     """Train and test one network, or one stack of chains."""
     import pytorch_lightning as pl
     from pytorch_lightning.loggers import CSVLogger
@@ -236,17 +271,20 @@ def one(method: Method, seed: int, setting: Setting, options: Options) -> Outcom
     pl.seed_everything(options.seed + seed, verbose=False)
     pictured = method.name in PICTURED and seed == 0
     callbacks = callbacks_of(method, setting)
-    folder = f"{method.name.replace('×', '_')}_{setting.data.lower()}"
+    folder = f"{method.name.replace('×', '_')}_{setting.name.lower()}"
     trainer = quiet_trainer(
         accelerator=options.accelerator(),
         devices=1,
-        precision="bf16-mixed" if options.full else None,
+        precision=settings.precision,
         max_epochs=setting.epochs,
         callbacks=callbacks if pictured else callbacks[:3],
         logger=CSVLogger(options.out, name=folder, version="") if pictured else False,
         enable_progress_bar=options.full,
     )
-    module, data = module_of(method, setting, options), datamodule(setting, options)
+    data = datamodule(setting, settings, options)
+    data.setup("fit")
+    net = network_of("CIFAR-10" if options.full else "synthetic", data.num_classes)
+    module = module_of(method, setting, settings, net)
     resumed_fit(trainer, module, data)
     trainer.test(module, datamodule=data, verbose=False)
     evaluation = module.evaluations["test"]

@@ -41,6 +41,7 @@ differs in empty bins only; with κ limited to ±2 it was 3.7 ± 0.9, and at 30 
 `full` has not been run, except for two steps of one chain: no GPU was available.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,7 @@ from lightning_sgmcmc.diagnostics.geometry import classical_scaling, squared_dis
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.contour import energy_walk_figure
 from lightning_sgmcmc.figures.samples import weight_paths_figure
+from lightning_sgmcmc.recipes.shared.costs import forward_flops
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
@@ -100,6 +102,12 @@ class Settings:
     def share(self) -> float:
         """Share of the paper's data, by which energies, temperature and the prior's precision are scaled."""
         return self.images / NUM_DATA
+
+    @property
+    def work(self) -> float:
+        """Gradient evaluations times the network's floating-point operations, over all methods and chains."""
+        flops = forward_flops(functools.partial(network, self.pixels), (1, self.pixels, self.pixels))
+        return float(len(METHODS) * self.chains * self.epochs * self.images * flops)
 
 
 class Walk(NamedTuple):

@@ -1,5 +1,7 @@
 """Residual networks for small images."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -43,6 +45,13 @@ def resnet20(classes: int = 10) -> nn.Module:
     return resnet(3, 16, classes)
 
 
+def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
+    """Return a 1×1 convolution if the shape changes, else the identity."""
+    if stride == 1 and inputs == outputs:
+        return nn.Sequential()
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+
 class _ProjectedBlock(nn.Module):
     """A block whose shortcut is a 1×1 convolution if the shape changes."""
 
@@ -52,13 +61,84 @@ class _ProjectedBlock(nn.Module):
         self.norm1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
         self.norm2 = nn.BatchNorm2d(outputs)
-        self.shortcut = nn.Sequential()
-        if stride > 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        self.shortcut = _shortcut(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
         return torch.relu(y + self.shortcut(x))
+
+
+class _Bottleneck(nn.Module):
+    """Three convolutions, of which the first and the last are 1×1; a quarter of the outputs in between."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        narrow = outputs // 4
+        self.conv1 = nn.Conv2d(inputs, narrow, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(narrow)
+        self.conv2 = nn.Conv2d(narrow, narrow, 3, stride, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(narrow)
+        self.conv3 = nn.Conv2d(narrow, outputs, 1, bias=False)
+        self.norm3 = nn.BatchNorm2d(outputs)
+        self.shortcut = _shortcut(inputs, outputs, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norm1(self.conv1(x)))
+        y = self.norm3(self.conv3(torch.relu(self.norm2(self.conv2(y)))))
+        return torch.relu(y + self.shortcut(x))
+
+
+class _WideBlock(nn.Module):
+    """A block that normalises before each convolution (Zagoruyko & Komodakis 2016)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(inputs)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        changes = stride > 1 or inputs != outputs
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if changes else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norm1(x))
+        around = x if self.shortcut is None else self.shortcut(y)
+        return around + self.conv2(torch.relu(self.norm2(self.conv1(y))))
+
+
+def staged(
+    block: Callable[[int, int, int], nn.Module], stem: int, widths: tuple[int, ...], blocks: int, classes: int
+) -> nn.Module:
+    """Return a residual network: a convolution, stages of blocks, of which each but the first halves the image.
+
+    Args:
+        block: makes a block of its numbers of inputs and outputs and its stride.
+        stem: channels of the first convolution.
+        widths: channels of each stage.
+        blocks: blocks in each stage.
+        classes: K.
+    """
+    late = block is _WideBlock
+    layers: list[nn.Module] = [nn.Conv2d(3, stem, 3, 1, 1, bias=False)]
+    layers += [] if late else [nn.BatchNorm2d(stem), nn.ReLU()]
+    inputs = stem
+    for stage, outputs in enumerate(widths):
+        for index in range(blocks):
+            layers.append(block(inputs, outputs, 2 if index == 0 and stage > 0 else 1))
+            inputs = outputs
+    layers += [nn.BatchNorm2d(inputs), nn.ReLU()] if late else []
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+
+NETWORKS: dict[str, Callable[[int], nn.Module]] = {
+    "ResNet-8": lambda classes: resnet(1, 8, classes),
+    "ResNet-20": lambda classes: staged(_ProjectedBlock, 16, (16, 32, 64), 3, classes),
+    "ResNet-32": lambda classes: staged(_ProjectedBlock, 16, (16, 32, 64), 5, classes),
+    "ResNet-56": lambda classes: staged(_Bottleneck, 16, (64, 128, 256), 9, classes),
+    "WRN-16-8": lambda classes: staged(_WideBlock, 16, (128, 256, 512), 2, classes),
+}
+"""The networks of ICSGLD's program, by the number of classes: shortcuts are 1×1 convolutions, and its network called
+ResNet-56 has blocks of three convolutions, 82 in all. ResNet-8 is ours, for quick runs, with half of the channels."""
 
 
 def resnet18(classes: int = 10, width: int = 64) -> nn.Module:
@@ -68,11 +148,4 @@ def resnet18(classes: int = 10, width: int = 64) -> nn.Module:
         classes: K.
         width: channels of the first stage; each other has twice as many as the one before.
     """
-    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-    inputs = width
-    for stage in range(4):
-        for index in range(2):
-            outputs = width * 2**stage
-            layers.append(_ProjectedBlock(inputs, outputs, 2 if index == 0 and stage > 0 else 1))
-            inputs = outputs
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+    return staged(_ProjectedBlock, width, (width, 2 * width, 4 * width, 8 * width), 2, classes)

@@ -3,7 +3,6 @@
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from lightning_sgmcmc.cli import commands as cli
 from lightning_sgmcmc.recipes import __main__ as runner
-from lightning_sgmcmc.recipes import cifar_csghmc, gaussian_mixture, nine_modes, twenty_five_gaussians, uci_regression
+from lightning_sgmcmc.recipes import gaussian_mixture, nine_modes, twenty_five_gaussians, uci_regression
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 
@@ -73,31 +72,6 @@ def test_uci_regression_says_what_is_missing(tmp_path: Path, capsys: pytest.Capt
         runner.main(["uci_regression", "--data-root", str(tmp_path), "--out", str(tmp_path / "out")])
     assert end.value.code == 2
     assert "energy" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("method", [pytest.param("saM-SGD", marks=pytest.mark.slow), "saCSGHMC"])
-def test_cifar_csghmc_runs_all_parts(tmp_path: Path, method: str) -> None:
-    setting = cifar_csghmc.Setting("synthetic", 5, 1, 250, (0.02, 0.1), 5.0, 4000.0, 1)
-    best, average, worth = cifar_csghmc.one(method, 0, setting, Options(tmp_path, ROOT))
-    assert 0 <= best <= 100
-    assert 0 <= average <= 100
-    assert 1 <= worth <= 3.001
-
-
-def test_cifar_csghmc_has_the_papers_setting() -> None:
-    """ε and τ in the epochs of the annealed run, and the prior that is the weight decay 25."""
-    setting: Any = read_settings(cifar_csghmc.Settings, Options(Path(), ROOT, full=True)).sets[0]
-    schedule: Any = cifar_csghmc.callbacks_of("saCSGHMC", setting)[0]
-    assert setting.divisor == pytest.approx(1.01)
-    assert schedule.burn_in_epochs == 400
-    for epoch in (0, 399, 400, 700):
-        assert schedule.lr_annealing.factor(epoch) == pytest.approx(1.01 ** -max(0, epoch - 400))
-        assert schedule.temperature_annealing.factor(epoch) == pytest.approx(1.01**-epoch)
-    assert setting.lr == pytest.approx((0.009, 0.09))
-    contour: Any = cifar_csghmc.callbacks_of("CSGHMC", setting)[-1]
-    assert contour.step_size.at(8) == pytest.approx(10 / (8**0.75 + 1000))
-    assert contour.rules.zeta * 0.01 / contour.range.width == pytest.approx(10)
-    assert [type(c).__name__ for c in cifar_csghmc.callbacks_of("SGHMC", setting)].count("ContourGradient") == 0
 
 
 def test_the_digits_configuration_runs(tmp_path: Path) -> None:

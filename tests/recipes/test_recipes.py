@@ -3,14 +3,12 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightning_sgmcmc.cli import main as sgmcmc
 from lightning_sgmcmc.recipes import __main__ as runner
 from lightning_sgmcmc.recipes import mnist_ood
-from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, markdown, mean_row
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
@@ -66,18 +64,3 @@ def test_results_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     results = json.loads((tmp_path / "o" / "results.json").read_text())
     assert (results["recipe"], results["scale"], len(results["rows"])) == ("mnist_ood", "full", 2)
     assert "| SGLD | ess |" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(not (ROOT / "notmnist").is_dir(), reason="needs the data files")
-def test_mnist_ood_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One epoch of one method; the recipe's own numbers are its affair."""
-    monkeypatch.setitem(mnist_ood.EPOCHS, "quick", 1)
-    names = {method.name for method in mnist_ood.methods()}
-    assert names >= {"SGD", "SGDM", "Snapshot-SGD", "Snapshot-SGDM", "SGLD T=1", "cSGHMC T=1", "cSGHMC T=1/N"}
-    (method,) = (m for m in mnist_ood.methods() if m.name == "cSGHMC T=1")
-    metrics, entropy = mnist_ood.one(method, 0, Options(tmp_path, ROOT))
-    assert 0.5 < metrics["accuracy"] < 1
-    assert entropy.shape == (10_000,)
-    assert metrics["ood_notmnist_entropy"] == pytest.approx(entropy.mean(), rel=1e-5)
-    entropies: Any = {"SGD": [entropy], "cSGHMC T=1": [entropy, entropy]}
-    mnist_ood.picture(entropies, entropies, "T=1").savefig(tmp_path / "picture.png")

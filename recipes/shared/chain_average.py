@@ -1,0 +1,39 @@
+"""Predictions averaged over the samples of one chain of several."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc import BayesianModule
+from lightning_sgmcmc.chains.stateless import evaluation_mode
+from lightning_sgmcmc.evaluation.scoring import Scorer
+
+AT_ONCE = 4
+"""Samples scored in one pass."""
+
+
+def chain_probabilities(module: BayesianModule, loader: Any, device: Any) -> tuple[list[Tensor], Tensor]:
+    """Return each chain's class probabilities, the uniform average over its samples, and the labels.
+
+    Args:
+        module: the module with its posterior.
+        loader: the data, in a fixed order.
+        device: where to compute.
+    """
+    assert module.posterior is not None
+    batches = [tuple(part.to(device) for part in batch) for batch in loader]
+    by_chain: dict[int, list[Any]] = {}
+    for sample in module.posterior:
+        by_chain.setdefault(sample.chain, []).append(sample.state)
+    scorer = Scorer(module)
+    averages: list[Tensor] = []
+    with evaluation_mode(module.to(device)):
+        for chain in sorted(by_chain):
+            total, states = torch.zeros(()), by_chain[chain]
+            for first in range(0, len(states), AT_ONCE):
+                own = [{name: value.to(device) for name, value in s.items()} for s in states[first : first + AT_ONCE]]
+                for terms, _, _ in scorer(own, batches):
+                    total = total + terms["probabilities"].double().cpu()
+            averages.append(total / len(states))
+    return averages, torch.cat([batch[1] for batch in batches]).cpu()
