@@ -15,10 +15,8 @@ ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 
 
 def test_theta_variance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(theta_variance.STEPS, "quick", 300)
-    monkeypatch.setattr(theta_variance, "REPEATS", 6)
     monkeypatch.setattr(theta_variance, "BOOTSTRAPS", 200)
-    rows = theta_variance.run(Options(tmp_path, ROOT, executor="here"))
+    rows = theta_variance.run(Options(tmp_path, ROOT, repeats=6, executor="here", changed={"steps": 300}))
     ratio, low, high, _, expected = (row.value for row in rows[-5:])
     assert 0 < low < ratio < high
     assert rows[-5].paper == pytest.approx(10**-0.4)

@@ -19,12 +19,9 @@ ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 
 
 @pytest.mark.slow
-def test_gaussian_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gaussian_mixture.STEPS, "quick", 1500)
-    monkeypatch.setattr(gaussian_mixture, "SHARED_STEPS", 500)
-    monkeypatch.setattr(gaussian_mixture, "SHARING", 20)
-    monkeypatch.setattr(gaussian_mixture, "REPEATS", 4)
-    rows = gaussian_mixture.run(Options(tmp_path, ROOT, executor="here"))
+def test_gaussian_mixture(tmp_path: Path) -> None:
+    changed = {"steps": 1500, "shared_steps": 500, "sharing": 20}
+    rows = gaussian_mixture.run(Options(tmp_path, ROOT, repeats=4, executor="here", changed=changed))
     assert {row.method for row in rows} >= {"SGLD", "CSGLD", "CSGLD, bin weights", "KSGLD", "KSGLD asymmetric"}
     variation = [row.value for row in rows if "TV" in row.metric]
     assert len(variation) == 12
@@ -33,21 +30,17 @@ def test_gaussian_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert names == {f"{n}.png" for n in ("energies", "error", "error_asymmetric", "flattened", "multiplier", "path")}
 
 
-def test_nine_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nine_modes, "STEPS", 6000)
-    monkeypatch.setattr(nine_modes, "REPEATS", 2)
-    rows = nine_modes.run(Options(tmp_path, ROOT, executor="here"))
-    methods = ["SGLD", "cyclical SGLD", "reSGLD", "reSGLD, twice the gradients", "CSGLD"]
-    assert [row.method for row in rows[::3]] == methods
+def test_nine_modes(tmp_path: Path) -> None:
+    rows = nine_modes.run(Options(tmp_path, ROOT, repeats=2, executor="here", changed={"steps": 6000}))
+    assert [row.method for row in rows[::3]] == list(nine_modes.METHODS)
     assert all(row.value > 0 for row in rows if "KL" in row.metric)
     assert {path.name for path in tmp_path.glob("*.png")} == {"densities.png", "trajectories.png"}
 
 
 @pytest.mark.slow
-def test_twenty_five_gaussians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twenty_five_gaussians, "STEPS", 1500)
-    monkeypatch.setattr(twenty_five_gaussians, "RUNS", 1)
-    rows = twenty_five_gaussians.run(Options(tmp_path, ROOT, executor="here"))
+def test_twenty_five_gaussians(tmp_path: Path) -> None:
+    options = Options(tmp_path, ROOT, methods=("SGLD", "cSGLD"), repeats=1, executor="here", changed={"steps": 1500})
+    rows = twenty_five_gaussians.run(options)
     assert [(row.method, row.paper) for row in rows][2:] == [("4 x SGLD", 18.0), ("4 x cSGLD", 24.4)]
     assert rows[3].value >= rows[1].value
     assert (tmp_path / "densities.png").exists()
