@@ -3,22 +3,21 @@
 Li et al. 2021 (EWSG), section 5.1 and appendix F: V = Σ½‖θ - c_i‖², 50 centres c_i ~ N(0, I), b = 1, 30 data passes, γ
 = 10, the paper's step sizes. The figures depend on the centres, so all are means over draws of the centres (± standard
 error); the paper has one draw. The paper's KL(p‖q) "between the target distribution and generated samples" is read as
-KL(target‖samples), with a Gaussian fitted to the chains. The table also has the other direction, which penalises too
-large variances more. Chains start from N(0, I); the paper does not state the start.
+KL(target‖samples), with a Gaussian fitted to the chains. The table also has the other direction. Chains start from
+N(0, I); the paper does not state the start.
 
 Measured (`python -m recipes ewsg_gaussian`: 6 draws, 1,000 chains, 125 s of CPU time). KL(target‖samples) after 30
 passes: SGHMC 1.43±0.06, SGLD 1.25±0.06, pSGLD 1.19±0.02, EWSG 1.05±0.07, SVRG-LD 0.002; by draw EWSG lies below SGHMC
 by 0.380±0.013, below SGLD by 0.193±0.011, below pSGLD by 0.137±0.048. SVRG-LD is the slowest of these, though it needs
-6 passes only. pSGLD is so far off only with the preconditioner of the gradient of U/N; with that of U, whose steps are
-50 times smaller at the same nominal ε, it comes to 0.02. At h = 0.07 x = √hγr/σ is best, as in the paper.
+6 passes only. At h = 0.07 x = √hγr/σ is best, as in the paper.
 
 M = 1 lies below M = 0 by 0.365±0.008, and M = 9 below M = 1 (by 0.21±0.18), but M = 19 not below M = 9 (above by
 0.19±0.17): long index chains shift the mean, by an amount that depends on the centres' skewness.
 
-EWSG-VR cannot run at the paper's h = 0.05: the largest eigenvalue of h·Γ is 4.1, and Euler's step diverges beyond 2. At
-h = 0.02 it has 0.17±0.07, EWSG 0.34±0.05, SGHMC 0.64±0.04, the full gradient 0.035. But uniform batches with EWSG-VR's
-friction have 0.003: EWSG's choice with x = √hγr/σ is, to first order, a friction h·cov/(2T) itself, and EWSG-VR adds it
-a second time.
+EWSG-VR cannot run at the paper's h = 0.05: the largest eigenvalue of h·Γ is 4.1, and Euler's step diverges beyond 2.
+At h = 0.02 it has 0.17±0.07, EWSG 0.34±0.05, SGHMC 0.64±0.04, the full gradient 0.035. But uniform batches with EWSG-
+VR's friction have 0.003: EWSG's choice with x = √hγr/σ is, to first order, a friction h·cov/(2T) itself, and EWSG-VR
+adds it a second time.
 
 Mean squared errors of the variance: against T both fall with exponents of -0.87±0.01 and -0.85±0.05 (-1 in the limit).
 At small h SGHMC's grows with h (exponent 1.43±0.16), EWSG's does not. At large h SGHMC's has the theorem's power,
@@ -302,13 +301,9 @@ def _divergence_rows(curves: dict[str, np.ndarray], settings: Settings) -> list[
 
 
 def _friction_row(h: float, targets: Sequence[GaussianSum]) -> Row:
-    """Return the row of the largest eigenvalue of h·Γ, which must be below 2 for Euler's step."""
     largest = [torch.linalg.eigvalsh(torch.cov(t.centres.T, correction=0))[-1] * DATA**2 for t in targets]
     values = [float(h * (FRICTION + h * one / 2)) for one in largest]
     return mean_row(f"EWSG-VR, h={h}", "largest eigenvalue of h·Γ (limit 2)", values)
-
-
-# -- pictures ---------------------------------------------------------------------------------------------------------
 
 
 def divergence_figure(curves: dict[str, np.ndarray], settings: Settings) -> "Figure":
