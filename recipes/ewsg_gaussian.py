@@ -19,10 +19,8 @@ At h = 0.02 it has 0.17±0.07, EWSG 0.34±0.05, SGHMC 0.64±0.04, the full gradi
 VR's friction have 0.003: EWSG's choice with x = √hγr/σ is, to first order, a friction h·cov/(2T) itself, and EWSG-VR
 adds it a second time.
 
-Mean squared errors of the variance: against T both fall with exponents of -0.87±0.01 and -0.85±0.05 (-1 in the limit).
-At small h SGHMC's grows with h (exponent 1.43±0.16), EWSG's does not. At large h SGHMC's has the theorem's power,
-2.19±0.003, EWSG's 2.94±0.13: friction and noise of batches cancel in first order. The paper has the powers 1 and 2 for
-EWSG; they are upper bounds.
+Mean squared errors of the variance fall against T with exponents of -0.87±0.01 and -0.85±0.05 (-1 in the limit). At
+large h SGHMC's has the theorem's power, 2.19±0.003, EWSG's 2.94±0.13. The paper has 1 and 2; they are upper bounds.
 """
 
 import functools
