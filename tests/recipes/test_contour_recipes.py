@@ -56,9 +56,24 @@ def test_uci_regression_learns_a_synthetic_table(tmp_path: Path, method: str) ->
     np.savez(tmp_path / "uci_regression" / "energy.npz", x=x, y=y, test_indices=test)
     options = Options(tmp_path, tmp_path, changed={"epochs": "60"})
     settings = read_settings(uci_regression.Settings, options)
-    rmse, worth = uci_regression.one("Energy", method, 0, settings, options)
+    rmse, worth = uci_regression.one("Energy", method, 0, False, settings, options)
     assert rmse < 2.5 < y.std()
     assert 1 <= worth <= 50.001
+
+
+def test_a_step_at_which_networks_diverge_has_a_row(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    (tmp_path / "uci_regression").mkdir()
+    x = rng.normal(size=(100, 3))
+    test = np.stack([rng.permutation(100)[:10] for _ in range(20)])
+    np.savez(tmp_path / "uci_regression" / "energy.npz", x=x, y=50 * x[:, 0], test_indices=test)
+    options = Options(tmp_path, tmp_path, changed={"epochs": "60", "epsilon": "1.0"})
+    settings = read_settings(uci_regression.Settings, options)
+    rmse, _ = uci_regression.one("Energy", "SGHMC", 0, True, settings, options)
+    assert rmse == math.inf
+    row = uci_regression.literal_row("SGHMC", "Energy", [rmse, 0.7], settings)
+    assert (row.metric, row.value) == ("Energy: splits of 2 that diverged", 1)
+    assert uci_regression.literal_row("SGHMC", "Yacht", [0.6, 0.8], settings).paper == 0.66
 
 
 def test_uci_regression_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
