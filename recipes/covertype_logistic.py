@@ -25,6 +25,7 @@ pSGLD 1.15, SGHMC 1.06, EWSG 1.02, FlyMC 49 (the paper has 1.40, 1.02, 1.22, 94)
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from lightning_sgmcmc.recipes.shared.logistic import laplace_approximation
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.samplers import SGLD, UnderdampedLangevin, pSGLD
 from lightning_sgmcmc.simulation.finite_sums import FiniteSum, LogisticRegressionSum
 from lightning_sgmcmc.simulation.firefly import firefly
@@ -53,21 +55,45 @@ from lightning_sgmcmc.simulation.gradient_estimators import (
 from lightning_sgmcmc.simulation.likelihood_bounds import LogisticBound
 from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
 
-BATCH_SIZE = 50
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `covertype_logistic.yaml`.
+
+    Attributes:
+        full_table: all 581,012 rows instead of those of the data folder.
+        repeats: of each method with batches.
+        firefly_chains: chains of FlyMC.
+        column_scales: a table for each; the columns, with numbers standardised, are multiplied by it.
+        chains: of a repeat.
+        batch: batch size, and lights that FlyMC resamples.
+    """
+
+    full_table: bool
+    repeats: int
+    firefly_chains: int
+    column_scales: tuple[float, ...]
+    chains: int
+    batch: int
+
+    @property
+    def work(self) -> float:
+        """The gradients of all methods with batches."""
+        rows = 581_012 if self.full_table else 92_962
+        return float(rows * self.chains * self.repeats * len(METHODS) * len(self.column_scales))
+
+
 PRIOR_VARIANCE = 10.0
-CHAINS = 100
-REPEATS = {"quick": 10, "full": 100}
-FIREFLY_CHAINS = {"quick": 10, "full": 100}
 FIREFLY_STEP = 5e-3
 MARKS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 UNDERDAMPED = partial(UnderdampedLangevin, friction=50.0)
-METHODS: dict[str, tuple[Any, GradientEstimator, float]] = {
-    "SGLD": (SGLD, UniformGradient(BATCH_SIZE), 2e-5),
-    "pSGLD": (pSGLD, UniformGradient(BATCH_SIZE), 5e-3),
-    "SGHMC": (UNDERDAMPED, UniformGradient(BATCH_SIZE), 1e-3),
-    "EWSG": (UNDERDAMPED, ExponentialGradient(BATCH_SIZE, num_proposals=1), 3e-3),
-    "EWSG, h = 1e-3": (UNDERDAMPED, ExponentialGradient(BATCH_SIZE, num_proposals=1), 1e-3),
-    "SGHMC, h = 3e-3": (UNDERDAMPED, UniformGradient(BATCH_SIZE), 3e-3),
+METHODS: dict[str, tuple[Any, type[GradientEstimator], float]] = {
+    "SGLD": (SGLD, UniformGradient, 2e-5),
+    "pSGLD": (pSGLD, UniformGradient, 5e-3),
+    "SGHMC": (UNDERDAMPED, UniformGradient, 1e-3),
+    "EWSG": (UNDERDAMPED, ExponentialGradient, 3e-3),
+    "EWSG, h = 1e-3": (UNDERDAMPED, ExponentialGradient, 1e-3),
+    "SGHMC, h = 3e-3": (UNDERDAMPED, UniformGradient, 3e-3),
 }
 PAPER = {
     "SGLD": (75.283, -0.525, 1.0),
@@ -77,6 +103,7 @@ PAPER = {
     "FlyMC": (75.199, -0.523, 94.4),
 }
 NONE = (None, None, None)
+PAIRS = (("EWSG", "SGHMC"), ("EWSG", "SGLD"), ("EWSG", "SGHMC, h = 3e-3"))
 CONVERGED, FIREFLY = "converged, full gradient", "FlyMC"
 CONVERGED_STEP, CONVERGED_STEPS = 0.05, 200
 
@@ -120,17 +147,17 @@ def scores(chance: Tensor, labels: Tensor) -> tuple[float, float]:
     return accuracy, float(torch.where(labels == 1, safe.log(), (1 - safe).log()).mean())
 
 
-def one_pass(target: LogisticRegressionSum, method: str, seed: int) -> tuple[Tensor, float]:
+def one_pass(target: LogisticRegressionSum, method: str, settings: Settings, seed: int) -> tuple[Tensor, float]:
     """Return a method's chains at the marks, shape (S, C, d), and the time of the pass in seconds."""
     sampler, gradient, lr = METHODS[method]
     start = time.perf_counter()
     run = sample_sum(
         target,
         sampler,
-        gradient,
+        gradient(settings.batch),
         lr=lr,
         num_passes=1.0,
-        num_chains=CHAINS,
+        num_chains=settings.chains,
         initial=torch.zeros(target.dimension),
         at_passes=MARKS,
         seed=seed,
@@ -138,91 +165,128 @@ def one_pass(target: LogisticRegressionSum, method: str, seed: int) -> tuple[Ten
     return run.positions, time.perf_counter() - start
 
 
-def converged(target: LogisticRegressionSum, seed: int) -> Tensor:
+def converged(target: LogisticRegressionSum, chains: int, seed: int) -> Tensor:
     """Return the last states of full-gradient chains, shape (C, d)."""
     centre, factor = (part.float() for part in laplace(target))
     white = Whitened(target, centre, factor)
     run = sample_sum(
-        white, SGLD, FullGradient(), lr=CONVERGED_STEP, num_steps=CONVERGED_STEPS, num_chains=CHAINS, seed=seed
+        white, SGLD, FullGradient(), lr=CONVERGED_STEP, num_steps=CONVERGED_STEPS, num_chains=chains, seed=seed
     )
     return white.place(run.last)
 
 
-def fireflies(target: LogisticRegressionSum, chains: int, seed: int) -> tuple[list[Tensor], float, float]:
+def fireflies(target: LogisticRegressionSum, settings: Settings, seed: int) -> tuple[list[Tensor], float, float]:
     """Return each chain's last state (1, d), the time of 100 chains, and the data passes of one."""
     exact = target.to(dtype=torch.float64)
     mode, _ = laplace(target)
     bound = LogisticBound.tuned(exact.inputs, exact.labels, PRIOR_VARIANCE**0.5, mode)
-    steps = -(-target.num_data // BATCH_SIZE)
+    steps, chains = -(-target.num_data // settings.batch), settings.firefly_chains
     ends, passes, start = [], 0.0, time.perf_counter()
     for chain in range(chains):
-        run = firefly(bound, mode, steps, resampled=BATCH_SIZE, step_size=FIREFLY_STEP, seed=seed + chain)
+        run = firefly(bound, mode, steps, resampled=settings.batch, step_size=FIREFLY_STEP, seed=seed + chain)
         ends.append(run.draws[-1:].float())
         passes += float(run.evaluations.sum()) / target.num_data / chains
-    return ends, (time.perf_counter() - start) * CHAINS / chains, passes
+    return ends, (time.perf_counter() - start) * settings.chains / chains, passes
 
 
 @cache
-def load(root: Path, full: bool) -> tuple[LogisticRegressionSum, Split]:
-    """Return the posterior of the training part, and the test part."""
-    data = CovertypeDataModule(root, full=full, batch_size=BATCH_SIZE, test_fraction=0.2)
+def load(root: Path, full: bool, scale: float) -> tuple[LogisticRegressionSum, Split]:
+    """Return the posterior of the training part and the test part, with all columns times a scale."""
+    data = CovertypeDataModule(root, full=full, test_fraction=0.2)
     require(data)
     train, _, test = data.splits
-    return LogisticRegressionSum(train.inputs, train.targets, PRIOR_VARIANCE), test
+    return LogisticRegressionSum(scale * train.inputs, train.targets, PRIOR_VARIANCE), Split(
+        scale * test.inputs, test.targets
+    )
 
 
-def one(method: str, repeat: int, options: Options) -> tuple[list[Tensor], float, float]:
+def one(
+    method: str, scale: float, repeat: int, settings: Settings, options: Options
+) -> tuple[list[Tensor], float, float]:
     """Return a run's test probabilities at the marks or its end, its seconds, and its data passes."""
-    target, test = load(options.data_root, options.full)
+    target, test = load(options.data_root, settings.full_table, scale)
     if method == CONVERGED:
-        return [predictions(converged(target, options.seed), test.inputs)], 0.0, 0.0
+        return [predictions(converged(target, settings.chains, options.seed), test.inputs)], 0.0, 0.0
     if method == FIREFLY:
-        ends, seconds, passes = fireflies(target, FIREFLY_CHAINS[options.scale], options.seed)
+        ends, seconds, passes = fireflies(target, settings, options.seed)
         return [predictions(torch.cat(ends), test.inputs)], seconds, passes
-    places, seconds = one_pass(target, method, options.seed + repeat)
+    places, seconds = one_pass(target, method, settings, options.seed + repeat)
     return [predictions(at, test.inputs) for at in places], seconds, 1.0
 
 
 def run(options: Options) -> list[Row]:
-    """Run all methods, draw the learning curves, return the table."""
-    _, test = load(options.data_root, options.full)
-    repeats, methods = options.repeated(REPEATS[options.scale]), options.chosen(METHODS)
-    jobs = [(CONVERGED, 0), (FIREFLY, 0), *((method, repeat) for repeat in repeats for method in methods)]
-    found = run_jobs(one, jobs, options, in_turn=True)  # times are compared
-    truth = found[CONVERGED, 0][0][0]
-    rows = _rows(CONVERGED, [truth], truth, test.targets)
-    curves: dict[str, list[list[float]]] = {}
-    for method in methods:
-        own = [found[method, repeat] for repeat in repeats]
-        rows += _rows(method, [chances[-1] for chances, _, _ in own], truth, test.targets)
-        curves[method] = [[scores(chance, test.targets)[1] for chance in chances] for chances, _, _ in own]
-        if "SGLD" in methods:
-            ratio = [seconds / found["SGLD", repeat][1] for repeat, (_, seconds, _) in zip(repeats, own, strict=True)]
-            rows.append(mean_row(method, "time over SGLD's", ratio, PAPER.get(method, NONE)[2]))
-    (chance,), seconds, passes = found[FIREFLY, 0]
-    rows += _rows(FIREFLY, [chance], truth, test.targets)
-    if "SGLD" in methods:
-        mean = sum(found["SGLD", repeat][1] for repeat in repeats) / len(repeats)
-        rows.append(Row(FIREFLY, "time over SGLD's", seconds / mean, None, PAPER[FIREFLY][2]))
-    rows.append(Row(FIREFLY, "data passes", passes))
-    _picture(curves, scores(truth, test.targets)[1], options)
+    """Run all methods at all scales, draw the learning curves, return the tables."""
+    settings = read_settings(Settings, options)
+    repeats, chosen = options.repeated(settings.repeats), options.chosen((*METHODS, FIREFLY))
+    jobs = []
+    for scale in settings.column_scales:
+        alone = [CONVERGED, *(method for method in chosen if method == FIREFLY)]
+        jobs += [(method, scale, 0) for method in alone]
+        jobs += [(method, scale, repeat) for repeat in repeats for method in chosen if method in METHODS]
+    load(options.data_root, settings.full_table, settings.column_scales[0])
+    found = run_jobs(one, jobs, options, settings, in_turn=True)  # times are compared
+    rows = []
+    for index, scale in enumerate(settings.column_scales):
+        _, test = load(options.data_root, settings.full_table, scale)
+        own = {(method, repeat): outcome for (method, at, repeat), outcome in found.items() if at == scale}
+        rows += _table(own, test.targets, f"columns × {scale:g}: ")
+        curves = {method: _levels(own, method, test.targets) for method in chosen if method in METHODS}
+        name = "log_likelihood.png" if index == 0 else f"log_likelihood_{scale:g}.png"
+        level = scores(own[CONVERGED, 0][0][0], test.targets)[1]
+        _picture({method: levels.tolist() for method, levels in curves.items()}, level, options.out / name)
     return rows
 
 
-def _rows(method: str, chances: Sequence[Tensor], truth: Tensor, labels: Tensor) -> list[Row]:
+Outcomes = dict[tuple[str, int], tuple[list[Tensor], float, float]]
+
+
+def _levels(found: Outcomes, method: str, labels: Tensor) -> Tensor:
+    """Return the log likelihood of each repeat at the marks, shape (R, S)."""
+    own = [chances for (name, _), (chances, _, _) in found.items() if name == method]
+    return torch.tensor([[scores(chance, labels)[1] for chance in chances] for chances in own], dtype=torch.float64)
+
+
+def _table(found: Outcomes, labels: Tensor, label: str) -> list[Row]:
+    """Return the rows of a scale: all methods, differences by repeat, times."""
+    truth, methods = found[CONVERGED, 0][0][0], list(dict.fromkeys(method for method, _ in found))
+    seconds = {m: [time for (name, _), (_, time, _) in found.items() if name == m] for m in methods}
+    rows = []
+    for method in methods:
+        own = [chances[-1] for (name, _), (chances, _, _) in found.items() if name == method]
+        rows += _rows(label, method, own, truth, labels)
+        paper = PAPER.get(method, NONE)[2]
+        if method == FIREFLY and "SGLD" in methods:
+            mean = sum(seconds["SGLD"]) / len(seconds["SGLD"])
+            rows.append(Row(label + method, "time over SGLD's", seconds[method][0] / mean, None, paper))
+        elif method in METHODS and "SGLD" in methods:
+            ratio = [time / first for time, first in zip(seconds[method], seconds["SGLD"], strict=True)]
+            rows.append(mean_row(label + method, "time over SGLD's", ratio, paper))
+        if method == FIREFLY:
+            rows.append(Row(label + method, "data passes", found[method, 0][2]))
+    for better, worse in PAIRS:
+        if better in methods and worse in methods:
+            gains = _levels(found, better, labels)[:, -1] - _levels(found, worse, labels)[:, -1]
+            paper = None
+            if worse in PAPER:
+                paper = round(PAPER[better][1] - PAPER[worse][1], 4)
+            rows.append(mean_row(f"{label}{better} - {worse}", "log likelihood", gains.tolist(), paper))
+    return rows
+
+
+def _rows(label: str, method: str, chances: Sequence[Tensor], truth: Tensor, labels: Tensor) -> list[Row]:
     accuracy, level = zip(*(scores(chance, labels) for chance in chances), strict=True)
     paper = PAPER.get(method, NONE)
     rows = [
-        mean_row(method, "accuracy %", accuracy, paper[0]),
-        mean_row(method, "log likelihood", level, paper[1]),
+        mean_row(label + method, "accuracy %", accuracy, paper[0]),
+        mean_row(label + method, "log likelihood", level, paper[1]),
     ]
     if chances[0] is not truth:
         errors = [float((chance - truth).abs().mean()) for chance in chances]
-        rows.append(mean_row(method, "mean |probability - converged|", errors))
+        rows.append(mean_row(label + method, "mean |probability - converged|", errors))
     return rows
 
 
-def _picture(curves: dict[str, list[list[float]]], level: float, options: Options) -> None:
+def _picture(curves: dict[str, list[list[float]]], level: float, path: Path) -> None:
     figure, (axes,) = canvas(height=3.6)
     for index, (method, repeats) in enumerate(curves.items()):
         draw_band(axes, MARKS, repeats, index, method)
@@ -230,4 +294,4 @@ def _picture(curves: dict[str, list[list[float]]], level: float, options: Option
     axes.set_xlabel("data passes")
     axes.set_ylabel(f"test log likelihood (nats)\n{INTERVAL}")
     legend_above(axes, columns=4)
-    save_figure(figure, options.out / "log_likelihood.png")
+    save_figure(figure, path)

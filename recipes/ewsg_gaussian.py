@@ -3,35 +3,28 @@
 Li et al. 2021 (EWSG), section 5.1 and appendix F: V = Σ½‖θ - c_i‖², 50 centres c_i ~ N(0, I), b = 1, 30 data passes, γ
 = 10, the paper's step sizes. The figures depend on the centres, so all are means over draws of the centres (± standard
 error); the paper has one draw. The paper's KL(p‖q) "between the target distribution and generated samples" is read as
-KL(target‖samples), with a Gaussian fitted to the chains. The table also has the other direction, which penalises too
-large variances more. Chains start from N(0, I); the paper does not state the start.
+KL(target‖samples), with a Gaussian fitted to the chains. The table also has the other direction. Chains start from
+N(0, I); the paper does not state the start.
 
 Measured (`python -m recipes ewsg_gaussian`: 6 draws, 1,000 chains, 125 s of CPU time). KL(target‖samples) after 30
 passes: SGHMC 1.43±0.06, SGLD 1.25±0.06, pSGLD 1.19±0.02, EWSG 1.05±0.07, SVRG-LD 0.002; by draw EWSG lies below SGHMC
 by 0.380±0.013, below SGLD by 0.193±0.011, below pSGLD by 0.137±0.048. SVRG-LD is the slowest of these, though it needs
-6 passes only. pSGLD is so far off only with the preconditioner of the gradient of U/N; with that of U, whose steps are
-50 times smaller at the same nominal ε, it comes to 0.02. At h = 0.07 x = √hγr/σ is best, as in the paper.
+6 passes only. At h = 0.07 x = √hγr/σ is best, as in the paper. M = 1 lies below M = 0 by 0.365±0.008, and M = 9 below M
+= 1 (by 0.21±0.18), but M = 19 not below M = 9 (above by 0.19±0.17): long index chains shift the mean, by an amount that
+depends on the centres' skewness.
 
-M = 1 lies below M = 0 by 0.365±0.008, and M = 9 below M = 1 (by 0.21±0.18; in the other direction by 1.8±0.5), but M =
-19 not below M = 9 (above by 0.19±0.17): long index chains shift the mean, by an amount that depends on the centres'
-skewness.
+EWSG-VR cannot run at the paper's h = 0.05: h·Γ has an eigenvalue of 4.1, and Euler's step diverges beyond 2. At h =
+0.02 it has 0.17±0.07, EWSG 0.34±0.05, SGHMC 0.64±0.04. But uniform batches with EWSG-VR's friction have 0.003: EWSG's
+choice is, to first order, a friction h·cov/(2T) itself, and EWSG-VR adds it a second time.
 
-EWSG-VR cannot run at the paper's h = 0.05: the largest eigenvalue of h·Γ is 4.1, and Euler's step diverges beyond 2. At
-h = 0.02 it has 0.17±0.07, EWSG 0.34±0.05, SGHMC 0.64±0.04, and sooner than the full gradient, whose 0.035 is Euler's
-bias. But uniform batches with EWSG-VR's friction have 0.003: EWSG's choice with x = √hγr/σ is, to first order and with
-M = 1 already, a friction h·cov/(2T) itself, and EWSG-VR adds it a second time.
-
-Mean squared errors of the variance: against T both fall with exponents of -0.87±0.01 and -0.85±0.05 (-1 in the limit).
-At small h and T = 1 SGHMC's grows with h (exponent 1.43±0.16, as the square of the bias adds to the theorem's h/T), but
-EWSG's does not: at h = 0.002 it is 0.014±0.007 below the limit, SGHMC's 0.158±0.008 above. At large h and T = 50
-SGHMC's has the theorem's power, 2.19±0.003, EWSG's 2.94±0.13: friction and noise of batches cancel in first order. The
-paper has the powers 1 and 2 for EWSG; they are upper bounds.
+Mean squared errors of the variance fall against T with exponents of -0.87±0.01 and -0.85±0.05 (-1 in the limit). At
+large h SGHMC's has the theorem's power, 2.19±0.003, EWSG's 2.94±0.13. The paper has 1 and 2; they are upper bounds.
 """
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -43,6 +36,7 @@ from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.pictures import panels
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.samplers import SGLD, Sampler, UnderdampedLangevin, pSGLD
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.finite_sums import GaussianSum
@@ -60,10 +54,45 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-DATA, PASSES = 50, 30
-DRAWS = {"quick": 6, "full": 50}
-CHAINS = {"quick": 1_000, "full": 10_000}
-MARKS = (0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `ewsg_gaussian.yaml`.
+
+    Attributes:
+        draws, chains: of the centres, and of each method on each of them.
+        passes, marks: length of a run in data passes, and the points of its curve.
+        times, h_of_times: times T of the errors at one small h.
+        small_steps, time_of_small, limit_step: steps h at a small T, and the step that stands for h → 0.
+        large_steps, time_of_large: steps h at a large T.
+        scaling_chains, scaling_factor: chains of the three, multiplied by a factor.
+    """
+
+    draws: int
+    chains: int
+    passes: int
+    marks: tuple[float, ...]
+    times: tuple[float, ...]
+    h_of_times: float
+    small_steps: tuple[float, ...]
+    time_of_small: float
+    limit_step: float
+    large_steps: tuple[float, ...]
+    time_of_large: float
+    scaling_chains: dict[str, int]
+    scaling_factor: int
+
+    @property
+    def work(self) -> float:
+        """The chains of all draws."""
+        return float(self.draws * self.chains)
+
+    @property
+    def scales(self) -> dict[str, tuple[float, ...]]:
+        """The x of each kind of scaling."""
+        return {"T": self.times, "small h": self.small_steps, "large h": self.large_steps}
+
+
+DATA = 50
 FRICTION = 10.0
 UNDERDAMPED = functools.partial(UnderdampedLangevin, friction=FRICTION)
 
@@ -108,13 +137,17 @@ PANELS = {
 }
 METHODS = {name: method for panel in PANELS.values() for name, method in panel.items()}
 
-TIMES, H_OF_TIMES = (1, 2, 4, 8), 4e-4
-SMALL_STEPS, TIME_OF_SMALL, LIMIT_STEP = (5e-4, 1e-3, 2e-3), 1.0, 1.25e-4
-LARGE_STEPS, TIME_OF_LARGE = (5e-3, 1e-2, 2e-2, 4e-2), 50.0
+SCALING = "scaling"
+PAIRS = (
+    ("EWSG", "SGHMC"),
+    ("EWSG", "SGLD"),
+    ("EWSG", "pSGLD"),
+    ("M = 1", "M = 0"),
+    ("M = 9", "M = 1"),
+    ("M = 19", "M = 9"),
+)
 POWERS = {"T": -1, "small h": 1, "large h": 2}  # of the theorem
 SCALED = {"EWSG": ExponentialGradient(), "SGHMC": UniformGradient()}
-SCALING_CHAINS = {"T": 200, "small h": 2_000, "large h": 50}  # of quick; ten times as many in full
-SCALES = {"T": TIMES, "small h": SMALL_STEPS, "large h": LARGE_STEPS}
 
 
 def centres(draw: int, seed: int) -> GaussianSum:
@@ -135,22 +168,20 @@ def divergences(places: Tensor, target: GaussianSum) -> tuple[float, float]:
     return float(forward), float(backward)
 
 
-def divergence_job(draw: int, options: Options) -> dict[str, list[tuple[float, float]]]:
-    """Return both divergences of all methods at the marks, for one draw of the centres."""
-    target, found = centres(draw, options.seed), {}
-    for name, method in METHODS.items():
-        run = sample_sum(
-            target,
-            method.sampler,
-            method.gradient,
-            lr=method.lr,
-            num_passes=PASSES,
-            at_passes=MARKS,
-            num_chains=CHAINS[options.scale],
-            seed=derive_seed(options.seed, name, draw),
-        )
-        found[name] = [divergences(places, target) for places in run.positions]
-    return found
+def divergence_job(name: str, draw: int, settings: Settings, options: Options) -> list[tuple[float, float]]:
+    """Return both divergences of a method at the marks, for one draw of the centres."""
+    target, method = centres(draw, options.seed), METHODS[name]
+    run = sample_sum(
+        target,
+        method.sampler,
+        method.gradient,
+        lr=method.lr,
+        num_passes=settings.passes,
+        at_passes=settings.marks,
+        num_chains=settings.chains,
+        seed=derive_seed(options.seed, name, draw),
+    )
+    return [divergences(places, target) for places in run.positions]
 
 
 def squared_errors(
@@ -176,26 +207,29 @@ def squared_errors(
     return (run.averages[:, :, 0] / (2 / DATA) - 1).square().mean(1).tolist()
 
 
-def scaling_job(draw: int, options: Options) -> dict[str, list[float]]:
+def scaling_job(draw: int, settings: Settings, options: Options) -> dict[str, list[float]]:
     """Return relative mean squared errors of EWSG with M = 1 and of SGHMC against T, small h and large h."""
-    target, factor = centres(draw, options.seed), 10 if options.full else 1
+    target, factor = centres(draw, options.seed), settings.scaling_factor
 
     def at(name: str, gradient: GradientEstimator, h: float, times: Sequence[float], scale: str) -> list[float]:
         seed = derive_seed(options.seed, "scaling", draw, name, str(h))
-        return squared_errors(target, gradient, h, times, factor * SCALING_CHAINS[scale], seed)
+        return squared_errors(target, gradient, h, times, factor * settings.scaling_chains[scale], seed)
 
-    found = {"h to 0": at("limit", FullGradient(), LIMIT_STEP, [TIME_OF_SMALL], "small h")}
+    limit = at("limit", FullGradient(), settings.limit_step, [settings.time_of_small], "small h")
+    found, times = {"h to 0": limit}, {"small h": settings.time_of_small, "large h": settings.time_of_large}
     for name, gradient in SCALED.items():
-        found[f"{name}, T"] = at(name, gradient, H_OF_TIMES, TIMES, "T")
-        for scale, steps, time in (("small h", SMALL_STEPS, TIME_OF_SMALL), ("large h", LARGE_STEPS, TIME_OF_LARGE)):
-            found[f"{name}, {scale}"] = [at(name, gradient, h, [time], scale)[0] for h in steps]
+        found[f"{name}, T"] = at(name, gradient, settings.h_of_times, settings.times, "T")
+        for scale, time in times.items():
+            found[f"{name}, {scale}"] = [at(name, gradient, h, [time], scale)[0] for h in settings.scales[scale]]
     return found
 
 
-def job(kind: str, draw: int, options: Options) -> dict[str, list]:
-    """Run one of the two kinds of job for one draw."""
+def job(kind: str, draw: int, settings: Settings, options: Options) -> Any:
+    """Run one of the methods, or the scaling of errors, for one draw."""
     torch.set_num_threads(1)
-    return scaling_job(draw, options) if kind == "scaling" else divergence_job(draw, options)  # type: ignore[return-value]
+    if kind == SCALING:
+        return scaling_job(draw, settings, options)
+    return divergence_job(kind, draw, settings, options)
 
 
 def slope(x: Sequence[float], errors: np.ndarray) -> tuple[float, float] | None:
@@ -218,44 +252,44 @@ def slope(x: Sequence[float], errors: np.ndarray) -> tuple[float, float] | None:
 
 def run(options: Options) -> list[Row]:
     """Run all methods on all draws, draw the pictures, return the table."""
-    draws = options.repeated(DRAWS[options.scale])
-    jobs = [(kind, draw) for kind in ("scaling", "divergence") for draw in draws]
-    found = run_jobs(job, jobs, options)
-    curves = {name: np.array([found["divergence", draw][name] for draw in draws]) for name in METHODS}
-    errors = {name: np.array([found["scaling", draw][name] for draw in draws]) for name in found["scaling", 0]}
-    limit = errors.pop("h to 0")
-    for name in SCALED:
-        errors[f"{name}, small h"] = errors[f"{name}, small h"] - limit
-    rows = _divergence_rows(curves)
+    settings = read_settings(Settings, options)
+    draws, chosen = options.repeated(settings.draws), options.chosen((SCALING, *METHODS))
+    jobs = [(kind, draw) for kind in chosen for draw in draws]
+    found = run_jobs(job, jobs, options, settings)
+    curves = {name: np.array([found[name, draw] for draw in draws]) for name in chosen if name != SCALING}
+    rows = _divergence_rows(curves, settings)
     rows += [_friction_row(h, [centres(draw, options.seed) for draw in draws]) for h in (H_OF_FRICTION, H)]
-    rows += _scaling_rows(errors)
-    save_figure(divergence_figure(curves), options.out / "divergence.png")
-    save_figure(scaling_figure(errors), options.out / "scaling.png")
+    save_figure(divergence_figure(curves, settings), options.out / "divergence.png")
+    if SCALING in chosen:
+        errors = {name: np.array([found[SCALING, draw][name] for draw in draws]) for name in found[SCALING, 0]}
+        limit = errors.pop("h to 0")
+        for name in SCALED:
+            errors[f"{name}, small h"] = errors[f"{name}, small h"] - limit
+        rows += _scaling_rows(errors, settings)
+        save_figure(scaling_figure(errors, settings), options.out / "scaling.png")
     return rows
 
 
-def _scaling_rows(errors: dict[str, np.ndarray]) -> list[Row]:
+def _scaling_rows(errors: dict[str, np.ndarray], settings: Settings) -> list[Row]:
     rows = []
     for name in SCALED:
         for scale, power in POWERS.items():
             values = errors[f"{name}, {scale}"]
             if scale == "small h":
-                growth = f"MSE / variance² of the variance at h={SMALL_STEPS[-1]:g}, less its limit h to 0"
+                growth = f"MSE / variance² of the variance at h={settings.small_steps[-1]:g}, less its limit h to 0"
                 rows.append(mean_row(name, growth, values[:, -1].tolist()))
-            fitted = slope(SCALES[scale], values)
+            fitted = slope(settings.scales[scale], values)
             if fitted is not None:
                 rows.append(Row(name, f"exponent of the MSE of the variance in {scale}", *fitted, paper=power))
     return rows
 
 
-def _divergence_rows(curves: dict[str, np.ndarray]) -> list[Row]:
+def _divergence_rows(curves: dict[str, np.ndarray], settings: Settings) -> list[Row]:
     rows = []
     for name, values in curves.items():
         for direction, word in enumerate(("KL(target‖samples)", "KL(samples‖target)")):
-            rows.append(mean_row(name, f"{word} at {PASSES} passes", values[:, -1, direction].tolist()))
-    pairs = [("EWSG", other) for other in ("SGHMC", "SGLD", "pSGLD")]
-    pairs += [("M = 1", "M = 0"), ("M = 9", "M = 1"), ("M = 19", "M = 9")]
-    for one, other in pairs:
+            rows.append(mean_row(name, f"{word} at {settings.passes} passes", values[:, -1, direction].tolist()))
+    for one, other in (pair for pair in PAIRS if set(pair) <= set(curves)):
         for direction, word in enumerate(("KL(target‖samples)", "KL(samples‖target)")):
             less = curves[one][:, -1, direction] - curves[other][:, -1, direction]
             rows.append(mean_row(f"{one} less {other}", f"{word}, by draw of c", less.tolist()))
@@ -263,21 +297,17 @@ def _divergence_rows(curves: dict[str, np.ndarray]) -> list[Row]:
 
 
 def _friction_row(h: float, targets: Sequence[GaussianSum]) -> Row:
-    """Return the row of the largest eigenvalue of h·Γ, which must be below 2 for Euler's step."""
     largest = [torch.linalg.eigvalsh(torch.cov(t.centres.T, correction=0))[-1] * DATA**2 for t in targets]
     values = [float(h * (FRICTION + h * one / 2)) for one in largest]
     return mean_row(f"EWSG-VR, h={h}", "largest eigenvalue of h·Γ (limit 2)", values)
 
 
-# -- pictures ---------------------------------------------------------------------------------------------------------
-
-
-def divergence_figure(curves: dict[str, np.ndarray]) -> "Figure":
+def divergence_figure(curves: dict[str, np.ndarray], settings: Settings) -> "Figure":
     """Draw KL(target‖samples) against passes, a panel for each question; bands are 95 % intervals over repeats."""
     figure, grid = panels(2, 2, 7.5, 6.4)
     for axes, (title, methods) in zip(grid.flat, PANELS.items(), strict=True):
-        for index, name in enumerate(methods):
-            draw_band(axes, MARKS, curves[name][:, :, 0], index, name, is_positive=True)
+        for index, name in enumerate(name for name in methods if name in curves):
+            draw_band(axes, settings.marks, curves[name][:, :, 0], index, name, is_positive=True)
         axes.set_yscale("log")
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("data passes")
@@ -287,10 +317,10 @@ def divergence_figure(curves: dict[str, np.ndarray]) -> "Figure":
     return figure
 
 
-def scaling_figure(errors: dict[str, np.ndarray]) -> "Figure":
+def scaling_figure(errors: dict[str, np.ndarray], settings: Settings) -> "Figure":
     """Draw relative mean squared errors against T and h, with lines of the theorem's powers."""
     figure, grid = panels(1, 3, 8.5, 3.2)
-    for axes, (scale, x) in zip(grid.flat, SCALES.items(), strict=True):
+    for axes, (scale, x) in zip(grid.flat, settings.scales.items(), strict=True):
         for index, name in enumerate(SCALED):
             values, fitted = errors[f"{name}, {scale}"], slope(x, errors[f"{name}, {scale}"])
             mean, half = mean_with_interval(values)
@@ -309,7 +339,11 @@ def scaling_figure(errors: dict[str, np.ndarray]) -> "Figure":
         axes.minorticks_off()
         axes.set_xticks(x, [f"{value:g}" for value in x])
         axes.legend(fontsize=8, frameon=False)
-    titles = (f"h={H_OF_TIMES:g}", f"T={TIME_OF_SMALL:g}, less the limit h to 0", f"T={TIME_OF_LARGE:g}")
+    titles = (
+        f"h={settings.h_of_times:g}",
+        f"T={settings.time_of_small:g}, less the limit h to 0",
+        f"T={settings.time_of_large:g}",
+    )
     for axes, title in zip(grid.flat, titles, strict=True):
         axes.set_title(title, fontsize=9)
     grid[0][0].set_ylabel(f"MSE of the variance / variance²\n{INTERVAL}")

@@ -24,6 +24,7 @@ parkinsons at 0.5 this method diverges on one of the splits.
 """
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.pictures import outside_legend
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.samplers import UnderdampedLangevin
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.finite_sums import LogisticRegressionSum, batch_moments
@@ -57,24 +59,50 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-TABLES = ("pima", "parkinsons")
-TEST_FRACTION = 0.2
-PRIOR_VARIANCE = 10.0  # of the paper's section 5.2; it gives none here
-FRICTION = 10.0  # of section 5.1
-LIMITS = (0.5, 0.1)  # the largest eigenvalue of h·Γ at θ = 0, which must stay below 2
-SPLITS = {"quick": 4, "full": 10}
-CHAINS = {"quick": 100, "full": 1_000}
-PASSES = {"pima": {"quick": 8, "full": 60}, "parkinsons": {"quick": 32, "full": 100}}
-MARKS = 16
-LATE = 4  # the last marks, whose mean is the final value
-FULL_STEPS = {"quick": 2_000, "full": 20_000}
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `ewsg_vr_logistic.yaml`.
+
+    Attributes:
+        splits, chains: random splits of a table, and chains of a method on each.
+        passes: data passes of the methods with batches, by table.
+        full_steps: steps with the full gradient.
+        limits: the largest eigenvalue of h·Γ at θ = 0, which must stay below 2.
+        test_fraction: share of the test data.
+        prior_variance, friction: of the paper's sections 5.2 and 5.1; it gives none here.
+        marks: points of a curve.
+        late: the last points, whose mean is the final value.
+    """
+
+    splits: int
+    chains: int
+    passes: dict[str, int]
+    full_steps: int
+    limits: tuple[float, ...]
+    test_fraction: float
+    prior_variance: float
+    friction: float
+    marks: int
+    late: int
+
+    @property
+    def work(self) -> float:
+        """The data passes of all chains over the tables, which have 768 and 195 rows."""
+        rows = {"pima": 768, "parkinsons": 195}
+        batches = sum(
+            rows[table] * (len(METHODS) * passes + 2 * self.full_steps) for table, passes in self.passes.items()
+        )
+        return float(len(self.limits) * self.splits * self.chains * batches)
+
+
 METHODS: dict[str, GradientEstimator] = {
     "SGHMC": UniformGradient(),
     "EWSG": ExponentialGradient(),
     "EWSG-VR": CalibratedFriction(ExponentialGradient()),
     "SGHMC with EWSG-VR's friction": CalibratedFriction(UniformGradient()),
 }
-FULL = "full gradient"
+FULL, REFERENCE = "full gradient", "reference"
+PAIRS = (("EWSG", "SGHMC"), ("EWSG-VR", "EWSG"))
 
 
 @dataclass(frozen=True)
@@ -92,15 +120,15 @@ class Problem:
     labels: Tensor
 
     @classmethod
-    def load(cls, table: str, split: int, options: Options) -> "Problem":
+    def load(cls, table: str, split: int, settings: Settings, options: Options) -> "Problem":
         """Read and split a table; a speaker's recordings may be in both parts of parkinsons."""
         seed = derive_seed(options.seed, "split", split) % 2**31
         data = UCIClassificationDataModule(
-            table, options.data_root, test_fraction=TEST_FRACTION, seed=seed, intercept=True
+            table, options.data_root, test_fraction=settings.test_fraction, seed=seed, intercept=True
         )
         data.setup("fit")
         train, _, test = data.splits
-        posterior = LogisticRegressionSum(train.inputs.double(), train.targets, PRIOR_VARIANCE)
+        posterior = LogisticRegressionSum(train.inputs.double(), train.targets, settings.prior_variance)
         return cls(posterior, test.inputs.double(), test.targets.double())
 
     def log_likelihood(self, x: Tensor) -> tuple[float, float]:
@@ -109,12 +137,12 @@ class Problem:
         each = (logits * self.labels - softplus(logits)).mean(1)
         return float(each.mean()), float(each.std())
 
-    def step(self, limit: float) -> float:
+    def step(self, limit: float, friction: float) -> float:
         """Return the h whose h·Γ has the largest eigenvalue `limit` at θ = 0: h·γ + h²·λ/2 with λ that of the cov."""
         moments = batch_moments(self.posterior, torch.zeros(1, self.posterior.dimension).double(), 1)
         covariance = moments.second[0] - moments.first[0][:, None] * moments.first[0]
         largest = float(torch.linalg.eigvalsh(covariance)[-1])
-        return (math.sqrt(FRICTION**2 + 2 * largest * limit) - FRICTION) / largest
+        return (math.sqrt(friction**2 + 2 * largest * limit) - friction) / largest
 
     def laplace_draws(self, count: int, seed: int) -> Tensor:
         """Return draws of the normal law at the mode, shape (count, d), the start of the reference."""
@@ -124,65 +152,62 @@ class Problem:
         return mode + noise @ factor.T
 
 
-def job(table: str, split: int, limit: float, options: Options) -> dict[str, list[tuple[float, float]]]:
-    """Return mean and standard deviation of the log likelihood at the marks, by method."""
+def job(
+    table: str, split: int, limit: float, name: str, settings: Settings, options: Options
+) -> list[tuple[float, float]]:
+    """Return mean and standard deviation of a method's log likelihood at the marks."""
     torch.set_num_threads(1)
-    problem = Problem.load(table, split, options)
-    passes, steps, chains = PASSES[table][options.scale], FULL_STEPS[options.scale], CHAINS[options.scale]
-    zero = torch.zeros(problem.posterior.dimension)
-    starts = dict.fromkeys((*METHODS, FULL), zero)
-    starts["reference"] = problem.laplace_draws(chains, derive_seed(options.seed, "Laplace", table, split))
-    found = {}
-    for name, start in starts.items():
-        last = passes if name in METHODS else steps
-        run = sample_sum(
-            problem.posterior,
-            functools.partial(UnderdampedLangevin, friction=FRICTION),
-            METHODS.get(name, FullGradient()),
-            lr=problem.step(limit),
-            num_passes=last,
-            at_passes=[last * (k + 1) / MARKS for k in range(MARKS)],
-            num_chains=chains,
-            initial=start,
-            seed=derive_seed(options.seed, name, table, split),
-        )
-        found[name] = [problem.log_likelihood(x) for x in run.positions]
-    return found
+    problem = Problem.load(table, split, settings, options)
+    start = torch.zeros(problem.posterior.dimension)
+    if name == REFERENCE:
+        start = problem.laplace_draws(settings.chains, derive_seed(options.seed, "Laplace", table, split))
+    last = settings.passes[table] if name in METHODS else settings.full_steps
+    run = sample_sum(
+        problem.posterior,
+        functools.partial(UnderdampedLangevin, friction=settings.friction),
+        METHODS.get(name, FullGradient()),
+        lr=problem.step(limit, settings.friction),
+        num_passes=last,
+        at_passes=[last * (k + 1) / settings.marks for k in range(settings.marks)],
+        num_chains=settings.chains,
+        initial=start,
+        seed=derive_seed(options.seed, name, table, split),
+    )
+    return [problem.log_likelihood(x) for x in run.positions]
 
 
 def run(options: Options) -> list[Row]:
     """Run all methods on all splits, draw the pictures, return the table."""
-    splits = options.repeated(SPLITS[options.scale])
-    jobs = [(table, split, limit) for limit in LIMITS for table in TABLES for split in splits]
-    require(*(UCIClassificationDataModule(table, options.data_root) for table in TABLES))
-    found = run_jobs(job, jobs, options)
+    settings = read_settings(Settings, options)
+    splits, methods = options.repeated(settings.splits), options.chosen(METHODS)
+    names, tables = (*methods, FULL, REFERENCE), tuple(settings.passes)
+    require(*(UCIClassificationDataModule(table, options.data_root) for table in tables))
+    jobs = list(itertools.product(tables, splits, settings.limits, names))
+    found = run_jobs(job, jobs, options, settings)
     rows: list[Row] = []
-    for limit in LIMITS:
+    for limit in settings.limits:
         curves = {
-            table: {
-                name: np.array([found[table, split, limit][name] for split in splits])
-                for name in (*METHODS, FULL, "reference")
-            }
-            for table in TABLES
+            table: {name: np.array([found[table, split, limit, name] for split in splits]) for name in names}
+            for table in tables
         }
-        for table in TABLES:
-            rows += _rows(f"{table}, h·Γ={limit:g}", curves[table])
-        picture = likelihood_figure(curves, options)
+        for table in tables:
+            rows += _rows(f"{table}, h·Γ={limit:g}", curves[table], settings.late)
+        picture = likelihood_figure(curves, settings)
         save_figure(picture, options.out / f"log_likelihood_{limit:g}.png")
     return rows
 
 
-def _rows(label: str, curves: dict[str, np.ndarray]) -> list[Row]:
+def _rows(label: str, curves: dict[str, np.ndarray], late: int) -> list[Row]:
     """Return final values, distances to the full gradient, and their paired differences over splits."""
-    rows, ends = [], {name: values[:, -LATE:].mean(1) for name, values in curves.items()}
+    rows, ends = [], {name: values[:, -late:].mean(1) for name, values in curves.items()}
     words = ("mean", "sd")
     for name, values in ends.items():
         rows += [
             mean_row(f"{label}: {name}", f"{word} of test log likelihood", values[:, i].tolist())
             for i, word in enumerate(words)
         ]
-    distances = {name: np.abs(ends[name] - ends["reference"]) for name in METHODS}
-    pairs = [("EWSG", "SGHMC"), ("EWSG-VR", "EWSG")]
+    distances = {name: np.abs(ends[name] - ends[REFERENCE]) for name in METHODS if name in ends}
+    pairs = [pair for pair in PAIRS if set(pair) <= set(ends)]
     distances |= {f"{one} less {other}": distances[one] - distances[other] for one, other in pairs}
     for name, values in distances.items():
         rows += [
@@ -192,19 +217,19 @@ def _rows(label: str, curves: dict[str, np.ndarray]) -> list[Row]:
     return rows
 
 
-def likelihood_figure(curves: dict[str, dict[str, np.ndarray]], options: Options) -> "Figure":
+def likelihood_figure(curves: dict[str, dict[str, np.ndarray]], settings: Settings) -> "Figure":
     """Draw mean (left) and standard deviation (right) of the test log likelihood against passes, of the first split."""
     figure, grid = panels(len(curves), 2, 7.5, 0.6 + 2.4 * len(curves))
     for row, (table, by_method) in zip(grid, curves.items(), strict=True):
         for column, axes in enumerate(row):
-            for index, name in enumerate((*METHODS, FULL)):
-                last = FULL_STEPS[options.scale] if name == FULL else PASSES[table][options.scale]
-                passes = np.arange(1, MARKS + 1) * last / MARKS
-                axes.plot(passes, by_method[name][0, :, column], label=name, **series(index, MARKS))
-            level = by_method["reference"][0, -LATE:, column].mean()
+            for index, name in enumerate(name for name in by_method if name != REFERENCE):
+                last = settings.full_steps if name == FULL else settings.passes[table]
+                passes = np.arange(1, settings.marks + 1) * last / settings.marks
+                axes.plot(passes, by_method[name][0, :, column], label=name, **series(index, settings.marks))
+            level = by_method[REFERENCE][0, -settings.late :, column].mean()
             axes.axhline(level, color="black", linestyle=":", linewidth=1, label="full gradient, from Laplace")
             # A method that diverged would hide the others.
-            shown = np.array([by_method[name][0, :, column] for name in ("SGHMC", "EWSG", "EWSG-VR", FULL)])
+            shown = np.array([by_method[name][0, :, column] for name in by_method if "'s friction" not in name])
             margin = 0.2 * (shown.max() - shown.min())
             axes.set_ylim(min(shown.min(), level) - margin, max(shown.max(), level) + margin)
             axes.set_xscale("log")

@@ -14,7 +14,7 @@ interpolated weights, 0.11 and 0.13 with bin weights. That of a single chain's �
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,17 +28,38 @@ from lightning_sgmcmc.figures.targets import densities_figure, errors_figure, pa
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.simulation import ContourRun, Simulation, simulate
 from lightning_sgmcmc.simulation.targets import GaussianMixture
 
-REPEATS = 10
-STEPS = {"quick": 1_000_000, "full": 10_000_000}
-LR = 0.1
-SMALL_LR = 0.02
-SHARING = 400
-SHARED_STEPS = 100_000
-ZETA = 0.75
-GRADIENT_NOISE = 0.1
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `gaussian_mixture.yaml`.
+
+    Attributes:
+        steps, repeats: of each chain, and chains.
+        lr, small_lr: ε, and a smaller one that shows its bias.
+        zeta: ζ.
+        gradient_noise: standard deviation of the noise on gradients.
+        sharing, shared_steps: chains that learn one π together, and their steps.
+    """
+
+    steps: int
+    repeats: int
+    lr: float
+    small_lr: float
+    zeta: float
+    gradient_noise: float
+    sharing: int
+    shared_steps: int
+
+    @property
+    def work(self) -> float:
+        """The gradients of all chains of both mixtures."""
+        return float(len(TARGETS) * len(METHODS) * (self.repeats * self.steps + self.sharing * self.shared_steps))
+
+
 PARTITION = EnergyPartition(first_edge=2.0, width=1.0, num_bins=50)
 STEP_SIZE = DecayingStepSize(1, 0.6, 100)
 METHODS = ("SGLD", "CSGLD", "CSGLD, bin weights", "KSGLD")
@@ -46,7 +67,7 @@ PICTURED = ("", "CSGLD")
 TARGETS = {"": GaussianMixture.two_modes(), " asymmetric": GaussianMixture.two_modes(5 / 6)}
 
 
-def learner(target: GaussianMixture, weighting: Weighting, known: bool = False, zeta: float = ZETA) -> ContourRun:
+def learner(target: GaussianMixture, weighting: Weighting, known: bool, zeta: float) -> ContourRun:
     """Return a contour that learns π, or keeps it at the truth."""
     contour = Contour(PARTITION, ContourRules(zeta, "original", weighting=weighting))
     state = contour.known_state(true_masses(target).clamp(min=1e-300)) if known else None
@@ -59,18 +80,20 @@ def true_masses(target: GaussianMixture) -> torch.Tensor:
     return target.bin_masses(PARTITION.edges())
 
 
-def chains(target: GaussianMixture, contour: ContourRun | None, lr: float, steps: int, seed: int) -> Simulation:
-    """Run ten chains, half from each mode, and record the weighted mean along the way."""
-    start = torch.tensor([[-6.0], [4.0]]).repeat(REPEATS // 2, 1)
+def chains(
+    target: GaussianMixture, contour: ContourRun | None, repeats: int, settings: Settings, seed: int
+) -> Simulation:
+    """Run chains from both modes in turn, and record the weighted mean along the way."""
+    steps, start = settings.steps, alternate_starts(repeats)
     marks = sorted({int(mark) for mark in np.geomspace(1000, steps, 13)})
     options: dict[str, Any] = {"initial": start, "observe": lambda x: x, "checkpoints": marks, "seed": seed}
     return simulate(
         target,
-        lr=lr,
+        lr=settings.lr,
         num_steps=steps,
-        num_chains=REPEATS,
+        num_chains=repeats,
         contour=contour,
-        gradient_noise=GRADIENT_NOISE,
+        gradient_noise=settings.gradient_noise,
         keep_every=max(1, steps // 200_000),
         **options,
     )
@@ -84,23 +107,29 @@ def variation(run: Simulation, contour_run: ContourRun, target: GaussianMixture)
     return (0.5 * (masses - true_masses(target)).abs().sum(1)).tolist()
 
 
-def shared_variation(target: GaussianMixture, contour_run: ContourRun, lr: float, options: Options) -> float:
+def shared_variation(
+    target: GaussianMixture, contour_run: ContourRun, lr: float, settings: Settings, seed: int
+) -> float:
     """Return the total-variation error of one π that many chains learn together, so that only ε's bias remains."""
-    start = torch.tensor([[-6.0], [4.0]]).repeat(SHARING // 2, 1)
     many = replace(contour_run, shared=True)
     run = simulate(
         target,
         lr=lr,
-        num_steps=SHARED_STEPS,
-        num_chains=SHARING,
+        num_steps=settings.shared_steps,
+        num_chains=settings.sharing,
         contour=many,
-        gradient_noise=GRADIENT_NOISE,
-        initial=start,
-        seed=options.seed,
-        compile=None if SHARED_STEPS < 50_000 else True,
+        gradient_noise=settings.gradient_noise,
+        initial=alternate_starts(settings.sharing),
+        seed=seed,
+        compile=None if settings.shared_steps < 50_000 else True,
     )
     assert run.contour is not None
     return float(0.5 * (contour_run.contour.log_masses(run.contour).exp() - true_masses(target)).abs().sum())
+
+
+def alternate_starts(count: int) -> torch.Tensor:
+    """Return starts of chains in the two modes in turn, shape (count, 1)."""
+    return torch.where(torch.arange(count) % 2 == 0, -6.0, 4.0)[:, None]
 
 
 class Outcome(NamedTuple):
@@ -121,20 +150,23 @@ class Outcome(NamedTuple):
     run: Simulation | None
 
 
-def contour_of(method: str, target: GaussianMixture) -> ContourRun | None:
+def contour_of(method: str, target: GaussianMixture, zeta: float) -> ContourRun | None:
     """Return a method's contour."""
     if method == "SGLD":
         return None
-    return learner(target, "bin" if "bin" in method else "interpolated", known=method == "KSGLD")
+    return learner(target, "bin" if "bin" in method else "interpolated", method == "KSGLD", zeta)
 
 
-def one(suffix: str, method: str, options: Options) -> Outcome:
+def one(suffix: str, method: str, repeats: int, settings: Settings, options: Options) -> Outcome:
     """Run a method on one of the mixtures."""
     target = TARGETS[suffix]
-    contour = contour_of(method, target)
-    done = chains(target, contour, LR, STEPS[options.scale], options.seed)
+    contour = contour_of(method, target, settings.zeta)
+    done = chains(target, contour, repeats, settings, options.seed)
     learns = contour is not None and contour.learn
-    shared = {lr: shared_variation(target, contour, lr, options) for lr in (LR, SMALL_LR)} if contour and learns else {}
+    shared = {}
+    if contour and learns:
+        for lr in (settings.lr, settings.small_lr):
+            shared[lr] = shared_variation(target, contour, lr, settings, options.seed)
     return Outcome(
         (done.averages[:, :, 0] - float(target.mean)).abs(),
         done.checkpoints.tolist(),
@@ -146,16 +178,18 @@ def one(suffix: str, method: str, options: Options) -> Outcome:
 
 def run(options: Options) -> list[Row]:
     """Run all methods on both mixtures, draw the pictures, return the table."""
-    methods = options.chosen(METHODS)
-    found = run_jobs(one, list(itertools.product(TARGETS, methods)), options)
+    settings = read_settings(Settings, options)
+    methods, repeats = options.chosen(METHODS), len(options.repeated(settings.repeats))
+    jobs = list(itertools.product(TARGETS, methods, [repeats]))
+    found = {job[:2]: outcome for job, outcome in run_jobs(one, jobs, options, settings).items()}
     rows: list[Row] = []
     for (suffix, method), outcome in found.items():
-        steps = f"{STEPS[options.scale]:.0e} steps"
+        steps = f"{settings.steps:.0e} steps"
         rows.append(mean_row(method + suffix, f"|error of E[x]| at {steps}", outcome.errors[-1].tolist()))
         if outcome.variation:
-            rows.append(mean_row(method + suffix, "TV error of one chain's π, ε=0.1", outcome.variation))
+            rows.append(mean_row(method + suffix, f"TV error of one chain's π, ε={settings.lr:g}", outcome.variation))
         for lr, error in outcome.shared.items():
-            rows.append(Row(method + suffix, f"TV error of π of {SHARING} chains, ε={lr}", error))
+            rows.append(Row(method + suffix, f"TV error of π of {settings.sharing} chains, ε={lr:g}", error))
     for suffix in TARGETS:
         errors = {method: found[suffix, method].errors.mean(1).tolist() for method in methods}
         name = suffix.strip().replace("asymmetric", "_asymmetric")
@@ -163,11 +197,12 @@ def run(options: Options) -> list[Row]:
         save_figure(picture, options.out / f"error{name}.png")
     pictured = found[PICTURED].run if PICTURED in found else None
     if pictured is not None:
-        _pictures(pictured, contour_of(PICTURED[1], TARGETS[PICTURED[0]]), TARGETS[PICTURED[0]], options)
+        _pictures(pictured, contour_of(PICTURED[1], TARGETS[PICTURED[0]], settings.zeta), settings.zeta, options)
     return rows
 
 
-def _pictures(run: Simulation, contour_run: ContourRun | None, target: GaussianMixture, options: Options) -> None:
+def _pictures(run: Simulation, contour_run: ContourRun | None, zeta: float, options: Options) -> None:
+    target = TARGETS[PICTURED[0]]
     assert contour_run is not None
     assert run.contour is not None
     first = ContourState(*(part[0] for part in run.contour))
@@ -179,18 +214,18 @@ def _pictures(run: Simulation, contour_run: ContourRun | None, target: GaussianM
         "path": path_figure(
             run.steps[-20_000:].tolist(), run.positions[-20_000:, 0, 0].tolist(), run.multipliers[-20_000:, 0].tolist()
         ),
-        "flattened": _flattened(run, target),
+        "flattened": _flattened(run, target, zeta),
     }
     for name, figure in figures.items():
         save_figure(figure, options.out / f"{name}.png")
 
 
-def _flattened(run: Simulation, target: GaussianMixture) -> Any:
+def _flattened(run: Simulation, target: GaussianMixture, own: float) -> Any:
     """Draw the flattened density for several ζ, and the weighted draws against the target."""
     x = torch.linspace(-11, 9, 401, dtype=torch.float64)
     density = torch.exp(-target.energy(x[:, None]))
     curves: dict[str, Sequence[float]] = {}
-    for zeta in (0.5, ZETA, 1.0):
+    for zeta in (0.5, own, 1.0):
         known = learner(target, "interpolated", known=True, zeta=zeta)
         assert known.state is not None
         place = known.contour.locate(known.state, target.energy(x[:, None]), 1.0, PARTITION.edges())

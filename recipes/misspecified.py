@@ -41,6 +41,7 @@ from lightning_sgmcmc.figures.canvas import COLOURS, canvas, integer_ticks, lege
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.samplers import UnderdampedLangevin
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.finite_sums import NormalModelSum
@@ -59,21 +60,46 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-DATA = 100_000
-REPEATS = {"quick": 4, "full": 20}
-ITERATIONS, BURN_IN = 10_000, 1_000
-RESAMPLED = DATA // 10
-ACCEPTANCE = 0.5  # as in the program that the paper cites, which starts from a step of 1/√N
 RADIUS = (0.1, 0.1)
-BATCH, STEP, FRICTION, PASSES = 10_900, 1e-4, 300.0, 1090
 COORDINATES = ("μ", "log σ")
-LAG = 500
 PAPER_SHARE = 10.9
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `misspecified.yaml`.
+
+    Attributes:
+        repeats: data sets.
+        data: values of a data set; FlyMC resamples a tenth of their lights in an iteration.
+        iterations, burn_in: of FlyMC, of random-walk Metropolis and of the full gradient; draws that are discarded.
+        acceptance: that FlyMC's step is tuned to in the burn-in, from 1/√N, as in the program that the paper cites.
+        batch, step, friction, passes: of EWSG and of uniform batches.
+        lag: of the autocorrelation in the table.
+    """
+
+    repeats: int
+    data: int
+    iterations: int
+    burn_in: int
+    acceptance: float
+    batch: int
+    step: float
+    friction: float
+    passes: int
+    lag: int
+
+    @property
+    def work(self) -> float:
+        """The iterations of all methods over the data."""
+        return float(self.repeats * self.data * (3 * self.iterations + 3 * self.passes))
+
+
 FLYMC = {"FlyMC, one M": True, "FlyMC, own M": False}
-GRADIENTS: dict[str, GradientEstimator] = {
-    "EWSG": ExponentialGradient(BATCH, 1),
-    "uniform batches": UniformGradient(BATCH),
-    "full gradient": FullGradient(),
+GRADIENTS: dict[str, Callable[[int], GradientEstimator]] = {
+    "EWSG": ExponentialGradient,
+    "uniform batches": UniformGradient,
+    "full gradient": lambda _: FullGradient(),
 }
 SERIES = {
     "EWSG": 1,
@@ -98,10 +124,10 @@ class Chain:
     shares: Tensor
 
 
-def posterior(repeat: int, seed: int) -> tuple[Tensor, NormalModelSum]:
+def posterior(repeat: int, data: int, seed: int) -> tuple[Tensor, NormalModelSum]:
     """Return a repeat's data and its posterior."""
     generator = torch.Generator().manual_seed(derive_seed(seed, "data", repeat))
-    values = torch.randn(DATA, generator=generator, dtype=torch.float64).exp()
+    values = torch.randn(data, generator=generator, dtype=torch.float64).exp()
     return values, NormalModelSum(values)
 
 
@@ -110,76 +136,85 @@ def start() -> Tensor:
     return torch.tensor([math.exp(0.5), math.log((math.e - 1) * math.e) / 2], dtype=torch.float64)
 
 
-def one(method: str, repeat: int, options: Options) -> Chain:
+def one(method: str, repeat: int, settings: Settings, options: Options) -> Chain:
     """Run one chain of a method on a repeat's data."""
-    values, target = posterior(repeat, options.seed)
+    values, target = posterior(repeat, settings.data, options.seed)
     seed = derive_seed(options.seed, method, repeat)
     if method in GRADIENTS:
-        draws, share = langevin(target, GRADIENTS[method], seed)
+        draws, share = langevin(target, GRADIENTS[method](settings.batch), settings, seed)
     elif method in FLYMC:
-        draws, share = fireflies(values, FLYMC[method], seed)
+        draws, share = fireflies(values, FLYMC[method], settings, seed)
     else:
-        draws, share = walk(target, seed)
+        draws, share = walk(target, settings, seed)
     return Chain((draws - target.mean) / target.covariance.diagonal().sqrt(), share)
 
 
-def langevin(target: NormalModelSum, gradient: GradientEstimator, seed: int) -> tuple[Tensor, Tensor]:
+def langevin(
+    target: NormalModelSum, gradient: GradientEstimator, settings: Settings, seed: int
+) -> tuple[Tensor, Tensor]:
     """Return the draws and the share of data of underdamped Langevin dynamics."""
-    a_step = {UniformGradient: BATCH, ExponentialGradient: 2 * BATCH, FullGradient: DATA}[type(gradient)]
-    steps = ITERATIONS if isinstance(gradient, FullGradient) else PASSES * DATA // a_step
+    per_step = settings.batch * (2 if isinstance(gradient, ExponentialGradient) else 1)
+    passes = settings.passes * settings.data
+    steps = settings.iterations if isinstance(gradient, FullGradient) else passes // per_step
     run = sample_sum(
         target,
-        functools.partial(UnderdampedLangevin, friction=FRICTION),
+        functools.partial(UnderdampedLangevin, friction=settings.friction),
         gradient,
-        lr=STEP,
+        lr=settings.step,
         num_steps=steps,
         initial=start(),
-        at_steps=range(BURN_IN + 1, steps + 1),
+        at_steps=range(settings.burn_in + 1, steps + 1),
         seed=seed,
         dtype=torch.float64,
     )
-    return run.positions[:, 0], torch.full((steps,), 100 * run.evaluations / DATA / steps)
+    return run.positions[:, 0], torch.full((steps,), 100 * run.evaluations / settings.data / steps)
 
 
-def fireflies(values: Tensor, shared: bool, seed: int) -> tuple[Tensor, Tensor]:
+def fireflies(values: Tensor, shared: bool, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
     """Return the draws and the share of data of FlyMC."""
     run = firefly(
         TaylorBound(values, RADIUS, shared),
         start(),
-        ITERATIONS,
-        resampled=RESAMPLED,
-        step_size=1 / math.sqrt(DATA),
-        burn_in=BURN_IN,
-        target_acceptance=ACCEPTANCE,
+        settings.iterations,
+        resampled=settings.data // 10,
+        step_size=1 / math.sqrt(settings.data),
+        burn_in=settings.burn_in,
+        target_acceptance=settings.acceptance,
         seed=seed,
     )
-    return run.draws, 100 * run.evaluations / DATA
+    return run.draws, 100 * run.evaluations / settings.data
 
 
-def walk(target: NormalModelSum, seed: int) -> tuple[Tensor, Tensor]:
+def walk(target: NormalModelSum, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
     """Return the draws and the share of data of random-walk Metropolis."""
     run = random_walk_metropolis(
-        lambda x: -target.energy(x), start()[None], ITERATIONS, scale=1 / math.sqrt(DATA), burn_in=BURN_IN, seed=seed
+        lambda x: -target.energy(x),
+        start()[None],
+        settings.iterations,
+        scale=1 / math.sqrt(settings.data),
+        burn_in=settings.burn_in,
+        seed=seed,
     )
-    return run.draws[:, 0], torch.full((ITERATIONS,), 100.0)
+    return run.draws[:, 0], torch.full((settings.iterations,), 100.0)
 
 
 def run(options: Options) -> list[Row]:
     """Run all methods on all repeats, draw the pictures, return the table."""
     torch.set_num_threads(1)
-    repeats = options.repeated(REPEATS[options.scale])
-    methods = [*FLYMC, *GRADIENTS, "random walk"]  # longest first
+    settings = read_settings(Settings, options)
+    repeats = options.repeated(settings.repeats)
+    methods = options.chosen((*FLYMC, *GRADIENTS, "random walk"))  # longest first
     jobs = [(method, repeat) for method in methods for repeat in repeats]
-    found = run_jobs(one, jobs, options)
-    chains = {method: [found[method, repeat] for repeat in repeats] for method in SERIES}
+    found = run_jobs(one, jobs, options, settings)
+    chains = {method: [found[method, repeat] for repeat in repeats] for method in SERIES if method in methods}
     for name, draw in PICTURES.items():
-        save_figure(draw(chains), options.out / f"{name}.png")
-    rows = [row for method, of_method in chains.items() for row in rows_of(method, of_method)]
-    outside = [outside_mass(*posterior(repeat, options.seed)) for repeat in repeats]
+        save_figure(draw(chains, settings), options.out / f"{name}.png")
+    rows = [row for method, of_method in chains.items() for row in rows_of(method, of_method, settings)]
+    outside = [outside_mass(*posterior(repeat, settings.data, options.seed)) for repeat in repeats]
     return [*rows, Row("FlyMC", "largest posterior mass beyond the bound's region", max(outside))]
 
 
-def rows_of(method: str, chains: Sequence[Chain]) -> list[Row]:
+def rows_of(method: str, chains: Sequence[Chain], settings: Settings) -> list[Row]:
     """Return a method's figures, with their errors over repeats."""
     paper = PAPER_SHARE if method == "FlyMC, one M" else None
     rows = [mean_row(method, "data of an iteration, %", [float(c.shares.mean()) for c in chains], paper)]
@@ -187,7 +222,7 @@ def rows_of(method: str, chains: Sequence[Chain]) -> list[Row]:
         "mean, in sds from the truth": lambda draws: draws.mean(0),
         "sd / true sd": lambda draws: draws.std(0),
         "autocorrelation time": autocorrelation_time,
-        f"autocorrelation at lag {LAG}": lambda draws: autocorrelation(draws, LAG + 1)[-1],
+        f"autocorrelation at lag {settings.lag}": lambda draws: autocorrelation(draws, settings.lag + 1)[-1],
     }
     for name, figure in figures.items():
         values = torch.stack([figure(chain.draws) for chain in chains])
@@ -200,34 +235,35 @@ def outside_mass(values: Tensor, target: NormalModelSum) -> float:
     """Return a bound of the posterior mass where the Taylor bound does not hold, from both marginals."""
     from scipy.stats import chi2, t
 
-    mode, freedom = TaylorBound(values).mode, DATA - 1
+    mode, data = TaylorBound(values).mode, len(values)
+    freedom = data - 1
     low, high = (float(target.squares * (-2 * (mode[1] + side * RADIUS[1])).exp()) for side in (1, -1))
-    scale = math.sqrt(float(target.squares) / freedom / DATA)
+    scale = math.sqrt(float(target.squares) / freedom / data)
     return float(chi2.cdf(low, freedom) + chi2.sf(high, freedom) + 2 * t.sf(RADIUS[0] / scale, freedom))
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def autocorrelation_figure(chains: dict[str, list[Chain]]) -> "Figure":
+def autocorrelation_figure(chains: dict[str, list[Chain]], settings: Settings) -> "Figure":
     """Draw the mean autocorrelation of both coordinates."""
     figure, grid = canvas(2, height=5)
     for i, (axes, name) in enumerate(zip(grid, COORDINATES, strict=True)):
         axes.axhline(0, color="black", linewidth=0.6)
         for method, of_method in chains.items():
-            curves = torch.stack([autocorrelation(chain.draws[:, i], 2 * LAG + 1) for chain in of_method])
+            curves = torch.stack([autocorrelation(chain.draws[:, i], 2 * settings.lag + 1) for chain in of_method])
             axes.plot(curves.mean(0), label=method, **series(SERIES[method], curves.shape[1]))
-        axes.axvline(LAG, color="black", linestyle=":", linewidth=0.8)
+        axes.axvline(settings.lag, color="black", linestyle=":", linewidth=0.8)
         axes.set_ylabel(f"autocorrelation of {name}")
     grid[1].set_xlabel("lag (iterations)")
     legend_above(grid[0])
     return figure
 
 
-def samples_figure(chains: dict[str, list[Chain]]) -> "Figure":
+def samples_figure(chains: dict[str, list[Chain]], settings: Settings) -> "Figure":
     """Draw the first repeat's draws over the posterior's contours of 50, 90 and 99 % (normal up to 1/N)."""
-    shown = ("EWSG", "uniform batches", "FlyMC, one M", "FlyMC, own M")
-    figure, (row,) = panels(1, len(shown), 8.5, 2.8, shared_x=True, shared_y=True)
+    shown = [method for method in SERIES if method in chains and method not in ("full gradient", "random walk")]
+    figure, (row,) = panels(1, max(1, len(shown)), 8.5, 2.8, shared_x=True, shared_y=True)
     angles = torch.linspace(0, 2 * math.pi, 200)
     for axes, method in zip(row, shown, strict=True):
         draws = chains[method][0].draws
@@ -241,17 +277,18 @@ def samples_figure(chains: dict[str, list[Chain]]) -> "Figure":
     return figure
 
 
-def bright_figure(chains: dict[str, list[Chain]]) -> "Figure":
+def bright_figure(chains: dict[str, list[Chain]], settings: Settings) -> "Figure":
     """Draw histograms of how many data were bright in an iteration of FlyMC."""
     figure, grid = canvas(2, height=4.4, shared=False)
-    for axes, method in zip(grid, FLYMC, strict=True):
-        counts = torch.cat([chain.shares[BURN_IN:] for chain in chains[method]]) * (DATA / 100) - RESAMPLED
+    for axes, method in zip(grid, (method for method in FLYMC if method in chains), strict=False):
+        counts = torch.cat([chain.shares[settings.burn_in :] for chain in chains[method]]) * (settings.data / 100)
+        counts = counts - settings.data // 10
         mean, most = float(counts.mean()), int(counts.max().round())
         width = max(1, most // 60)
         axes.hist(
             counts.numpy(), bins=[k - 0.5 for k in range(0, most + width + 1, width)], color=COLOURS[SERIES[method]]
         )
-        axes.axvline(mean, color="black", linewidth=1, label=f"mean {mean:.3g}, {mean / DATA:.2g} of all")
+        axes.axvline(mean, color="black", linewidth=1, label=f"mean {mean:.3g}, {mean / settings.data:.2g} of all")
         axes.set_ylabel("iterations")
         axes.set_xlabel(f"bright data, {method}")
         axes.xaxis.set_major_locator(integer_ticks())

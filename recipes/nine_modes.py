@@ -17,6 +17,7 @@ cyclical SGLD 1.3 ± 0.2, SGLD 2.8 ± 0.1. That is the paper's order but for the
 that reSGLD estimates a few modes in the corners poorly, and here it is ahead of CSGLD at equal cost.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,23 +31,54 @@ from lightning_sgmcmc.figures.targets import plane_figure, trajectories_figure
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation import ContourRun, Simulation, simulate
 from lightning_sgmcmc.simulation.exchange_run import ExchangeRun
 from lightning_sgmcmc.simulation.targets import CosineTarget
 
-REPEATS = 10
-STEPS = 200_000
-BURN_IN, EVERY = 5_000, 20
-LR, CYCLICAL_LR, CYCLES = 0.001, 0.005, 20
-NOISE = 0.1**0.5
-START = (2.0, 2.0)
-CELLS = 40
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `nine_modes.yaml`.
+
+    Attributes:
+        repeats: runs of each method, side by side.
+        steps: gradients of a run.
+        burn_in, every: steps before the first draw and between two draws.
+        lr, cyclical_lr, cycles: step size, the largest one of the cyclical method, and its cycles.
+        noise: standard deviation of the noise on energies and on each part of the gradients.
+        start: where all chains start.
+        ladder, swap_every: temperatures of replica exchange, and steps between two attempts to swap.
+        wrong_variance: the variance of energies in the row that overrates it.
+        cells: cells of a side of the grid of KL.
+    """
+
+    repeats: int
+    steps: int
+    burn_in: int
+    every: int
+    lr: float
+    cyclical_lr: float
+    cycles: int
+    noise: float
+    start: tuple[float, float]
+    ladder: tuple[float, ...]
+    swap_every: int
+    wrong_variance: float
+    cells: int
+
+    @property
+    def work(self) -> float:
+        """The gradients of all methods."""
+        return float(self.repeats * self.steps * (len(METHODS) + 1))
+
+
 RADIUS, LEAST = 0.5, 10
-LADDER, SWAP_EVERY = (1.0, 3.0), 20
-METHODS = ("SGLD", "cyclical SGLD", "reSGLD", "reSGLD, twice the gradients", "CSGLD")
-EXCHANGED = {"reSGLD": 1, "reSGLD, twice the gradients": 2}
+OVERRATED = "reSGLD, overrated variance"
+METHODS = ("SGLD", "cyclical SGLD", "reSGLD", "reSGLD, twice the gradients", OVERRATED, "CSGLD")
+EXCHANGED = {"reSGLD": 1, "reSGLD, twice the gradients": 2, OVERRATED: 1}
 PAPER_MODES = {"SGLD": 3.0, "CSGLD": 9.0}
 LEARNER = ContourRun(
     Contour(EnergyPartition(-6.4, 0.25, 100), ContourRules(0.75, "original")),
@@ -54,37 +86,38 @@ LEARNER = ContourRun(
 )
 
 
-def simulated(method: str, steps: int, seed: int) -> Simulation:
+def simulated(method: str, repeats: int, settings: Settings, seed: int) -> Simulation:
     """Run all repeats of a method."""
-    slots = len(LADDER) if method in EXCHANGED else 1
+    slots, steps, noise = len(settings.ladder) if method in EXCHANGED else 1, settings.steps, settings.noise
     gradients = steps * EXCHANGED.get(method, 1)
-    plan = CyclicalPlan(steps, CYCLES, 0.5, 1)
-    cyclical: Any = lambda k: CYCLICAL_LR * plan.lr_factor(k)  # noqa: E731
+    plan = CyclicalPlan(steps, settings.cycles, 0.5, 1)
+    cyclical: Any = lambda k: settings.cyclical_lr * plan.lr_factor(k)  # noqa: E731
+    variance = settings.wrong_variance if method == OVERRATED else noise**2
     return simulate(
         CosineTarget.nine_modes(),
-        lr=cyclical if method == "cyclical SGLD" else LR,
+        lr=cyclical if method == "cyclical SGLD" else settings.lr,
         num_steps=gradients // slots,
-        num_chains=REPEATS * slots,
+        num_chains=repeats * slots,
         contour=LEARNER if method == "CSGLD" else None,
-        exchange=ExchangeRun(LADDER, every=SWAP_EVERY, variance=NOISE**2) if slots > 1 else None,
-        energy_noise=NOISE if method == "CSGLD" or slots > 1 else 0.0,
-        gradient_noise=NOISE,
-        initial=torch.tensor(START),
-        keep_every=max(1, EVERY * gradients // steps // slots),
-        burn_in=BURN_IN * gradients // steps // slots,
+        exchange=ExchangeRun(settings.ladder, every=settings.swap_every, variance=variance) if slots > 1 else None,
+        energy_noise=noise if method == "CSGLD" or slots > 1 else 0.0,
+        gradient_noise=noise,
+        initial=torch.tensor(settings.start),
+        keep_every=max(1, settings.every * gradients // steps // slots),
+        burn_in=settings.burn_in * gradients // steps // slots,
         seed=seed,
     )
 
 
-def draws(method: str, done: Simulation, steps: int, repeat: int) -> tuple[Tensor, Tensor]:
+def draws(method: str, done: Simulation, settings: Settings, repeat: int) -> tuple[Tensor, Tensor]:
     """Return the draws of a repeat, (S, 2), and their log-weights, (S,)."""
     if done.slots is not None:
-        own = slice(repeat * len(LADDER), (repeat + 1) * len(LADDER))
+        own = slice(repeat * len(settings.ladder), (repeat + 1) * len(settings.ladder))
         coldest = done.slots[:, own] == 0
         return done.positions[:, own][coldest], done.log_weights[:, own][coldest]
     drawn = torch.ones(len(done.steps), dtype=torch.bool)
     if method == "cyclical SGLD":
-        plan = CyclicalPlan(steps, CYCLES, 0.5, 1)
+        plan = CyclicalPlan(settings.steps, settings.cycles, 0.5, 1)
         drawn = torch.tensor([not plan.is_exploration(k) for k in done.steps.tolist()])
     return done.positions[drawn, repeat], done.log_weights[drawn, repeat]
 
@@ -98,36 +131,38 @@ class Outcome(NamedTuple):
     path: list[list[float]]
 
 
-def one(method: str, options: Options) -> Outcome:
-    """Run all repeats of a method; `full` has 10 times the steps."""
-    target, steps = CosineTarget.nine_modes(), STEPS * (10 if options.full else 1)
-    truth, modes = target.cell_masses(CELLS), target.modes
+def one(method: str, repeats: int, settings: Settings, options: Options) -> Outcome:
+    """Run all repeats of a method."""
+    target, cells = CosineTarget.nine_modes(), settings.cells
+    truth, modes = target.cell_masses(cells), target.modes
     generator = torch.Generator().manual_seed(derive_seed(options.seed, "resampling", method))
-    done = simulated(method, steps, options.seed)
+    done = simulated(method, repeats, settings, options.seed)
     found, distances, pictured = [], [], []
-    for chain in range(REPEATS):
-        places, log_weights = draws(method, done, steps, chain)
+    for chain in range(repeats):
+        places, log_weights = draws(method, done, settings, chain)
         chosen = places[resample(log_weights, generator=generator)]
         found.append(float(mode_coverage(chosen, modes, RADIUS, LEAST)))
-        masses = cell_masses(places, log_weights.softmax(0), target.bounds, CELLS)
+        masses = cell_masses(places, log_weights.softmax(0), target.bounds, cells)
         distances.append(divergence(truth, masses))
         if chain == 0:
-            pictured.append((masses.reshape(CELLS, CELLS), places[:4000].tolist()))
+            pictured.append((masses.reshape(cells, cells), places[:4000].tolist()))
     return Outcome(found, distances, *pictured[0])
 
 
 def run(options: Options) -> list[Row]:
     """Run the methods, draw densities and trajectories, return the table."""
-    outcomes = run_jobs(one, [(method,) for method in options.chosen(METHODS)], options)
+    settings = read_settings(Settings, options)
+    repeats, cells = len(options.repeated(settings.repeats)), settings.cells
+    outcomes = run_jobs(one, [(method, repeats) for method in options.chosen(METHODS)], options, settings)
     target, rows = CosineTarget.nine_modes(), []
-    for (method,), outcome in outcomes.items():
+    for (method, _), outcome in outcomes.items():
         rows.append(mean_row(method, "modes found", outcome.found, PAPER_MODES.get(method)))
         rows.append(Row(method, "least modes found in a run", min(outcome.found)))
         rows.append(mean_row(method, "KL to the truth (nats)", outcome.distances))
-    truth = target.cell_masses(CELLS).reshape(CELLS, CELLS)
-    densities = {method: outcome.masses for (method,), outcome in outcomes.items()}
+    truth = target.cell_masses(cells).reshape(cells, cells)
+    densities = {method: outcome.masses for (method, _), outcome in outcomes.items()}
     save_figure(plane_figure(truth, densities, target.bounds, target.modes.tolist()), options.out / "densities.png")
     energies = target.energy(target.cells(200)).reshape(200, 200)
-    paths = {method: outcome.path for (method,), outcome in outcomes.items()}
+    paths = {method: outcome.path for (method, _), outcome in outcomes.items()}
     save_figure(trajectories_figure(energies, target.bounds, paths), options.out / "trajectories.png")
     return rows

@@ -28,6 +28,7 @@ library's own epochs, whose batches cancel within eight steps, 0.00032 ± 0.0000
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,11 +45,10 @@ from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.switching import (
-    CHAINS,
     GROUPS,
     POTENTIALS,
-    SWITCHING_TIMES,
     distances,
     jackknife_error,
     stationary_draws,
@@ -63,20 +63,40 @@ if TYPE_CHECKING:
 
 STATIONARY_BOUND, STRONG_BOUND = 5 / (32 * 16 + 4 * 5), 0.25
 """The exponents of Theorem 1.3, with L = 15, K = 5 and R → 0, so c = K, and of Theorem 1.1."""
-TIMES = (0.1, 1.0)
-PAIRS = {"quick": 10_000, "full": 100_000}
-TABLE, BATCH_SIZE, PRIOR_STD = "pima", 96, 10.0
-LOGISTIC_CHAINS = {"quick": 12, "full": 48}
-TIME_STEP = {"quick": 2e-5, "full": 2e-6}
-LOGISTIC_TIME = 0.02
 FRESH = 1e-9
 """A switching time at which every step has an independent batch: the remaining error is the step's, not η's."""
-LOGISTIC_SWITCHING_TIMES = {
-    "quick": (1.0, 0.1, 0.03, 0.01, 0.003, 0.001),
-    "full": (1.0, 0.1, 0.03, 0.01, 0.003, 1e-3, 3e-4, 1e-4),
-}
 SMALL = 0.1
 """Switching times up to this value have a fit of their own: above it the errors no longer grow with η."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `subsampling_error.yaml`.
+
+    Attributes:
+        chains, pairs: draws of a stationary law, and pairs of paths on one Brownian path.
+        logistic_chains, time_step, logistic_etas: of logistic regression: chains, ε, and switching times.
+        etas, times: switching times of the two quadratic potentials, and times t of their paths.
+        table, batch, prior_std: of logistic regression.
+        logistic_time: its t.
+    """
+
+    chains: int
+    pairs: int
+    logistic_chains: int
+    time_step: float
+    logistic_etas: tuple[float, ...]
+    etas: tuple[float, ...]
+    times: tuple[float, ...]
+    table: str
+    batch: int
+    prior_std: float
+    logistic_time: float
+
+    @property
+    def work(self) -> float:
+        """The steps of the chains of logistic regression, which take nearly all the time."""
+        return self.logistic_time / self.time_step * self.logistic_chains * (len(self.logistic_etas) + 3)
 
 
 class Curve(NamedTuple):
@@ -121,21 +141,22 @@ def curve_of_means(etas: Sequence[float], errors: Sequence[torch.Tensor], groups
 # -- the paper's example ----------------------------------------------------------------------------------------------
 
 
-def stationary_errors(options: Options) -> Curve:
+def stationary_errors(settings: Settings, options: Options) -> Curve:
     """Return W₁ of the stationary law to N(0, 0.1)."""
-    found = [distances(stationary_draws(eta, CHAINS[options.scale], options.seed)) for eta in SWITCHING_TIMES]
+    found = [distances(stationary_draws(eta, settings.chains, options.seed)) for eta in settings.etas]
     values = torch.tensor([value for value, _ in found], dtype=torch.float64)
-    return Curve(SWITCHING_TIMES, values, torch.stack([without for _, without in found]))
+    return Curve(settings.etas, values, torch.stack([without for _, without in found]))
 
 
-def strong_errors(options: Options) -> dict[float, Curve]:
+def strong_errors(settings: Settings, options: Options) -> dict[float, Curve]:
     """Return E|θ_t - ζ_t| at several times t; both start at 0 and share one Brownian path."""
-    by_time: dict[float, list[torch.Tensor]] = {time: [] for time in TIMES}
-    for eta in SWITCHING_TIMES:
-        pairs = switching_paths(coupled_ornstein_uhlenbeck(POTENTIALS), eta, TIMES, PAIRS[options.scale], options.seed)
-        for time, place in zip(TIMES, pairs.places, strict=True):
+    by_time: dict[float, list[torch.Tensor]] = {time: [] for time in settings.times}
+    process = coupled_ornstein_uhlenbeck(POTENTIALS)
+    for eta in settings.etas:
+        pairs = switching_paths(process, eta, settings.times, settings.pairs, options.seed)
+        for time, place in zip(settings.times, pairs.places, strict=True):
             by_time[time].append((place[:, 0] - place[:, 1]).abs())
-    return {time: curve_of_means(SWITCHING_TIMES, errors, GROUPS) for time, errors in by_time.items()}
+    return {time: curve_of_means(settings.etas, errors, GROUPS) for time, errors in by_time.items()}
 
 
 # -- logistic regression by the library's batches and sampler ---------------------------------------------------------
@@ -162,17 +183,18 @@ class FromZero(nn.Linear):
         nn.init.zeros_(self.weight)
 
 
-def logistic_places(eta: float | None, batch_size: int | None, options: Options) -> torch.Tensor:
+def logistic_places(eta: float | None, batch_size: int | None, settings: Settings, options: Options) -> torch.Tensor:
     """Return θ_t of chains of SGLD from θ_0 = 0; the noise of a chain is the same in every run of a seed.
 
     Args:
         eta: the switching time; None means the library's default order, without repetition in an epoch.
         batch_size: None means all data.
+        settings: the recipe's.
         options: the recipe's options.
     """
     prepare_run(options)
-    step = TIME_STEP[options.scale]
-    data = UCIClassificationDataModule(TABLE, options.data_root, 1, test_fraction=0.0, intercept=True)
+    step = settings.time_step
+    data = UCIClassificationDataModule(settings.table, options.data_root, 1, test_fraction=0.0, intercept=True)
     data.setup("fit")
     data.batch_size = batch_size or data.num_data
     if eta is not None:
@@ -180,13 +202,13 @@ def logistic_places(eta: float | None, batch_size: int | None, options: Options)
     module = BayesianModule(
         net=FromZero(data.input_shape[0], 1, bias=False),
         likelihood=Bernoulli(),
-        prior=GaussianPrior(PRIOR_STD),
+        prior=GaussianPrior(settings.prior_std),
         sampler=SGLD,
         lr=step * data.num_data,
         seed=options.seed,
-        num_chains=LOGISTIC_CHAINS[options.scale],
+        num_chains=settings.logistic_chains,
     )
-    steps = round(LOGISTIC_TIME / step)
+    steps = round(settings.logistic_time / step)
     places = Places()
     trainer = quiet_trainer(
         max_steps=steps,
@@ -208,14 +230,14 @@ class LogisticErrors(NamedTuple):
     travelled: torch.Tensor
 
 
-def logistic_errors(options: Options) -> LogisticErrors:
+def logistic_errors(settings: Settings, options: Options) -> LogisticErrors:
     """Run the chains with the full gradient and with batches, with the same noise."""
-    etas = LOGISTIC_SWITCHING_TIMES[options.scale]
-    jobs = [(None, None), (None, BATCH_SIZE), *((eta, BATCH_SIZE) for eta in (FRESH, *etas))]
-    found = run_jobs(logistic_places, jobs, options)
+    etas = settings.logistic_etas
+    jobs = [(None, None), (None, settings.batch), *((eta, settings.batch) for eta in (FRESH, *etas))]
+    found = run_jobs(logistic_places, jobs, options, settings)
     full = found[None, None]
     errors = {eta: (place - full).norm(dim=1) for (eta, size), place in found.items() if size is not None}
-    curve = curve_of_means(etas, [errors[eta] for eta in etas], LOGISTIC_CHAINS[options.scale])
+    curve = curve_of_means(etas, [errors[eta] for eta in etas], settings.logistic_chains)
     return LogisticErrors(curve, errors[FRESH], errors[None], full.norm(dim=1))
 
 
@@ -225,29 +247,30 @@ def logistic_errors(options: Options) -> LogisticErrors:
 def run(options: Options) -> list[Row]:
     """Measure the three errors over η, draw them, return the table."""
     torch.set_num_threads(1)
-    require(UCIClassificationDataModule(TABLE, options.data_root))
-    stationary, strong = stationary_errors(options), strong_errors(options)
-    logistic = logistic_errors(options)
+    settings = read_settings(Settings, options)
+    require(UCIClassificationDataModule(settings.table, options.data_root))
+    logistic = logistic_errors(settings, options)
+    stationary, strong = stationary_errors(settings, options), strong_errors(settings, options)
     rows = stationary.rows("stationary law", "W₁ to N(0, 0.1)", STATIONARY_BOUND)
     for time, curve in strong.items():
         rows += curve.rows(f"common path, t={time:g}", "E|θ_t - ζ_t|", STRONG_BOUND)
-    method, metric = f"logistic regression, t={LOGISTIC_TIME:g}", "E‖θ_t - ζ_t‖"
+    method, metric = f"logistic regression, t={settings.logistic_time:g}", "E‖θ_t - ζ_t‖"
     rows += logistic.switching.rows(method, metric, STRONG_BOUND)
     rows.append(mean_row(f"{method}, independent batches", metric, logistic.fresh.tolist()))
     rows.append(mean_row(f"{method}, batches of epochs", metric, logistic.epochs.tolist()))
     rows.append(mean_row(f"{method}, full gradient", "E‖ζ_t - ζ_0‖", logistic.travelled.tolist()))
     curves = {"W₁ of the stationary law": stationary}
     curves |= {f"E|θ_t - ζ_t|, t = {time:g}": curve for time, curve in strong.items()}
-    save_figure(error_figure(curves, logistic), options.out / "errors.png")
+    save_figure(error_figure(curves, logistic, settings), options.out / "errors.png")
     return rows
 
 
-def error_figure(example: Mapping[str, Curve], logistic: LogisticErrors) -> "Figure":
+def error_figure(example: Mapping[str, Curve], logistic: LogisticErrors, settings: Settings) -> "Figure":
     """Draw errors over η with their 95 % intervals, and lines of the slopes 1/4 (the bound) and 1/2."""
     figure, (row,) = panels(1, 2, 7.5, 3.6)
     _draw_curves(row[0], example, "two quadratic potentials, exact")
-    own = {f"E‖θ_t - ζ_t‖, t = {LOGISTIC_TIME:g}": logistic.switching}
-    _draw_curves(row[1], own, f"logistic regression ({TABLE}), SGLD")
+    own = {f"E‖θ_t - ζ_t‖, t = {settings.logistic_time:g}": logistic.switching}
+    _draw_curves(row[1], own, f"logistic regression ({settings.table}), SGLD")
     limits = {"an independent batch at each step": logistic.fresh, "batches of epochs": logistic.epochs}
     for index, (name, errors) in enumerate(limits.items(), 1):
         style = {key: value for key, value in series(index).items() if key in ("color", "linestyle")}

@@ -13,16 +13,18 @@ look as in the figure: for 10 and 1 the laws of the two potentials alone, for 0.
 0.001 nearly the target, with a variance still 1.31 times too large (exact).
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from lightning_sgmcmc.figures.canvas import COLOURS, panels, save_figure
+from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.switching import (
     CENTRES,
-    CHAINS,
     MEAN_SLOPE,
     POTENTIALS,
     SLOPES,
@@ -44,17 +46,41 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-PATH_LENGTH, PATH_POINTS = 20.0, 8001
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `switching_diffusion.yaml`.
+
+    Attributes:
+        chains: independent draws of each stationary law.
+        path_length, path_points: time of the pictured paths, and points of their curves.
+    """
+
+    chains: int
+    path_length: float
+    path_points: int
+
+    @property
+    def work(self) -> float:
+        """The draws of all switching times."""
+        return float(self.chains * len(SWITCHING_TIMES))
+
+
 INDICES = ((COLOURS[6], "-"), (COLOURS[1], "--"))
+
+
+def one(eta: float, settings: Settings, options: Options) -> torch.Tensor:
+    """Return the draws of one switching time's stationary law."""
+    return stationary_draws(eta, settings.chains, options.seed)
 
 
 def run(options: Options) -> list[Row]:
     """Run the five diffusions and that of the mean potential, draw the paper's figures, return the table."""
     torch.set_num_threads(1)
-    chains = CHAINS[options.scale]
-    rows, laws = [], {}
-    for eta in SWITCHING_TIMES:
-        draws = laws[eta] = stationary_draws(eta, chains, options.seed)
+    settings = read_settings(Settings, options)
+    chains = settings.chains
+    found = run_jobs(one, [(eta,) for eta in SWITCHING_TIMES], options, settings)
+    rows, laws = [], {eta: draws for (eta,), draws in found.items()}
+    for eta, draws in laws.items():
         mean, variance = stationary_moments(POTENTIALS, eta)
         distance, without = distances(draws)
         squares = (draws - draws.mean()).square()
@@ -66,7 +92,7 @@ def run(options: Options) -> list[Row]:
             Row(method, "variance, exact", variance),
             Row(method, "W₁ to N(0, 0.1)", distance, jackknife_error(without)),
         ]
-    times = torch.linspace(0, PATH_LENGTH, PATH_POINTS)
+    times = torch.linspace(0, settings.path_length, settings.path_points)
     paths = {
         eta: switching_paths(ornstein_uhlenbeck(POTENTIALS), eta, times, 1, options.seed) for eta in SWITCHING_TIMES
     }

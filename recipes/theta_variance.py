@@ -20,6 +20,7 @@ its error (first bin, full: 0.5858 ± 0.0006 and 0.5860 ± 0.0010), and not the 
 0.016 to 0.017 that ε = 0.1 leaves, see `gaussian_mixture`.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -31,21 +32,57 @@ from lightning_sgmcmc.figures.targets import estimates_figure
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.simulation import ContourRun, simulate
 from lightning_sgmcmc.simulation.targets import GaussianMixture
 
-REPEATS = 100
-PARALLEL = 10
-STEPS = {"quick": 100_000, "full": 1_000_000}
-LR = 0.1
-GRADIENT_NOISE = 0.1
-ALPHA = 0.6
-RULES = Contour(EnergyPartition(first_edge=2.0, width=1.0, num_bins=50), ContourRules(0.9, "scalable"))
-STEP_SIZE = DecayingStepSize(1, ALPHA, 100)
+METHODS = ("ICSGLD×P10", "CSGLD×T10")
 LEAST_MASS = 1e-3
 """Bins with less mass are excluded from the geometric mean of the bins' ratios; they do not affect the sum."""
 DRAWN_BINS = 9
 BOOTSTRAPS = 4000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `theta_variance.yaml`.
+
+    Attributes:
+        steps: K, the steps of each of the interacting chains.
+        repeats: repeats of both methods.
+        parallel: interacting chains, and how many times longer the single one is.
+        lr: ε.
+        gradient_noise: standard deviation of the noise on gradients.
+        zeta: ζ.
+        exponent: α of ω_k = 1/(k^α + 100).
+        first_edge, width, bins: of the partition of energies, in nats.
+    """
+
+    steps: int
+    repeats: int
+    parallel: int
+    lr: float
+    gradient_noise: float
+    zeta: float
+    exponent: float
+    first_edge: float
+    width: float
+    bins: int
+
+    @property
+    def work(self) -> float:
+        """The gradients of both methods."""
+        return float(2 * self.steps * self.parallel * self.repeats)
+
+    @property
+    def contour(self) -> Contour:
+        """The contour of both methods."""
+        return Contour(EnergyPartition(self.first_edge, self.width, self.bins), ContourRules(self.zeta, "scalable"))
+
+    @property
+    def step_size(self) -> DecayingStepSize:
+        """The step sizes ω_k."""
+        return DecayingStepSize(1, self.exponent, 100)
 
 
 class Ratio(NamedTuple):
@@ -56,29 +93,32 @@ class Ratio(NamedTuple):
     high: float
 
 
-def estimates(interacting: int, steps: int, options: Options) -> torch.Tensor:
-    """Return the estimated masses of all repeats, shape (REPEATS, m).
+def estimates(method: str, repeats: int, settings: Settings, options: Options) -> torch.Tensor:
+    """Return the estimated masses of all repeats, shape (repeats, m).
 
     Args:
-        interacting: number of chains that share one π.
-        steps: steps of each chain.
+        method: the interacting chains, or the single one.
+        repeats: their number.
+        settings: the recipe's.
         options: the recipe's.
     """
-    chains = REPEATS * interacting
-    groups = ContourRun(RULES, STEP_SIZE, shared=True, groups=REPEATS)
+    interacting = settings.parallel if method == METHODS[0] else 1
+    steps, rules = settings.steps * settings.parallel // interacting, settings.contour
+    chains = repeats * interacting
+    groups = ContourRun(rules, settings.step_size, shared=True, groups=repeats)
     run = simulate(
         GaussianMixture.two_modes(),
-        lr=LR,
+        lr=settings.lr,
         num_steps=steps,
         num_chains=chains,
-        contour=groups if interacting > 1 else ContourRun(RULES, STEP_SIZE),
-        gradient_noise=GRADIENT_NOISE,
+        contour=groups if interacting > 1 else ContourRun(rules, settings.step_size),
+        gradient_noise=settings.gradient_noise,
         initial=torch.where(torch.arange(chains) % 2 == 0, -6.0, 4.0)[:, None],
         seed=options.seed,
         compile=None if steps < 50_000 else True,
     )
     assert run.contour is not None
-    return RULES.log_masses(run.contour).exp()
+    return rules.log_masses(run.contour).exp()
 
 
 def summed_ratio(shorter: torch.Tensor, longer: torch.Tensor, seed: int) -> Ratio:
@@ -102,31 +142,46 @@ def summed_ratio(shorter: torch.Tensor, longer: torch.Tensor, seed: int) -> Rati
 
 def run(options: Options) -> list[Row]:
     """Run both methods, draw their estimates, return the table."""
-    steps = STEPS[options.scale]
-    truth = GaussianMixture.two_modes().bin_masses(RULES.partition.edges())
+    settings = read_settings(Settings, options)
+    repeats, partition = len(options.repeated(settings.repeats)), settings.contour.partition
+    truth = GaussianMixture.two_modes().bin_masses(partition.edges())
     holding = truth >= LEAST_MASS
-    methods = {f"ICSGLD×P{PARALLEL}": (PARALLEL, steps), f"CSGLD×T{PARALLEL}": (1, PARALLEL * steps)}
-    found = run_jobs(estimates, list(methods.values()), options)
-    masses = {name: found[setting] for name, setting in methods.items()}
-    rows = []
+    found = run_jobs(estimates, [(method, repeats) for method in options.chosen(METHODS)], options, settings)
+    masses = {method: own for (method, _), own in found.items()}
+    rows: list[Row] = []
     for name, own in masses.items():
         scatter = own.std(0)
         first = holding.nonzero()[:3, 0].tolist()
         rows += [mean_row(name, f"mass of bin {i + 1}", own[:, i].tolist()) for i in first]
         rows.append(Row(name, "TV error of the mean π", float(0.5 * (own.mean(0) - truth).abs().sum())))
         rows.append(Row(name, "variance of π, summed over bins", float(scatter.square().sum())))
-    interacting, alone = masses.values()
-    ratio = summed_ratio(interacting, alone, options.seed)
+    if len(masses) == len(METHODS):
+        rows += ratios(*masses.values(), holding, settings, options.seed)
+    centres = (partition.edges() - 0.5 * partition.width)[:DRAWN_BINS].tolist()
+    drawn = {name: found[:, :DRAWN_BINS].numpy() for name, found in masses.items()}
+    save_figure(estimates_figure(centres, truth[:DRAWN_BINS].tolist(), drawn), options.out / "estimates.png")
+    return rows
+
+
+def ratios(
+    interacting: torch.Tensor, alone: torch.Tensor, holding: torch.Tensor, settings: Settings, seed: int
+) -> list[Row]:
+    """Return the rows of the ratio of variances.
+
+    Args:
+        interacting, alone: the methods' estimates, shape (repeats, m).
+        holding: the bins with mass, shape (m,).
+        settings: the recipe's.
+        seed: of the bootstrap.
+    """
+    steps, parallel = settings.steps, settings.parallel
+    ratio = summed_ratio(interacting, alone, seed)
     by_bin = (interacting.var(0) / alone.var(0))[holding].log().mean().exp()
-    expected = STEP_SIZE.at(steps) / STEP_SIZE.at(PARALLEL * steps) / PARALLEL
-    rows += [
-        Row("ratio of variances", "of the sums over bins", ratio.value, None, PARALLEL ** (ALPHA - 1)),
+    expected = settings.step_size.at(steps) / settings.step_size.at(parallel * steps) / parallel
+    return [
+        Row("ratio of variances", "of the sums over bins", ratio.value, None, parallel ** (settings.exponent - 1)),
         Row("ratio of variances", "2.5 % of its bootstrap", ratio.low),
         Row("ratio of variances", "97.5 % of its bootstrap", ratio.high),
         Row("ratio of variances", f"geometric mean over bins of mass ≥ {LEAST_MASS}", float(by_bin)),
         Row("ratio of variances", "theory at this K, ω_K/(P·ω_PK)", expected),
     ]
-    centres = (RULES.partition.edges() - 0.5 * RULES.partition.width)[:DRAWN_BINS].tolist()
-    drawn = {name: found[:, :DRAWN_BINS].numpy() for name, found in masses.items()}
-    save_figure(estimates_figure(centres, truth[:DRAWN_BINS].tolist(), drawn), options.out / "estimates.png")
-    return rows

@@ -10,6 +10,7 @@ more than the table's 6.7.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,42 +21,75 @@ from lightning_sgmcmc.figures.targets import plane_figure
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.simulation import simulate
 from lightning_sgmcmc.simulation.targets import GaussianMixture
 
-METHODS = ("SGLD", "cSGLD")
-RUNS, PARALLEL = 10, 4
-STEPS = 50_000
-CYCLES, EXPLORATION, CYCLICAL_LR = 30, 0.25, 0.09
-REACH = 10.0
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `twenty_five_gaussians.yaml`.
+
+    Attributes:
+        runs, parallel: groups of chains, and chains of a group.
+        steps: of a chain.
+        sgld_lr: a of SGLD's step size a·k^-0.55.
+        cyclical_lr, cycles, exploration: the largest step size of cSGLD, its cycles, and β.
+        reach: chains start in [-reach, reach]².
+    """
+
+    runs: int
+    parallel: int
+    steps: int
+    sgld_lr: float
+    cyclical_lr: float
+    cycles: int
+    exploration: float
+    reach: float
+
+    @property
+    def work(self) -> float:
+        """The gradients of all methods."""
+        return float(len(METHODS) * self.runs * self.parallel * self.steps)
+
+
+METHODS = ("SGLD", "cSGLD", "SGLD, program", "cSGLD, program")
+DECAY = 0.55
+PROGRAM_LR, PROGRAM_CONSTANT, PROGRAM_CYCLICAL_LR, PROGRAM_SKIPPED = 0.043, 500, 0.07, 50
 PAPER = {"SGLD": (1.8, 0.13), "cSGLD": (6.7, 0.52), "4 x SGLD": (18.0, 0.47), "4 x cSGLD": (24.4, 0.22)}
 CELLS, WINDOW = 100, (-6.0, 6.0)
 
 
-def draws(method: str, options: Options, runs: int = RUNS) -> torch.Tensor:
+def draws(method: str, runs: int, settings: Settings, seed: int) -> torch.Tensor:
     """Return the draws of all chains, shape (S, C, 2)."""
-    plan = CyclicalPlan(STEPS, CYCLES, EXPLORATION, 1)
+    plan = CyclicalPlan(settings.steps, settings.cycles, settings.exploration, 1)
+    cycle = CyclicalPlan(settings.steps, settings.cycles, 0.0, 1)
+    per_cycle = settings.steps // settings.cycles
     schedules: dict[str, tuple[Callable[[int], float], float | Callable[[int], float]]] = {
-        "SGLD": (lambda k: 0.05 * k**-0.55, 1.0),
-        "cSGLD": (lambda k: CYCLICAL_LR * plan.lr_factor(k), lambda k: 0.0 if plan.is_exploration(k) else 1.0),
+        "SGLD": (lambda k: settings.sgld_lr * k**-DECAY, 1.0),
+        "cSGLD": (lambda k: settings.cyclical_lr * plan.lr_factor(k), lambda k: 0.0 if plan.is_exploration(k) else 1.0),
+        "SGLD, program": (lambda k: PROGRAM_LR * max(1, k - PROGRAM_CONSTANT) ** -DECAY, 1.0),
+        "cSGLD, program": (lambda k: PROGRAM_CYCLICAL_LR * cycle.lr_factor(k), 1.0),
     }
     lr, temperature = schedules[method]
-    chains = PARALLEL * runs
-    generator = torch.Generator().manual_seed(options.seed)
-    start = REACH * (2 * torch.rand(chains, 2, generator=generator) - 1)
+    chains = settings.parallel * runs
+    generator = torch.Generator().manual_seed(seed)
+    start = settings.reach * (2 * torch.rand(chains, 2, generator=generator) - 1)
     done = simulate(
         GaussianMixture.twenty_five(),
         lr=lr,
         temperature=temperature,
-        num_steps=STEPS,
+        num_steps=settings.steps,
         num_chains=chains,
         initial=start,
         keep_every=1,
-        seed=options.seed,
+        seed=seed,
     )
-    if method == "SGLD":
+    if method.startswith("SGLD"):
         return done.positions
+    if method == "cSGLD, program":
+        return done.positions[(done.steps - 1) % per_cycle >= PROGRAM_SKIPPED]
     return done.positions[torch.tensor([not plan.is_exploration(k) for k in done.steps.tolist()])]
 
 
@@ -67,10 +101,10 @@ class Outcome(NamedTuple):
     masses: torch.Tensor
 
 
-def one(method: str, runs: int, options: Options) -> Outcome:
+def one(method: str, runs: int, settings: Settings, options: Options) -> Outcome:
     """Run all chains of a method."""
-    modes, places = GaussianMixture.twenty_five().modes, draws(method, options, runs)
-    groups = [places[:, c : c + PARALLEL].reshape(-1, 2) for c in range(0, places.shape[1], PARALLEL)]
+    modes, places = GaussianMixture.twenty_five().modes, draws(method, runs, settings, options.seed)
+    groups = [part.reshape(-1, 2) for part in places.split(settings.parallel, 1)]
     return Outcome(
         [float(mode_coverage(places[:, c], modes)) for c in range(places.shape[1])],
         [float(mode_coverage(group, modes)) for group in groups],
@@ -79,16 +113,20 @@ def one(method: str, runs: int, options: Options) -> Outcome:
 
 
 def run(options: Options) -> list[Row]:
-    """Run both methods, draw the densities of four chains, return the table; `full` has ten times the runs."""
-    runs = len(options.repeated(RUNS * (10 if options.full else 1)))
+    """Run both methods, draw the densities of four chains, return the table."""
+    settings = read_settings(Settings, options)
+    runs, parallel = len(options.repeated(settings.runs)), settings.parallel
     methods = options.chosen(METHODS)
-    found = run_jobs(one, [(method, runs) for method in methods], options)
+    found = run_jobs(one, [(method, runs) for method in methods], options, settings)
     covered = {method: found[method, runs].single for method in methods}
-    covered |= {f"{PARALLEL} x {method}": found[method, runs].grouped for method in methods}
+    covered |= {f"{parallel} x {method}": found[method, runs].grouped for method in methods}
     axis = torch.linspace(*WINDOW, CELLS + 1, dtype=torch.float64)
     centres = (axis[1:] + axis[:-1]) / 2
     cells = torch.cartesian_prod(centres, centres)
     truth = (-GaussianMixture.twenty_five().energy(cells)).softmax(0).reshape(CELLS, CELLS)
-    densities = {f"{PARALLEL} x {method}": found[method, runs].masses for method in methods}
+    densities = {f"{parallel} x {method}": found[method, runs].masses for method in methods}
     save_figure(plane_figure(truth, densities, WINDOW), options.out / "densities.png")
-    return [mean_row(method, "modes covered", values, *PAPER[method]) for method, values in covered.items()]
+    return [
+        mean_row(method, "modes covered", values, *PAPER.get(method, (None, None)))
+        for method, values in covered.items()
+    ]

@@ -1,4 +1,4 @@
-"""Draws in the plane: the draws of many repeats, the time they took, and the modes they found."""
+"""Draws in the plane: those of many repeats, their time, the modes they found; the variance of replica exchange."""
 
 import time
 from typing import NamedTuple
@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.contour import DecayingStepSize
 from lightning_sgmcmc.simulation.steps import CHUNK
 from lightning_sgmcmc.simulation.targets import CosineTarget
 
@@ -41,6 +42,33 @@ class Clock:
         if num_steps <= CHUNK:
             return 0.0
         return (self._times[-1] - self._times[0]) * num_steps / (num_steps - CHUNK)
+
+
+class VarianceEstimate:
+    """Replica exchange's estimate of the variance of an energy's noise, which is smoothed from a first value.
+
+    The estimates that it smooths are replaced by their mean; the program's scatter around it, with ten energies each.
+
+    Args:
+        first: the first value.
+        truth: the variance.
+        every: steps between two estimates.
+        step_size: ω of the smoothing.
+        by_iteration: whether ω's index is the step, not the number of estimates.
+        count: number of estimates.
+    """
+
+    def __init__(
+        self, first: float, truth: float, every: int, step_size: DecayingStepSize, by_iteration: bool, count: int
+    ) -> None:
+        self.every, self.values = every, [first]
+        for update in range(1, count):
+            share = step_size.at(update * every if by_iteration else update)
+            self.values.append((1 - share) * self.values[-1] + share * truth)
+
+    def __call__(self, step: int) -> float:
+        """Return the variance at a step; beyond the last estimate it stays."""
+        return self.values[min(step // self.every, len(self.values) - 1)]
 
 
 class Squares:

@@ -10,15 +10,14 @@ import torch
 
 from lightning_sgmcmc.recipes import theta_variance, twenty_five_modes
 from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 
 
 def test_theta_variance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(theta_variance.STEPS, "quick", 300)
-    monkeypatch.setattr(theta_variance, "REPEATS", 6)
     monkeypatch.setattr(theta_variance, "BOOTSTRAPS", 200)
-    rows = theta_variance.run(Options(tmp_path, ROOT, executor="here"))
+    rows = theta_variance.run(Options(tmp_path, ROOT, repeats=6, executor="here", changed={"steps": 300}))
     ratio, low, high, _, expected = (row.value for row in rows[-5:])
     assert 0 < low < ratio < high
     assert rows[-5].paper == pytest.approx(10**-0.4)
@@ -39,14 +38,9 @@ def test_the_ratio_of_variances_and_its_interval() -> None:
 
 
 @pytest.mark.slow
-def test_twenty_five_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twenty_five_modes, "STEPS", 1000)
-    monkeypatch.setattr(twenty_five_modes, "BURN_IN", 100)
-    monkeypatch.setattr(twenty_five_modes, "PILOT_STEPS", 250)
-    monkeypatch.setattr(twenty_five_modes, "PILOT_BURN_IN", 50)
-    monkeypatch.setattr(twenty_five_modes, "MARKS", 4)
-    monkeypatch.setattr(twenty_five_modes, "REPEATS", 2)
-    rows = twenty_five_modes.run(Options(tmp_path, ROOT, executor="here"))
+def test_twenty_five_modes(tmp_path: Path) -> None:
+    changed = {"steps": 1000, "burn_in": 100, "pilot_steps": 250, "pilot_burn_in": 50, "marks": 4}
+    rows = twenty_five_modes.run(Options(tmp_path, ROOT, repeats=2, executor="here", changed=changed))
     methods = list(dict.fromkeys(row.method for row in rows))
     assert methods[: len(twenty_five_modes.METHODS)] == list(twenty_five_modes.METHODS)
     divergences = {row.method: row.value for row in rows if row.metric.startswith("KL to the truth")}
@@ -56,9 +50,8 @@ def test_twenty_five_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert names == {"densities.png", "divergence_steps.png", "divergence_time.png"}
 
 
-def test_estimates_weigh_what_was_drawn_up_to_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_weigh_what_was_drawn_up_to_a_mark() -> None:
     """Six draws of two chains, three marks: shares of the positive half-plane by hand, and of the last draws alone."""
-    monkeypatch.setattr(twenty_five_modes, "MARKS", 3)
     x = torch.tensor([[1.0, -1.0], [1.0, 1.0], [-1.0, -1.0], [1.0, -1.0], [-1.0, -1.0], [1.0, 1.0]])
     weights = torch.tensor([[1.0, 3.0], [1.0, 1.0], [2.0, 2.0], [0.0, 4.0], [1.0, 1.0], [1.0, 0.0]])
     places = torch.stack([x, torch.zeros_like(x)], -1)[:, None]
@@ -67,9 +60,9 @@ def test_estimates_weigh_what_was_drawn_up_to_a_mark(monkeypatch: pytest.MonkeyP
     def right(found: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return (weight * (found[:, 0] > 0)).sum()[None] / weight.sum()
 
-    cumulative = twenty_five_modes.estimates(draws, right, 0, moving=False)
+    cumulative = twenty_five_modes.estimates(draws, right, 0, 3, moving=False)
     assert torch.cat(cumulative).tolist() == pytest.approx([3 / 6, 3 / 14, 4 / 17])
-    last = twenty_five_modes.estimates(draws, right, 0, moving=True)
+    last = twenty_five_modes.estimates(draws, right, 0, 3, moving=True)
     assert torch.cat(last).tolist() == pytest.approx([1.0, 0.0, 1.0])
 
 
@@ -82,36 +75,41 @@ def test_squares_hold_the_modes() -> None:
 
 
 def test_the_reckoned_variance_falls_towards_the_noise() -> None:
-    values = [twenty_five_modes.estimated_variance(k) for k in (1, 99, 100, 200, 80_000)]
+    settings = read_settings(twenty_five_modes.Settings, Options(Path(), ROOT))
+    variance: Any = twenty_five_modes.variance_of("reSGLD×P5", settings)
+    values = [variance(k) for k in (1, 99, 100, 200, 80_000)]
     assert values[0] == values[1] == 30
     assert values[2] == pytest.approx(30 - 3e-3 * (30 - 0.0625))
     assert values == sorted(values, reverse=True)
     assert 0.0625 < values[-1] < 10
+    faster: Any = twenty_five_modes.variance_of("reSGLD×P5, ω by estimates", settings)
+    lower: Any = twenty_five_modes.variance_of("reSGLD×P5, ω by estimates, from 25", settings)
+    assert lower(1) == 25
+    assert 0.0625 < lower(80_000) < faster(80_000) < values[-1]
+    assert twenty_five_modes.variance_of("reSGLD×P5, true variance", settings) == 0.0625
 
 
-def test_the_pilot_is_part_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pilot_is_part_of_the_budget() -> None:
     """Each repeat has a π of its own from 300 energies; 400 of 2,000 gradients are the pilot's, and
     the burn-in of five chains follows."""
-    monkeypatch.setattr(twenty_five_modes, "STEPS", 400)
-    monkeypatch.setattr(twenty_five_modes, "BURN_IN", 20)
-    monkeypatch.setattr(twenty_five_modes, "PILOT_STEPS", 400)
-    monkeypatch.setattr(twenty_five_modes, "PILOT_BURN_IN", 100)
-    state, _ = twenty_five_modes.pilot(3, 0)
+    changed = {"steps": 400, "burn_in": 20, "pilot_steps": 400, "pilot_burn_in": 100}
+    settings = read_settings(twenty_five_modes.Settings, Options(Path(), ROOT, changed=changed))
+    state, _ = twenty_five_modes.pilot(3, settings, 0)
     assert state.visits.sum(1).tolist() == [300] * 3
     torch.testing.assert_close(state.log_vector.exp().sum(1), torch.ones(3, dtype=torch.float64))
     assert not torch.equal(state.visits[0], state.visits[1])
-    draws = twenty_five_modes.chains("ICSGLD×P5", 3, 0)
+    draws = twenty_five_modes.chains("ICSGLD×P5", 3, settings, 0)
     assert draws.places.shape == (30, 3, 5, 2)
     assert float(draws.progress[0]) == pytest.approx((400 + 5 * 30) / 2000)
     assert float(draws.progress[-1]) == pytest.approx(1)
 
 
-def test_methods_leave_out_what_they_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_leave_out_what_they_do_not_count() -> None:
     """Of reSGLD all slots but the coldest, of cyclical SGLD the steps from 90 % of the largest lr on."""
-    monkeypatch.setattr(twenty_five_modes, "STEPS", 2000)
-    exchange: Any = twenty_five_modes.chains("reSGLD×P5, true variance", 3, 0)
+    settings = read_settings(twenty_five_modes.Settings, Options(Path(), ROOT, changed={"steps": 2000}))
+    exchange: Any = twenty_five_modes.chains("reSGLD×P5, true variance", 3, settings, 0)
     assert (exchange.log_weights.exp().sum(2) == 1).all()
-    cyclical: Any = twenty_five_modes.chains("cycSGLD×T5", 2, 0)
+    cyclical: Any = twenty_five_modes.chains("cycSGLD×T5", 2, settings, 0)
     kept = cyclical.log_weights.exp().mean().item()
     # (1 + cos πr)/2 < 0.9 for r > 0.205
     assert kept == pytest.approx(1 - math.acos(0.8) / math.pi, abs=0.02)

@@ -18,12 +18,9 @@ ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 
 
 @pytest.mark.slow
-def test_gaussian_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gaussian_mixture.STEPS, "quick", 1500)
-    monkeypatch.setattr(gaussian_mixture, "SHARED_STEPS", 500)
-    monkeypatch.setattr(gaussian_mixture, "SHARING", 20)
-    monkeypatch.setattr(gaussian_mixture, "REPEATS", 4)
-    rows = gaussian_mixture.run(Options(tmp_path, ROOT, executor="here"))
+def test_gaussian_mixture(tmp_path: Path) -> None:
+    changed = {"steps": 1500, "shared_steps": 500, "sharing": 20}
+    rows = gaussian_mixture.run(Options(tmp_path, ROOT, repeats=4, executor="here", changed=changed))
     assert {row.method for row in rows} >= {"SGLD", "CSGLD", "CSGLD, bin weights", "KSGLD", "KSGLD asymmetric"}
     variation = [row.value for row in rows if "TV" in row.metric]
     assert len(variation) == 12
@@ -32,21 +29,17 @@ def test_gaussian_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert names == {f"{n}.png" for n in ("energies", "error", "error_asymmetric", "flattened", "multiplier", "path")}
 
 
-def test_nine_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nine_modes, "STEPS", 6000)
-    monkeypatch.setattr(nine_modes, "REPEATS", 2)
-    rows = nine_modes.run(Options(tmp_path, ROOT, executor="here"))
-    methods = ["SGLD", "cyclical SGLD", "reSGLD", "reSGLD, twice the gradients", "CSGLD"]
-    assert [row.method for row in rows[::3]] == methods
+def test_nine_modes(tmp_path: Path) -> None:
+    rows = nine_modes.run(Options(tmp_path, ROOT, repeats=2, executor="here", changed={"steps": 6000}))
+    assert [row.method for row in rows[::3]] == list(nine_modes.METHODS)
     assert all(row.value > 0 for row in rows if "KL" in row.metric)
     assert {path.name for path in tmp_path.glob("*.png")} == {"densities.png", "trajectories.png"}
 
 
 @pytest.mark.slow
-def test_twenty_five_gaussians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twenty_five_gaussians, "STEPS", 1500)
-    monkeypatch.setattr(twenty_five_gaussians, "RUNS", 1)
-    rows = twenty_five_gaussians.run(Options(tmp_path, ROOT, executor="here"))
+def test_twenty_five_gaussians(tmp_path: Path) -> None:
+    options = Options(tmp_path, ROOT, methods=("SGLD", "cSGLD"), repeats=1, executor="here", changed={"steps": 1500})
+    rows = twenty_five_gaussians.run(options)
     assert [(row.method, row.paper) for row in rows][2:] == [("4 x SGLD", 18.0), ("4 x cSGLD", 24.4)]
     assert rows[3].value >= rows[1].value
     assert (tmp_path / "densities.png").exists()
@@ -62,9 +55,24 @@ def test_uci_regression_learns_a_synthetic_table(tmp_path: Path, method: str) ->
     np.savez(tmp_path / "uci_regression" / "energy.npz", x=x, y=y, test_indices=test)
     options = Options(tmp_path, tmp_path, changed={"epochs": "60"})
     settings = read_settings(uci_regression.Settings, options)
-    rmse, worth = uci_regression.one("Energy", method, 0, settings, options)
+    rmse, worth = uci_regression.one("Energy", method, 0, False, settings, options)
     assert rmse < 2.5 < y.std()
     assert 1 <= worth <= 50.001
+
+
+def test_a_step_at_which_networks_diverge_has_a_row(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    (tmp_path / "uci_regression").mkdir()
+    x = rng.normal(size=(100, 3))
+    test = np.stack([rng.permutation(100)[:10] for _ in range(20)])
+    np.savez(tmp_path / "uci_regression" / "energy.npz", x=x, y=50 * x[:, 0], test_indices=test)
+    options = Options(tmp_path, tmp_path, changed={"epochs": "60", "epsilon": "1.0"})
+    settings = read_settings(uci_regression.Settings, options)
+    rmse, _ = uci_regression.one("Energy", "SGHMC", 0, True, settings, options)
+    assert rmse == math.inf
+    row = uci_regression.literal_row("SGHMC", "Energy", [rmse, 0.7], settings)
+    assert (row.metric, row.value) == ("Energy: splits of 2 that diverged", 1)
+    assert uci_regression.literal_row("SGHMC", "Yacht", [0.6, 0.8], settings).paper == 0.66
 
 
 def test_uci_regression_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

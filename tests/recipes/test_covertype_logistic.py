@@ -27,7 +27,7 @@ def test_the_converged_chains_are_of_the_posterior() -> None:
     of = target()
     mode, factor = recipe.laplace(of)
     assert float(of.to(dtype=torch.float64).gradient(mode[None]).abs().max()) < 1e-8
-    draws = recipe.converged(of, 1).double()
+    draws = recipe.converged(of, 100, 1).double()
     white = torch.linalg.solve(factor, (draws - mode).T).T
     assert float(white.mean(0).abs().max()) < 0.55
     assert 0.5 < float(white.var(0).min()) < float(white.var(0).max()) < 1.8
@@ -39,19 +39,20 @@ def test_scores() -> None:
     assert level == pytest.approx(np.log([0.9, 0.8, 0.4]).mean())
 
 
-def test_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     (tmp_path / "covertype").mkdir()
     numeric = rng.integers(0, 300, (500, 10)).astype(np.int16)
     kinds = np.where(numeric[:, 0] > 150, 2, 1).astype(np.uint8)
     binary = rng.integers(0, 256, (500, 6)).astype(np.uint8)
     np.savez(tmp_path / "covertype" / "covertype_subset.npz", numeric=numeric, binary=binary, y=kinds)
-    monkeypatch.setitem(recipe.REPEATS, "quick", 2)
-    monkeypatch.setitem(recipe.FIREFLY_CHAINS, "quick", 1)
-    monkeypatch.setattr(recipe, "CHAINS", 4)
-    rows = recipe.run(Options(tmp_path, tmp_path, executor="here"))
+    changed = {"firefly_chains": 1, "chains": 4}
+    rows = recipe.run(Options(tmp_path, tmp_path, repeats=2, executor="here", changed=changed))
     found = {(row.method, row.metric): row for row in rows}
-    assert found["EWSG", "accuracy %"].paper == 75.306
-    assert found["converged, full gradient", "accuracy %"].value > 85
-    assert found["FlyMC", "data passes"].value >= 1
-    assert (tmp_path / "log_likelihood.png").exists()
+    for label in ("columns × 0.6: ", "columns × 1: "):
+        assert found[f"{label}EWSG", "accuracy %"].paper == 75.306
+        assert found[f"{label}converged, full gradient", "accuracy %"].value > 85
+        assert found[f"{label}FlyMC", "data passes"].value >= 1
+        levels = [found[f"{label}{name}", "log likelihood"].value for name in ("EWSG", "SGHMC", "EWSG - SGHMC")]
+        assert levels[2] == pytest.approx(levels[0] - levels[1])
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"log_likelihood", "log_likelihood_1"}

@@ -9,35 +9,24 @@ import torch
 
 from lightning_sgmcmc.recipes import ewsg_gaussian, ewsg_vr_logistic
 from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.simulation.finite_sums import GaussianSum
 
 
-@pytest.fixture
-def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run jobs in this process, where the small settings are."""
-    for recipe in (ewsg_gaussian, ewsg_vr_logistic):
-        original = recipe.run_jobs
-        monkeypatch.setattr(recipe, "run_jobs", lambda *args, original=original, **_: original(*args, in_turn=True))
-
-
-def test_ewsg_gaussian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_turn: None) -> None:
-    for name, value in {
-        "TIMES": (0.02, 0.04),
-        "H_OF_TIMES": 0.01,
-        "SMALL_STEPS": (0.01, 0.02),
-        "TIME_OF_SMALL": 0.1,
-        "LARGE_STEPS": (0.02, 0.04),
-        "TIME_OF_LARGE": 0.2,
-        "SCALING_CHAINS": {"T": 9, "small h": 9, "large h": 9},
-        "PASSES": 3,
-        "MARKS": (1, 3),
-    }.items():
-        monkeypatch.setattr(ewsg_gaussian, name, value)
-    scales = {"T": (0.02, 0.04), "small h": (0.01, 0.02), "large h": (0.02, 0.04)}
-    monkeypatch.setattr(ewsg_gaussian, "SCALES", scales)
-    monkeypatch.setitem(ewsg_gaussian.CHAINS, "quick", 50)
-    monkeypatch.setitem(ewsg_gaussian.DRAWS, "quick", 2)
-    rows = ewsg_gaussian.run(Options(tmp_path, tmp_path))
+def test_ewsg_gaussian(tmp_path: Path) -> None:
+    changed = {
+        "times": [0.02, 0.04],
+        "h_of_times": 0.01,
+        "small_steps": [0.01, 0.02],
+        "time_of_small": 0.1,
+        "large_steps": [0.02, 0.04],
+        "time_of_large": 0.2,
+        "scaling_chains": {"T": 9, "small h": 9, "large h": 9},
+        "passes": 3,
+        "marks": [1, 3],
+        "chains": 50,
+    }
+    rows = ewsg_gaussian.run(Options(tmp_path, tmp_path, repeats=2, executor="here", changed=changed))
     values = {(row.method, row.metric): row.value for row in rows}
     for method in ewsg_gaussian.METHODS:
         assert values[method, "KL(target‖samples) at 3 passes"] > 0
@@ -74,15 +63,11 @@ def write_table(root: Path, name: str) -> None:
     np.savez(root / "uci_classification" / f"{name}.npz", x=x, y=y)
 
 
-def test_ewsg_vr_logistic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_turn: None) -> None:
-    for table in ewsg_vr_logistic.TABLES:
+def test_ewsg_vr_logistic(tmp_path: Path) -> None:
+    for table in ("pima", "parkinsons"):
         write_table(tmp_path, table)
-        monkeypatch.setitem(ewsg_vr_logistic.PASSES, table, {"quick": 4})
-    monkeypatch.setitem(ewsg_vr_logistic.CHAINS, "quick", 5)
-    monkeypatch.setitem(ewsg_vr_logistic.SPLITS, "quick", 2)
-    monkeypatch.setitem(ewsg_vr_logistic.FULL_STEPS, "quick", 20)
-    monkeypatch.setattr(ewsg_vr_logistic, "LIMITS", (0.5,))
-    rows = ewsg_vr_logistic.run(Options(tmp_path, tmp_path))
+    changed = {"passes": {"pima": 4, "parkinsons": 4}, "chains": 5, "full_steps": 20, "limits": [0.5]}
+    rows = ewsg_vr_logistic.run(Options(tmp_path, tmp_path, repeats=2, executor="here", changed=changed))
     values = {(row.method, row.metric): row.value for row in rows}
     assert all(math.isfinite(value) for value in values.values())
     assert values["pima, h·Γ=0.5: EWSG", "mean of test log likelihood"] < 0
@@ -97,9 +82,11 @@ def test_ewsg_vr_logistic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_tu
 def test_step_and_laplace_draws_are_what_they_say(tmp_path: Path) -> None:
     """h·Γ has the asked eigenvalue at θ = 0, against all data's gradients; the draws have the mode's mean."""
     write_table(tmp_path, "pima")
-    problem = ewsg_vr_logistic.Problem.load("pima", 0, Options(tmp_path, tmp_path))
+    options = Options(tmp_path, tmp_path)
+    settings = read_settings(ewsg_vr_logistic.Settings, options)
+    problem = ewsg_vr_logistic.Problem.load("pima", 0, settings, options)
     posterior = problem.posterior
-    h = problem.step(0.4)
+    h = problem.step(0.4, 10)
     every = posterior.batch_gradients(
         torch.zeros(1, posterior.dimension).double(), torch.arange(posterior.num_data)[None, :, None]
     )[0]

@@ -13,7 +13,10 @@ from lightning_sgmcmc.diagnostics.samples import autocorrelation
 from lightning_sgmcmc.recipes import logistic_ess
 from lightning_sgmcmc.recipes.__main__ import main
 from lightning_sgmcmc.recipes.logistic_ess import coefficient_ess
+from lightning_sgmcmc.recipes.shared.effective_sizes import PAPER, PICTURES
 from lightning_sgmcmc.recipes.shared.logistic import LogisticPosterior, full_gradient_reference, importance_reference
+from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 from tests.support.paths import DATA_ROOT as ROOT
 
 
@@ -100,16 +103,8 @@ def test_the_recipe_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     target = posterior(num_data=120)
     (tmp_path / "uci_classification").mkdir()
     np.savez(tmp_path / "uci_classification" / "heart.npz", x=target.x.numpy(), y=target.y.numpy())
-    for name, value in {
-        "SAMPLES": 160,
-        "BURN_IN": 40,
-        "CYCLES": 4,
-        "LR": {"heart": logistic_ess.LR["heart"]},
-        "REPEATS": {"quick": 2},
-        "REFERENCE_STEPS": {"quick": 300},
-        "PROPOSALS": 2_000,
-    }.items():
-        monkeypatch.setattr(logistic_ess, name, value)
+    lr = {"heart": {"SGLD": 1.5, "cSGLD": 3.0, "SGHMC": 0.7, "cSGHMC": 0.7}}
+    changed = {"samples": 160, "burn_in": 40, "cycles": 4, "lr": lr, "reference_steps": 300, "proposals": 2000}
     chains = []
     sample_chain = logistic_ess.sample_chain
 
@@ -119,37 +114,39 @@ def test_the_recipe_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(logistic_ess, "sample_chain", watched)
     out = tmp_path / "out"
-    main(["logistic_ess", "--data-root", str(tmp_path), "--out", str(out), "--executor", "here"])
+    given = [f"--set={name}={json.dumps(value)}" for name, value in changed.items()]
+    main(["logistic_ess", "--data-root", str(tmp_path), "--out", str(out), "--executor", "here", "--repeats=2", *given])
     rows = json.loads((out / "results.json").read_text())["rows"]
     found = {(row["method"], row["metric"]): row for row in rows}
     for method in ("SGLD", "cSGLD", "SGHMC", "cSGHMC"):
         row = found[f"Heart {method}", "median ESS"]
-        assert row["paper"] == logistic_ess.PAPER["heart"][method]
+        assert row["paper"] == PAPER["heart"][method]
         assert 0 < row["value"] <= 160
         assert row["error"] is not None
         assert (f"Heart {method}", "error of mean (posterior std)") in found
         assert (f"Heart {method}", "variance / reference's") in found
-        assert (f"Heart {method}, 4·lr", "median ESS") in found
+        for other in ("4·lr", "all data", "batches of 50"):
+            assert (f"Heart {method}, {other}", "median ESS") in found
     assert found["Heart SGLD, falling", "median ESS"]["value"] < found["Heart SGLD", "median ESS"]["value"]
-    assert {path.stem for path in out.glob("*.png")} == set(logistic_ess.PICTURES)
+    assert {path.stem for path in out.glob("*.png")} == set(PICTURES)
     assert {tuple(chain.shape) for chain in chains} == {(160, 4)}, "an intercept and three columns"
     assert len({float(chain.sum()) for chain in chains}) == len(chains), "two repeats drew the same chain"
 
 
 def test_the_settings_fit_together() -> None:
-    tables = logistic_ess.LR.keys()
-    assert tables == logistic_ess.PAPER.keys()
-    assert all(
-        logistic_ess.LR[t].keys() == logistic_ess.PAPER[t].keys() == logistic_ess.SAMPLERS.keys() for t in tables
-    )
-    assert (logistic_ess.BURN_IN + logistic_ess.SAMPLES) % logistic_ess.CYCLES == 0, "cycles of unequal samples"
-    assert logistic_ess.BURN_IN * logistic_ess.CYCLES % (logistic_ess.BURN_IN + logistic_ess.SAMPLES) == 0
+    settings = read_settings(logistic_ess.Settings, Options(Path(), Path()))
+    assert settings.lr.keys() == PAPER.keys()
+    assert all(settings.lr[t].keys() == PAPER[t].keys() == logistic_ess.SAMPLERS.keys() for t in PAPER)
+    both = settings.burn_in + settings.samples
+    assert both % settings.cycles == 0, "cycles of unequal samples"
+    assert settings.burn_in * settings.cycles % both == 0
 
 
 @pytest.mark.skipif(not (ROOT / "uci_classification").is_dir(), reason="no data files: set SGMCMC_DATA_ROOT")
 @pytest.mark.parametrize(("table", "shape"), [("australian", (690, 15)), ("german", (1000, 25)), ("heart", (270, 14))])
 def test_the_tables_are_the_paper_s(table: str, shape: tuple[int, int]) -> None:
-    data, target = logistic_ess.load(table, ROOT)
+    settings = read_settings(logistic_ess.Settings, Options(Path(), ROOT))
+    data, target = logistic_ess.load(table, settings.batch, settings, ROOT)
     assert tuple(target.x.shape) == shape
-    assert len(data.train_dataloader()) == -(-shape[0] // logistic_ess.BATCH_SIZE)
+    assert len(data.train_dataloader()) == -(-shape[0] // settings.batch)
     assert importance_reference(target, 2_000, seed=0).effective > 500  # type: ignore[operator]

@@ -3,16 +3,15 @@
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_sgmcmc.recipes import subsampling_error, switching_diffusion
 from lightning_sgmcmc.recipes.shared import switching
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 
@@ -22,10 +21,9 @@ def values(rows: list[Row], metric: str) -> list[float]:
 
 
 def test_switching_diffusion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(switching_diffusion.CHAINS, "quick", 2000)
     monkeypatch.setattr(switching_diffusion, "SWITCHING_TIMES", (10.0, 0.1, 0.01))
-    monkeypatch.setattr(switching_diffusion, "PATH_POINTS", 101)
-    rows = switching_diffusion.run(Options(tmp_path, ROOT))
+    changed = {"chains": 2000, "path_points": 101}
+    rows = switching_diffusion.run(Options(tmp_path, ROOT, executor="here", changed=changed))
     found = values(rows, "W₁ to N(0, 0.1)")
     assert found == sorted(found, reverse=True)
     assert values(rows, "variance, exact") == pytest.approx([10.954, 2.830, 0.4139], rel=1e-3)
@@ -62,20 +60,10 @@ def test_slopes_and_their_error() -> None:
 
 
 @pytest.mark.skipif(not (ROOT / "uci_classification").is_dir(), reason="needs the data files")
-def test_subsampling_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The jobs run in this process, as other processes would not see the small settings."""
-
-    def in_turn(function: Any, jobs: Any, options: Options, **_: Any) -> dict[Any, Tensor]:
-        return {job: function(*job, options) for job in jobs}
-
-    monkeypatch.setattr(subsampling_error, "run_jobs", in_turn)
-    monkeypatch.setitem(subsampling_error.CHAINS, "quick", 2000)
-    monkeypatch.setitem(subsampling_error.PAIRS, "quick", 1000)
-    monkeypatch.setitem(subsampling_error.LOGISTIC_CHAINS, "quick", 4)
-    monkeypatch.setitem(subsampling_error.LOGISTIC_SWITCHING_TIMES, "quick", (1.0, 0.1, 0.001))
-    monkeypatch.setattr(subsampling_error, "SWITCHING_TIMES", (10.0, 0.1, 0.01))
-    monkeypatch.setattr(subsampling_error, "LOGISTIC_TIME", 0.001)
-    rows = subsampling_error.run(Options(tmp_path, ROOT))
+def test_subsampling_error(tmp_path: Path) -> None:
+    changed = {"chains": 2000, "pairs": 1000, "logistic_chains": 4, "logistic_time": 0.001}
+    changed |= {"logistic_etas": [1.0, 0.1, 0.001], "etas": [10.0, 0.1, 0.01]}
+    rows = subsampling_error.run(Options(tmp_path, ROOT, executor="here", changed=changed))
     for method in ("stationary law", "common path, t=0.1", "common path, t=1", "logistic regression, t=0.001"):
         slope, low, high = (
             next(
@@ -89,16 +77,15 @@ def test_subsampling_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.skipif(not (ROOT / "uci_classification").is_dir(), reason="needs the data files")
-def test_chains_of_logistic_regression_share_start_and_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_of_logistic_regression_share_start_and_noise(tmp_path: Path) -> None:
     """All data in one batch that is held for ever is the full gradient, up to the order of the sum."""
-    monkeypatch.setitem(subsampling_error.LOGISTIC_CHAINS, "quick", 2)
-    monkeypatch.setattr(subsampling_error, "LOGISTIC_TIME", 0.001)
-    options = Options(tmp_path, ROOT)
-    full = subsampling_error.logistic_places(None, None, options)
-    held = subsampling_error.logistic_places(1.0, None, options)
+    options = Options(tmp_path, ROOT, changed={"logistic_chains": 2, "logistic_time": 0.001})
+    settings = read_settings(subsampling_error.Settings, options)
+    full = subsampling_error.logistic_places(None, None, settings, options)
+    held = subsampling_error.logistic_places(1.0, None, settings, options)
     torch.testing.assert_close(full, held, atol=2e-5, rtol=0)
-    other = subsampling_error.logistic_places(None, None, Options(tmp_path, ROOT, seed=1))
-    switched = subsampling_error.logistic_places(1.0, 96, options)
+    other = subsampling_error.logistic_places(None, None, settings, Options(tmp_path, ROOT, seed=1))
+    switched = subsampling_error.logistic_places(1.0, 96, settings, options)
     assert (full - other).norm(dim=1).min() > 0.05
     assert (full - switched).norm(dim=1).min() > 1e-3
     assert (full[0] - full[1]).norm() > 0.05
