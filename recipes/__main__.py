@@ -120,8 +120,11 @@ def _run_configuration(path: Path, options: Options) -> None:
     logger += ["--trainer.logger.version="]
     changed = [f"--{key}={value}" for key, value in options.changed.items()]
     changed += [] if options.device == "auto" else [f"--trainer.accelerator={options.device}"]
-    run_command(["fit", f"--config={path}", f"--seed_everything={options.seed}", *logger, *changed])
     results = options.out / "results.json"
+    if not results.exists():  # an earlier run ended early
+        newest = max(options.out.glob("checkpoints/*.ckpt"), key=lambda file: file.stat().st_mtime, default=None)
+        changed += [] if newest is None else [f"--ckpt_path={newest}"]
+    run_command(["fit", f"--config={path}", f"--seed_everything={options.seed}", *logger, *changed])
     written = json.loads(results.read_text()) | {"recipe": path.stem, "scale": options.scale}
     results.write_text(json.dumps(written, indent=2) + "\n")
 

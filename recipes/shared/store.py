@@ -33,9 +33,9 @@ def name_of(job: Sequence[Any]) -> str:
 class JobStore:
     """A file for each finished job, in `jobs` of the run's folder, written at once and read by the next call.
 
-    A job's name includes a hash of its function's source file, its arguments, the options that matter to it, and the
-    library's version; a changed setting or recipe makes other jobs. Outcomes are pickled: run recipes only into folders
-    whose files are your own.
+    A job's name includes a hash of its function's source file (of a package: all its files), its arguments, the options
+    that matter to it, and the library's version; a changed setting or recipe makes other jobs. Outcomes are pickled:
+    run recipes only into folders whose files are your own.
 
     Args:
         function: the function of the jobs.
@@ -49,10 +49,11 @@ class JobStore:
         import lightning_sgmcmc
 
         source = Path(function.__code__.co_filename)
+        sources = sorted(source.parent.glob("*.py")) if source.name == "__init__.py" else [source]
         self.folder = options.out / FOLDER
         self._key = joblib.hash(
             (
-                source.read_bytes() if source.exists() else b"",
+                b"".join(path.read_bytes() for path in sources if path.exists()),
                 function.__qualname__,
                 tuple(shared),
                 (options.full, options.seed, options.device, dict(options.changed)),
