@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from lightning_sgmcmc.cli.example import examples
 from lightning_sgmcmc.cli.exits import Mistake, one_sentence
@@ -46,9 +45,9 @@ def run(name: str, options: Options) -> None:
         return
     recipe = importlib.import_module(f"lightning_sgmcmc.recipes.{name}")
     _check(name, recipe, options)
-    settings = _settings(recipe, options)
+    settings = read_settings(recipe.Settings, options)
     if options.dry_run:
-        print(f"{name}: {_dry_run(name, recipe, _work(settings), options)}")
+        print(f"{name}: {_dry_run(name, recipe, settings.work, options)}")
         return
     start = time.process_time()
     origin_of_run()  # before files change
@@ -57,9 +56,8 @@ def run(name: str, options: Options) -> None:
     with no_folder_left_behind(options.out, "choose another one by --out", lambda: not any(options.out.iterdir())):
         options.out.mkdir(parents=True, exist_ok=True)
         rows = recipe.run(options)
-    plain = None if settings is None else plain_settings(settings)
     seconds = time.process_time() - start + sum(SECONDS)
-    write_results(name, options, rows, seconds, plain, _work(settings), needs.CHECKSUMS)
+    write_results(name, options, rows, seconds, plain_settings(settings), settings.work, needs.CHECKSUMS)
     page = options.out / "page.md"
     print(page.read_text(encoding="utf-8") if page.exists() else markdown(rows))
 
@@ -77,20 +75,7 @@ def _check(name: str, recipe: ModuleType, options: Options) -> None:
             raise ValueError(f"{option} has no effect on the recipe {name}: omit it")
 
 
-def _settings(recipe: ModuleType, options: Options) -> Any:
-    """Return a recipe's settings, None if it has none."""
-    kind = getattr(recipe, "Settings", None)
-    if kind is None and options.changed:
-        raise ValueError(f"--set has no effect: the settings of {recipe.__name__.rpartition('.')[2]} are constants")
-    return None if kind is None else read_settings(kind, options)
-
-
-def _work(settings: Any) -> float | None:
-    """Return what the time of a setting is proportional to, in a unit of the recipe's own, None if it does not say."""
-    return getattr(settings, "work", None)
-
-
-def _dry_run(name: str, recipe: ModuleType, work: float | None, options: Options) -> str:
+def _dry_run(name: str, recipe: ModuleType, work: float, options: Options) -> str:
     """Return a sentence on the jobs of a recipe, and the time that they need."""
     try:
         recipe.run(options)

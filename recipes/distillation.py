@@ -21,7 +21,7 @@ from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
-from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
+from lightning_sgmcmc.recipes.shared.trainers import kept_samples, quiet_trainer, resumed_fit, silence_lightning
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def one(seed: int, settings: Settings, options: Options) -> dict[tuple[str, str]
     from torchvision.ops import MLP
 
     from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, GaussianPrior
-    from lightning_sgmcmc.callbacks import CyclicalSchedule, SampleCollector
+    from lightning_sgmcmc.callbacks import CyclicalSchedule
     from lightning_sgmcmc.datamodules import DatasetDataModule, MNISTDataModule, NotMNISTDataModule
 
     silence_lightning()
@@ -99,7 +99,7 @@ def one(seed: int, settings: Settings, options: Options) -> dict[tuple[str, str]
         num_chains=settings.chains,
     )
     schedule = CyclicalSchedule(settings.cycles, 0.7, settings.samples)
-    callbacks = [schedule, SampleCollector(in_memory=True)]
+    callbacks = [schedule, kept_samples()]
     trainer = quiet_trainer(accelerator="cpu", max_epochs=settings.epochs, callbacks=callbacks)
     resumed_fit(trainer, module, DatasetDataModule(TensorDataset(x, train[1])))
     posterior = module.posterior

@@ -24,7 +24,7 @@ from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
-from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
+from lightning_sgmcmc.recipes.shared.trainers import kept_samples, quiet_trainer, resumed_fit, silence_lightning
 
 KNOWN = 5
 """Digits of the first task; the others are the second's."""
@@ -159,7 +159,7 @@ def fit_and_score(
     from torch.optim import AdamW
 
     from lightning_sgmcmc import SGHMC, Categorical, FeatureDataModule, GaussianPrior, bayesianize
-    from lightning_sgmcmc.callbacks import DeepEnsemble, SampleCollector, SamplingSchedule
+    from lightning_sgmcmc.callbacks import DeepEnsemble, SamplingSchedule
     from lightning_sgmcmc.datamodules import ArrayDataModule, Split
     from lightning_sgmcmc.diagnostics.metrics import classification_metrics, out_of_distribution_metrics
 
@@ -189,7 +189,7 @@ def fit_and_score(
     trainer = quiet_trainer(
         accelerator="cpu",
         max_steps=steps,
-        callbacks=[schedules.get(method, DeepEnsemble(optimizer=AdamW)), SampleCollector(in_memory=True)],
+        callbacks=[schedules.get(method, DeepEnsemble(optimizer=AdamW)), kept_samples()],
     )
     start = time.process_time()
     resumed_fit(trainer, module, FeatureDataModule(module, Images(settings.batch, seed=seed)))

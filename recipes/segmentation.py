@@ -18,7 +18,7 @@ from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
-from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
+from lightning_sgmcmc.recipes.shared.trainers import kept_samples, quiet_trainer, resumed_fit, silence_lightning
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -71,7 +71,6 @@ def one(method: str, seed: int, settings: Settings, options: Options) -> dict[st
     """Fit one method with one seed; return its figures."""
     import pytorch_lightning as pl
 
-    from lightning_sgmcmc.callbacks import SampleCollector
     from lightning_sgmcmc.recipes.equal_cost.methods import METHODS as FUNCTIONS
 
     silence_lightning()
@@ -85,7 +84,7 @@ def one(method: str, seed: int, settings: Settings, options: Options) -> dict[st
     trainer = quiet_trainer(
         accelerator="cpu",
         max_steps=fit.steps,
-        callbacks=[*fit.callbacks, SampleCollector(in_memory=True)],
+        callbacks=[*fit.callbacks, kept_samples()],
         num_sanity_val_steps=0,
         limit_val_batches=0,
     )

@@ -6,7 +6,7 @@ import pytest
 
 from docs import generate
 from lightning_sgmcmc.recipes.shared import pages
-from lightning_sgmcmc.recipes.shared.expected import all_expected
+from lightning_sgmcmc.recipes.shared.expected import VERDICTS, all_expected
 from lightning_sgmcmc.recipes.shared.listing import descriptions
 
 ENTRIES = all_expected()
@@ -24,6 +24,14 @@ def test_every_recipe_has_a_page_and_a_line_in_the_matrix() -> None:
         assert f"[{name}]({name}.md)" in matrix
         assert f"sgmcmc recipe {name}" in entry["command"]
         assert all(run["origin"]["date"] for run in entry["runs"].values())
+
+
+@pytest.mark.parametrize("name", sorted(ENTRIES))
+def test_a_verdict_that_contradicts_a_paper_names_the_run_that_shows_why(name: str) -> None:
+    entry = ENTRIES[name]
+    assert entry["verdict"] in VERDICTS
+    assert len(entry["why"]) > 40
+    assert (len(entry.get("verdict_by", "")) > 20) == (entry["verdict"] in ("order only", "not, because"))
 
 
 def test_intervals_are_those_of_student() -> None:

@@ -27,7 +27,7 @@ from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
-from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
+from lightning_sgmcmc.recipes.shared.trainers import kept_samples, quiet_trainer, resumed_fit, silence_lightning
 
 
 def run(options: Options) -> list[Row]:
@@ -53,7 +53,6 @@ def one(data: str, method: str, seed: int, settings: Settings, options: Options)
     import pytorch_lightning as pl
 
     from lightning_sgmcmc import NonFiniteEnergyError
-    from lightning_sgmcmc.callbacks import SampleCollector
     from lightning_sgmcmc.recipes.equal_cost.methods import CALIBRATED, METHODS, setting_of
     from lightning_sgmcmc.recipes.equal_cost.problems import Problem
     from lightning_sgmcmc.recipes.equal_cost.scores import score
@@ -70,7 +69,7 @@ def one(data: str, method: str, seed: int, settings: Settings, options: Options)
         trainer = quiet_trainer(
             accelerator="cpu",
             max_steps=fit.steps,
-            callbacks=[*fit.callbacks, SampleCollector(in_memory=True)],
+            callbacks=[*fit.callbacks, kept_samples()],
             num_sanity_val_steps=0,
             limit_val_batches=None if fit.validates else 0,
             check_val_every_n_epoch=10**6,  # a method that needs the validation data reads them itself

@@ -209,6 +209,7 @@ def _call(
 
         torch.set_num_threads(1)
     start = time.process_time()
-    with within_job(folder):
+    options: Options = shared[-1]
+    with within_job(folder, keeps_samples=options.full):
         outcome = function(*job, *shared)
     return Finished(outcome, time.process_time() - start)

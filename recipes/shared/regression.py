@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
+from lightning_sgmcmc.recipes.shared.trainers import kept_samples, quiet_trainer, resumed_fit, silence_lightning
 
 if TYPE_CHECKING:
     from lightning_sgmcmc.datamodules import ArrayDataModule
@@ -120,7 +120,6 @@ def fit(data: "ArrayDataModule", schedule: Any, setting: Setting, steps: int, **
         options: of `BayesianModule`, with a list as `chain_start`.
     """
     from lightning_sgmcmc import BayesianModule, GaussianPrior
-    from lightning_sgmcmc.callbacks import SampleCollector
 
     data.setup("fit")
     module = BayesianModule(
@@ -132,7 +131,7 @@ def fit(data: "ArrayDataModule", schedule: Any, setting: Setting, steps: int, **
         **options,
     )
     trainer = quiet_trainer(
-        accelerator="cpu", max_steps=steps, limit_val_batches=0, callbacks=[schedule, SampleCollector(in_memory=True)]
+        accelerator="cpu", max_steps=steps, limit_val_batches=0, callbacks=[schedule, kept_samples()]
     )
     resumed_fit(trainer, module, data)
     return module

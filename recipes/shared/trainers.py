@@ -15,14 +15,17 @@ from lightning_sgmcmc.recipes.shared.options import Options
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
+    from lightning_sgmcmc.callbacks import SampleCollector
+
 BETWEEN_CHECKPOINTS = timedelta(minutes=2)
 
 
 @dataclass
 class _JobFolder:
-    """Where the job of this process writes checkpoints, and how many trainers it has made."""
+    """Where the job of this process writes checkpoints and samples, and how many trainers it has made."""
 
     path: Path
+    keeps_samples: bool
     trainers: int = 0
 
 
@@ -30,13 +33,14 @@ _FOLDER: ContextVar[_JobFolder | None] = ContextVar("folder of the job", default
 
 
 @contextmanager
-def within_job(folder: Path) -> Iterator[None]:
+def within_job(folder: Path, keeps_samples: bool) -> Iterator[None]:
     """Give the trainers that are made inside a folder for checkpoints.
 
     Args:
         folder: the folder; it is made with the first checkpoint.
+        keeps_samples: write samples into it too.
     """
-    token = _FOLDER.set(_JobFolder(folder))
+    token = _FOLDER.set(_JobFolder(folder, keeps_samples))
     try:
         yield
     finally:
@@ -61,6 +65,16 @@ def silence_lightning() -> None:
     warnings.filterwarnings("ignore", message="temperature=0 is optimization")  # a baseline
     warnings.filterwarnings("ignore", message="RunPlan")  # the paper's setting, not ours
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+
+
+def kept_samples() -> "SampleCollector":
+    """Return the collector of the next trainer's samples: in memory, or at the paper's setting in the job's folder."""
+    from lightning_sgmcmc.callbacks import SampleCollector
+
+    folder = _FOLDER.get()
+    if folder is None or not folder.keeps_samples:
+        return SampleCollector(in_memory=True)
+    return SampleCollector(folder.path / f"fit-{folder.trainers}-samples")
 
 
 def quiet_trainer(**options: Any) -> "pl.Trainer":

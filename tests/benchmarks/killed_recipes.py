@@ -36,7 +36,7 @@ TINY: dict[str, dict[str, str]] = {
         "seeds": "1",
     },
     "cifar_csghmc": {
-        "sets": "[{data: synthetic, epochs: 4, every: 2, batch: 50, lr: [0.02, 0.1], width: 5.0, zeta: 4000.0, seeds: 1}]",
+        "sets": "[{data: synthetic, epochs: 4, every: 2, batch: 50, lr: [0.02, 0.1], width: 5, zeta: 4e3, seeds: 1}]",
         "limit": "200",
     },
     "cifar_csgmcmc": {

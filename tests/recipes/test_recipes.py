@@ -1,5 +1,6 @@
 """The recipes' runner, and what a recipe leaves."""
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -7,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from lightning_sgmcmc.cli import main as sgmcmc
+from lightning_sgmcmc.cli.example import examples
 from lightning_sgmcmc.recipes import __main__ as runner
 from lightning_sgmcmc.recipes import mnist_ood
+from lightning_sgmcmc.recipes.shared.listing import descriptions
+from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, markdown, mean_row
+from lightning_sgmcmc.recipes.shared.settings import read_settings
 
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 
@@ -51,6 +56,14 @@ def test_a_configuration_runs_into_the_folder_that_was_asked_for(
     assert (out / "table.md").exists()
     assert (out / "samples" / "manifest.jsonl").exists()
     assert list(out.glob("*.png"))
+
+
+@pytest.mark.parametrize("name", sorted(descriptions().keys() - examples().keys()))
+def test_settings_of_both_scales_are_complete(name: str, tmp_path: Path) -> None:
+    """The paper's setting takes at least the work of the quick one."""
+    kind = importlib.import_module(f"lightning_sgmcmc.recipes.{name}").Settings
+    quick, full = (read_settings(kind, Options(tmp_path, tmp_path, scale)).work for scale in (False, True))
+    assert 0 < quick <= full
 
 
 def test_results_and_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

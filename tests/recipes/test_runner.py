@@ -13,7 +13,8 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
+from lightning_sgmcmc import Posterior
+from lightning_sgmcmc.callbacks import SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from lightning_sgmcmc.recipes.shared import expected, trainers
 from lightning_sgmcmc.recipes.shared.jobs import Planned, duration, run_jobs
@@ -22,7 +23,7 @@ from lightning_sgmcmc.recipes.shared.pages import write_pages
 from lightning_sgmcmc.recipes.shared.results import mean_row, write_results
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.store import JobStore
-from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
+from lightning_sgmcmc.recipes.shared.trainers import kept_samples, quiet_trainer, resumed_fit, silence_lightning
 from lightning_sgmcmc.samplers import SGHMC
 from tests.recipes.test_jobs import waited_for
 from tests.support.problems import blobs, classifier
@@ -105,7 +106,7 @@ def samples(seed: int, stop: int, options: Options) -> list[torch.Tensor]:
     module = classifier(sampler=SGHMC, lr=0.01)
     callbacks: list[pl.Callback] = [
         SamplingSchedule(burn_in_steps=10, every_n_steps=5),
-        SampleCollector(in_memory=True),
+        kept_samples(),
     ]
     if (options.data_root / "broken").exists():
         callbacks.append(Interruption(stop))
@@ -116,11 +117,14 @@ def samples(seed: int, stop: int, options: Options) -> list[torch.Tensor]:
     return [next(iter(sample.state.values())) for sample in module.posterior]
 
 
-def test_a_job_that_ended_early_continues_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The samples equal those of a run without interruption, bit for bit."""
+@pytest.mark.parametrize("full", [False, True])
+def test_a_job_that_ended_early_continues_from_its_checkpoint(
+    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The samples equal those of a run without interruption, bit for bit; at the paper's setting they are kept."""
     whole = in_turn(samples, [(0, 33)], Options(tmp_path / "whole", tmp_path))
     monkeypatch.setattr(trainers, "BETWEEN_CHECKPOINTS", timedelta(0))
-    options = Options(tmp_path / "out", tmp_path)
+    options = Options(tmp_path / "out", tmp_path, full)
     (tmp_path / "broken").touch()
     with pytest.raises(RuntimeError, match="the power is gone"):
         in_turn(samples, [(0, 33)], options)
@@ -131,6 +135,8 @@ def test_a_job_that_ended_early_continues_from_its_checkpoint(tmp_path: Path, mo
     pairs = list(zip(whole[0, 33], continued[0, 33], strict=True))
     assert len(pairs) == 10
     assert all(torch.equal(first, second) for first, second in pairs)
+    stores = list((tmp_path / "out" / "jobs").rglob("fit-0-samples"))
+    assert [len(Posterior.load(store)) for store in stores] == [10] * full
 
 
 def test_a_killed_recipe_keeps_what_had_ended(tmp_path: Path) -> None:
