@@ -4,7 +4,8 @@
 the mean loss, M = 4 cycles with β = 0.8 (CIFAR-10) or 0.94 (CIFAR-100), 3 samples in each; samplers without cycles
 follow one cosine, with noise and 20 samples in its last quarter. Test errors are of the uniform average of
 probabilities. `quick` (7 minutes of one core, so about 4 on two) is the same table on 1,000 synthetic images of 16×16
-pixels, a residual network of 19,000 weights and 28 epochs.
+pixels, a residual network of 19,000 weights and 28 epochs. `--set folder=DIR` takes the images of DIR/train/<class>/
+and DIR/test/<class>/ instead, at the first entry's settings, and N is their number.
 
 Where paper and program differ: the paper states the temperature 1; the program uses τ = 1/N, which produced the paper's
 table, and so do the rows here. Two more rows are at τ = 1. The program's SGHMC has the momentum 0.1 (friction 0.9).

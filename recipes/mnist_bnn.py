@@ -21,9 +21,11 @@ What the paper leaves open, and our choices:
 batches stratified by k-means with 10 clusters. They remove 18 % of the mini-batch gradient's variance at the start, 1 %
 after one pass of SGD, 0.3 % after six (10,000 images; by the true labels 33, 18 and 7 %).
 
-`full` is the paper's setting (a GPU runs the 10 repeats side by side), which has not been run. `quick` is the
-perceptron on the first 10,000 images, 40 passes, three repeats: 30 times fewer steps, all 12 times as large, so 0.4 of
-the paper's time of the equation. The posterior of 10,000 data differs from the paper's, and its errors are larger.
+`full` is the paper's setting (a GPU runs the 10 repeats side by side), which has not been run. `quick` has the first
+10,000 images and three repeats. Its perceptron makes 40 passes: 30 times fewer steps, all 12 times as large, so 0.4 of
+the paper's time of the equation. Its convolutional network is smaller (4 and 8 maps, layers of 40) and makes 8 passes;
+four cells of b×(M+1) have the paper's step sizes. The posterior of 10,000 data differs from the paper's, and its errors
+are larger.
 
 Measured (`python -m recipes mnist_bnn`, seeds 0 to 2, 5.6 minutes of processor time): test errors in % of pSGLD 6.50 ±
 0.07, SGLD 6.70 ± 0.04, CP-SGHMC 7.05 ± 0.09, SGHMC at EWSG's step 7.15 ± 0.13, SGHMC 7.24 ± 0.11, EWSG 7.27 ± 0.04.
@@ -43,12 +45,13 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior, PosteriorSample, samplers
+from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior, samplers
 from lightning_sgmcmc.batches.clustered import ClusteredOrder, cluster_data
-from lightning_sgmcmc.callbacks import EWSG, SamplerCallback, SamplingSchedule
+from lightning_sgmcmc.callbacks import EWSG, SamplingSchedule
 from lightning_sgmcmc.datamodules import MNISTDataModule, Split
-from lightning_sgmcmc.figures.canvas import panels, save_figure
-from lightning_sgmcmc.figures.errors import INTERVAL, draw_band
+from lightning_sgmcmc.figures.canvas import save_figure
+from lightning_sgmcmc.recipes.shared.costs import forward_flops
+from lightning_sgmcmc.recipes.shared.error_curves import Curve, ErrorCurves, deviation, learning_curves
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
@@ -94,23 +97,43 @@ class Settings:
 
     Attributes:
         images: N: the first images of MNIST's training images.
-        epochs: data passes of a run; samples are drawn in the second half.
+        epochs, epochs_cnn: data passes of a run of each network; samples are drawn in the second half.
         coarser: factor of the paper's step sizes, for runs of fewer steps.
         repeats: repeats of each run.
         networks: the networks to run.
-        batches: whether to make the table of b×(M+1).
+        cells: cells (b, M+1) of the table of b×(M+1).
+        coarser_table: factor of the table's step sizes.
+        samples: samples of a run of Table 2.
+        maps, hidden: channels of the convolutions and width of the layers of the convolutional network.
     """
 
     images: int
     epochs: int
+    epochs_cnn: int
     coarser: float
     repeats: int
     networks: tuple[str, ...]
-    batches: bool
+    cells: tuple[tuple[int, int], ...]
+    coarser_table: float
+    samples: int
+    maps: tuple[int, int]
+    hidden: int
+
+    def passes(self, network: str) -> int:
+        """Return the data passes of a run of a network."""
+        return self.epochs if network == "MLP" else self.epochs_cnn
+
+    @property
+    def work(self) -> float:
+        """Gradient evaluations times the network's floating-point operations, over all runs."""
+        shapes = {"MLP": (784,), "CNN": (1, 28, 28)}
+        names = [case.network for case in cases(self)]
+        flops = {name: forward_flops(functools.partial(network_of, name, self), shapes[name]) for name in set(names)}
+        return float(self.repeats * self.images * sum(self.passes(name) * flops[name] for name in names))
 
 
 class Case(NamedTuple):
-    """A run: its network, method, step size as the paper writes it, batch b, M+1, and number of samples."""
+    """A run: its network, method, step size, batch b, M+1, and number of samples."""
 
     network: str
     method: str
@@ -120,34 +143,26 @@ class Case(NamedTuple):
     samples: int = 100
 
 
-class Curve(NamedTuple):
-    """A chain's test errors in %: of its states while it burns in, of the running average, and of single samples; the
-    first two with the data passes made."""
-
-    burn_in: list[tuple[float, float]]
-    average: list[tuple[float, float]]
-    single: list[float]
-
-
 def main_cases(setting: Settings) -> list[Case]:
     """Return the runs of Table 2."""
     found = []
     for network, (method, steps) in itertools.product(setting.networks, STEPS.items()):
-        step = steps[("MLP", "CNN").index(network)]
-        found.append(Case(network, method, step, candidates=2 if method == "EWSG" else 1))
+        step = setting.coarser * steps[("MLP", "CNN").index(network)]
+        candidates = 2 if method == "EWSG" else 1
+        found.append(Case(network, method, step, candidates=candidates, samples=setting.samples))
     return found
 
 
-def batch_cases(batch: int, candidates: int) -> tuple[Case, Case]:
+def batch_cases(batch: int, candidates: int, setting: Settings) -> tuple[Case, Case]:
     """Return the runs of a cell of Table 3: EWSG, and SGHMC with the same number of data per step."""
-    step = 10 / (batch * candidates)
+    step = setting.coarser_table * 10 / (batch * candidates)
     ewsg = Case("MLP", "EWSG", step, batch, candidates, samples=10)
     return ewsg, Case("MLP", "SGHMC", step, batch * candidates, samples=10)
 
 
 def cases(setting: Settings) -> list[Case]:
     """Return all runs of a setting, each once; several cells of Table 3 share one SGHMC run."""
-    cells = [batch_cases(*cell) for cell in PAPER_BATCHES] if setting.batches else []
+    cells = [batch_cases(*cell, setting) for cell in setting.cells]
     return list(dict.fromkeys([*main_cases(setting), *itertools.chain.from_iterable(cells)]))
 
 
@@ -163,18 +178,22 @@ class FirstImages(MNISTDataModule):
         return Split(train.inputs[: self.images], train.targets[: self.images]), none, test
 
 
-def network_of(name: str) -> nn.Sequential:
+def network_of(name: str, setting: Settings) -> nn.Sequential:
     """Return the paper's network."""
     if name == "MLP":
         return nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
-    convolutions = [nn.Conv2d(1, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(), nn.MaxPool2d(2)]
-    layers = [nn.Flatten(), nn.Linear(1024, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10)]
+    (first, second), hidden = setting.maps, setting.hidden
+    convolutions: list[nn.Module] = []
+    for inputs, outputs in ((1, first), (first, second)):
+        convolutions += [nn.Conv2d(inputs, outputs, 5), nn.ReLU(), nn.MaxPool2d(2)]
+    layers: list[nn.Module] = [nn.Flatten(), nn.Linear(16 * second, hidden), nn.ReLU(), nn.Linear(hidden, hidden)]
+    layers += [nn.ReLU(), nn.Linear(hidden, 10)]
     return nn.Sequential(*convolutions, *layers)
 
 
 def sampler_of(case: Case, setting: Settings) -> tuple[Any, float]:
-    """Return the sampler and its `lr`, for the paper's step sizes (see above)."""
-    step = case.step * setting.coarser
+    """Return the sampler and its `lr`, for step sizes as the paper writes them (see above)."""
+    step = case.step
     if case.method == "SGLD":
         return samplers.SGLD, step * NUM_DATA
     if case.method == "pSGLD":
@@ -187,7 +206,7 @@ def run(options: Options) -> list[Row]:
     """Run all methods with all seeds, draw the learning curves, return the table."""
     setting = read_settings(Settings, options)
     clusters = clusters_of(setting, options)  # what data are missing is said at once
-    on_gpu = options.full and torch.cuda.is_available()
+    on_gpu = options.accelerator() != "cpu" and torch.cuda.is_available()
     # A GPU makes the repeats side by side, as chains.
     seeds = [options.seed] if on_gpu else options.seeds(setting.repeats)
     chains = len(options.repeated(setting.repeats)) if on_gpu else 1
@@ -205,51 +224,10 @@ def clusters_of(setting: Settings, options: Options) -> Tensor:
     return cluster_data(data.transform()(data.splits[0].inputs), CLUSTERS, options.seed)
 
 
-class ErrorCurves(SamplerCallback):
-    """Follows the test error of each chain, and of the average of its samples."""
-
-    def __init__(self, data: MNISTDataModule, burn_in_epochs: int) -> None:
-        self.data = data
-        self.burn_in_epochs = burn_in_epochs
-        self.curves: list[Curve] = []
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        test, device = self.data.splits[2], pl_module.device
-        self._batches = [self.data.transform()(part.to(device)) for part in test.inputs.split(1000)]
-        self._targets = test.targets.to(device)
-        self.curves = [Curve([], [], []) for _ in range(pl_module.num_chains)]
-        self._sums: list[Tensor | float] = [0.0] * pl_module.num_chains
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if trainer.current_epoch < self.burn_in_epochs:
-            for chain, curve in enumerate(self.curves):
-                curve.burn_in.append((passes(pl_module), self._error(self._probabilities(pl_module, chain))))
-
-    def on_posterior_sample(self, trainer: pl.Trainer, pl_module: BayesianModule, sample: PosteriorSample) -> None:
-        curve = self.curves[sample.chain]
-        probabilities = self._probabilities(pl_module, sample.chain)
-        total = self._sums[sample.chain] = self._sums[sample.chain] + probabilities
-        curve.single.append(self._error(probabilities))
-        curve.average.append((passes(pl_module), self._error(total)))
-
-    def _probabilities(self, module: BayesianModule, chain: int) -> Tensor:
-        """Return those of the chain's present state, which is the sample when one is drawn."""
-        with module.at_chain(chain), torch.no_grad():
-            return torch.cat([module(batch).softmax(1) for batch in self._batches])
-
-    def _error(self, probabilities: Tensor) -> float:
-        return 100 * float((probabilities.argmax(1) != self._targets).double().mean())
-
-
-def passes(module: BayesianModule) -> float:
-    """Return how many gradients a chain has computed, over N."""
-    return module.gradient_evaluations / module.chains.observed.num_data
-
-
 def callbacks_of(case: Case, setting: Settings) -> list[pl.Callback]:
     """Return the schedule, and the callback that chooses mini-batches."""
     batches = math.ceil(setting.images / case.batch)
-    steps = math.ceil(batches / case.candidates) * setting.epochs
+    steps = math.ceil(batches / case.candidates) * setting.passes(case.network)
     every = max(1, steps // 2 // case.samples)
     found: list[pl.Callback] = [SamplingSchedule(burn_in_steps=steps - every * case.samples, every_n_steps=every)]
     if case.candidates > 1:
@@ -267,17 +245,17 @@ def one(case: Case, seed: int, chains: int, clusters: Tensor, setting: Settings,
         data.order = functools.partial(ClusteredOrder, clusters=clusters)
     sampler, lr = sampler_of(case, setting)
     module = BayesianModule(
-        net=network_of(case.network),
+        net=network_of(case.network, setting),
         likelihood=Categorical(),
         prior=GaussianPrior(1.0),
         sampler=sampler,
         lr=lr,
         num_chains=chains,
     )
-    curves = ErrorCurves(data, setting.epochs // 2)
+    curves = ErrorCurves(data, setting.passes(case.network) // 2)
     trainer = quiet_trainer(
         accelerator=options.accelerator(),
-        max_epochs=setting.epochs,
+        max_epochs=setting.passes(case.network),
         callbacks=[*callbacks_of(case, setting), curves],
     )
     resumed_fit(trainer, module, data)
@@ -291,9 +269,10 @@ def report(curves: dict[Case, list[Curve]], setting: Settings, options: Options)
         own = {case.method: curves[case] for case in main_cases(setting) if case.network == network}
         save_figure(learning_curves(own), options.out / f"learning_curves_{network}.png")
         rows += rows_of(network, own)
-    for (batch, candidates), paper in PAPER_BATCHES.items() if setting.batches else ():
+    for batch, candidates in setting.cells:
+        paper = PAPER_BATCHES.get((batch, candidates), (None, None))
         metric = f"MLP: test error, b = {batch}, M+1 = {candidates}, %"
-        for case, figure in zip(batch_cases(batch, candidates), paper, strict=True):
+        for case, figure in zip(batch_cases(batch, candidates, setting), paper, strict=True):
             rows.append(mean_row(case.method, metric, [curve.average[-1][1] for curve in curves[case]], figure))
     return rows
 
@@ -315,32 +294,3 @@ def rows_of(network: str, curves: dict[str, list[Curve]]) -> list[Row]:
         paper = round(PAPER["EWSG"][place][0] - PAPER[other][place][0], 3) if other in PAPER else None
         rows.append(mean_row(f"EWSG - {other}", f"{network}: test error, %", gains, paper))
     return rows
-
-
-def deviation(values: list[float]) -> float:
-    """Return the standard deviation of at least two values."""
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
-
-
-def learning_curves(curves: dict[str, list[Curve]]) -> Any:
-    """Draw the error of the running average against data passes, after that of the states of the burn-in; shades are
-    95 % intervals of the mean over repeats."""
-    figure, ((whole, later),) = panels(1, 2, 7.5, 3.4)
-    for index, (method, own) in enumerate(curves.items()):
-        for axes, parts in ((whole, ("burn_in", "average")), (later, ("average",))):
-            for part in parts:
-                paths = torch.tensor([getattr(curve, part) for curve in own], dtype=torch.float64)
-                place, errors = paths[0, :, 0].tolist(), paths[:, :, 1]
-                style: dict[str, Any] = {"linestyle": ":", "marker": ""} if part == "burn_in" else {}
-                draw_band(axes, place, errors, index, None if part == "burn_in" else method, **style)
-    whole.set_yscale("log")
-    whole.yaxis.set_major_formatter("{x:g}")
-    whole.yaxis.set_minor_formatter("{x:g}")
-    whole.set_title("states (dotted), and the average over samples", fontsize=9)
-    later.set_title("the average over samples", fontsize=9)
-    for axes in (whole, later):
-        axes.set_xlabel("data passes")
-    whole.set_ylabel(f"test error (%)\n{INTERVAL}")
-    later.legend(fontsize=8)
-    return figure

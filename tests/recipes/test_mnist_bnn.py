@@ -11,10 +11,11 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 
-from lightning_sgmcmc.batches.order import BatchOrder
+from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
 from lightning_sgmcmc.datamodules import Split
 from lightning_sgmcmc.recipes import mnist_bnn
-from lightning_sgmcmc.recipes.mnist_bnn import Case, Curve
+from lightning_sgmcmc.recipes.mnist_bnn import Case
+from lightning_sgmcmc.recipes.shared.error_curves import Curve
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.samplers import SGLD, UnderdampedLangevin, pSGLD
@@ -22,7 +23,7 @@ from lightning_sgmcmc.samplers import SGLD, UnderdampedLangevin, pSGLD
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 needs_data = pytest.mark.skipif(not (ROOT / "mnist").is_dir(), reason="no data files: set SGMCMC_DATA_ROOT")
 FULL, QUICK = (read_settings(mnist_bnn.Settings, Options(Path(), Path(), full)) for full in (True, False))
-TINY = replace(QUICK, images=1000, epochs=2, repeats=1)
+TINY = replace(QUICK, images=1000, epochs=2, epochs_cnn=2, repeats=1, networks=("MLP",), cells=(), samples=5)
 
 
 def in_turn(function: Any, jobs: Any, options: Options, *shared: Any, **how: Any) -> dict[Any, Any]:
@@ -47,8 +48,6 @@ def few_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mnist_bnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every method costs as many gradients; they learn; rows and picture are there."""
     monkeypatch.setattr(mnist_bnn, "read_settings", lambda *given: TINY)
-    main_cases = mnist_bnn.main_cases
-    monkeypatch.setattr(mnist_bnn, "main_cases", lambda setting: [c._replace(samples=5) for c in main_cases(setting)])
     monkeypatch.setattr(mnist_bnn, "run_jobs", in_turn)
     rows = mnist_bnn.run(Options(tmp_path, ROOT))
     values = {(row.method, row.metric): row.value for row in rows}
@@ -68,7 +67,7 @@ def test_mnist_bnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few_tests")
 def test_convolutional_networks_in_two_chains(tmp_path: Path) -> None:
     """As a GPU makes the repeats."""
-    setting = replace(TINY, images=200, epochs=2, networks=("CNN",))
+    setting = replace(TINY, images=200, epochs=2, networks=("CNN",), maps=(4, 8), hidden=20)
     options, clusters = Options(tmp_path, ROOT), torch.arange(200) % 10
     for case in (Case("CNN", "EWSG", 4e-3, candidates=2, samples=1), Case("CNN", "CP-SGHMC", 2e-3, samples=2)):
         found = mnist_bnn.one(case, 0, 2, clusters, setting, options)
@@ -85,14 +84,14 @@ def test_batches_of_the_clustered_method_are_stratified(tmp_path: Path, monkeypa
     """... and the others' are plain."""
     seen: list[Any] = []
 
-    def fit(trainer: pl.Trainer, module: Any, datamodule: Any) -> None:
+    def fit(trainer: pl.Trainer, module: Any, datamodule: Any, **_: Any) -> None:
         seen.append(datamodule.train_dataloader().order)
 
     monkeypatch.setattr(pl.Trainer, "fit", fit)
     clusters = torch.arange(1000) % 10
     for method in ("CP-SGHMC", "SGHMC"):
         mnist_bnn.one(Case("MLP", method, 2e-3, samples=5), 0, 1, clusters, TINY, Options(tmp_path, ROOT))
-    batch = seen[0](1000, 100, 0).indices(3)
+    batch = seen[0](OrderSpec(1000, 100, seed=0)).indices(3)
     assert clusters[batch].bincount().tolist() == [10] * 10
     assert seen[1] is BatchOrder
     assert mnist_bnn.clusters_of(TINY, Options(tmp_path, ROOT)).shape == (1000,)
@@ -101,11 +100,11 @@ def test_batches_of_the_clustered_method_are_stratified(tmp_path: Path, monkeypa
 def test_full_is_built() -> None:
     cases = mnist_bnn.cases(FULL)
     assert len(set(cases)) == len(cases) == 2 * 6 + 9 + 7  # batches of 1,000 are SGHMC's in three cells
-    assert [sum(p.numel() for p in mnist_bnn.network_of(name).parameters()) for name in ("MLP", "CNN")] == [
+    assert [sum(p.numel() for p in mnist_bnn.network_of(name, FULL).parameters()) for name in ("MLP", "CNN")] == [
         784 * 100 + 100 + 1010,
         32 * 26 + 64 * 801 + 200 * 1025 + 200 * 201 + 2010,
     ]
-    assert mnist_bnn.network_of("CNN")(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+    assert mnist_bnn.network_of("CNN", FULL)(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
     for case in cases:
         schedule: Any = mnist_bnn.callbacks_of(case, FULL)[0]
         steps = 200 * math.ceil(60_000 / case.batch / case.candidates)
@@ -113,6 +112,7 @@ def test_full_is_built() -> None:
         assert schedule.burn_in_steps + case.samples * schedule.every_n_steps == steps
         assert case.batch * case.candidates <= 5000
         assert len(mnist_bnn.callbacks_of(case, FULL)) == (2 if case.method == "EWSG" else 1)
+    assert dict.fromkeys(FULL.cells).keys() == mnist_bnn.PAPER_BATCHES.keys()
     assert Case("MLP", "EWSG", 0.01, 500, 2, 10) in cases
     assert Case("MLP", "SGHMC", 0.01, 1000, 1, 10) in cases
 
@@ -122,7 +122,7 @@ def test_step_sizes_are_the_papers(setting: mnist_bnn.Settings) -> None:
     """One step of each rule on parameters in a known state, against the paper's equations."""
 
     def sampler(method: str, step: float, network: str = "MLP") -> Any:
-        build, lr = mnist_bnn.sampler_of(Case(network, method, step), setting)
+        build, lr = mnist_bnn.sampler_of(Case(network, method, setting.coarser * step), setting)
         parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
         made = build([parameter], lr=lr, num_data=setting.images, temperature=0.0)
         return made, parameter
@@ -173,6 +173,6 @@ def test_full_report(tmp_path: Path) -> None:
     for batch, candidates in mnist_bnn.PAPER_BATCHES:
         metric = f"MLP: test error, b = {batch}, M+1 = {candidates}, %"
         ours = [by_name[method, metric].value for method in ("EWSG", "SGHMC")]
-        assert ours == [places[case] + 2 for case in mnist_bnn.batch_cases(batch, candidates)]
+        assert ours == [places[case] + 2 for case in mnist_bnn.batch_cases(batch, candidates, FULL)]
     assert by_name["SGHMC", "MLP: test error, b = 500, M+1 = 10, %"].paper == 2.37
     assert {path.name for path in tmp_path.glob("*.png")} == {"learning_curves_MLP.png", "learning_curves_CNN.png"}
