@@ -34,7 +34,7 @@ chains' distance from FlyMC's shows. Times: pSGLD 1.4 to 1.7, SGHMC 1.1, EWSG 1.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -97,7 +97,7 @@ PRIOR_VARIANCE = 10.0
 FIREFLY_STEP = 5e-3
 MARKS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 UNDERDAMPED = partial(UnderdampedLangevin, friction=50.0)
-METHODS: dict[str, tuple[Any, type[GradientEstimator], float]] = {
+METHODS: dict[str, tuple[Any, Callable[[int], GradientEstimator], float]] = {
     "SGLD": (SGLD, UniformGradient, 2e-5),
     "pSGLD": (pSGLD, UniformGradient, 5e-3),
     "SGHMC": (UNDERDAMPED, UniformGradient, 1e-3),
