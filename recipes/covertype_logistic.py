@@ -6,6 +6,13 @@ underdamped with γ = 50), SGLD 2e-5, pSGLD and FlyMC 5e-3. (The paper's formula
 after one pass make one predictive average. All start at θ = 0; the paper does not state the start. The budget is exact:
 one gradient of each datum, so EWSG with M = 1 makes half the steps.
 
+The paper does not state how it scales the columns, and its steps depend on it: Euler's scheme is stable where h times
+the largest curvature is below γ. With standardised numbers the curvature is 32,476 (`laplace`; all 54 columns, 74
+thousand rows), so h = 1e-3 is stable and 3e-3 is not. There is a table for each of `column_scales`. In the first all
+columns are multiplied by 0.6 (`full`: 0.268, for the same curvature of six times as many rows), where all published
+steps are stable. The scale was chosen after the second table, with standardised columns, had been seen, as a round
+number at which h = 3e-3 is stable; no other scale was tried here.
+
 `quick` has the data folder's 92,962 rows, so one pass is 1,488 batches where the paper's has 9,297; `full` takes all
 581,012, which scikit-learn downloads. "Converged" are full-gradient chains on the same rows, in coordinates where the
 posterior is nearly a standard normal, started from its Laplace approximation: the limit for all methods. FlyMC starts
@@ -13,18 +20,21 @@ at the mode, at which its bound is tuned, resamples 50 lights in each of as many
 exact; finding the mode is not counted. Times are of 100 chains without a trainer, relative to SGLD's, measured in turn
 in one process.
 
-Measured (`quick`, 10 repeats, seed 0, 80 s): log likelihood, converged -0.5093: SGLD -0.5123, SGHMC -0.5127, EWSG
--0.5291 (h = 1e-3: -0.5150), pSGLD -0.547, FlyMC -0.5094, all within 0.001. So EWSG is worse than SGHMC here, whereas in
-the paper it is better by 0.002. The reason is its step: Euler's scheme is stable where h times the largest curvature is
-below γ, and with standardised numbers the curvature is 32,476 (`laplace`), so h = 1e-3 is stable and 3e-3 is not; at
-3e-3 SGHMC has -0.5255. At 1e-3 EWSG is worse because it makes half as many steps and its rule prefers larger gradients.
-The paper does not state how it scales the columns; with its 465 thousand rows the curvature would be six times ours. At
-these steps mini-batch noise is hundreds of times the injected noise, as the chains' distance from FlyMC's shows. Times:
-pSGLD 1.15, SGHMC 1.06, EWSG 1.02, FlyMC 49 (the paper has 1.40, 1.02, 1.22, 94).
+Measured (`quick`, 10 repeats, seed 0), columns times 0.6: log likelihood of SGLD -0.5162, SGHMC -0.5162, EWSG -0.5149,
+pSGLD -0.556, FlyMC -0.5094, converged -0.5094. EWSG is ahead of SGHMC by 0.00125 ± 0.00007 and of SGLD by 0.00128 ±
+0.00008; the paper has 0.002. Its accuracies are 75.28 (SGLD), 75.27 (SGHMC) and 75.31 (EWSG), ours 75.29 ± 0.01, 75.29
+± 0.02 and 75.45 ± 0.03. The level of the log likelihood is not the paper's (-0.525), pSGLD is further behind, and FlyMC
+is ahead of EWSG. EWSG's lead is its larger step: at h = 3e-3 SGHMC has -0.5126, ahead of EWSG by 0.0024 ± 0.0002,
+because EWSG makes half as many steps and its rule prefers larger gradients.
+
+Standardised columns: SGLD -0.5123, SGHMC -0.5127, EWSG -0.5291 (h = 1e-3: -0.5150), pSGLD -0.547, FlyMC -0.5094, so
+EWSG is behind SGHMC by 0.0163 ± 0.0005. At these steps mini-batch noise is hundreds of times the injected noise, as the
+chains' distance from FlyMC's shows. Times: pSGLD 1.4 to 1.7, SGHMC 1.1, EWSG 1.0 to 1.2, FlyMC 70 to 95 (the paper has
+1.40, 1.02, 1.22, 94); the machine was busy.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -87,7 +97,7 @@ PRIOR_VARIANCE = 10.0
 FIREFLY_STEP = 5e-3
 MARKS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 UNDERDAMPED = partial(UnderdampedLangevin, friction=50.0)
-METHODS: dict[str, tuple[Any, type[GradientEstimator], float]] = {
+METHODS: dict[str, tuple[Any, Callable[[int], GradientEstimator], float]] = {
     "SGLD": (SGLD, UniformGradient, 2e-5),
     "pSGLD": (pSGLD, UniformGradient, 5e-3),
     "SGHMC": (UNDERDAMPED, UniformGradient, 1e-3),

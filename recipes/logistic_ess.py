@@ -5,8 +5,8 @@ size (ESS) over the coefficients. The paper states neither prior, batch size, st
 estimator, and points at the settings of Li et al. 2016 (preconditioned SGLD). Those could not be had: this experiment
 is not in that paper's published program, and we did not have its text. Tables, samples and burn-in are those of
 Girolami and Calderhead 2011, from whom the prior's variance of 100 is. The rows "batches of 50", "all data" and "all
-data and 4·lr" are the nearest readings of the batch size, one chain each. The table also has what the ESS hides: the
-error of the chain's mean and covariance against a long full-gradient run, which importance sampling checks.
+data and 4·lr" or "16·lr" are the nearest readings, ten chains each without a trainer. The table also has what the ESS
+hides: the error of the chain's mean and covariance against a long full-gradient run, which importance sampling checks.
 
 With a sample a step and exact gradients, SGLD's ESS is E·n only where variances are 1+E times too large (of a Gaussian;
 batches add more), so the paper's 2,199 of 5,000 means 44 % or more, unless its samples are several steps apart; our
@@ -44,6 +44,9 @@ from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
+from lightning_sgmcmc.simulation.finite_sums import LogisticRegressionSum
+from lightning_sgmcmc.simulation.gradient_estimators import FullGradient, UniformGradient
+from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Settings:
         samples, burn_in: of a chain.
         batch, prior_std: batch size, and standard deviation of the prior.
         cycles, exploration, decay: of the cyclical samplers, and the exponent of falling step sizes.
-        readings: other batch sizes, by name.
+        readings, reading_chains: other batch sizes of the plain samplers, by name, and their chains side by side.
         lr: step sizes by table and sampler, in units of the mean potential; lr_0 of the cyclical ones.
     """
 
@@ -82,12 +85,13 @@ class Settings:
     exploration: float
     decay: float
     readings: dict[str, Reading]
+    reading_chains: int
     lr: dict[str, dict[str, float]]
 
     @property
     def work(self) -> float:
         """The steps of all chains."""
-        chains = self.repeats + len(self.other_steps) + len(self.readings)
+        chains = self.repeats + len(self.other_steps)
         return float(len(self.lr) * len(SAMPLERS) * chains * (self.samples + self.burn_in))
 
 
@@ -102,13 +106,14 @@ def run(options: Options) -> list[Row]:
     settings = read_settings(Settings, options)
     methods, seeds = options.chosen(SAMPLERS), options.seeds(settings.repeats)
     require(*(UCIClassificationDataModule(table, options.data_root) for table in settings.lr))
-    variants = [("", factor) for factor in settings.other_steps]
-    variants += [(name, reading.factor) for name, reading in settings.readings.items()]
+    readings = [(name, reading.factor) for name, reading in settings.readings.items()]
     jobs: list[tuple[str, str, str, float, int]] = []
     for table in settings.lr:
         jobs += [(table, method, "", 1.0, seed) for method in methods for seed in seeds]
-        jobs += [(table, method, *variant, options.seed) for method in methods for variant in variants]
-        jobs += [(table, method, FALLING, 1.0, options.seed) for method in methods if not method.startswith("c")]
+        jobs += [(table, method, "", factor, options.seed) for method in methods for factor in settings.other_steps]
+        plain = [method for method in methods if not method.startswith("c")]
+        jobs += [(table, method, FALLING, 1.0, options.seed) for method in plain]
+        jobs += [(table, method, *reading, options.seed) for method in plain for reading in readings]
         jobs.append((table, REFERENCE, "", 1.0, options.seed))
     found = run_jobs(one, jobs, options, settings)
     studies = [study(table, found, options.seed) for table in settings.lr]
@@ -128,14 +133,16 @@ class Chain(NamedTuple):
 
 
 def one(table: str, method: str, variant: str, factor: float, seed: int, settings: Settings, options: Options) -> Any:
-    """Return a chain, or a table's two references."""
+    """Return a chain, several chains of a reading, or a table's two references."""
     silence_lightning()
-    batch = settings.readings[variant].batch if variant in settings.readings else settings.batch
-    data, posterior = load(table, batch, settings, options.data_root)
+    data, posterior = load(table, settings, options.data_root)
     if method == REFERENCE:
         long = full_gradient_reference(posterior, settings.reference_steps, seed, settings.reference_chains)
         return long, importance_reference(posterior, settings.proposals, seed)
     lr = factor * settings.lr[table][f"c{method}" if variant == FALLING else method]
+    if variant in settings.readings:
+        chains = light_chains(posterior, method, lr, settings.readings[variant].batch, settings, seed)
+        return [Chain(coefficient_ess(draws), draws.mean(0), draws.std(0), None) for draws in chains]
     draws = sample_chain(data, posterior.x.shape[1], method, lr, seed, settings, variant == FALLING)
     first = not variant and factor == 1 and seed == options.seed
     return Chain(coefficient_ess(draws), draws.mean(0), draws.std(0), draws if first else None)
@@ -190,6 +197,35 @@ def sample_chain(
     return torch.stack(collector.draws[-samples:]).double()
 
 
+def light_chains(
+    posterior: LogisticPosterior, method: str, lr: float, batch: int, settings: Settings, seed: int
+) -> list[Tensor]:
+    """Return the samples of many chains of a plain sampler without a trainer, each of shape (samples, d), in float64.
+
+    Args:
+        posterior: the target.
+        method: the sampler.
+        lr: its step size, in units of the mean potential.
+        batch: data of a step, with replacement; as many as there are, or more, is the full gradient.
+        settings: the recipe's.
+        seed: of batches and noise.
+    """
+    total, last = len(posterior.y), settings.burn_in + settings.samples
+    run = sample_sum(
+        LogisticRegressionSum(posterior.x, posterior.y, posterior.std**2),
+        SAMPLERS[method],
+        FullGradient() if batch >= total else UniformGradient(batch),
+        lr=lr / total,
+        num_steps=last,
+        at_steps=range(settings.burn_in + 1, last + 1),
+        num_chains=settings.reading_chains,
+        initial=torch.zeros(posterior.x.shape[1]).double(),
+        seed=seed,
+        dtype=torch.float64,
+    )
+    return list(run.positions.double().unbind(1))
+
+
 def coefficient_ess(draws: Tensor) -> Tensor:
     """Return the ESS of each coefficient of a chain (n, d), shape (d,), at most n."""
     arviz = import_arviz()
@@ -200,13 +236,10 @@ def coefficient_ess(draws: Tensor) -> Tensor:
 # -- a table ----------------------------------------------------------------------------------------------------------
 
 
-def load(
-    table: str, batch: int, settings: Settings, data_root: Path
-) -> tuple[pl.LightningDataModule, LogisticPosterior]:
+def load(table: str, settings: Settings, data_root: Path) -> tuple[pl.LightningDataModule, LogisticPosterior]:
     """Return a table with all its rows for training, and the posterior."""
-    data = UCIClassificationDataModule(table, data_root, batch, test_fraction=0.0, intercept=True)
+    data = UCIClassificationDataModule(table, data_root, settings.batch, test_fraction=0.0, intercept=True)
     data.setup("fit")
-    data.batch_size = min(batch, data.num_data)
     inputs, targets = data.splits[0].inputs.double(), data.splits[0].targets.double()
     return data, LogisticPosterior(inputs, targets, settings.prior_std)
 
@@ -235,7 +268,8 @@ def study(table: str, found: dict[Any, Any], seed: int) -> Study:
         elif not variant:
             study.other_steps.setdefault(method, []).append((factor, measure(chain)))
         else:
-            study.readings[method, variant] = measure(chain)
+            own = chain if isinstance(chain, list) else [chain]
+            study.readings[method, variant] = [measure(one) for one in own]
     first = next(iter(study.draws))
     order = chains[first, "", 1.0, seed].ess.argsort().tolist()
     study.typical, study.slowest = order[len(order) // 2], order[0]

@@ -71,8 +71,8 @@ class Settings:
 
     @property
     def work(self) -> float:
-        """The gradients of all methods."""
-        return float(self.repeats * self.steps * (len(METHODS) + 1))
+        """The gradients of a run by all methods; chains side by side cost little more than one."""
+        return float(self.steps * (len(METHODS) + 1))
 
 
 RADIUS, LEAST = 0.5, 10

@@ -156,7 +156,7 @@ def run(options: Options) -> list[Row]:
         rows.append(Row(name, "TV error of the mean π", float(0.5 * (own.mean(0) - truth).abs().sum())))
         rows.append(Row(name, "variance of π, summed over bins", float(scatter.square().sum())))
     if len(masses) == len(METHODS):
-        rows += ratios(*masses.values(), holding, settings, options.seed)
+        rows += ratios(masses[METHODS[0]], masses[METHODS[1]], holding, settings, options.seed)
     centres = (partition.edges() - 0.5 * partition.width)[:DRAWN_BINS].tolist()
     drawn = {name: found[:, :DRAWN_BINS].numpy() for name, found in masses.items()}
     save_figure(estimates_figure(centres, truth[:DRAWN_BINS].tolist(), drawn), options.out / "estimates.png")

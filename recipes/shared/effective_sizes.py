@@ -36,13 +36,14 @@ class Measures:
     mean_error: float
     variance_ratio: float
 
-    def rows(self, label: str) -> list[Row]:
-        """Return the rows of a setting with one chain."""
-        return [
-            Row(label, "median ESS", self.median_ess),
-            Row(label, "error of mean (posterior std)", self.mean_error),
-            Row(label, "variance / reference's", self.variance_ratio),
-        ]
+
+def rows_of(label: str, measures: Sequence[Measures], paper: float | None = None) -> list[Row]:
+    """Return the rows of a sampler's chains."""
+    return [
+        mean_row(label, "median ESS", [one.median_ess for one in measures], paper),
+        mean_row(label, "error of mean (posterior std)", [one.mean_error for one in measures]),
+        mean_row(label, "variance / reference's", [one.variance_ratio for one in measures]),
+    ]
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Study:
     check: Reference
     repeats: dict[str, list[Measures]] = field(default_factory=dict)
     other_steps: dict[str, list[tuple[float, Measures]]] = field(default_factory=dict)
-    readings: dict[tuple[str, str], Measures] = field(default_factory=dict)
+    readings: dict[tuple[str, str], list[Measures]] = field(default_factory=dict)
     draws: dict[str, Tensor] = field(default_factory=dict)
     typical: int = 0
     slowest: int = 0
@@ -79,15 +80,12 @@ class Study:
         """Return the table's rows."""
         name, rows = self.table.capitalize(), []
         for method, repeats in self.repeats.items():
-            label = f"{name} {method}"
-            rows.append(mean_row(label, "median ESS", self.ess(method), PAPER[self.table][method]))
-            rows.append(mean_row(label, "error of mean (posterior std)", [one.mean_error for one in repeats]))
-            rows.append(mean_row(label, "variance / reference's", [one.variance_ratio for one in repeats]))
+            rows += rows_of(f"{name} {method}", repeats, PAPER[self.table][method])
         for method, others in self.other_steps.items():
             for factor, one in others:
-                rows += one.rows(f"{name} {method}, {factor:g}·lr")
-        for (method, reading), one in self.readings.items():
-            rows += one.rows(f"{name} {method}, {reading}")
+                rows += rows_of(f"{name} {method}, {factor:g}·lr", [one])
+        for (method, reading), own in self.readings.items():
+            rows += rows_of(f"{name} {method}, {reading}", own, PAPER[self.table][method])
         label = f"{name} reference against importance sampling"
         rows.append(Row(label, "error of mean (posterior std)", self.check.mean_error(self.reference.mean)))
         rows.append(Row(label, "variance / reference's", self.check.variance_ratio(self.reference.std)))
