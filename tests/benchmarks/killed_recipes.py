@@ -153,7 +153,7 @@ def figures(out: Path) -> dict[Any, Any]:
     if rows is None:
         return {key: value for key, value in results.items() if key in ("test", "metrics", "samples")}
     return {
-        (row["method"], row["metric"]): (row["value"], row["values"])
+        (row["method"], row["metric"]): (row["value"], row.get("values"))
         for row in rows
         if not any(word in row["metric"] for word in (*TIMES, "ms for"))
     }
