@@ -45,6 +45,7 @@ ICSGHMC's 20 samples have an effective number of 15.4 ± 1.4; neighbouring slots
 `full` has not been run: no GPU was available.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -131,9 +132,8 @@ class Settings:
     def work(self) -> float:
         """Gradient evaluations times the networks' floating-point operations, over all methods and runs."""
         side = SIDE if self.data == "synthetic" else 32
-        flops = sum(
-            forward_flops(lambda name=name: resnet.NETWORKS[name](10), (3, side, side)) for name in self.networks
-        )
+        networks = [functools.partial(resnet.NETWORKS[name], 10) for name in self.networks]
+        flops = sum(forward_flops(network, (3, side, side)) for network in networks)
         return float(len(METHODS) * self.seeds * CHAINS * self.epochs * self.num_data * flops)
 
 
