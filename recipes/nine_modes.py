@@ -4,17 +4,20 @@ U(x) = Σ(x_i² - 10·cos(1.2πx_i))/3 with a regulariser beyond ‖x‖² = 7, 
 200,000 gradients a run from (2, 2) as in the authors' program, 9,750 draws after the first fortieth. SGLD, reSGLD and
 CSGLD: lr 0.001; cyclical: from 0.005 with 20 cycles, noise throughout, draws in the second half of a cycle, as in the
 program. reSGLD: τ 1 and 3, correction by the true variance 0.1, draws of the colder slot; its two chains share the
-200,000 gradients, and a second row has 200,000 for each, as in the paper. The program attempts a swap at every second
-step and makes a tenth of those that succeed; here the chains attempt one at every twentieth. CSGLD: m = 100, Δu = 0.25,
-ζ = 0.75, ω = min(0.003, 10/(k^0.8 + 100)), the scheme of eq. (10), its draws resampled by their weights. The first edge
-is -6.4, above the lowest energy of -6.67 (the program's grid begins below it). A mode counts as found with ten
-(resampled) draws within 0.5. KL(truth ‖ draws) on a grid of 40 x 40 cells, with 1 % of uniform mixed in. The program
-rejects moves out of a box; here there is no box, for any method.
+200,000 gradients, and a second row has 200,000 for each, as in the paper. A third row overrates the variance: 10. The
+program attempts a swap at every second step and makes a tenth of those that succeed; here the chains attempt one at
+every twentieth. CSGLD: m = 100, Δu = 0.25, ζ = 0.75, ω = min(0.003, 10/(k^0.8 + 100)), the scheme of eq. (10), its
+draws resampled by their weights. The first edge is -6.4, above the lowest energy of -6.67 (the program's grid begins
+below it). A mode counts as found with ten (resampled) draws within 0.5. KL(truth ‖ draws) on a grid of 40 x 40 cells,
+with 1 % of uniform mixed in. The program rejects moves out of a box; here there is no box, for any method.
 
-Measured (10 runs): CSGLD and reSGLD find all nine modes in every run, cyclical SGLD 7.1 ± 0.4, SGLD 4.5 ± 0.3 (the
-paper's picture shows 3); KL in nats: reSGLD 0.10 ± 0.01, with twice the gradients 0.052 ± 0.005, CSGLD 0.16 ± 0.02,
-cyclical SGLD 1.3 ± 0.2, SGLD 2.8 ± 0.1. That is the paper's order but for the first place: it says, without a number,
-that reSGLD estimates a few modes in the corners poorly, and here it is ahead of CSGLD at equal cost.
+Measured (10 runs, before the third row was added): CSGLD and reSGLD find all nine modes in every run, cyclical SGLD 7.1
+± 0.4, SGLD 4.5 ± 0.3 (the paper's picture shows 3); KL in nats: reSGLD 0.10 ± 0.01, with twice the gradients 0.052 ±
+0.005, CSGLD 0.16 ± 0.02, cyclical SGLD 1.3 ± 0.2, SGLD 2.8 ± 0.1. That is the paper's order but for the first place: it
+says, without a number, that the noise of energies hinders the swaps and that reSGLD estimates a few modes in the
+corners poorly. Here it is ahead of CSGLD at equal cost. The overrated variance (quick, 5 runs) shows what the paper
+describes: its correction makes swaps seldom, 8.6 modes are found, and KL is 0.42 ± 0.12. The value 10 was chosen after
+3 had shown no effect in a trial of 20,000 steps.
 """
 
 from dataclasses import dataclass
