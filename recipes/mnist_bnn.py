@@ -27,12 +27,13 @@ the paper's time of the equation. Its convolutional network is smaller (4 and 8 
 four cells of b×(M+1) have the paper's step sizes. The posterior of 10,000 data differs from the paper's, and its errors
 are larger.
 
-Measured (`python -m recipes mnist_bnn`, seeds 0 to 2, 5.6 minutes of processor time): test errors in % of pSGLD 6.50 ±
-0.07, SGLD 6.70 ± 0.04, CP-SGHMC 7.05 ± 0.09, SGHMC at EWSG's step 7.15 ± 0.13, SGHMC 7.24 ± 0.11, EWSG 7.27 ± 0.04.
-This is not the paper's order: EWSG - SGHMC is 0.02 ± 0.10 (the paper -0.04), and EWSG is worse than SGLD and pSGLD by
-0.57 ± 0.07 and 0.77 ± 0.06. The scale of the inputs, which the paper does not state, changes the order: with pixels in
-[0, 1] and all else equal, pSGLD has 6.81 ± 0.07, EWSG 6.86 ± 0.11, SGHMC 7.04 ± 0.11, SGLD 7.40 ± 0.17, and EWSG -
-SGHMC is -0.19 ± 0.07. This was tried after the run above, with three seeds and without the other two methods.
+Measured before `quick` had a second network, a table of batches and 12 samples instead of 100 (the perceptron, seeds 0
+to 2, 5.6 minutes of processor time): test errors in % of pSGLD 6.50 ± 0.07, SGLD 6.70 ± 0.04, CP-SGHMC 7.05 ± 0.09,
+SGHMC at EWSG's step 7.15 ± 0.13, SGHMC 7.24 ± 0.11, EWSG 7.27 ± 0.04. This is not the paper's order: EWSG - SGHMC is
+0.02 ± 0.10 (the paper -0.04), and EWSG is worse than SGLD and pSGLD by 0.57 ± 0.07 and 0.77 ± 0.06. The scale of the
+inputs, which the paper does not state, changes the order: with pixels in [0, 1] and all else equal, pSGLD has 6.81 ±
+0.07, EWSG 6.86 ± 0.11, SGHMC 7.04 ± 0.11, SGLD 7.40 ± 0.17, and EWSG - SGHMC is -0.19 ± 0.07. This was tried after the
+run above, with three seeds and without the other two methods.
 """
 
 import functools
