@@ -20,15 +20,12 @@ Measured (quick; KL at the end, mean ± standard deviation over 10 repeats; 40,0
     CSGLD×T5, uniform π       0.050 ± 0.010    cycSGLD×T5                          0.243 ± 0.043
     ICSGLD×P5, uniform π      0.067 ± 0.018    reSGLD×P5                           0.252 ± 0.041
 
-The paper's order is ICSGLD, reSGLD, cyclical SGLD, SGLD.
-
-- reSGLD depends on its correction. Rows "ω by estimates" read ω's index as the number of estimates instead of the
-  iteration, "from 25" starts from the program's variance, and "true variance" needs no estimate.
-- Cyclical SGLD loses to SGLD mostly at the ends of its cycles, where lr falls to 0 and the chain stays in one mode but
-  draws as often as elsewhere.
+- The paper's order is ICSGLD, reSGLD, cyclical SGLD, SGLD. reSGLD's place depends on its correction. Rows "ω by
+  estimates" read ω's index as the number of estimates, not the iteration, "from 25" starts from the program's variance,
+  and "true variance" needs no estimate.
+- Cyclical SGLD loses to SGLD mostly at the ends of its cycles, where the chain stays in one mode but draws.
 - ICSGLD needs π near its fixed point from the start ("proper initialization", Lemma 1): from a uniform π a single chain
-  is better, because it makes five times as many updates of π.
-
+  is better, because it makes five times as many updates of π. With the pilot it is ahead, by less than the error.
 The pilot, the noise on its energies and the cells were chosen after first results: without a pilot ICSGLD was worse
 than CSGLD, and on finer cells or with fewer draws KL measures the number of draws. The readings of ω were added after
 it was seen that reSGLD's place depends on them. The program confines contour chains alone to a box; here none is
