@@ -127,7 +127,13 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("--data-root", type=Path, default=Path("data"), help="folder of the data sets (data)")
     add("--seed", type=int, default=0, help="seed (0); repeats use the seeds after it")
     add("--repeats", type=int, help="number of repeats (the setting's)")
-    add("--methods", metavar="A,B", help="methods to run (all)")
+    add(
+        "--methods",
+        action="append",
+        default=[],
+        metavar="A,B",
+        help="methods to run (all); once for each, or with commas",
+    )
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="changed", help="change a setting")
     add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="where networks are trained (auto)")
     add("--executor", metavar="WHERE", help="where jobs run: here, or the scheduler of a dask.distributed cluster")
@@ -164,7 +170,7 @@ def run_recipe(arguments: Sequence[str] | None = None, program: str = "python -m
         given.data_root,
         given.full,
         given.seed,
-        tuple(name.strip() for name in (given.methods or "").split(",") if name.strip()),
+        tuple(given.methods),
         given.repeats,
         given.device,
         given.executor,

@@ -15,7 +15,7 @@ class Options:
         data_root: folder of the data sets.
         full: the paper's setting instead of a quick one.
         seed: seed of the run; repeats use the seeds after it.
-        methods: names of the methods to run; without any, all.
+        methods: what the user wrote: each a method's name, or several with commas between them; without any, all run.
         repeats: number of repeats (seeds or splits) instead of the setting's.
         device: "cpu" or "gpu" instead of the recipe's choice ("auto").
         executor: where jobs run: None is processes of this machine, "here" is this process, one after the other, and
@@ -50,10 +50,11 @@ class Options:
             ValueError: if `methods` of the options names another one.
         """
         known = list(methods)
-        for name in self.methods:
+        asked = [name for text in self.methods for name in ([text] if text in known else _parts(text))]
+        for name in asked:
             if name not in known:
-                raise ValueError(f"--methods must be some of {', '.join(known)}, got {name!r}")
-        return [name for name in known if not self.methods or name in self.methods]
+                raise ValueError(f"--methods must be some of {'; '.join(known)}, got {name!r}")
+        return [name for name in known if not asked or name in asked]
 
     def repeated(self, count: int) -> range:
         """Return the indices 0, 1, … of the repeats.
@@ -78,3 +79,7 @@ class Options:
             full: where a full setting runs.
         """
         return (full if self.full else "cpu") if self.device == "auto" else self.device
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

@@ -61,6 +61,19 @@ def test_a_damaged_outcome_is_computed_again(tmp_path: Path) -> None:
     assert computed(options) == [2, 2, 4]
 
 
+def test_methods_are_chosen_by_name_also_with_a_comma_in_it(tmp_path: Path) -> None:
+    known = ["SGLD", "reSGLD", "reSGLD, true variance"]
+    chosen = {
+        (): known,
+        ("reSGLD,SGLD",): ["SGLD", "reSGLD"],
+        ("reSGLD, true variance", "SGLD"): ["SGLD", "reSGLD, true variance"],
+    }
+    for given, names in chosen.items():
+        assert Options(tmp_path, tmp_path, methods=given).chosen(known) == names
+    with pytest.raises(ValueError, match="some of SGLD; reSGLD; reSGLD, true variance, got 'SGHMC'"):
+        Options(tmp_path, tmp_path, methods=("SGLD, SGHMC",)).chosen(known)
+
+
 def test_a_dry_run_counts(tmp_path: Path) -> None:
     options = Options(tmp_path / "out", tmp_path)
     in_turn(square, [(2,)], options, 2.0)
