@@ -16,7 +16,7 @@ VERDICTS = {
     "reproduced": "the paper's claim holds, beyond our errors where the paper has numbers",
     "order only": "the paper's order of the methods holds, its figures do not",
     "not, because": "our figures contradict a claim of the paper; the page gives the reason and the run that shows it",
-    "not run at this size": "the claim needs a size that takes a GPU, which no run has had yet",
+    "not run at this size": "the claim needs a larger run, most often on a GPU, which has not been made yet",
     "no paper": "an experiment of our own, or an example",
 }
 """What a verdict says."""
