@@ -55,7 +55,7 @@ TINY: dict[str, dict[str, str]] = {
     "digits_csghmc": {"trainer.max_epochs": "12"},
     "digits_csghmc_contour": {"trainer.max_epochs": "16"},
     "digits_posterior": {"trainer.max_epochs": "12"},
-    "distillation": {"images": "200", "epochs": "8", "student_epochs": "1", "seeds": "1"},
+    "distillation": {"images": "400", "epochs": "12", "student_epochs": "1", "seeds": "1"},
     "equal_cost": {
         "chosen_sets": "[pima]",
         "sets": "{pima: {source: pima, sizes: [80, 40, 60], hidden: [8], batch: 20, epochs: 8}}",
@@ -92,7 +92,7 @@ TINY: dict[str, dict[str, str]] = {
     "mnist_ood": {"epochs": "4", "repeats": "1"},
     "mushroom_bandit": {"rounds": "6", "steps": "2", "repeats": "1"},
     "nine_modes": {"steps": "4000", "burn_in": "400", "repeats": "2"},
-    "segmentation": {"sizes": "[20, 10, 4]", "epochs": "4", "seeds": "1"},
+    "segmentation": {"sizes": "[40, 10, 4]", "epochs": "24", "seeds": "1"},
     "subsampling_error": {"chains": "50", "pairs": "50", "logistic_chains": "2", "time_step": "1.0e-3"},
     "switching_diffusion": {"chains": "100", "path_points": "101"},
     "theta_variance": {"steps": "2000", "repeats": "4"},

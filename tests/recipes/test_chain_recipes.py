@@ -15,6 +15,7 @@ from lightning_sgmcmc.recipes.shared.settings import read_settings
 ROOT = Path(os.environ.get("SGMCMC_DATA_ROOT", "no data here"))
 
 
+@pytest.mark.slow
 def test_theta_variance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(theta_variance, "BOOTSTRAPS", 200)
     rows = theta_variance.run(Options(tmp_path, ROOT, repeats=6, executor="here", changed={"steps": 300}))

@@ -79,6 +79,7 @@ def test_cifar_csgmcmc_full_is_built() -> None:
 
 
 @pytest.mark.parametrize("method", cifar100_uncertainty.METHODS)
+@pytest.mark.slow
 def test_cifar100_uncertainty_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     batch = 25 if "SWAG" in method else 50  # two iterates in 15 % of a cycle
     setting = replace(UNCERTAINTY, num_data=100, num_test=100, epochs=10, batch=batch, samples=(1, 1), swag=(1, 1))
@@ -178,7 +179,8 @@ def test_the_step_sizes_of_the_uncertainty_recipe(tmp_path: Path) -> None:
         assert seen == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("method", [pytest.param("saM-SGD", marks=pytest.mark.slow), "saCSGHMC"])
+@pytest.mark.parametrize("method", ["saM-SGD", "saCSGHMC"])
+@pytest.mark.slow
 def test_cifar_csghmc_runs_all_parts(tmp_path: Path, method: str) -> None:
     setting = cifar_csghmc.Setting("synthetic", 5, 1, 250, (0.02, 0.1), 5.0, 4000.0, 1)
     settings = read_settings(cifar_csghmc.Settings, Options(tmp_path, ROOT))

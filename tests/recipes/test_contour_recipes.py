@@ -29,6 +29,7 @@ def test_gaussian_mixture(tmp_path: Path) -> None:
     assert names == {f"{n}.png" for n in ("energies", "error", "error_asymmetric", "flattened", "multiplier", "path")}
 
 
+@pytest.mark.slow
 def test_nine_modes(tmp_path: Path) -> None:
     rows = nine_modes.run(Options(tmp_path, ROOT, repeats=2, executor="here", changed={"steps": 6000}))
     assert [row.method for row in rows[::3]] == list(nine_modes.METHODS)
@@ -82,6 +83,7 @@ def test_uci_regression_says_what_is_missing(tmp_path: Path, capsys: pytest.Capt
     assert "energy" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_digits_configuration_runs(tmp_path: Path) -> None:
     """The configuration, shortened, from the command line: it learns its range, visits bins and weighs its samples."""
     import yaml

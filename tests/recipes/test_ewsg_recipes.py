@@ -13,6 +13,7 @@ from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.simulation.finite_sums import GaussianSum
 
 
+@pytest.mark.slow
 def test_ewsg_gaussian(tmp_path: Path) -> None:
     changed = {
         "times": [0.02, 0.04],

@@ -99,6 +99,7 @@ def test_sgld_s_ess_is_its_bias() -> None:
     assert float(torch.stack(chain).var()) == pytest.approx(1 + share, rel=0.04)
 
 
+@pytest.mark.slow
 def test_the_recipe_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = posterior(num_data=120)
     (tmp_path / "uci_classification").mkdir()

@@ -20,6 +20,7 @@ def values(rows: list[Row], metric: str) -> list[float]:
     return [row.value for row in rows if row.metric == metric]
 
 
+@pytest.mark.slow
 def test_switching_diffusion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(switching_diffusion, "SWITCHING_TIMES", (10.0, 0.1, 0.01))
     changed = {"chains": 2000, "path_points": 101}
