@@ -250,7 +250,8 @@ def run(options: Options) -> list[Row]:
     settings = read_settings(Settings, options)
     require(UCIClassificationDataModule(settings.table, options.data_root))
     logistic = logistic_errors(settings, options)
-    stationary, strong = stationary_errors(settings, options), strong_errors(settings, options)
+    stationary = run_jobs(stationary_errors, [()], options, settings)[()]
+    strong = run_jobs(strong_errors, [()], options, settings)[()]
     rows = stationary.rows("stationary law", "W₁ to N(0, 0.1)", STATIONARY_BOUND)
     for time, curve in strong.items():
         rows += curve.rows(f"common path, t={time:g}", "E|θ_t - ζ_t|", STRONG_BOUND)

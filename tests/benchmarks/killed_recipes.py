@@ -24,7 +24,7 @@ from typing import Any
 
 KILLS = 10
 FIT = {"fit.warm_steps": "30", "fit.members": "2", "fit.chains": "2", "fit.sampling_steps": "40", "fit.samples": "8"}
-NETWORK = "{steps: 120, lr: 0.003, warm_start: 20}"
+NETWORK = "{steps: 400, lr: 0.003, warm_start: 40}"
 TINY: dict[str, dict[str, str]] = {
     "airfoil": FIT,
     "cifar100_uncertainty": {
@@ -40,7 +40,7 @@ TINY: dict[str, dict[str, str]] = {
         "limit": "200",
     },
     "cifar_csgmcmc": {
-        "sets": "[{data: synthetic, num_data: 200, epochs: 8, batch: 10, exploration: 0.8, friction: 0.9, seeds: 1}]",
+        "sets": "[{data: synthetic, num_data: 1000, epochs: 8, batch: 50, exploration: 0.8, friction: 0.9, seeds: 1}]",
         "limit": "200",
     },
     "contour_pays": {
@@ -52,13 +52,13 @@ TINY: dict[str, dict[str, str]] = {
     },
     "covertype_logistic": {"repeats": "2", "firefly_chains": "2", "chains": "4", "column_scales": "[0.6]"},
     "digits_auto": {"trainer.max_epochs": "12"},
-    "digits_csghmc": {"trainer.max_epochs": "12"},
-    "digits_csghmc_contour": {"trainer.max_epochs": "16"},
-    "digits_posterior": {"trainer.max_epochs": "12"},
+    "digits_csghmc": {"trainer.max_epochs": "40"},
+    "digits_csghmc_contour": {"trainer.max_epochs": "240"},
+    "digits_posterior": {"trainer.max_epochs": "320"},
     "distillation": {"images": "400", "epochs": "12", "student_epochs": "1", "seeds": "1"},
     "equal_cost": {
         "chosen_sets": "[pima]",
-        "sets": "{pima: {source: pima, sizes: [80, 40, 60], hidden: [8], batch: 20, epochs: 8}}",
+        "sets": "{pima: {source: pima, sizes: [80, 40, 60], hidden: [8], batch: 20, epochs: 40}}",
         "seeds": "1",
     },
     "ewsg_gaussian": {"draws": "2", "chains": "20", "passes": "2", "marks": "[0.5, 1, 1.5, 2]"},
@@ -87,13 +87,13 @@ TINY: dict[str, dict[str, str]] = {
         "timed": "2",
     },
     "misspecified": {"repeats": "2", "data": "2000", "iterations": "200", "burn_in": "20", "batch": "50"},
-    "mnist_bnn": {"images": "400", "epochs": "4", "repeats": "1"},
+    "mnist_bnn": {"images": "400", "repeats": "1"},
     "mnist_modes": {"images": "200", "batch": "100", "epochs": "10"},
     "mnist_ood": {"epochs": "4", "repeats": "1"},
     "mushroom_bandit": {"rounds": "6", "steps": "2", "repeats": "1"},
     "nine_modes": {"steps": "4000", "burn_in": "400", "repeats": "2"},
     "segmentation": {"sizes": "[40, 10, 4]", "epochs": "24", "seeds": "1"},
-    "subsampling_error": {"chains": "50", "pairs": "50", "logistic_chains": "2", "time_step": "1.0e-3"},
+    "subsampling_error": {"chains": "60", "pairs": "60", "logistic_chains": "2", "time_step": "1.0e-3"},
     "switching_diffusion": {"chains": "100", "path_points": "101"},
     "theta_variance": {"steps": "2000", "repeats": "4"},
     "twenty_five_gaussians": {"steps": "2000", "runs": "2"},
