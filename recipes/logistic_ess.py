@@ -47,6 +47,7 @@ from lightning_sgmcmc.recipes.shared.logistic import (
 )
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.records import Recording
 from lightning_sgmcmc.recipes.shared.results import Row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
@@ -154,8 +155,10 @@ def one(table: str, method: str, variant: str, factor: float, seed: int, setting
     return Chain(coefficient_ess(draws), draws.mean(0), draws.std(0), draws if first else None)
 
 
-class WeightCollector(SamplerCallback):
+class WeightCollector(Recording, SamplerCallback):
     """Keeps the samples' weight vectors in memory."""
+
+    recorded = ("draws",)
 
     def __init__(self) -> None:
         self.draws: list[Tensor] = []

@@ -62,6 +62,7 @@ from lightning_sgmcmc.figures.samples import weight_paths_figure
 from lightning_sgmcmc.recipes.shared.costs import forward_flops
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.records import Recording
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
@@ -164,8 +165,10 @@ def network(pixels: int) -> nn.Sequential:
     return nn.Sequential(*convolutions, *layers, nn.Linear(hidden, CLASSES))
 
 
-class Recorder(pl.Callback):
+class Recorder(Recording, pl.Callback):
     """Keeps the loss and the multiplier of each step, and sketches of the weights."""
+
+    recorded = ("losses", "multipliers", "sketches")
 
     def __init__(self, every_n_epochs: int) -> None:
         self.every = every_n_epochs

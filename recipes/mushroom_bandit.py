@@ -49,6 +49,7 @@ from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.pictures import outside_legend, panels
+from lightning_sgmcmc.recipes.shared.records import Recording
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
@@ -162,7 +163,7 @@ class RewardModel(BayesianModule):
         return -(predicted - outcome[:, 1:]).square().squeeze(1)
 
 
-class Player(pl.Callback):
+class Player(Recording, pl.Callback):
     """Eats or leaves the mushrooms of each round, and appends the outcomes to the stream.
 
     Args:
@@ -172,6 +173,8 @@ class Player(pl.Callback):
         edible: whether each is edible, shape (n,).
         seed: of mushrooms, rewards and random actions.
     """
+
+    recorded = ("regrets", "multipliers", "energies", "_kappa", "generator")
 
     def __init__(self, agent: Agent, setting: Settings, inputs: Tensor, edible: Tensor, seed: int) -> None:
         self.agent, self.setting = agent, setting
@@ -318,20 +321,17 @@ def one(name: str, repeat: int, setting: Settings, options: Options) -> Outcome:
     stream = StreamDataModule(setting.batch, steps, setting.capacity)
     player = Player(agent, setting, inputs, edible, seed)
     player.begin(stream)
+    adaptive = partial(pSGLD, alpha=ALPHA, eps=REGULARISER * PAPER_BATCH / PAPER_DATA)
     module = RewardModel(
         net=network(inputs.shape[1], agent.dropout),
         prior=GaussianPrior(PRIOR_STD),
-        sampler=partial(pSGLD, alpha=ALPHA, eps=REGULARISER * PAPER_BATCH / PAPER_DATA)
-        if agent.preconditioned
-        else SGLD,
+        sampler=adaptive if agent.preconditioned else SGLD,
         lr=step_size(agent, setting),
         temperature=agent.temperature,
         num_chains=agent.chains,
     )
-    callbacks: list[pl.Callback] = [player]
-    if agent.omega is not None:
-        callbacks.append(contour(agent, steps * setting.rounds // 10))
-    trainer = quiet_trainer(accelerator="cpu", max_epochs=setting.rounds, callbacks=callbacks)
+    learned = [contour(agent, steps * setting.rounds // 10)] if agent.omega is not None else []
+    trainer = quiet_trainer(accelerator="cpu", max_epochs=setting.rounds, callbacks=[player, *learned])
     resumed_fit(trainer, module, stream)
     return player.outcome()
 

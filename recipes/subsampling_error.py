@@ -44,6 +44,7 @@ from lightning_sgmcmc.figures.canvas import panels, save_figure, series
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.records import Recording
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.switching import (
@@ -162,8 +163,10 @@ def strong_errors(settings: Settings, options: Options) -> dict[float, Curve]:
 # -- logistic regression by the library's batches and sampler ---------------------------------------------------------
 
 
-class Places(SamplerCallback):
+class Places(Recording, SamplerCallback):
     """Keeps the position of each chain at each sample."""
+
+    recorded = ("places",)
 
     def __init__(self) -> None:
         self.places: dict[int, list[torch.Tensor]] = {}

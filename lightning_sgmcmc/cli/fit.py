@@ -90,6 +90,12 @@ class SamplingCLI(LightningCLI):
             if Path(path).is_file() and not zipfile.is_zipfile(path):
                 raise Mistake(f"--ckpt_path={path} is not a complete checkpoint: pass another one")
 
+    def _parse_ckpt_path(self) -> None:
+        """Build the model from the configuration alone: a checkpoint's hyperparameters leave out network and prior.
+
+        Lightning would replace the configuration's model by them.
+        """
+
     def after_instantiate_classes(self) -> None:
         """Pass the trainer on, with the command that continues its run."""
         vars(self.trainer)["resume_command"] = self._resume_command

@@ -12,6 +12,7 @@ from lightning_sgmcmc.callbacks import SamplerCallback
 from lightning_sgmcmc.datamodules import MNISTDataModule
 from lightning_sgmcmc.figures.canvas import panels
 from lightning_sgmcmc.figures.errors import INTERVAL, draw_band
+from lightning_sgmcmc.recipes.shared.records import Recording
 
 
 class Curve(NamedTuple):
@@ -23,7 +24,7 @@ class Curve(NamedTuple):
     single: list[float]
 
 
-class ErrorCurves(SamplerCallback):
+class ErrorCurves(Recording, SamplerCallback):
     """Follows the test error of each chain, and of the average of its samples.
 
     Args:
@@ -31,17 +32,25 @@ class ErrorCurves(SamplerCallback):
         burn_in_epochs: epochs in which the chain's states are tested.
     """
 
+    recorded = ("_lists", "_sums")
+
     def __init__(self, data: MNISTDataModule, burn_in_epochs: int) -> None:
         self.data = data
         self.burn_in_epochs = burn_in_epochs
-        self.curves: list[Curve] = []
+        self._lists: list[tuple[list[Any], ...]] = []
+        self._sums: list[Tensor] = []
+
+    @property
+    def curves(self) -> list[Curve]:
+        """The chains' curves."""
+        return [Curve(*lists) for lists in self._lists]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         test, device = self.data.splits[2], pl_module.device
         self._batches = [self.data.transform()(part.to(device)) for part in test.inputs.split(1000)]
         self._targets = test.targets.to(device)
-        self.curves = [Curve([], [], []) for _ in range(pl_module.num_chains)]
-        self._sums: list[Tensor | float] = [0.0] * pl_module.num_chains
+        self._lists = self._lists or [([], [], []) for _ in range(pl_module.num_chains)]
+        self._sums = [total.to(device) for total in self._sums or [torch.zeros(())] * pl_module.num_chains]
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if trainer.current_epoch < self.burn_in_epochs:

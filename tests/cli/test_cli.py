@@ -118,6 +118,18 @@ def test_resume_continues_the_newest_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert results[0] == results[1]
 
 
+def test_a_fit_continues_from_a_checkpoint_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is the configuration's, with network and prior, which a checkpoint's hyperparameters leave out."""
+    monkeypatch.chdir(tmp_path)
+    main(["fit", "--config", RECIPE, *SHORT])
+    run = Path("runs/digits_csghmc/version_0")
+    (checkpoint,) = (run / "checkpoints").glob("*.ckpt")
+    samples = [path.name for path in sorted((run / "samples").glob("*.safetensors"))]
+    main(["fit", "--config", RECIPE, *SHORT, "--ckpt_path", str(checkpoint)])
+    assert len(Posterior.load(run / "samples")) == len(samples)
+    assert json.loads((run / "results.json").read_text())["rows"]
+
+
 class TerminatedSoon(pl.Callback):
     """Sends this process SIGTERM in its fifth step."""
 

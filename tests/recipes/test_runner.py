@@ -1,5 +1,6 @@
 """The recipes' runner: nothing that has ended is run again, and nothing that ended early is lost."""
 
+import ast
 import functools
 import json
 import multiprocessing
@@ -20,6 +21,7 @@ from lightning_sgmcmc.recipes.shared import expected, trainers
 from lightning_sgmcmc.recipes.shared.jobs import Planned, duration, run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.pages import write_pages
+from lightning_sgmcmc.recipes.shared.records import Recording
 from lightning_sgmcmc.recipes.shared.results import mean_row, write_results
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.store import JobStore
@@ -112,14 +114,28 @@ class Interruption(pl.Callback):
             raise RuntimeError("the power is gone")
 
 
+class Notes(Recording, pl.Callback):
+    """Notes the energy of each step, and draws a number with it."""
+
+    recorded = ("notes", "generator")
+
+    def __init__(self) -> None:
+        self.notes: list[torch.Tensor] = []
+        self.generator = torch.Generator().manual_seed(0)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        self.notes.append(pl_module.chains.observed.energy.mean() + torch.rand((), generator=self.generator))
+
+
 def samples(seed: int, stop: int, options: Options) -> list[torch.Tensor]:
-    """Return the samples of a small network; the fit ends early while there is a file `broken`."""
+    """Return the samples of a small network, and a callback's notes; the fit ends early if there is a file `broken`."""
     silence_lightning()
     pl.seed_everything(seed, verbose=False)
     module = classifier(sampler=SGHMC, lr=0.01)
     callbacks: list[pl.Callback] = [
         SamplingSchedule(burn_in_steps=10, every_n_steps=5),
         kept_samples(),
+        noted := Notes(),
     ]
     if (options.data_root / "broken").exists():
         callbacks.append(Interruption(stop))
@@ -127,7 +143,7 @@ def samples(seed: int, stop: int, options: Options) -> list[torch.Tensor]:
     resumed_fit(trainer, module, DatasetDataModule(blobs(), batch_size=24))
     (options.data_root / f"steps-{trainer.global_step}").touch()
     assert module.posterior is not None
-    return [next(iter(sample.state.values())) for sample in module.posterior]
+    return [*(next(iter(sample.state.values())) for sample in module.posterior), torch.stack(noted.notes)]
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -146,10 +162,22 @@ def test_a_job_that_ended_early_continues_from_its_checkpoint(
     (tmp_path / "broken").unlink()
     continued = in_turn(samples, [(0, 33)], options)
     pairs = list(zip(whole[0, 33], continued[0, 33], strict=True))
-    assert len(pairs) == 10
+    assert len(pairs) == 10 + 1
+    assert len(pairs[-1][0]) == 60
     assert all(torch.equal(first, second) for first, second in pairs)
     stores = list((tmp_path / "out" / "jobs").rglob("fit-0-samples"))
     assert [len(Posterior.load(store)) for store in stores] == [10] * full
+
+
+def test_the_callbacks_of_all_recipes_keep_their_notes() -> None:
+    """A job that continues from a checkpoint has what its callbacks noted before; `Clock` measures anew."""
+    forgetful = []
+    for path in Path(trainers.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+            if any(base.endswith("Callback") for base in bases) and "Recording" not in bases:
+                forgetful.append(node.name)
+    assert forgetful == ["Clock"]
 
 
 def test_a_killed_recipe_keeps_what_had_ended(tmp_path: Path) -> None:
