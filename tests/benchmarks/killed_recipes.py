@@ -95,7 +95,7 @@ TINY: dict[str, dict[str, str]] = {
         "batch": "10900",
         "lag": "10",
     },
-    "mnist_bnn": {"images": "2000", "repeats": "1"},
+    "mnist_bnn": {"images": "2000", "epochs": "12", "repeats": "1", "cells": "[[100, 2], [100, 10]]", "hidden": "10"},
     "mnist_modes": {"images": "200", "batch": "100", "epochs": "10"},
     "mnist_ood": {"epochs": "4", "repeats": "1"},
     "mushroom_bandit": {"rounds": "6", "steps": "2", "repeats": "1"},
