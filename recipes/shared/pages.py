@@ -106,7 +106,8 @@ def _facts(entry: dict[str, Any]) -> tuple[str, str, str, str]:
 def _time(run: dict[str, Any]) -> str:
     if "hardware" not in run:
         return f"{run['seconds']:,.0f} s on two busy CPU cores"
-    place = run["hardware"]["gpu"] or f"a machine with {run['hardware']['cores']} CPU cores"
+    cores = run["hardware"]["cores"]
+    place = run["hardware"]["gpu"] or f"a machine with {cores} CPU {'core' if cores == 1 else 'cores'}"
     return f"{run['seconds']:,.0f} s of processor time, on {place}"
 
 
