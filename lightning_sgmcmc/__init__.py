@@ -49,12 +49,13 @@ from lightning_sgmcmc.priors import (
     StudentTPrior,
 )
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
-from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGHMC, pSGLD
+from lightning_sgmcmc.samplers import MCLMC, SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGHMC, pSGLD
 from lightning_sgmcmc.schedules import Annealing, Patience, PolynomialDecay
 
 __version__ = version("lightning-sgmcmc")
 
 __all__ = [
+    "MCLMC",
     "SGHMC",
     "SGLD",
     "SGNHT",

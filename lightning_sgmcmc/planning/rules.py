@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.planning.recursion import LinearRule, Move
-from lightning_sgmcmc.samplers import SGHMC, SGNHT, Sampler, StepLaw, UnderdampedLangevin
+from lightning_sgmcmc.samplers import MCLMC, SGHMC, SGNHT, Sampler, StepLaw, UnderdampedLangevin
 
 
 def linear_rule(
@@ -51,7 +51,7 @@ def _move(sampler: Sampler, group: Mapping[str, Any], law: StepLaw, lr: Tensor) 
         return "alone", 1.0
     if isinstance(sampler, UnderdampedLangevin):
         return ("baoab" if group.get("integrator") == "baoab" else "before"), lr
-    return "after", 1.0
+    return ("baoab", lr) if isinstance(sampler, MCLMC) else ("after", 1.0)
 
 
 def _rescaling(sampler: Sampler, lr: Tensor, temperature: Tensor) -> Tensor:

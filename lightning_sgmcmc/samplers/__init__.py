@@ -7,6 +7,7 @@ injected noise.
 from lightning_sgmcmc.samplers.base import Sampler
 from lightning_sgmcmc.samplers.contract import check_contract
 from lightning_sgmcmc.samplers.law import StepLaw
+from lightning_sgmcmc.samplers.mclmc import MCLMC
 from lightning_sgmcmc.samplers.psghmc import pSGHMC
 from lightning_sgmcmc.samplers.psgld import pSGLD
 from lightning_sgmcmc.samplers.sghmc import SGHMC
@@ -15,6 +16,7 @@ from lightning_sgmcmc.samplers.sgnht import SGNHT
 from lightning_sgmcmc.samplers.underdamped import UnderdampedLangevin
 
 __all__ = [
+    "MCLMC",
     "SGHMC",
     "SGLD",
     "SGNHT",

@@ -22,6 +22,11 @@ from lightning_sgmcmc.tensors import Control, square_root
 
 CONTROLS = ("lr", "temperature", "gradient_multiplier")
 
+NO_COLD_LIMIT = (
+    "{0} makes no steps at temperature 0: pass a temperature above 0 and a schedule without a cold stage "
+    "(`SamplingSchedule`, or `exploration=0`), and optimize before by `WarmStart`"
+)
+
 
 class Guard(Protocol):
     """An object that may forbid an update, asked when the gradient and the energy are known."""
@@ -84,6 +89,8 @@ class Sampler(UpdateRule):
                 "temperature of 0 needs none)"
             )
         check_count("num_data", num_data)
+        if not self.has_cold_limit and not isinstance(temperature, Tensor) and temperature == 0:
+            raise ValueError(NO_COLD_LIMIT.format(type(self).__name__))
         self.num_data = num_data
         self.num_chains = num_chains
         self.step_count = 0
@@ -148,7 +155,8 @@ class Sampler(UpdateRule):
             the closure's loss, None without a closure.
 
         Raises:
-            ValueError: if the temperature has become positive and the sampler has no num_data.
+            ValueError: if the temperature has become positive and the sampler has no num_data, or if it is 0 and the
+                rule has no limit there.
         """
         with torch.enable_grad():
             loss = closure() if closure is not None else None
@@ -163,6 +171,8 @@ class Sampler(UpdateRule):
             if self.num_data is None:
                 raise ValueError(f"{type(self).__name__} was built without num_data, so its temperature must stay 0")
             noise = self._noise.draw()
+        elif not self.has_cold_limit:
+            raise ValueError(NO_COLD_LIMIT.format(type(self).__name__))
         if self.flat is not None and self._updates_rows() and self.flat.holds_gradients:
             self._update_rows(self.flat, noise is not None)
         else:

@@ -26,6 +26,9 @@ class UpdateRule(Optimizer):
     """Whether `update` treats each coordinate by itself, so that one tensor (C, d) may replace a group's tensors. It
     counts for the class that defines `update`; a subclass with a rule of its own sets it itself."""
 
+    has_cold_limit: ClassVar[bool] = True
+    """Whether the rule has a limit at temperature 0, an optimizer; a rule without one makes no step there."""
+
     _takes_rows: ClassVar[bool] = False
     """Whether the class is elementwise, and its `update` is not of a subclass that leaves this unsaid."""
 

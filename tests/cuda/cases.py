@@ -56,7 +56,7 @@ FITS: dict[str, dict[str, Any]] = {
     "data on the host": SMALL_ALONE | {"resident": False},
     **{
         f"{sampler}": SMALL_ALONE | {"sampler": sampler, "clip": 1.0}
-        for sampler in ("SGLD", "pSGLD", "SGNHT", "UnderdampedLangevin", "pSGHMC")
+        for sampler in ("SGLD", "pSGLD", "SGNHT", "UnderdampedLangevin", "pSGHMC", "MCLMC")
     },
 }
 """The settings of each fit, for `Case`."""

@@ -18,7 +18,7 @@ from lightning_sgmcmc.planning import (
     reach,
     stage_moments,
 )
-from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGLD
+from lightning_sgmcmc.samplers import MCLMC, SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGLD
 
 NUM_DATA, STD, COORDINATES = 50, 0.5, 20_000
 RULES = [
@@ -88,7 +88,7 @@ def test_the_recursion_is_the_samplers_own_law(cls: Any, options: dict[str, Any]
     assert ((predicted - measured).abs() < 5 * error + 1e-12).all(), (predicted, measured, error)
 
 
-@pytest.mark.parametrize(("cls", "options", "lr"), RULES)
+@pytest.mark.parametrize(("cls", "options", "lr"), [*RULES, pytest.param(MCLMC, {"friction": 3.0}, 0.07, id="MCLMC")])
 def test_a_long_run_has_the_stationary_law(cls: Any, options: dict[str, Any], lr: float) -> None:
     """The limits are closed forms: 1/(1 - lr·h/2) for SGLD, 1/(1 - lr·h/(4 - 2η)) for SGHMC, exactly 1 for BAOAB."""
     sampler, _ = make(cls, options, lr, torch.zeros(3))
@@ -100,7 +100,7 @@ def test_a_long_run_has_the_stationary_law(cls: Any, options: dict[str, Any], lr
         wanted = 1 / (1 - lr * h / 2)
     elif cls in (SGHMC, SGNHT):
         wanted = share / (1 - lr * h / (4 - 2 * options["friction"]))
-    elif options.get("integrator") == "baoab":
+    elif cls is MCLMC or options.get("integrator") == "baoab":
         wanted = 1.0
     else:  # Euler's: solve the 2x2 Lyapunov equation
         a = torch.tensor([[1.0, lr], [-lr / STD**2, 1 - lr * options["friction"]]]).double()

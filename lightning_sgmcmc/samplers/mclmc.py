@@ -1,0 +1,151 @@
+"""Microcanonical Langevin dynamics."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.checks import check_positive
+from lightning_sgmcmc.samplers.base import Sampler
+from lightning_sgmcmc.samplers.law import StepLaw
+from lightning_sgmcmc.tensors import Control, as_rows, exp, expm1, square_root
+
+SMALLEST = 1e-30
+"""Least squared norm that is divided by, so that a vector of zeros has a direction of zeros."""
+
+SPLIT_BY_THREADS = 32768
+"""Size from which torch's threads share the sum of a tensor, in another order than several sums."""
+
+
+class MCLMC(Sampler):
+    """Microcanonical Langevin Monte Carlo (MCLMC): momenta of a constant length, which no gradient noise can heat.
+
+        r ← √(d·τ)·w/|w|,   w = 2·ζ·û + (1-ζ)·(1+ζ + (1-ζ)·(e·û))·e
+        θ ← θ + h/2·r
+        r ← √(d·τ)·w/|w|,   w = c·r + √(τ·(1-c²))·ξ
+        θ ← θ + h/2·r
+
+    with û = r/|r|, e = -κ·g/|κ·g|, ζ = exp(-h·κ·N·|g|·√(d/τ)/(d-1)) (|κ| where κ < 0), c = exp(-γ·h), and d the number
+    of coordinates. The first line is the exact flow of dr = P(r)·(-κ·N·g·d/(d-1))·dt on the sphere |r|² = d·τ, with P
+    the projection on its tangent space. `lr` = h is a time step, the same as that of `UnderdampedLangevin`, whose
+    equation this is but for the constant length. A momentum of zeros, as at the start, first takes the direction -κ·g.
+
+    The law of θ is exp(-U/τ) for short steps, with an error of order h² for a full gradient. Isotropic mini-batch noise
+    only turns the momentum more, as γ does, so it leaves this law as it is to first order; noise of another shape
+    biases it. The kinetic temperature is τ by construction and shows nothing: look at the configurational one. Each
+    parameter group has a sphere of its own, with the same law.
+
+    Choose it for long runs after a warm start, with γ·h of 0.01 to 0.3. There is no limit at τ = 0, where r has no
+    length, so a schedule with a cold stage is refused: optimize by `WarmStart`, and sample at τ > 0.
+
+    Args:
+        params: parameters or parameter groups, each with at least two coordinates.
+        lr: time step h.
+        friction: γ > 0, per unit of time: the momentum's direction is forgotten in the time 1/γ.
+        shared: `num_data`, `temperature`, `num_chains`, `seed`, `first_chain`, `noise_ahead`, as in `Sampler`.
+
+    Raises:
+        ValueError: for a bad argument, see `Sampler`; for a temperature of 0; for a group with one coordinate.
+
+    Source: Robnik, De Luca, Silverstein & Seljak 2023 (Microcanonical Hamiltonian Monte Carlo); Robnik & Seljak 2024
+    (Fluctuation without dissipation: microcanonical Langevin Monte Carlo), eq. (2); with mini-batches Sommer et al.
+    2026 (SMILE).
+    """
+
+    elementwise: ClassVar[bool] = True
+
+    has_cold_limit: ClassVar[bool] = False
+
+    momentum_buffer: ClassVar[str] = "momentum_buffer"
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, *, friction: float = 1.0, **shared: Any) -> None:
+        check_positive("friction", friction)
+        super().__init__(params, lr, **shared)
+        self._add_defaults(friction=friction)
+        for group in self.param_groups:
+            if self._coordinates(group["params"]) < 2:
+                raise ValueError(
+                    "a parameter group of MCLMC needs two coordinates at least, since a direction in one dimension "
+                    "cannot turn: put the parameter into a group with others"
+                )
+
+    def update(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
+    ) -> None:
+        step, temperature, multiplier = group["lr"], group["temperature"], group["gradient_multiplier"]
+        assert noise is not None  # see `has_cold_limit`
+        assert self.num_data is not None
+        momenta = self._buffers(params, self.momentum_buffer)
+        dimension = self._coordinates(params)
+        length = square_root(dimension * temperature)
+        kept, added = self._turn(
+            self._inner(params, grads, grads),
+            self._inner(params, grads, momenta),
+            self._inner(params, momenta, momenta),
+            step * multiplier * self.num_data * dimension / (dimension - 1) / length,
+        )
+        self._scale(momenta, kept * length)
+        self._add(momenta, grads, added * length)
+        self._add(params, momenta, step / 2)
+        self._scale(momenta, exp(-group["friction"] * step))
+        self._add(momenta, noise, square_root(self._injected_variance(group)))
+        self._scale(momenta, length * self._inner(params, momenta, momenta).clamp_min(SMALLEST).rsqrt())
+        self._add(params, momenta, step / 2)
+
+    @staticmethod
+    def _turn(square: Tensor, product: Tensor, length: Tensor, rate: Control) -> tuple[Tensor, Tensor]:
+        """Return the factors of r and of g in the direction after the first line, each of shape (C,).
+
+        Args:
+            square: |g|², shape (C,).
+            product: g·r, shape (C,).
+            length: |r|², shape (C,).
+            rate: δ/|g|, with the sign of κ.
+        """
+        per_gradient = square.clamp_min(SMALLEST).rsqrt()
+        per_momentum = length.clamp_min(SMALLEST).rsqrt()
+        rate = torch.as_tensor(rate, dtype=square.dtype, device=square.device)
+        decay = (-rate.abs() * square.sqrt()).exp()
+        rest = -(-rate.abs() * square.sqrt()).expm1()
+        towards = -rate.sign() * per_gradient
+        cosine = towards * per_momentum * product
+        along, before = rest * (1 + decay + rest * cosine), 2 * decay
+        norm = along.square() + 2 * along * before * cosine + before.square() * length * per_momentum.square()
+        per_norm = norm.clamp_min(SMALLEST).rsqrt()
+        return before * per_momentum * per_norm, along * towards * per_norm
+
+    def _coordinates(self, params: Sequence[Tensor]) -> int:
+        """Return the number d of a chain's coordinates."""
+        return sum(p.numel() for p in params) // self.num_chains
+
+    def _inner(self, params: Sequence[Tensor], first: list[Tensor], second: list[Tensor]) -> Tensor:
+        """Return the inner product over all coordinates of each chain, shape (C,)."""
+        products = list(torch._foreach_mul(first, second))
+        if products[0].device.type == "cpu":  # in the order of the sums of a chain alone
+            products = self._each(params, products)
+        return torch.stack([self._sums(as_rows(product, self.num_chains)) for product in products]).sum(0)
+
+    @staticmethod
+    def _sums(rows: Tensor) -> Tensor:
+        """Return the sum of each row, shape (C,), on a CPU bit for bit that of the row alone."""
+        splits_rows = rows.device.type == "cpu" and rows.shape[1] >= SPLIT_BY_THREADS and torch.get_num_threads() > 1
+        return torch.stack([row.sum() for row in rows]) if splits_rows else rows.sum(1)
+
+    def _injected_variance(self, group: dict[str, Any]) -> Control:
+        """Return the variance of a step's noise in r."""
+        return -group["temperature"] * expm1(-2 * group["friction"] * group["lr"])
+
+    def law(self, group: dict[str, Any]) -> StepLaw:
+        step, friction, temperature = group["lr"], group["friction"], group["temperature"]
+        assert self.num_data is not None
+        force = exp(-friction * step) * step * self.num_data  # d/(d-1) of what is tangential, (d-1)/d in the mean
+        return StepLaw(
+            damping=-expm1(-friction * step),
+            force=force * group["gradient_multiplier"],
+            variance=self._injected_variance(group),
+            thermal=temperature,
+            gradient_noise_factor=force**2 / self._injected_variance(group) if self.is_noisy(group) else math.inf,
+            gradient_noise_allowance=math.inf,
+        )
