@@ -106,10 +106,9 @@ class MCLMC(Sampler):
         """
         per_gradient = square.clamp_min(SMALLEST).rsqrt()
         per_momentum = length.clamp_min(SMALLEST).rsqrt()
-        rate = torch.as_tensor(rate, dtype=square.dtype, device=square.device)
-        decay = (-rate.abs() * square.sqrt()).exp()
-        rest = -(-rate.abs() * square.sqrt()).expm1()
-        towards = -rate.sign() * per_gradient
+        angle = abs(rate) * square.sqrt()
+        decay, rest = (-angle).exp(), -(-angle).expm1()
+        towards = per_gradient * (-rate.sign() if isinstance(rate, Tensor) else math.copysign(1.0, -rate))
         cosine = towards * per_momentum * product
         along, before = rest * (1 + decay + rest * cosine), 2 * decay
         norm = along.square() + 2 * along * before * cosine + before.square() * length * per_momentum.square()

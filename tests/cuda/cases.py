@@ -56,8 +56,9 @@ FITS: dict[str, dict[str, Any]] = {
     "data on the host": SMALL_ALONE | {"resident": False},
     **{
         f"{sampler}": SMALL_ALONE | {"sampler": sampler, "clip": 1.0}
-        for sampler in ("SGLD", "pSGLD", "SGNHT", "UnderdampedLangevin", "pSGHMC", "MCLMC")
+        for sampler in ("SGLD", "pSGLD", "SGNHT", "UnderdampedLangevin", "pSGHMC")
     },
+    "MCLMC": SMALL_ALONE | {"sampler": "MCLMC", "clip": 1.0, "schedule": "sampling"},
 }
 """The settings of each fit, for `Case`."""
 

@@ -33,6 +33,7 @@ LAUNCHES = {
     "SGNHT": 34,
     "UnderdampedLangevin": 25,
     "pSGHMC": 48,
+    "MCLMC": 84,
     "AutoSampling": 39,
     "DeepEnsemble": 18,
     "DeepEnsemble by AdamW": 43,
