@@ -28,7 +28,7 @@ random actions 19,600. In pairs of runs, pICSGLD has 14 ± 25 less than pSGLD an
 187 ± 86 less than ConstSGD: with 4 degrees of freedom none is significant. pICSGLD is lowest, as in the paper, but
 EpsGreedy, RMSprop without noise, is not the worst. Energies lie above the last edge of 990 nats, where κ = 1, until the
 random pulls have left the buffer (round 50 to 75), and two thirds of the regret arise before. Later κ hardly differs
-from 1 either (by 0.03 in the mean over a run, pCSGLD 0.08). The contour has acted little, so this is no evidence for it.
+from 1 either (by 0.03 in the mean over a run, pCSGLD 0.08). The contour acted little: this is no evidence for it.
 """
 
 from dataclasses import dataclass
