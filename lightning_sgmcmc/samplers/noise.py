@@ -56,7 +56,7 @@ class ChainNoise:
         self._loaded: dict[str, Any] | None = None
 
     def draw(self) -> list[Tensor]:
-        """Refill the buffer; return `draws` times one view per parameter, in its shape. The next call overwrites them."""
+        """Refill the buffer; return `draws` times one view per parameter, in its shape. The next overwrites them."""
         if not self._views or self._buffer.device != self._parameters[0].device:
             self._allocate()
         if self._pending is not None:

@@ -80,3 +80,32 @@ def step_of(sampler: Any, curvature: Array, force: Array, num_data: int = 1, **o
     columns = (ends[:-1] - ends[-1]).T
     push = columns[:, -dimension * probe.draws :]
     return Affine(columns[:, : -dimension * probe.draws], ends[-1], push @ push.T)
+
+
+def random_sweeps(sweeps: Sequence[Sequence[Affine]], dimension: int) -> tuple[Array, Array]:
+    """Return the mean and the covariance of θ over all steps of a stationary run of sweeps that are drawn at random.
+
+    Each sweep is one of the given ones with equal chance, independently of those before it. Of a single one the run is
+    periodic.
+
+    Args:
+        sweeps: the steps of each.
+        dimension: d of θ, the state's first entries.
+    """
+    wholes = [in_order(sweep) for sweep in sweeps]
+    matrices, shifts, noises = (np.array([getattr(w, name) for w in wholes]) for name in ("matrix", "shift", "noise"))
+    size = shifts.shape[1]
+    mean = np.linalg.solve(np.eye(size) - matrices.mean(0), shifts.mean(0))
+    cross = np.einsum("ki,kj->kij", matrices @ mean, shifts)
+    inflow = cross + cross.transpose(0, 2, 1) + np.einsum("ki,kj->kij", shifts, shifts) + noises
+    squares = np.mean([np.kron(matrix, matrix) for matrix in matrices], 0)
+    second = np.linalg.solve(np.eye(size**2) - squares, inflow.mean(0).reshape(-1)).reshape(size, size)
+    total, total_second, count = np.zeros(size), np.zeros((size, size)), 0
+    for sweep in sweeps:
+        now, now_second = mean, second
+        for step in sweep:
+            now, now_second = step.moments(now, now_second)
+            total, total_second, count = total + now, total_second + now_second, count + 1
+    average = total / count
+    covariance = total_second / count - np.outer(average, average)
+    return average[:dimension], covariance[:dimension, :dimension]
