@@ -170,8 +170,9 @@ class ResumableLoader:
         Args:
             chain: global index of the chain.
         """
-        shares = {"drop_last": self.drop_last, "num_replicas": self.num_replicas, "rank": self.rank}
-        return self.order(OrderSpec(self._ordered, self.batch_size, self.seed, chain, **shares))
+        return self.order(
+            OrderSpec(self._ordered, self.batch_size, self.seed, chain, self.drop_last, self.num_replicas, self.rank)
+        )
 
     def _begin(self) -> Callable[[int], Any]:
         """Return a function that loads the batches from the present position on."""

@@ -68,7 +68,8 @@ class LinearRule:
                 tiny = 1e-100  # where the step size is 0
                 friction = (-torch.log1p(-self.damping) / dt.clamp_min(tiny)).clamp_min(tiny)
                 temperature = self.variance / (self.damping * (1 + keep)).clamp_min(tiny)
-                move, extra = half_move(dt, friction), bridge_variance(dt, friction, temperature)
+                move = torch.as_tensor(half_move(dt, friction))
+                extra = torch.as_tensor(bridge_variance(dt, friction, temperature))
             both = move * (1 + keep)
             entries, noise = (1 - both * kick / keep, both, -kick, keep), (move, one)
         matrix = torch.stack(entries, -1).unflatten(-1, (2, 2))

@@ -189,7 +189,7 @@ class Sampler(UpdateRule):
             active = [i for i, p in enumerate(group["params"]) if p.grad is not None]
             if active:
                 params = [group["params"][i] for i in active]
-                group_noise = None
+                group_noise: list[Tensor] | None = None
                 if noise is not None and self.is_noisy(group):
                     group_noise = [noise[first + i] for first in range(start, len(noise), total) for i in active]
                 self.update(group, params, [p.grad for p in params], group_noise)
@@ -203,7 +203,8 @@ class Sampler(UpdateRule):
         """Update each group's parameters as one tensor, a row for each chain."""
         start, total, drawn = 0, flat.values.shape[1], self._noise.rows
         for group, part in zip(self.param_groups, flat.groups, strict=True):
-            width, noise = part.values.shape[1], None
+            width = part.values.shape[1]
+            noise: list[Tensor] | None = None
             if has_noise and self.is_noisy(group):
                 noise = [drawn[:, first : first + width] for first in range(start, drawn.shape[1], total)]
             self.update(group, [part.values], [part.gradients], noise)

@@ -201,7 +201,9 @@ def test_chains_may_share_the_batches_of_one_order() -> None:
     module = BayesianModule(
         net=network(), likelihood=Categorical(), sampler=UBU, lr=0.01, seed=3, num_chains=2, shared_batch=True
     )
-    quiet_trainer(max_steps=12, callbacks=[seen]).fit(module, datamodule=Ordered(CyclicOrder))
+    quiet_trainer(max_steps=12, enable_checkpointing=True, callbacks=[seen]).fit(
+        module, datamodule=Ordered(CyclicOrder)
+    )
     own, inputs = CyclicOrder(OrderSpec(NUM_DATA, BATCH, 3)), data(NUM_DATA, 0).inputs
     assert all(torch.equal(batch[0], inputs[own.indices(k)]) for k, batch in enumerate(seen.batches))
 
@@ -249,4 +251,4 @@ def test_accumulated_batches_that_do_not_divide_an_epoch_are_refused(order: Any)
         fit(Seen(), order, more=[GradientAccumulationScheduler({0: 1, 2: 3})])
     with pytest.raises(ValueError, match="a step has 2 of the 5 of an epoch"):
         fit(Seen(), order, accumulate_grad_batches=2, limit_train_batches=5)
-    fit(Seen(), BatchOrder, max_steps=3, accumulate_grad_batches=3)
+    fit(Seen(), BatchOrder, max_steps=6, accumulate_grad_batches=3)
