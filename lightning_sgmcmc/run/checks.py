@@ -156,8 +156,12 @@ def check_data(trainer: pl.Trainer) -> None:
 
 
 def _check_windows(trainer: pl.Trainer, order: BatchOrder) -> None:
-    """Raise unless the accumulated batches of each step come again together, in an order that repeats its batches."""
-    if not getattr(order, "repeats", False) or is_trial(trainer):
+    """Raise unless the accumulated batches of each step come again together, in an order that repeats its batches.
+
+    Trials and the short runs of a tuner, whose steps may have the batches of several ranks, are not checked.
+    """
+    is_probe = any(getattr(callback, "is_probe", False) for callback in callbacks_of(trainer))
+    if not getattr(order, "repeats", False) or is_trial(trainer) or is_probe:
         return
     counts = {trainer.accumulate_grad_batches}
     for callback in callbacks_of(trainer):

@@ -15,6 +15,7 @@ from lightning_sgmcmc import BayesianModule, Categorical, ResumableLoader, Under
 from lightning_sgmcmc.batches import BatchOrder, CyclicOrder, OrderSpec, SymmetricOrder
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.callbacks import EWSG, SamplingSchedule
+from lightning_sgmcmc.tune.runs import Energies
 from tests.support.problems import BATCH, NUM_DATA, Data, data, network
 from tests.support.trainers import quiet_trainer
 
@@ -252,3 +253,4 @@ def test_accumulated_batches_that_do_not_divide_an_epoch_are_refused(order: Any)
     with pytest.raises(ValueError, match="a step has 2 of the 5 of an epoch"):
         fit(Seen(), order, accumulate_grad_batches=2, limit_train_batches=5)
     fit(Seen(), BatchOrder, max_steps=6, accumulate_grad_batches=3)
+    fit(Seen(), order, max_steps=6, accumulate_grad_batches=3, more=[Energies()])  # a tuner's short run
