@@ -4,6 +4,7 @@ from importlib.metadata import version
 
 from lightning_sgmcmc.batches.clustered import ClusteredOrder, cluster_data
 from lightning_sgmcmc.batches.loader import ResumableLoader
+from lightning_sgmcmc.batches.repeated import CyclicOrder, SymmetricOrder
 from lightning_sgmcmc.batches.switching import SwitchingBatchSampler, SwitchingOrder
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.strategy import ChainStrategy
@@ -70,6 +71,7 @@ __all__ = [
     "ContourGoals",
     "ContourRules",
     "CountPrediction",
+    "CyclicOrder",
     "DecayingStepSize",
     "EnergyPartition",
     "FeatureDataModule",
@@ -102,6 +104,7 @@ __all__ = [
     "StudentTPrior",
     "SwitchingBatchSampler",
     "SwitchingOrder",
+    "SymmetricOrder",
     "TokenCategorical",
     "UnderdampedLangevin",
     "__version__",

@@ -1,7 +1,6 @@
 """A training loader whose batches are functions of (seed, chain, epoch, position), so a run can continue anywhere."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -165,17 +164,19 @@ class ResumableLoader:
             self._batches += 1
             yield batch
 
+    def order_of(self, chain: int) -> BatchOrder:
+        """Return the order of a chain's batches of the present data.
+
+        Args:
+            chain: global index of the chain.
+        """
+        return self.order(
+            OrderSpec(self._ordered, self.batch_size, self.seed, chain, self.drop_last, self.num_replicas, self.rank)
+        )
+
     def _begin(self) -> Callable[[int], Any]:
         """Return a function that loads the batches from the present position on."""
-        spec = OrderSpec(
-            self._ordered,
-            self.batch_size,
-            self.seed,
-            drop_last=self.drop_last,
-            num_replicas=self.num_replicas,
-            rank=self.rank,
-        )
-        orders = [self.order(replace(spec, chain=chain)) for chain in self.chains]
+        orders = [self.order_of(chain) for chain in self.chains]
         streams = [f"{chain}/{self.rank}" for chain in self.chains]
         items = _SeededItems(self.dataset, self.collate_fn, self.seed, streams)
         if self.num_workers == 0:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -47,6 +48,9 @@ class BatchOrder:
     [[1, 2], [0, 4], [3]]
     """
 
+    repeats: ClassVar[bool] = False
+    """Whether an epoch's batches come again in others, so that the batches of each step must do so too."""
+
     def __init__(self, spec: OrderSpec) -> None:
         self.spec = spec
         self.batches_per_epoch = batches_per_epoch(spec.num_data, spec.batch_size, spec.drop_last, spec.num_replicas)
@@ -75,3 +79,21 @@ def batches_per_epoch(num_data: int, batch_size: int, drop_last: bool = False, n
     """Return the mini-batches that each replica makes of an epoch."""
     share = math.ceil(num_data / num_replicas)
     return share // batch_size if drop_last else math.ceil(share / batch_size)
+
+
+def check_all_data_are_taken(spec: OrderSpec, batches: int) -> None:
+    """Raise if an order that draws its batches once leaves out data.
+
+    Args:
+        spec: the order's.
+        batches: its mini-batches of an epoch.
+
+    Raises:
+        ValueError: if drop_last leaves out data.
+    """
+    left_out = spec.num_data - batches * spec.batch_size * spec.num_replicas
+    if spec.drop_last and left_out > 0:
+        raise ValueError(
+            f"drop_last=True would leave out the same {left_out} of {spec.num_data} data for the whole run, since the "
+            "data are split only once: pass drop_last=False"
+        )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler as IndexSampler
 
-from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
+from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec, check_all_data_are_taken
 from lightning_sgmcmc.checks import check_count, check_positive
 from lightning_sgmcmc.seeding import derive_seed
 
@@ -66,12 +66,7 @@ class SwitchingOrder(BatchOrder):
         check_positive("switching_time", switching_time)
         if not callable(time_step):
             check_positive("time_step", time_step)
-        left_out = spec.num_data - self.batches_per_epoch * spec.batch_size * spec.num_replicas
-        if spec.drop_last and left_out > 0:
-            raise ValueError(
-                f"drop_last=True would leave out the same {left_out} of {spec.num_data} data for the whole run, since "
-                "the data are split only once: pass drop_last=False"
-            )
+        check_all_data_are_taken(spec, self.batches_per_epoch)
         self.switching_time = switching_time
         self.time_step = time_step
         self._batches = self._split()

@@ -12,8 +12,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Move = Literal["alone", "after", "before", "baoab"]
-"""How the position moves: without a momentum, by the new one, by the old one, or by halves of both (BAOAB)."""
+from lightning_sgmcmc.samplers.splitting import bridge_variance, half_move
+
+Move = Literal["alone", "after", "before", "baoab", "ubu"]
+"""How the position moves: without a momentum, by the new one, by the old one, by halves of both (BAOAB), or by the
+exact law of a free particle between both (UBU)."""
 
 SIZE = 6
 SQUARE, CROSS, MOMENTUM, ANCHOR, ANCHOR_MOMENTUM, ONE = range(SIZE)
@@ -52,18 +55,28 @@ class LinearRule:
         """
         keep, zero = 1 - self.damping, torch.zeros_like(self.damping)
         kick, one, dt = self.force * curvature, torch.ones_like(self.damping), self.time_step
+        extra = zero  # variance of the position's noise given the momentum's
         if self.move == "alone":
             entries, noise = (1 - kick, zero, zero, zero), (one, zero)
         elif self.move == "after":
-            entries, noise = (1 - kick, keep, -kick, keep), (one, one)
+            entries, noise = (1 - dt * kick, dt * keep, -kick, keep), (dt, one)
         elif self.move == "before":
             entries, noise = (one, dt, -kick, keep), (zero, one)
-        else:  # the force of BAOAB's law is damped already
-            half = dt / 2 * (1 + keep)
-            entries, noise = (1 - half * kick / keep, half, -kick, keep), (dt / 2, one)
+        else:  # the force of these laws is damped already
+            move = dt / 2
+            if self.move == "ubu":
+                tiny = 1e-100  # where the step size is 0
+                friction = (-torch.log1p(-self.damping) / dt.clamp_min(tiny)).clamp_min(tiny)
+                temperature = self.variance / (self.damping * (1 + keep)).clamp_min(tiny)
+                move = torch.as_tensor(half_move(dt, friction))
+                extra = torch.as_tensor(bridge_variance(dt, friction, temperature))
+            both = move * (1 + keep)
+            entries, noise = (1 - both * kick / keep, both, -kick, keep), (move, one)
         matrix = torch.stack(entries, -1).unflatten(-1, (2, 2))
         vector = torch.stack(noise, -1)
-        return matrix, self.variance[..., None, None] * vector[..., :, None] * vector[..., None, :]
+        covariance = self.variance[..., None, None] * vector[..., :, None] * vector[..., None, :]
+        covariance[..., 0, 0] += extra
+        return matrix, covariance
 
     def relaxation(self, curvature: Tensor) -> Tensor:
         """Return the relaxation times that one step covers, -log of the largest modulus of A's eigenvalues, (B, H).

@@ -9,6 +9,9 @@ from torch import Tensor
 from lightning_sgmcmc.planning.recursion import LinearRule, Move
 from lightning_sgmcmc.samplers import MCLMC, SGHMC, SGNHT, Sampler, StepLaw, UnderdampedLangevin
 
+MOVES: dict[str, Move] = {"euler": "before", "baoab": "baoab", "obabo": "after", "ubu": "ubu"}
+"""By integrator of `UnderdampedLangevin`."""
+
 
 def linear_rule(
     sampler: Sampler, group: Mapping[str, Any], lr: Tensor, temperature: Tensor, num_data: int
@@ -50,7 +53,7 @@ def _move(sampler: Sampler, group: Mapping[str, Any], law: StepLaw, lr: Tensor) 
     if law.thermal is None:
         return "alone", 1.0
     if isinstance(sampler, UnderdampedLangevin):
-        return ("baoab" if group.get("integrator") == "baoab" else "before"), lr
+        return MOVES[group.get("integrator", "euler")], lr
     return ("baoab", lr) if isinstance(sampler, MCLMC) else ("after", 1.0)
 
 

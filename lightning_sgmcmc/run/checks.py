@@ -8,6 +8,8 @@ from pytorch_lightning import callbacks as lightning_callbacks
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import SequentialSampler
 
+from lightning_sgmcmc.batches.loader import ResumableLoader
+from lightning_sgmcmc.batches.order import BatchOrder
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.step_sizes import is_per_chain
@@ -131,8 +133,14 @@ def check_thermostat(trainer: pl.Trainer, sampler: Sampler) -> None:
 
 
 def check_data(trainer: pl.Trainer) -> None:
-    """Warn about training data that N counts but no batch contains; called when the loaders are known."""
+    """Warn about training data that N counts but no batch contains; called when the loaders are known.
+
+    Raises:
+        ValueError: if an order repeats its batches, but not those of each step.
+    """
     loader: Any = trainer.train_dataloader
+    if isinstance(loader, ResumableLoader):
+        _check_windows(trainer, loader.order_of(loader.chains[0]))
     in_order = isinstance(getattr(loader, "sampler", None), SequentialSampler)
     if in_order and float(trainer.num_training_batches) < len(loader) and not is_trial(trainer):
         rank_zero_warn(
@@ -145,3 +153,25 @@ def check_data(trainer: pl.Trainer) -> None:
             f"drop_last=True leaves out the last {length % size} of {length} training data in every epoch, because the "
             "loader does not shuffle, whereas N counts them: pass shuffle=True or drop_last=False."
         )
+
+
+def _check_windows(trainer: pl.Trainer, order: BatchOrder) -> None:
+    """Raise unless the accumulated batches of each step come again together, in an order that repeats its batches.
+
+    Trials and the short runs of a tuner, whose steps may have the batches of several ranks, are not checked.
+    """
+    is_probe = any(getattr(callback, "is_probe", False) for callback in callbacks_of(trainer))
+    if not getattr(order, "repeats", False) or is_trial(trainer) or is_probe:
+        return
+    counts = {trainer.accumulate_grad_batches}
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, lightning_callbacks.GradientAccumulationScheduler):
+            counts |= set(callback.scheduling.values())
+    for batches in (order.batches_per_epoch, int(trainer.num_training_batches)):
+        for count in counts:
+            if batches % count:
+                raise ValueError(
+                    f"{type(order).__name__} repeats its {order.batches_per_epoch} batches, but a step has {count} of "
+                    f"the {batches} of an epoch (accumulate_grad_batches, times EWSG's candidates), so steps would mix "
+                    f"or cut them: choose a number that divides {batches}, or another batch_size"
+                )

@@ -12,6 +12,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.starts import text_of_start
 from lightning_sgmcmc.run.fingerprint import fingerprint, is_divided, is_same_data
@@ -53,6 +54,8 @@ def settings_of(trainer: pl.Trainer, module: Any, sampler: Sampler) -> Settings:
             settings |= {f"{part}.{name}": _plain(value) for name, value in _arguments_of(callback)}
     if trainer.train_dataloader is None:
         trainer.fit_loop.setup_data()
+    if isinstance(trainer.train_dataloader, ResumableLoader):
+        settings["order"] = text_of(trainer.train_dataloader.order)
     settings["data"] = fingerprint(trainer.train_dataloader)
     return settings
 

@@ -193,13 +193,15 @@ class Sampler(UpdateRule):
 
     def _update_tensors(self, noise: list[Tensor] | None) -> None:
         """Update the parameters that have a gradient, tensor by tensor."""
-        start = 0
+        start, total = 0, sum(len(group["params"]) for group in self.param_groups)
         for group in self.param_groups:
             stop = start + len(group["params"])
             active = [i for i, p in enumerate(group["params"]) if p.grad is not None]
             if active:
                 params = [group["params"][i] for i in active]
-                group_noise = [noise[start + i] for i in active] if noise is not None and self.is_noisy(group) else None
+                group_noise: list[Tensor] | None = None
+                if noise is not None and self.is_noisy(group):
+                    group_noise = [noise[first + i] for first in range(start, len(noise), total) for i in active]
                 self.update(group, params, [p.grad for p in params], group_noise)
             start = stop
 
@@ -209,12 +211,14 @@ class Sampler(UpdateRule):
 
     def _update_rows(self, flat: FlatParameters, has_noise: bool) -> None:
         """Update each group's parameters as one tensor, a row for each chain."""
-        start = 0
+        start, total, drawn = 0, flat.values.shape[1], self._noise.rows
         for group, part in zip(self.param_groups, flat.groups, strict=True):
-            stop = start + part.values.shape[1]
-            noise = [self._noise.rows[:, start:stop]] if has_noise and self.is_noisy(group) else None
+            width = part.values.shape[1]
+            noise: list[Tensor] | None = None
+            if has_noise and self.is_noisy(group):
+                noise = [drawn[:, first : first + width] for first in range(start, drawn.shape[1], total)]
             self.update(group, [part.values], [part.gradients], noise)
-            start = stop
+            start += width
 
     @torch.no_grad()
     def draw_momenta(self) -> None:
@@ -265,7 +269,7 @@ class Sampler(UpdateRule):
     def __getstate__(self) -> dict[str, Any]:
         noise = self._noise
         own = {"num_data": self.num_data, "num_chains": self.num_chains, "step_count": self.step_count}
-        made_by = (self.num_chains, noise.seed, noise.first_chain, noise.ahead)
+        made_by = (self.num_chains, noise.seed, noise.first_chain, noise.ahead, noise.draws)
         return super().__getstate__() | own | {"noise": (made_by, noise.state_dict(self.step_count))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ class ChainNoise:
         seed: the run's seed.
         first_chain: global index of this process's first chain.
         ahead: whether to draw the next step's noise in a background thread; None does so on a CPU with a spare core.
+        draws: standard normal tensors for each parameter; it may change until the first draw.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class ChainNoise:
         seed: int,
         first_chain: int = 0,
         ahead: bool | None = None,
+        draws: int = 1,
     ) -> None:
         self._parameters = parameters
         self.num_chains = num_chains
         self.seed = seed
         self.first_chain = first_chain
         self.ahead = ahead
+        self.draws = draws
         self._worker: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._states: list[Tensor] = []
@@ -53,7 +56,7 @@ class ChainNoise:
         self._loaded: dict[str, Any] | None = None
 
     def draw(self) -> list[Tensor]:
-        """Refill the buffer; return one view per parameter, in its shape. The next call overwrites them."""
+        """Refill the buffer; return `draws` times one view per parameter, in its shape. The next overwrites them."""
         if not self._views or self._buffer.device != self._parameters[0].device:
             self._allocate()
         if self._pending is not None:
@@ -64,7 +67,7 @@ class ChainNoise:
 
     @property
     def rows(self) -> Tensor:
-        """The last draw as one tensor, a row for each chain, shape (C, P)."""
+        """The last draw as one tensor, a row for each chain, shape (C, draws·P)."""
         return self._buffer
 
     def draw_ahead(self) -> None:
@@ -84,11 +87,11 @@ class ChainNoise:
 
     def _allocate(self) -> None:
         self._wait()
-        first = self._parameters[0]
-        per_chain = sum(p.numel() for p in self._parameters) // self.num_chains
+        first, shaped = self._parameters[0], [*self._parameters] * self.draws
+        per_chain = sum(p.numel() for p in shaped) // self.num_chains
         self._buffer = torch.empty(self.num_chains, per_chain, device=first.device, dtype=first.dtype)
         self._views, start = [], 0
-        for parameter in self._parameters:
+        for parameter in shaped:
             stop = start + parameter.numel() // self.num_chains
             self._views.append(self._buffer[:, start:stop].view(parameter.shape))
             start = stop

@@ -43,6 +43,11 @@ class UpdateRule(Optimizer):
     per_chain_state: ClassVar[tuple[str, ...]] = ()
     """Names of the state tensors with one number for each chain, shape (C,)."""
 
+    @property
+    def draws(self) -> int:
+        """Number of standard normal tensors that a step with noise takes for each parameter."""
+        return 1
+
     @staticmethod
     def is_noisy(group: dict[str, Any]) -> bool:
         """Return whether steps of a parameter group have noise: whether its temperature is not the number 0."""
@@ -62,8 +67,8 @@ class UpdateRule(Optimizer):
             params: the group's parameters that have a gradient, any subset of the group's; or all of them as one tensor
                 of shape (C, d), if the rule is `elementwise`.
             grads: gradient of the mean potential Ũ/N for each of them, of the same shape; not changed.
-            noise: a standard normal tensor for each of them, of the same shape, which the rule may overwrite; None for
-                a step without noise.
+            noise: a standard normal tensor for each of them, of the same shape, which the rule may overwrite; with
+                `draws` > 1 as many lists of them, one after the other; None for a step without noise.
         """
         raise NotImplementedError
 

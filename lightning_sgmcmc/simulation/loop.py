@@ -93,7 +93,7 @@ def simulate(
     rule = sampler([place], lr=_at(lr, 1), num_data=1, temperature=1.0, num_chains=num_chains, seed=seed)
     ladders = None if exchange is None else Ladders(exchange, num_chains, seed, place)
     steps = TargetSteps(target, rule, place, levels, contour, ladders)
-    noise = ChainNoise(seed, place, levels)
+    noise = ChainNoise(seed, place, levels, rule.draws)
     if compile is None:
         compile = num_steps >= WORTH_COMPILING and (device.type != "cpu" or has_compiler())
     block = steps.compiled() if compile else steps.run

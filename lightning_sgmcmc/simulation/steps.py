@@ -76,7 +76,7 @@ class TargetSteps:
         # One update with zero force and step size creates the rule's buffers; it moves nothing.
         zero = torch.zeros_like(place)
         with torch.no_grad():
-            rule.update(self.group, [place], [zero], [zero.clone()])
+            rule.update(self.group, [place], [zero], [zero.clone() for _ in range(rule.draws)])
         if ladders is not None and rule.momenta(self.group) is not None:
             raise ValueError(
                 f"{type(rule).__name__} has momentum, which also has a temperature: use SGLD for an exchange"
@@ -101,7 +101,7 @@ class TargetSteps:
 
         Args:
             lr, temperature, step_size: ε, τ and ω of each step, shape (K,).
-            noise: the injected noise, standard normal, shape (K, C, d).
+            noise: the injected noise, standard normal, shape (K, C, d·J) for a rule that takes J tensors a step.
             energy: noise on the energy, shape (K, C) or (K, 0).
             gradient: noise on the gradient, shape (K, C, d) or (K, 0).
             swaps: with an exchange, the result of `Ladders.draw`.
@@ -128,7 +128,7 @@ class TargetSteps:
                 group["temperature"] = temperature[k] * self.ladders.temperatures[slot]
                 slots.append(slot)
             if self.contour_run is None:
-                self.rule.update(group, [self.place], [force], [noise[k].clone()])
+                self.rule.update(group, [self.place], [force], self._normals(noise[k]))
                 continue
             assert self.state is not None
             seen = potential + self.levels.energy * energy[k] if self.levels.energy > 0 else potential
@@ -136,10 +136,14 @@ class TargetSteps:
             group["gradient_multiplier"] = location.multiplier
             densities.append(location.log_density)
             multipliers.append(location.multiplier)
-            self.rule.update(group, [self.place], [force], [noise[k].clone()])
+            self.rule.update(group, [self.place], [force], self._normals(noise[k]))
             if self.contour_run.learn:
                 self.contour_run.contour.learn_(self.state, location.index, location.log_density, step_size[k])
         return tuple(torch.stack(part) for part in (places, energies, densities, multipliers, slots) if part)
+
+    def _normals(self, noise: Tensor) -> list[Tensor]:
+        """Return copies of the standard normal tensors of a step, each of shape (C, d)."""
+        return [part.clone() for part in noise.chunk(self.rule.draws, -1)]
 
     def compiled(self) -> Callable[..., tuple[Tensor, ...]]:
         """Return `run`, compiled."""
@@ -153,12 +157,18 @@ class ChainNoise:
     """Standard normal numbers for chunks of steps, from generators of (seed, purpose, chain).
 
     A chain's numbers therefore do not depend on other draws.
+
+    Args:
+        seed: the run's seed.
+        place: the chains' positions, shape (C, d).
+        levels: levels of the added noise.
+        draws: standard normal tensors of the injected noise in a step.
     """
 
-    def __init__(self, seed: int, place: Tensor, levels: NoiseLevels) -> None:
+    def __init__(self, seed: int, place: Tensor, levels: NoiseLevels, draws: int = 1) -> None:
         chains, dimension = place.shape
         widths = {
-            "noise": dimension,
+            "noise": dimension * draws,
             "energy noise": int(levels.energy > 0),
             "gradient noise": dimension * (levels.gradient > 0),
         }

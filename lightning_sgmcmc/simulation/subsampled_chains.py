@@ -142,7 +142,8 @@ class _SumSteps:
         noise = None
         if self._is_noisy:
             shape, dtype, device = gradient.shape, gradient.dtype, gradient.device
-            noise = [torch.randn(shape, generator=self._noise, dtype=dtype, device=device)]
+            draws = range(run.rule.draws)
+            noise = [torch.randn(shape, generator=self._noise, dtype=dtype, device=device) for _ in draws]
         run.rule.update(run.group, [run.place], [gradient], noise)
         self.count += 1
 

@@ -33,6 +33,9 @@ LOOK_STEPS = 20
 class Energies(SamplerCallback):
     """Records each step's energies and likelihood, with its stage."""
 
+    is_probe = True
+    """A short run, in which a step may cut the batches of an order, see `check_data`."""
+
     def __init__(self) -> None:
         self._total: list[Tensor] = []
         self._likelihood: list[Tensor] = []

@@ -19,6 +19,7 @@ from lightning_sgmcmc.planning import (
     stage_moments,
 )
 from lightning_sgmcmc.samplers import MCLMC, SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGLD
+from tests.support.kinetic import ubu_variance
 
 NUM_DATA, STD, COORDINATES = 50, 0.5, 20_000
 RULES = [
@@ -28,6 +29,8 @@ RULES = [
     pytest.param(SGNHT, {"friction": 0.2, "thermal_inertia": 1e12}, 0.1, id="SGNHT"),
     pytest.param(UnderdampedLangevin, {"friction": 3.0}, 0.07, id="Euler"),
     pytest.param(UnderdampedLangevin, {"friction": 3.0, "integrator": "baoab"}, 0.07, id="BAOAB"),
+    pytest.param(UnderdampedLangevin, {"friction": 3.0, "integrator": "obabo"}, 0.07, id="OBABO"),
+    pytest.param(UnderdampedLangevin, {"friction": 3.0, "integrator": "ubu"}, 0.07, id="UBU"),
 ]
 STEPS = 60
 
@@ -48,7 +51,7 @@ def make(cls: Any, options: dict[str, Any], lr: float, theta: Tensor) -> tuple[S
 def test_the_recursion_is_the_samplers_own_law(cls: Any, options: dict[str, Any], lr: float) -> None:
     """The averages over two sampling stages match 20,000 simulated coordinates.
 
-    Tolerance 5 standard errors of independent coordinates; with 12 comparisons the false-alarm rate is below 1e-5.
+    Tolerance 5 standard errors of independent coordinates; with 16 comparisons the false-alarm rate is below 1e-5.
     """
     start = 0.6 * torch.randn(COORDINATES, generator=torch.Generator().manual_seed(0)).double()
     sampler, theta = make(cls, options, lr, start.clone())
@@ -90,7 +93,8 @@ def test_the_recursion_is_the_samplers_own_law(cls: Any, options: dict[str, Any]
 
 @pytest.mark.parametrize(("cls", "options", "lr"), [*RULES, pytest.param(MCLMC, {"friction": 3.0}, 0.07, id="MCLMC")])
 def test_a_long_run_has_the_stationary_law(cls: Any, options: dict[str, Any], lr: float) -> None:
-    """The limits are closed forms: 1/(1 - lr·h/2) for SGLD, 1/(1 - lr·h/(4 - 2η)) for SGHMC, exactly 1 for BAOAB."""
+    """The limits are closed forms: 1/(1 - lr·h/2) for SGLD, 1/(1 - lr·h/(4 - 2η)) for SGHMC, exactly 1 for BAOAB,
+    1/(1 - (lr·ω)²/4) for OBABO, and for UBU with t = lr·tanh(y)/γ and y = γ·lr/2 the one below."""
     sampler, _ = make(cls, options, lr, torch.zeros(3))
     blocks = Blocks([200_000], torch.full((1, 1, 1), lr).double(), torch.ones(1, 1).double(), [True])
     found = reach(sampler, blocks, {"w": TensorFacts(3, STD, start=4.0)}, NUM_DATA)["w"]
@@ -102,6 +106,10 @@ def test_a_long_run_has_the_stationary_law(cls: Any, options: dict[str, Any], lr
         wanted = share / (1 - lr * h / (4 - 2 * options["friction"]))
     elif cls is MCLMC or options.get("integrator") == "baoab":
         wanted = 1.0
+    elif options.get("integrator") == "obabo":
+        wanted = 1 / (1 - (lr / STD) ** 2 / 4)
+    elif options.get("integrator") == "ubu":
+        wanted = ubu_variance(lr / STD, lr * options["friction"] / 2)
     else:  # Euler's: solve the 2x2 Lyapunov equation
         a = torch.tensor([[1.0, lr], [-lr / STD**2, 1 - lr * options["friction"]]]).double()
         q = torch.zeros(2, 2).double()
@@ -119,7 +127,7 @@ def test_relaxation_times_are_the_decay_of_the_mean(cls: Any, options: dict[str,
     for _ in range(500):
         gradient = theta.detach() / (NUM_DATA * wide**2)
         with torch.no_grad():
-            sampler.update(group, [theta], [gradient], [torch.zeros(1).double()])
+            sampler.update(group, [theta], [gradient], [torch.zeros(1).double() for _ in range(sampler.draws)])
         means.append(float(theta.detach()))
     blocks = Blocks([300], torch.full((1, 1, 1), lr).double(), torch.ones(1, 1).double(), [True])
     found = reach(sampler, blocks, {"w": TensorFacts(3, wide)}, NUM_DATA)["w"]

@@ -37,6 +37,8 @@ SAMPLERS = [
     Rule(SGHMC, {"friction": 0.3, "noise_estimate": 0.1}, torch.optim.SGD, {"momentum": 1 - 0.3}),
     Rule(UnderdampedLangevin, {"friction": 1.5}),
     Rule(UnderdampedLangevin, {"friction": 1.5, "integrator": "baoab"}),
+    Rule(UnderdampedLangevin, {"friction": 1.5, "integrator": "obabo"}),
+    Rule(UnderdampedLangevin, {"friction": 1.5, "integrator": "ubu"}),
     Rule(SGNHT, {"friction": 0.2, "thermal_inertia": 0.5}),
     Rule(MCLMC, {"friction": 1.5}),
 ]

@@ -17,6 +17,8 @@ RULES = [
     pytest.param(SGNHT, {}, id="SGNHT"),
     pytest.param(UnderdampedLangevin, {"friction": 2.0}, id="UnderdampedLangevin"),
     pytest.param(UnderdampedLangevin, {"friction": 2.0, "integrator": "baoab"}, id="UnderdampedLangevin-baoab"),
+    pytest.param(UnderdampedLangevin, {"friction": 2.0, "integrator": "obabo"}, id="UnderdampedLangevin-obabo"),
+    pytest.param(UnderdampedLangevin, {"friction": 2.0, "integrator": "ubu"}, id="UnderdampedLangevin-ubu"),
 ]
 
 

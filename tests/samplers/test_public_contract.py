@@ -12,7 +12,9 @@ from lightning_sgmcmc.samplers import SGHMC, SGLD, UnderdampedLangevin, check_co
 from tests.support.paths import REPOSITORY
 
 SKELETON = runpy.run_path(str(REPOSITORY / "docs/howto/skeleton_sampler.py"))["LeimkuhlerMatthews"]
-BAOAB = functools.partial(UnderdampedLangevin, friction=1.0, integrator="baoab")
+BAOAB, OBABO, UBU = (
+    functools.partial(UnderdampedLangevin, friction=1.0, integrator=name) for name in ("baoab", "obabo", "ubu")
+)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,8 @@ BAOAB = functools.partial(UnderdampedLangevin, friction=1.0, integrator="baoab")
         (SGLD, {"steps": 1000}),
         (functools.partial(SGHMC, friction=0.3), {"steps": 400}),
         (BAOAB, {"lr": 0.2, "steps": 300}),
+        (OBABO, {"lr": 0.05, "steps": 600}),
+        (UBU, {"lr": 0.1, "steps": 400}),
         (pSGLD, {"law": False}),
         (SKELETON, {"lr": 0.3, "steps": 150}),
     ],

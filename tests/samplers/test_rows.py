@@ -1,6 +1,7 @@
 """Chains as rows of one tensor: the same draws as tensor by tensor, whatever the rule and the groups."""
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lightning_sgmcmc.samplers.flat import FlatParameters
 from lightning_sgmcmc.samplers.fused import clip_rows, coefficient, sghmc_step, sgld_step
 
 RULES: list[Any] = [SGLD, pSGLD, SGHMC, pSGHMC, SGNHT, UnderdampedLangevin]
+RULES += [functools.partial(UnderdampedLangevin, integrator=name) for name in ("baoab", "obabo", "ubu")]
 SHAPES = [(4, 3), (4,), (2, 4), ()]
 
 

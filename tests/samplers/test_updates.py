@@ -133,6 +133,35 @@ class BAOABReference(Reference):
             self.theta[i] += h / 2 * self.v[i]
 
 
+class OBABOReference(Reference):
+    friction = 1.5
+
+    def update(self, g: Vector, xi: Vector, c: Controls) -> None:
+        h, decay = c.lr, math.exp(-self.friction * c.lr)
+        for i in range(len(g)):
+            force = -h / 2 * c.multiplier * N * g[i]
+            self.v[i] = decay * (self.v[i] + force) + math.sqrt(c.temperature * (1 - decay**2)) * xi[i] + force
+            self.theta[i] += h * self.v[i]
+
+
+class UBUReference(Reference):
+    """The joint law of position and velocity, by the two columns of a square root of its covariance."""
+
+    friction = 1.5
+
+    def update(self, g: Vector, xi: Vector, c: Controls) -> None:
+        h, a, decay = c.lr, self.friction, math.exp(-self.friction * c.lr)
+        own = c.temperature * (2 * a * h - 3 + 4 * decay - decay**2) / a**2
+        both, speed = c.temperature * (1 - decay) ** 2 / a, c.temperature * (1 - decay**2)
+        slope = both / speed if speed > 0 else 0.0
+        for i in range(len(g)):
+            v = self.v[i] - h * c.multiplier * N * g[i]
+            push = math.sqrt(speed) * xi[i]
+            self.theta[i] += (1 - decay) / a * v + slope * push
+            self.theta[i] += math.sqrt(max(own - slope * both, 0.0)) * xi[len(g) + i]
+            self.v[i] = decay * v + push
+
+
 class SGNHTReference(Reference):
     a, inertia = 0.2, 0.5
     eta = 0.2
@@ -158,6 +187,18 @@ RULES = [
         {"friction": 1.5, "integrator": "baoab"},
         BAOABReference,
         id="UnderdampedLangevin-baoab",
+    ),
+    pytest.param(
+        UnderdampedLangevin,
+        {"friction": 1.5, "integrator": "obabo"},
+        OBABOReference,
+        id="UnderdampedLangevin-obabo",
+    ),
+    pytest.param(
+        UnderdampedLangevin,
+        {"friction": 1.5, "integrator": "ubu"},
+        UBUReference,
+        id="UnderdampedLangevin-ubu",
     ),
     pytest.param(SGNHT, {"friction": 0.2, "thermal_inertia": 0.5}, SGNHTReference, id="SGNHT"),
 ]
@@ -208,11 +249,11 @@ def set_controls(sampler: Sampler, lr: Any, temperature: Any, multiplier: Any) -
 
 @pytest.mark.parametrize(("cls", "options", "reference_class"), RULES)
 def test_against_the_formula(cls: Any, options: dict[str, Any], reference_class: type[Reference]) -> None:
-    states, _ = run(cls, options, COURSE)
-    noise = ChainNoise(start(), 1, SEED, ahead=False)
+    states, sampler = run(cls, options, COURSE)
+    noise = ChainNoise(start(), 1, SEED, ahead=False, draws=sampler.draws)
     reference = reference_class(flat(start()).tolist())
     for step, (controls, state) in enumerate(zip(COURSE, states, strict=True)):
-        xi = flat(noise.draw()).tolist() if controls.temperature > 0 else [0.0] * SIZE
+        xi = flat(noise.draw()).tolist() if controls.temperature > 0 else [0.0] * SIZE * sampler.draws
         g = [0.3 * t + push for t, push in zip(reference.theta, flat(pushes(step)).tolist(), strict=True)]
         reference.update(g, xi, controls)
         torch.testing.assert_close(
@@ -228,8 +269,8 @@ def test_noise_has_the_variance_of_the_convention(cls: Any, options: dict[str, A
     """
     p = torch.nn.Parameter(torch.zeros(200_000))
     sampler = cls([p], lr=0.1, num_data=N, temperature=0.7, seed=1, **options)
-    splits = options.get("integrator") == "baoab"
-    for _ in range(2 if cls is UnderdampedLangevin and not splits else 1):  # Euler's noise reaches θ a step later
+    is_euler = cls is UnderdampedLangevin and "integrator" not in options
+    for _ in range(2 if is_euler else 1):  # Euler's noise reaches θ a step later
         p.grad = torch.zeros_like(p)
         sampler.step()
     expected = {
@@ -240,8 +281,12 @@ def test_noise_has_the_variance_of_the_convention(cls: Any, options: dict[str, A
         UnderdampedLangevin: 0.1**2 * 2 * 1.5 * 0.7 * 0.1,
         SGNHT: 2 * 0.2 * 0.1 * 0.7 / N,
     }[cls]
-    if splits:  # the noise moves θ for half a time step
-        expected = 0.05**2 * 0.7 * (1 - math.exp(-2 * 1.5 * 0.1))
+    decay = math.exp(-1.5 * 0.1)
+    expected = {
+        "baoab": 0.05**2 * 0.7 * (1 - decay**2),  # the noise moves θ for half a time step
+        "obabo": 0.1**2 * 0.7 * (1 - decay**2),
+        "ubu": 0.7 * (2 * 1.5 * 0.1 - 3 + 4 * decay - decay**2) / 1.5**2,
+    }.get(options.get("integrator", ""), expected)
     assert abs(p.var().item() / expected - 1) < 5 * math.sqrt(2 / 200_000)
 
 

@@ -10,14 +10,16 @@ import torch
 from lightning_sgmcmc.contour import Contour, ContourRules, ContourState, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, UnderdampedLangevin, pSGLD
-from lightning_sgmcmc.simulation import ContourRun, simulate
+from lightning_sgmcmc.simulation import ContourRun, FullGradient, GaussianSum, sample_sum, simulate
 from lightning_sgmcmc.simulation import steps as simulation_steps
 from lightning_sgmcmc.simulation.steps import has_compiler
 from lightning_sgmcmc.simulation.targets import CosineTarget, GaussianMixture
+from tests.support.kinetic import ubu_variance
 
 NORMAL = GaussianMixture([1.0], [[0.0, 0.0]])
 MIXTURE = GaussianMixture.two_modes()
-SAMPLERS = [SGLD, functools.partial(SGHMC, friction=0.2), UnderdampedLangevin, SGNHT, pSGLD]
+UBU = functools.partial(UnderdampedLangevin, friction=1.5, integrator="ubu")
+SAMPLERS = [SGLD, functools.partial(SGHMC, friction=0.2), UnderdampedLangevin, SGNHT, pSGLD, UBU]
 PARTITION = EnergyPartition(2.0, 1.0, 50)
 
 
@@ -37,6 +39,18 @@ def test_sgld_has_its_exact_stationary_law(temperature: float, noise: float) -> 
     run = simulate(NORMAL, lr=lr, num_steps=60, num_chains=4000, temperature=temperature, gradient_noise=noise, seed=1)
     expected = (2 * temperature + lr * noise**2) / (2 - lr)
     assert run.last.double().square().mean().item() == pytest.approx(expected, rel=4.5 * math.sqrt(2 / 8000))
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_rule_with_two_normals_a_step_has_its_exact_law(compile: bool) -> None:
+    """UBU, of 8,000 draws as above, in both loops."""
+    run = simulate(NORMAL, UBU, lr=1.2, num_steps=40, num_chains=4000, seed=1, compile=compile)
+    wanted = ubu_variance(1.2, 0.9)
+    assert run.last.double().square().mean().item() == pytest.approx(wanted, rel=4.5 * math.sqrt(2 / 8000))
+    target = GaussianSum(torch.tensor([[0.5, -0.5]]).double())
+    summed = sample_sum(target, UBU, FullGradient(), lr=1.2, num_steps=40, num_chains=4000, seed=1)
+    moved = summed.last - target.mean
+    assert moved.square().mean().item() == pytest.approx(wanted, rel=4.5 * math.sqrt(2 / 8000))
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
