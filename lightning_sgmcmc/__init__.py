@@ -49,7 +49,17 @@ from lightning_sgmcmc.priors import (
     StudentTPrior,
 )
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
-from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGHMC, pSGLD
+from lightning_sgmcmc.samplers import (
+    SGHMC,
+    SGLD,
+    SGNHT,
+    AdamSGLD,
+    Sampler,
+    ScaleAdaptedSGHMC,
+    UnderdampedLangevin,
+    pSGHMC,
+    pSGLD,
+)
 from lightning_sgmcmc.schedules import Annealing, Patience, PolynomialDecay
 
 __version__ = version("lightning-sgmcmc")
@@ -58,6 +68,7 @@ __all__ = [
     "SGHMC",
     "SGLD",
     "SGNHT",
+    "AdamSGLD",
     "Annealing",
     "BayesianModule",
     "Bernoulli",
@@ -97,6 +108,7 @@ __all__ = [
     "RegressionPrediction",
     "ResumableLoader",
     "Sampler",
+    "ScaleAdaptedSGHMC",
     "StudentT",
     "StudentTPrior",
     "SwitchingBatchSampler",

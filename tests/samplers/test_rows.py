@@ -7,11 +7,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGHMC, pSGLD
+from lightning_sgmcmc.samplers import (
+    SGHMC,
+    SGLD,
+    SGNHT,
+    AdamSGLD,
+    Sampler,
+    ScaleAdaptedSGHMC,
+    UnderdampedLangevin,
+    pSGHMC,
+    pSGLD,
+)
 from lightning_sgmcmc.samplers.flat import FlatParameters
 from lightning_sgmcmc.samplers.fused import clip_rows, coefficient, sghmc_step, sgld_step
 
-RULES: list[Any] = [SGLD, pSGLD, SGHMC, pSGHMC, SGNHT, UnderdampedLangevin]
+RULES: list[Any] = [SGLD, pSGLD, AdamSGLD, SGHMC, pSGHMC, ScaleAdaptedSGHMC, SGNHT, UnderdampedLangevin]
 SHAPES = [(4, 3), (4,), (2, 4), ()]
 
 
