@@ -15,6 +15,7 @@ from lightning_sgmcmc.contour import (
     EnergyPartition,
     LearnedContour,
 )
+from lightning_sgmcmc.expansion import expand
 from lightning_sgmcmc.likelihoods import (
     Bernoulli,
     Categorical,
@@ -118,6 +119,7 @@ __all__ = [
     "__version__",
     "bayesianize",
     "cluster_data",
+    "expand",
     "pSGHMC",
     "pSGLD",
 ]

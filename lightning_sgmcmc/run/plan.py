@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.sharing import keys_of
 from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.expansion import expansions_of, is_expanded
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical
 from lightning_sgmcmc.planning import Blocks, ChainControls, PlanInputs, RunPlan, TensorFacts, blocks_of, make_plan
 from lightning_sgmcmc.planning.words import duration_sentence
@@ -51,6 +52,7 @@ def plan_of(trainer: pl.Trainer, module: Any) -> RunPlan | None:
     if ladder is not None:
         sampled = total * ladder.sampled_slots // len(ladder.temperatures)
     shared = keys_of(module, chains.sharing.names)
+    shared |= {name for expansion in expansions_of(module) for name in expansion.factors[1:]}  # which samples lack
     own = [tensor for key, tensor in module.state_dict().items() if key not in shared]
     facts = PlanInputs(
         chains=total,
@@ -178,6 +180,8 @@ def _notes(trainer: pl.Trainer, module: Any, sampler: Sampler, approximate: bool
         notes.append(f"{type(module.prior).__name__} is planned as a Gaussian of its scale, which is approximate.")
     if isinstance(sampler, SGNHT):
         notes.append("SGNHT is planned with its initial friction, which mini-batch noise raises.")
+    if any(map(is_expanded, module.modules())):
+        notes.append("The plan is for the factors of expanded weights, as if the prior alone decided them.")
     if isinstance(sampler, PreconditionedSampler):
         notes.append(_on_preconditioner(sampler))
     if trainer.lr_scheduler_configs and not _sets_lr(trainer):
