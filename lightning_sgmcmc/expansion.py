@@ -95,7 +95,7 @@ def expand(network: Module, depth: tuple[int, int] = (1, 1)) -> Module:
 
     Example::
 
-        net = expand(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
+        net = expand(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)))
         prior = GaussianPrior({"*.original[1-9]*": 0.7, "*": 0.14})
         module = BayesianModule(net, Categorical(), prior, sampler=SGHMC, lr=0.01)
 
