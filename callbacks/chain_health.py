@@ -44,6 +44,7 @@ class ChainHealth(StepClaimant):
     more heat than the data can hold, how many relaxation times a stage covers and, at the end and with a
     `BayesianModelAverage`, whether the chains' predictions agree and whether the average gets worse with more samples;
     and with a contour, whether it does nothing or gives one sample all the weight.
+    A preconditioner that adapts while samples are drawn is a note.
     A configurational temperature below the target's is a note in a cyclical run: its samples are a cold ensemble.
 
     The callback reports at the end of every sampling stage, after a validation with a quarter more observations, and
@@ -230,7 +231,7 @@ class ChainHealth(StepClaimant):
         seen = observer.observations(allowance, of_chains, of_energies)
         evaluation = module.evaluations.get("val") if is_final else None
         contour = None if module.contour is None else module.contour.use()
-        facts = facts_of(module.chains, evaluation, module.plan, contour, is_optimization(trainer, module))
+        facts = facts_of(module.chains, evaluation, module.plan, contour, is_optimization(trainer, module), sampler)
         report = assess(seen, sampler.step_count, self.tolerance, self.false_alarm_rate, facts)
         module.health = report = report.with_divergence() if has_diverged else report
         self._publish(trainer, report, is_final or has_diverged)

@@ -14,6 +14,7 @@ from lightning_sgmcmc.run.interruption import pass_on
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.base import Control
+from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
 
 
 class StepControls(NamedTuple):
@@ -133,6 +134,21 @@ class Schedule(SamplerCallback):
         self.lay_out(RunLength(steps, epoch_length(trainer), lr, is_trial(trainer)))
         progress.first_sample = progress.warm_steps + self.first_sample
         self._target_temperature = module.target_temperature if self.temperature is None else self.temperature
+        if not is_trial(trainer):
+            self._check_burn_in()
+
+    def _check_burn_in(self) -> None:
+        """Raise for a sampler that is to be frozen before it has seen a gradient."""
+        sampler = self._sampler
+        if not isinstance(sampler, PreconditionedSampler) or not sampler.needs_burn_in:
+            return
+        if self.controls(1).stage is Stage.SAMPLING:
+            adapt, name = sampler.param_groups[0]["adapt"], type(sampler).__name__
+            raise ValueError(
+                f"{name}(adapt={adapt!r}) estimates its preconditioner before the sampling stage, and "
+                f"{type(self).__name__} begins with that: give it a burn-in (SamplingSchedule(burn_in_steps=…), "
+                f"CyclicalSchedule(exploration=…)), or pass adapt='always'"
+            )
 
     def apply(self, step: int, module: BayesianModule, sampler: Sampler) -> None:
         """Set the controls for step k."""
@@ -145,6 +161,8 @@ class Schedule(SamplerCallback):
             if self.sets_lr:
                 group["lr"] = self._lr(group, step, controls)
         module.chains.progress.stage = controls.stage
+        if isinstance(sampler, PreconditionedSampler):
+            sampler.set_adapting(controls.stage is not Stage.SAMPLING)
 
     def _lr(self, group: dict[str, Any], step: int, controls: StepControls) -> Control:
         """Return the step size of a parameter group at step k."""

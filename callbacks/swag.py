@@ -17,6 +17,7 @@ from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count, check_within
 from lightning_sgmcmc.diagnostics.iterates import IterateMoments
 from lightning_sgmcmc.evaluation.refreshed import check_statistics, refreshed
+from lightning_sgmcmc.expansion import is_expanded
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.schedules import AveragingPlan
@@ -117,6 +118,11 @@ class SWAG(Schedule):
         chains = chains_of(pl_module)
         total = layout_of(trainer, chains.num_chains).total_chains
         self.kind = "cycSWAG" if self.num_cycles > 1 else "MultiSWAG" if total > 1 else "SWAG"
+        if any(map(is_expanded, pl_module.modules())):
+            raise ValueError(
+                "SWAG fits a Gaussian to the weights, and this network's are products of factors: use SWAG with the "
+                "plain network, without expand"
+            )
         if stage == "fit":
             chains.claims.claim("prepare samples", self)  # weights and energies would be those of an iterate
             chains.claims.claim("expand samples", self, self._draw)

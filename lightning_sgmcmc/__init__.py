@@ -16,6 +16,7 @@ from lightning_sgmcmc.contour import (
     EnergyPartition,
     LearnedContour,
 )
+from lightning_sgmcmc.expansion import expand
 from lightning_sgmcmc.likelihoods import (
     Bernoulli,
     Categorical,
@@ -50,7 +51,18 @@ from lightning_sgmcmc.priors import (
     StudentTPrior,
 )
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
-from lightning_sgmcmc.samplers import MCLMC, SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGHMC, pSGLD
+from lightning_sgmcmc.samplers import (
+    MCLMC,
+    SGHMC,
+    SGLD,
+    SGNHT,
+    AdamSGLD,
+    Sampler,
+    ScaleAdaptedSGHMC,
+    UnderdampedLangevin,
+    pSGHMC,
+    pSGLD,
+)
 from lightning_sgmcmc.schedules import Annealing, Patience, PolynomialDecay
 
 __version__ = version("lightning-sgmcmc")
@@ -60,6 +72,7 @@ __all__ = [
     "SGHMC",
     "SGLD",
     "SGNHT",
+    "AdamSGLD",
     "Annealing",
     "BayesianModule",
     "Bernoulli",
@@ -100,6 +113,7 @@ __all__ = [
     "RegressionPrediction",
     "ResumableLoader",
     "Sampler",
+    "ScaleAdaptedSGHMC",
     "StudentT",
     "StudentTPrior",
     "SwitchingBatchSampler",
@@ -110,6 +124,7 @@ __all__ = [
     "__version__",
     "bayesianize",
     "cluster_data",
+    "expand",
     "pSGHMC",
     "pSGLD",
 ]

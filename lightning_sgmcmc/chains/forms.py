@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_sgmcmc.expansion import plain_type
+
 Seconds = Callable[[Callable[[], Any]], float]
 MOST_CHAINS = 8
 """Written out for more chains, a deep network takes too long to compile."""
@@ -45,9 +47,9 @@ def convolutions_of(model: nn.Module) -> Iterator[list[Convolution]]:
         dtype = torch.get_autocast_dtype(x.device.type) if lower else x.dtype
         options = layer.stride, layer.padding, layer.dilation
         shapes = tuple(x.shape), tuple(layer.weight.shape)
-        found.append(Convolution(functions[type(layer)], *shapes, options, layer.groups, dtype))
+        found.append(Convolution(functions[plain_type(layer)], *shapes, options, layer.groups, dtype))
 
-    handles = [part.register_forward_pre_hook(note) for part in model.modules() if type(part) in functions]
+    handles = [part.register_forward_pre_hook(note) for part in model.modules() if plain_type(part) in functions]
     try:
         yield found
     finally:

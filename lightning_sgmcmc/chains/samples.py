@@ -9,6 +9,7 @@ from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.drawing import Drawing, FlatStates, Parts
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.transfers import HostCopies
+from lightning_sgmcmc.expansion import collapsed
 from lightning_sgmcmc.model import EnergyModel, named_trainable
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.state import is_prior_state, prior_state
@@ -60,8 +61,9 @@ def _flat_states(chains: Chains) -> FlatStates:
     together = scales[0]
     if chains.num_chains > 1:
         together = {name: torch.stack([own[name] for own in scales]) for name in scales[0]}
+    sampled = {name: p.detach() for name, p in model.named_parameters() if name not in chains.sharing.names}
     parts: Parts = {
-        "parameters": {name: p for name, p in model.named_parameters() if name not in chains.sharing.names},
+        "parameters": collapsed(sampled, model, chains.num_chains),
         "buffers": {
             name: buffer
             for name, buffer in model.named_buffers()

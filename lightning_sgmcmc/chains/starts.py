@@ -15,6 +15,7 @@ from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.sharing import shared_names
 from lightning_sgmcmc.chains.stateless import state_of
 from lightning_sgmcmc.checks import check_choice
+from lightning_sgmcmc.expansion import expansions_of, is_expanded, reset_expanded, with_factors
 from lightning_sgmcmc.files import check_regular
 from lightning_sgmcmc.finite import first_not_finite
 from lightning_sgmcmc.seeding import derive_seed, reseed
@@ -171,8 +172,10 @@ def _fitting(model: nn.Module, state: dict[str, Tensor], chain: int, total: int)
         ValueError: if names or shapes differ, or a value is not finite.
     """
     own, what = state_of(model), f"chain_start[{chain}]"
-    if not set(state) <= set(own) and all(f"net.{name}" in own for name in state):
+    known = own.keys() | {expansion.name for expansion in expansions_of(model)}
+    if not set(state) <= known and all(f"net.{name}" in known for name in state):
         state = {f"net.{name}": tensor for name, tensor in state.items()}  # of the network itself
+    state = with_factors(state, model)
     unknown = [name for name in state if name not in own]
     missing = [name for name, p in model.named_parameters() if p.requires_grad and name not in state]
     if unknown or missing:
@@ -239,8 +242,11 @@ def draw_start(module: nn.Module, rebuild: Callable[[], nn.Module] | None) -> li
         reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
         # Frozen parts are skipped: resetting them would lose their buffers.
         if callable(reset) and any(id(p) not in renewed for p in part.parameters() if p.requires_grad):
-            reset()
-            renewed.update(id(p) for p in part.parameters(recurse=False))
+            if is_expanded(part):
+                reset_expanded(part)
+            else:
+                reset()
+            renewed.update(id(p) for p in part.parameters(recurse=is_expanded(part)))
     for tensor, value in frozen:
         tensor.copy_(value)
     return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in renewed]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_sgmcmc.chains.masks import MASK_SEED, masked
+from lightning_sgmcmc.expansion import PLAIN, collapsed, expansions_of
 from lightning_sgmcmc.priors.state import is_prior_state
 
 Home = tuple[dict[str, Any], str]
@@ -36,8 +37,15 @@ def homes_of(module: nn.Module) -> dict[str, list[Home]]:
 
 
 def network_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return what `state_of` returns, without the tensors of the prior: what samples and stores have."""
-    return {name: tensor for name, tensor in state_of(module).items() if not is_prior_state(name)}
+    """Return what samples and stores have: what `state_of` returns, without the tensors of the prior, and with the
+    products of expanded weights."""
+    named = collapsed(dict(module.named_parameters()), module) | dict(module.named_buffers())
+    return {name: tensor for name, tensor in named.items() if not is_prior_state(name)}
+
+
+def slots_of(module: nn.Module) -> dict[str, Home]:
+    """Return where a module takes the plain weights of its expanded layers, by name."""
+    return {expansion.name: (expansion.rule._buffers, PLAIN) for expansion in expansions_of(module)}
 
 
 class StatelessCall(nn.Module):
@@ -52,6 +60,7 @@ class StatelessCall(nn.Module):
         super().__init__()
         self.module = module
         self._function = function
+        self._renamed = {expansion.name: expansion.slot for expansion in expansions_of(module)}
 
     def forward(self, *args: Any) -> Any:
         return self._function(self.module, *args)
@@ -61,7 +70,8 @@ class StatelessCall(nn.Module):
 
         If the state has the seed of dropout masks, dropout is active with these masks (see `chains/masks.py`).
         """
-        own = {f"module.{name}": tensor for name, tensor in state.items() if name != MASK_SEED}
+        renamed = self._renamed
+        own = {f"module.{renamed.get(name, name)}": tensor for name, tensor in state.items() if name != MASK_SEED}
         if len(own) == len(state):
             return functional_call(self, own, args)
         with masked(self.module, int(state[MASK_SEED])):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.chains.masks import MASK_SEED
-from lightning_sgmcmc.chains.stateless import Home, StatelessCall, homes_of
+from lightning_sgmcmc.chains.stateless import Home, StatelessCall, homes_of, slots_of
 from lightning_sgmcmc.compiling import compiled_if_possible
 
 State = Mapping[str, Tensor]
@@ -179,7 +179,7 @@ class TogetherCall:
 @contextmanager
 def _own_tensors(module: nn.Module) -> Iterator[dict[str, list[Home]]]:
     """Yield where a module keeps each of its tensors, by name; restore them at the end."""
-    places = homes_of(module)
+    places = homes_of(module) | {name: [slot] for name, slot in slots_of(module).items()}
     before = [(home, key, home[key]) for homes in places.values() for home, key in homes]
     try:
         yield places

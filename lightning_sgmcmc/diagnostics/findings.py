@@ -26,6 +26,7 @@ class FindingKind(str, Enum):
     CONTOUR = "contour"
     CHAINS = "chains"
     AVERAGE = "average"
+    PRECONDITIONER = "preconditioner"
     OTHER = "other"
     """A kind from a file that this version does not know."""
 

@@ -67,6 +67,7 @@ class RunFacts:
         cold_below: a temperature at most this is a cold posterior's by intention.
         baseline: what a baseline calls itself, None for a run that samples.
         is_full_batch: whether a batch has all data and the network drops nothing out, so gradients have no noise.
+        adapting: the sampler whose preconditioner adapts while samples are drawn, None without.
     """
 
     temperature: float | None = None
@@ -84,6 +85,7 @@ class RunFacts:
     cold_below: float = 0.1
     baseline: str | None = None
     is_full_batch: bool = False
+    adapting: str | None = None
 
     @property
     def is_flattened(self) -> bool:
@@ -142,6 +144,7 @@ def judge(report: HealthReport, facts: RunFacts, estimates: Estimates | None) ->
     report = replace(report, kind=kind, reason=reason)
     if estimates is not None:
         report = report.with_findings(_at_chance(report, facts, estimates), _target(report, facts, estimates))
+        report = report.with_findings(_preconditioner(facts))
     return report.with_findings(*contour_findings(facts.contour), _chains(report, facts), _average(facts))
 
 
@@ -262,6 +265,17 @@ def _average(facts: RunFacts) -> Finding | None:
         f"first {growth.best}: later samples are worse"
     )
     return Finding(FindingKind.AVERAGE, sentence, "above", remedy=f"stop after about {growth.best} samples")
+
+
+def _preconditioner(facts: RunFacts) -> Finding | None:
+    if facts.adapting is None:
+        return None
+    sentence = (
+        f"preconditioner: that of {facts.adapting} adapts while samples are drawn, and the divergence Γ is omitted, so "
+        "the law is not exact at any step size"
+    )
+    remedy = "pass adapt='burn-in' to the sampler, which freezes it in the sampling stages"
+    return Finding(FindingKind.PRECONDITIONER, sentence, remedy=remedy, severity="note")
 
 
 def _is_worsening(single: np.ndarray) -> bool:

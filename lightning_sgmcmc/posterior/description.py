@@ -17,6 +17,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_sgmcmc.chains.stateless import network_state
+from lightning_sgmcmc.expansion import collapse
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.classes import NotDescribableError, find_module_class, path_of
 from lightning_sgmcmc.posterior.hugging_face import (
@@ -60,7 +61,7 @@ def describe(value: Any) -> Any:
         return {"dict": {key: describe(item) for key, item in value.items()}}
     if isinstance(value, nn.Module):
         # A network that torch.compile wrapped is described by itself.
-        return _describe_module(getattr(value, "_orig_mod", value))
+        return _describe_module(collapse(getattr(value, "_orig_mod", value)))
     raise NotDescribableError(f"a {type(value).__name__} cannot be described as plain data")
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc.chains.masks import MASK_SEED
 from lightning_sgmcmc.chains.stateless import network_state
 from lightning_sgmcmc.checks import check_choice, check_count, check_within
+from lightning_sgmcmc.expansion import collapse
 from lightning_sgmcmc.likelihoods import Categorical, Gaussian
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.description import describe_model
@@ -82,7 +83,7 @@ def last_layer_laplace(
         store.scaling = posterior.store.scaling
     else:
         store = DiskStore.create(path, _description(posterior, model), posterior.store.scaling)
-    network = copy.deepcopy(model).eval()
+    network = collapse(copy.deepcopy(model)).eval()
     for sample in posterior:
         if MASK_SEED in sample.buffers:
             raise ValueError("last_layer_laplace needs optima, and these samples are dropout masks: omit MCDropout")

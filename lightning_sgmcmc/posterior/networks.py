@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc.batches.inputs import arguments_of_network, called, unwrapped
 from lightning_sgmcmc.chains.masks import MASK_SEED
 from lightning_sgmcmc.chains.stateless import homes_of, state_of
+from lightning_sgmcmc.expansion import expanded_layers, expansions_of, make_plain
 from lightning_sgmcmc.model import EnergyModel, overrides
 from lightning_sgmcmc.posterior.calibration import Calibration
 from lightning_sgmcmc.posterior.checks import check_sample
@@ -104,11 +105,16 @@ def _with_tensors(
     # No tensor is copied with the modules: each is replaced below.
     parts: list[Any] = copy.deepcopy([network, model.likelihood], {id(tensor): tensor for tensor in own.values()})
     names = {id(tensor): name for name, tensor in own.items()}
+    weights = {id(own[expansion.factors[0]]): expansion.name for expansion in expansions_of(model)}
     made: dict[str, Tensor] = {}
     for part in parts:
         if part is None:
             continue
         part.eval()
+        for layer in expanded_layers(part):
+            factor = layer.parametrizations.weight.original0
+            make_plain(layer)
+            names[id(layer.weight)] = weights[id(factor)]
         for homes in homes_of(part).values():
             for home, key in homes:
                 old = home[key]

@@ -14,6 +14,8 @@ from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.priors import GaussianPrior
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
 
 RHAT_FALSE_ALARMS = 0.01
 """Probability that the worst R-hat of chains of one law is a finding."""
@@ -27,6 +29,7 @@ def facts_of(
     plan: RunPlan | None = None,
     contour: ContourUse | None = None,
     is_optimization: bool = False,
+    sampler: Sampler | None = None,
 ) -> RunFacts:
     """Return what is known of a running fit besides its steps.
 
@@ -36,6 +39,7 @@ def facts_of(
         plan: the run's plan, None without.
         contour: what the run's contour did, None without one.
         is_optimization: whether the samples are states at temperature 0.
+        sampler: the run's, None if unknown.
     """
     predictions, limit = _predictions(evaluation)
     return RunFacts(
@@ -53,7 +57,14 @@ def facts_of(
         growth=_growth(evaluation),
         baseline=None if plan is None else plan.label,
         is_full_batch=sees_all_data(chains),
+        adapting=adapting_name(sampler),
     )
+
+
+def adapting_name(sampler: Sampler | None) -> str | None:
+    """Return the name of a sampler whose preconditioner adapts while samples are drawn, None for others."""
+    adapts = isinstance(sampler, PreconditionedSampler) and sampler.always_adapts
+    return type(sampler).__name__ if adapts else None
 
 
 def sees_all_data(chains: Chains) -> bool:

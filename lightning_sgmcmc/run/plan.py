@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.sharing import keys_of
 from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.expansion import expansions_of, is_expanded
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical
 from lightning_sgmcmc.planning import Blocks, ChainControls, PlanInputs, RunPlan, TensorFacts, blocks_of, make_plan
 from lightning_sgmcmc.planning.words import duration_sentence
@@ -24,7 +25,8 @@ from lightning_sgmcmc.run.baseline import baseline_of
 from lightning_sgmcmc.run.hyperparameters import log_plan
 from lightning_sgmcmc.run.linear_model import exact_directions
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
-from lightning_sgmcmc.samplers import SGNHT, Sampler, pSGHMC, pSGLD
+from lightning_sgmcmc.samplers import SGNHT, Sampler
+from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
 
 TIMED = (20, 120)
 """The steps between which a step's duration is measured."""
@@ -50,6 +52,7 @@ def plan_of(trainer: pl.Trainer, module: Any) -> RunPlan | None:
     if ladder is not None:
         sampled = total * ladder.sampled_slots // len(ladder.temperatures)
     shared = keys_of(module, chains.sharing.names)
+    shared |= {name for expansion in expansions_of(module) for name in expansion.factors[1:]}  # which samples lack
     own = [tensor for key, tensor in module.state_dict().items() if key not in shared]
     facts = PlanInputs(
         chains=total,
@@ -177,6 +180,10 @@ def _notes(trainer: pl.Trainer, module: Any, sampler: Sampler, approximate: bool
         notes.append(f"{type(module.prior).__name__} is planned as a Gaussian of its scale, which is approximate.")
     if isinstance(sampler, SGNHT):
         notes.append("SGNHT is planned with its initial friction, which mini-batch noise raises.")
+    if any(map(is_expanded, module.modules())):
+        notes.append("The plan is for the factors of expanded weights, as if the prior alone decided them.")
+    if isinstance(sampler, PreconditionedSampler):
+        notes.append(_on_preconditioner(sampler))
     if trainer.lr_scheduler_configs and not _sets_lr(trainer):
         notes.append("A scheduler of torch sets lr; the plan has its first value.")
     if any(type(c).__name__ == "ContourGradient" for c in callbacks_of(trainer)):
@@ -186,6 +193,15 @@ def _notes(trainer: pl.Trainer, module: Any, sampler: Sampler, approximate: bool
     if hasattr(getattr(trainer, "datamodule", None), "append"):
         notes.append(f"The data may grow; the plan has N = {module.num_data:,}, that of the start.")
     return notes
+
+
+def _on_preconditioner(sampler: PreconditionedSampler) -> str:
+    name = type(sampler).__name__
+    if sampler.always_adapts:
+        return f"{name}'s preconditioner adapts in all steps (adapt='burn-in' freezes it), so the law is not exact."
+    adapt = sampler.param_groups[0]["adapt"]
+    until = "before" if isinstance(adapt, str) else f"in its first {adapt:,} steps, at most before"
+    return f"{name}'s preconditioner is estimated {until} the sampling stages, in which it is frozen."
 
 
 def _sets_lr(trainer: pl.Trainer) -> bool:
@@ -244,7 +260,7 @@ def _memory(trainer: pl.Trainer, module: Any, sampler: Sampler) -> int:
     copies = 2  # noise, and the next step's
     copies += 1  # gradients
     copies += sampler.momentum_buffer is not None
-    copies += isinstance(sampler, (pSGLD, pSGHMC))
+    copies += len(sampler.averages) if isinstance(sampler, PreconditionedSampler) else 0
     for callback in callbacks_of(trainer):
         copies += 3 if type(callback).__name__ == "ChainHealth" else 0
         copies += getattr(callback, "num_proposals", -1) + 1 if type(callback).__name__ == "EWSG" else 0

@@ -108,7 +108,8 @@ class MCLMC(Sampler):
         per_momentum = length.clamp_min(SMALLEST).rsqrt()
         angle = abs(rate) * square.sqrt()
         decay, rest = (-angle).exp(), -(-angle).expm1()
-        towards = per_gradient * (-rate.sign() if isinstance(rate, Tensor) else math.copysign(1.0, -rate))
+        against: Control = -rate.sign() if isinstance(rate, Tensor) else math.copysign(1.0, -rate)
+        towards = per_gradient * against
         cosine = towards * per_momentum * product
         along, before = rest * (1 + decay + rest * cosine), 2 * decay
         norm = along.square() + 2 * along * before * cosine + before.square() * length * per_momentum.square()

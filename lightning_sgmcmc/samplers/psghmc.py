@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_positive, check_within
-from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
-from lightning_sgmcmc.tensors import along_first_axis, as_rows, square_root
+from lightning_sgmcmc.samplers.preconditioned import ALWAYS, Adapt, PreconditionedSampler
+from lightning_sgmcmc.tensors import square_root
 
 
 class pSGHMC(PreconditionedSampler):
@@ -20,7 +20,8 @@ class pSGHMC(PreconditionedSampler):
 
     It is SGHMC with the step size η·lr·G of each coordinate, so a steady gradient moves a coordinate by about lr in
     each step, whatever its size, and one lr (0.01) suits most networks. The floor λ bounds the ratio of the
-    step sizes within a tensor by (1+λ)/λ at the rms. The divergence of G is omitted, as in `pSGLD`.
+    step sizes within a tensor by (1+λ)/λ at the rms. The divergence of G is omitted, as in `pSGLD`; with
+    `adapt="burn-in"` there is none while samples are drawn.
 
     Args:
         params: parameters or parameter groups.
@@ -28,6 +29,7 @@ class pSGHMC(PreconditionedSampler):
         friction: η in (0, 1], one minus the momentum.
         alpha: decay α of the squared gradients' average, in [0, 1).
         floor: λ > 0, in units of the tensor's own rms.
+        adapt: when G adapts: "always", "burn-in" or a number of steps, as in `pSGLD`.
         shared: `num_data`, `temperature`, `num_chains`, `seed`, `first_chain`, `noise_ahead`, as in `Sampler`.
 
     Raises:
@@ -50,22 +52,21 @@ class pSGHMC(PreconditionedSampler):
         friction: float = 0.1,
         alpha: float = 0.999,
         floor: float = 0.1,
+        adapt: Adapt = ALWAYS,
         **shared: Any,
     ) -> None:
         check_within("friction", friction, "(0, 1]")
         check_within("alpha", alpha, "[0, 1)")
         check_positive("floor", floor)
         super().__init__(params, lr, **shared)
-        self._add_defaults(friction=friction, alpha=alpha, floor=floor, averaged=0)
+        self._add_defaults(friction=friction, alpha=alpha, floor=floor)
+        self._add_adaptation(adapt)
 
     def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
     ) -> None:
-        friction, alpha = group["friction"], group["alpha"]
-        group["averaged"] += 1
-        squares = self._buffers(params, "square_avg")
-        torch._foreach_mul_(squares, alpha)
-        torch._foreach_addcmul_(squares, grads, grads, 1 - alpha)
+        friction = group["friction"]
+        squares = self._average_squares(group, params, grads, group["alpha"])
         inverse = self._inverse(group, squares, self._kept(params), params)  # 1/G
 
         momenta = self._buffers(params, self.momentum_buffer)
@@ -92,15 +93,5 @@ class pSGHMC(PreconditionedSampler):
         """Write √V̂ + λ·rms(√V̂) + 1e-8 of each tensor to `out`, the rms within each chain."""
         torch._foreach_copy_(out, squares)
         torch._foreach_div_(out, max(1 - group["alpha"] ** group["averaged"], 1e-12))
-        flat = self._flat_group(params)
-        if flat is not None and out[0].device.type != "cpu":
-            floors = flat.means(out[0]).sqrt_().mul_(group["floor"]).add_(1e-8)
-            out[0].sqrt_().add_(flat.spread(floors))
-            return out
-        each = self._each(params, out)
-        means = torch.stack([as_rows(tensor, self.num_chains).mean(1) for tensor in each])
-        floors = means.sqrt_().mul_(group["floor"]).add_(1e-8)
-        torch._foreach_sqrt_(out)
-        for tensor, floor in zip(each, floors, strict=True):
-            tensor.add_(along_first_axis(floor, tensor.dim()) if self.num_chains > 1 else floor[0])
+        self._root_with_floor(params, out, group["floor"])
         return out

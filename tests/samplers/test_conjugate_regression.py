@@ -18,7 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, UnderdampedLangevin, pSGHMC, pSGLD
+from lightning_sgmcmc.samplers import (
+    SGHMC,
+    SGLD,
+    SGNHT,
+    AdamSGLD,
+    ScaleAdaptedSGHMC,
+    UnderdampedLangevin,
+    pSGHMC,
+    pSGLD,
+)
 from tests.support.comparisons import check_law, covariance_with_error, mean_with_error
 from tests.support.problems import PROBLEM, Array
 from tests.support.trainers import sample
@@ -77,6 +86,14 @@ def test_small_steps_sample_the_posterior(sampler: Any, step: float, small_step:
     ("sampler", "burn_in", "steps"),
     [
         pytest.param(functools.partial(pSGLD, alpha=0.99), 600, {0.04: 92, 0.01: 240}, id="pSGLD"),
+        pytest.param(AdamSGLD, 600, {0.01: 200, 0.0025: 600}, id="AdamSGLD", marks=pytest.mark.slow),
+        pytest.param(
+            functools.partial(ScaleAdaptedSGHMC, friction=0.3),
+            400,
+            {0.02: 92, 0.004: 240},
+            id="ScaleAdaptedSGHMC",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(pSGHMC, 900, {0.04: 92, 0.01: 240}, id="pSGHMC", marks=pytest.mark.slow),
         pytest.param(SGNHT, 1500, {0.04: 92, 0.01: 140}, id="SGNHT", marks=pytest.mark.slow),
     ],

@@ -15,7 +15,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.samplers import MCLMC, SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGHMC, pSGLD
+from lightning_sgmcmc.samplers import (
+    MCLMC,
+    SGHMC,
+    SGLD,
+    SGNHT,
+    AdamSGLD,
+    Sampler,
+    ScaleAdaptedSGHMC,
+    UnderdampedLangevin,
+    pSGHMC,
+    pSGLD,
+)
 from tests.support.comparisons import assert_same
 from tests.support.trainers import fit_in_layout
 
@@ -34,6 +45,11 @@ SAMPLERS = [
     Rule(SGLD, {}, torch.optim.SGD),
     Rule(pSGLD, {"alpha": 0.9, "eps": 1e-3}, torch.optim.RMSprop, {"alpha": 0.9, "eps": 1e-3}),
     Rule(pSGHMC, {"friction": 0.3, "alpha": 0.9}),
+    Rule(pSGHMC, {"friction": 0.3, "alpha": 0.9, "adapt": 5}),
+    Rule(AdamSGLD, {"betas": (0.8, 0.9), "eps": 1e-3}, torch.optim.Adam, {"betas": (0.8, 0.9), "eps": 1e-3}),
+    Rule(AdamSGLD, {"betas": (0.8, 0.9), "eps": 1e-3, "adapt": 4}),
+    Rule(ScaleAdaptedSGHMC, {"friction": 0.3}),
+    Rule(ScaleAdaptedSGHMC, {"friction": 0.3, "floor": 0.0, "adapt": 4}),
     Rule(SGHMC, {"friction": 0.3, "noise_estimate": 0.1}, torch.optim.SGD, {"momentum": 1 - 0.3}),
     Rule(UnderdampedLangevin, {"friction": 1.5}),
     Rule(UnderdampedLangevin, {"friction": 1.5, "integrator": "baoab"}),
@@ -324,7 +340,7 @@ def test_a_parameter_without_the_chain_axis_is_refused(rule: Rule, shape: tuple[
 def test_the_state_of_another_rule_is_refused(rule: Rule) -> None:
     parameters, sampler = make(rule)
     for other in SAMPLERS:
-        if other is not rule:
+        if other.make is not rule.make:
             with pytest.raises(ValueError, match=f"state is a.* {other.make.__name__}'s"):
                 sampler.load_state_dict(make(other)[1].state_dict())
     walk(parameters, sampler)  # and the sampler still works

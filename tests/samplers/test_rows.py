@@ -8,11 +8,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGHMC, pSGLD
+from lightning_sgmcmc.samplers import (
+    MCLMC,
+    SGHMC,
+    SGLD,
+    SGNHT,
+    AdamSGLD,
+    Sampler,
+    ScaleAdaptedSGHMC,
+    UnderdampedLangevin,
+    pSGHMC,
+    pSGLD,
+)
 from lightning_sgmcmc.samplers.flat import FlatParameters
 from lightning_sgmcmc.samplers.fused import clip_rows, coefficient, sghmc_step, sgld_step
 
-RULES: list[Any] = [SGLD, pSGLD, SGHMC, pSGHMC, SGNHT, UnderdampedLangevin]
+RULES: list[Any] = [SGLD, pSGLD, AdamSGLD, SGHMC, pSGHMC, ScaleAdaptedSGHMC, SGNHT, MCLMC, UnderdampedLangevin]
 RULES += [functools.partial(UnderdampedLangevin, integrator=name) for name in ("baoab", "obabo", "ubu")]
 SHAPES = [(4, 3), (4,), (2, 4), ()]
 
@@ -72,7 +83,7 @@ def test_rows_make_the_same_steps(rule: Any, chains: int) -> None:
         if chains > 1:
             sampler.set_control("gradient_multiplier", torch.tensor([0.5, 1.0, -1.0], dtype=torch.float64))
         push(sampler, 2, first=3)
-        sampler.set_control("temperature", 0.0)
+        sampler.set_control("temperature", 0.0 if sampler.has_cold_limit else 2.0)
         push(sampler, 2, first=5)
         sampler.set_control("temperature", torch.tensor(0.5))
         push(sampler, 2, first=7)

@@ -9,7 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin, pSGHMC, pSGLD
+from lightning_sgmcmc.samplers import (
+    SGHMC,
+    SGLD,
+    SGNHT,
+    AdamSGLD,
+    Sampler,
+    ScaleAdaptedSGHMC,
+    UnderdampedLangevin,
+    pSGHMC,
+    pSGLD,
+)
 from lightning_sgmcmc.samplers.noise import ChainNoise
 
 N = 50
@@ -110,6 +120,61 @@ class PSGHMCReference(Reference):
             self.theta[i] += self.v[i]
 
 
+class AdamSGLDReference(Reference):
+    """The preconditioner is frozen after six steps; the averaged gradient is not."""
+
+    betas, eps, adapt = (0.8, 0.9), 1e-3, 6
+
+    def __init__(self, theta: Vector) -> None:
+        super().__init__(theta)
+        self.squares, self.steps, self.adapted = [0.0] * len(theta), 0, 0
+
+    def update(self, g: Vector, xi: Vector, c: Controls) -> None:
+        (first, second), self.steps = self.betas, self.steps + 1
+        if self.adapted < self.adapt:
+            self.adapted += 1
+            self.squares = [second * s + (1 - second) * x**2 for s, x in zip(self.squares, g, strict=True)]
+        for i in range(len(g)):
+            own = c.lr / (math.sqrt(self.squares[i] / (1 - second**self.adapted)) + self.eps)
+            self.v[i] = first * self.v[i] + (1 - first) * c.multiplier * g[i]
+            self.theta[i] -= own * self.v[i] / (1 - first**self.steps)
+            self.theta[i] += math.sqrt(2 * own * c.temperature / N) * xi[i]
+
+
+class ScaleAdaptedReference(Reference):
+    friction, floor, adapt, subtracts = 0.3, 0.1, 6, False
+
+    def __init__(self, theta: Vector) -> None:
+        super().__init__(theta)
+        self.squares, self.means, self.windows = ([0.0] * len(theta) for _ in range(3))
+        self.adapted = 0
+
+    def update(self, g: Vector, xi: Vector, c: Controls) -> None:
+        if self.adapted < self.adapt:
+            self.adapted += 1
+            for i, x in enumerate(g):
+                weight = 1 / (1 + self.windows[i])
+                self.means[i] += weight * (x - self.means[i])
+                self.squares[i] += weight * (x**2 - self.squares[i])
+                self.windows[i] = 1 + self.windows[i] * (1 - self.means[i] ** 2 / self.squares[i])
+        floors: list[float] = []
+        for tensor in start():
+            own_squares = self.squares[len(floors) : len(floors) + tensor.numel()]
+            floors += [self.floor * math.sqrt(sum(own_squares) / tensor.numel())] * tensor.numel()
+        for i in range(len(g)):
+            inverse = math.sqrt(self.squares[i]) + floors[i] + 1e-8
+            variance = 2 * self.friction * c.lr * c.temperature / inverse / N
+            if self.subtracts:
+                variance = max(variance - (c.lr * c.multiplier) ** 2 * self.squares[i] / inverse**2, 0.0)
+            noise = math.sqrt(variance) * xi[i]
+            self.v[i] = (1 - self.friction) * self.v[i] - c.lr / inverse * c.multiplier * g[i] + noise
+            self.theta[i] += self.v[i]
+
+
+class PaperReference(ScaleAdaptedReference):
+    floor, subtracts = 0.0, True
+
+
 class UnderdampedReference(Reference):
     friction = 1.5
 
@@ -181,6 +246,14 @@ RULES = [
     pytest.param(pSGLD, {"alpha": 0.9, "eps": 1e-3}, PSGLDReference, id="pSGLD"),
     pytest.param(SGHMC, {"friction": 0.3, "noise_estimate": 0.1}, SGHMCReference, id="SGHMC"),
     pytest.param(pSGHMC, {"friction": 0.3, "alpha": 0.9}, PSGHMCReference, id="pSGHMC"),
+    pytest.param(AdamSGLD, {"betas": (0.8, 0.9), "eps": 1e-3, "adapt": 6}, AdamSGLDReference, id="AdamSGLD"),
+    pytest.param(ScaleAdaptedSGHMC, {"friction": 0.3, "adapt": 6}, ScaleAdaptedReference, id="ScaleAdaptedSGHMC"),
+    pytest.param(
+        ScaleAdaptedSGHMC,
+        {"friction": 0.3, "adapt": 6, "floor": 0.0, "subtract_noise": True},
+        PaperReference,
+        id="ScaleAdaptedSGHMC-paper",
+    ),
     pytest.param(UnderdampedLangevin, {"friction": 1.5}, UnderdampedReference, id="UnderdampedLangevin"),
     pytest.param(
         UnderdampedLangevin,
@@ -278,6 +351,8 @@ def test_noise_has_the_variance_of_the_convention(cls: Any, options: dict[str, A
         pSGLD: 2 * 0.1 * 0.7 / N / 1e-3,  # the preconditioner is 1/eps where the gradient was always 0
         SGHMC: 2 * (0.3 - 0.1) * 0.1 * 0.7 / N,
         pSGHMC: 2 * 0.3**2 * 0.1 * 0.7 / N / 1e-8,  # likewise, by its least value
+        AdamSGLD: 2 * 0.1 * 0.7 / N / 1e-3,
+        ScaleAdaptedSGHMC: 2 * 0.3 * 0.1 * 0.7 / N / 1e-8,
         UnderdampedLangevin: 0.1**2 * 2 * 1.5 * 0.7 * 0.1,
         SGNHT: 2 * 0.2 * 0.1 * 0.7 / N,
     }[cls]
