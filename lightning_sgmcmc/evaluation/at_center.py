@@ -137,6 +137,4 @@ def excess_energies(
         return full_energies(trainer, chains, False, "loss='full'") - center_energy
     if kind == "step":
         return chains.observed.corrected(include_prior=False) - center_energy
-    energy = fresh_energies(trainer, chains, sampler, include_prior=False)
-    with at_centers(chains, centers):
-        return energy - fresh_energies(trainer, chains, sampler, include_prior=False)
+    return fresh_energies(trainer, chains, sampler, False, relative_to=lambda: at_centers(chains, centers))

@@ -142,7 +142,7 @@ def learning_coefficient(
     made = bayesianize(
         copy.deepcopy(network),
         what,
-        likelihood,
+        copy.deepcopy(likelihood),
         checkpoint=checkpoint,
         sampler=sampler,
         lr=lr,
