@@ -66,8 +66,8 @@ class LearningCoefficient(SamplerCallback):
             data; at the first step after the burn-in, for temperature 0, chains of several temperatures, or together
             with a callback that changes the sampled law (`ContourGradient`, `ReplicaExchange`, `SWAG`, `MCDropout`).
 
-    Source: Lau, Furman, Wang, Murfet & Wei 2023 (The Local Learning Coefficient, eq. 8 and Definition 1); Watanabe 2013
-    (A widely applicable Bayesian information criterion, β = 1/log n).
+    Source: Lau, Furman, Wang, Murfet & Wei 2023 (The Local Learning Coefficient, arXiv 2308.12108); Watanabe 2013 (A
+    widely applicable Bayesian information criterion, β = 1/log n).
 
     Example::
 

@@ -95,7 +95,7 @@ def deep_linear_learning_coefficient(widths: Sequence[int], rank: int) -> Learni
         ValueError: for fewer than two widths, or a rank above one of them.
 
     Source: Aoyagi 2024 (Consideration on the learning efficiency of multiple-layered neural networks with linear
-    units, Theorem 1).
+    units, Neural Networks 172, main theorem).
 
     >>> deep_linear_learning_coefficient([5, 4, 3], rank=2).value  # as reduced-rank regression
     7.0

@@ -75,8 +75,8 @@ def susceptibility(observable: Tensor, perturbation: Tensor, nbeta: float) -> Co
     Returns:
         χ and its standard errors, shape (K, P).
 
-    Source: Baker, Wang et al. 2025 (Structural inference: interpreting small language models with susceptibilities,
-    section 2).
+    Source: Baker, Wang, Hoogland, Pathak & Murfet 2025 (Structural inference: interpreting small language models with
+    susceptibilities, arXiv 2504.18274).
 
     >>> draws = 0.1 * torch.randn(4, 5000, generator=torch.Generator().manual_seed(0))  # of exp(-100·w²/2)
     >>> found = susceptibility(draws, draws, nbeta=100.0)  # L + h·w has its mean at -h
@@ -105,7 +105,7 @@ def influence(losses: Tensor, observables: Tensor, beta: float) -> Covariance:
         influences and their standard errors, shape (n, K).
 
     Source: Kreer, Wu, Adam, Furman & Hoogland 2025 (Bayesian influence functions for Hessian-free data attribution,
-    eq. 5).
+    arXiv 2509.26544).
     """
     return _scaled(covariance(losses, observables), beta, "beta")
 

@@ -41,7 +41,8 @@ def localized(num_data: int, gamma: float = 100.0, nbeta: float | None = None) -
     Raises:
         ValueError: for an argument out of range.
 
-    Source: Lau, Furman, Wang, Murfet & Wei 2023 (The Local Learning Coefficient, eq. 8); Watanabe 2013 (β = 1/log n).
+    Source: Lau, Furman, Wang, Murfet & Wei 2023 (The Local Learning Coefficient, arXiv 2308.12108); Watanabe
+    2013 (A widely applicable Bayesian information criterion, β = 1/log n).
 
     >>> {name: str(value) for name, value in localized(num_data=100, gamma=4.0, nbeta=25.0).items()}
     {'temperature': '4.0', 'prior': "GaussianPrior(std=0.25, center='start')", 'chain_start': 'same'}
@@ -119,7 +120,7 @@ def learning_coefficient(
         found = learning_coefficient(net, data, Categorical(), gamma=1.0, lr=0.1, num_steps=200, seed=0)
         value, error, verdict = found.value, found.standard_error, found.verdict
 
-    Source: Lau, Furman, Wang, Murfet & Wei 2023 (The Local Learning Coefficient, Algorithm 1).
+    Source: Lau, Furman, Wang, Murfet & Wei 2023 (The Local Learning Coefficient, arXiv 2308.12108).
     """
     check_count("num_steps", num_steps, optional=False)
     check_count("batch_size", batch_size, optional=False)
