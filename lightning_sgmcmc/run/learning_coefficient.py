@@ -86,7 +86,7 @@ class LearningCoefficientEstimate:
 
     def as_json(self) -> dict[str, Any]:
         """Return the estimate without its traces: dictionaries, lists, strings and numbers; None for NaN."""
-        numbers = {
+        numbers: dict[str, Any] = {
             name: None if (number := getattr(self, name)) is None or not math.isfinite(number) else number
             for name in ("value", "standard_error", "rhat", "ess", "nbeta", "gamma", "num_data", "center_loss")
         }

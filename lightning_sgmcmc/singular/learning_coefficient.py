@@ -2,9 +2,9 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytorch_lightning as pl
 from torch import Tensor, nn
@@ -177,7 +177,7 @@ def _source(data: Any, batch_size: int, seed: int | None) -> Any:
     if isinstance(data, Sequence) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
         data = TensorBatches(*data)
     if isinstance(data, Dataset):
-        return ResumableLoader(data, min(batch_size, len(data)), seed)  # type: ignore[arg-type]
+        return ResumableLoader(data, min(batch_size, len(cast(Sized, data))), seed)
     return data
 
 
