@@ -117,7 +117,7 @@ def learning_coefficient(
 
         net = torch.nn.Linear(2, 3)  # trained
         data = torch.randn(100, 2), torch.randint(3, (100,))
-        found = learning_coefficient(net, data, Categorical(), gamma=1.0, lr=0.1, num_steps=200, seed=0)
+        found = learning_coefficient(net, data, Categorical(), gamma=1.0, lr=0.1, num_steps=100, seed=0)
         value, error, verdict = found.value, found.standard_error, found.verdict
 
     Source: Lau, Furman, Wang, Murfet & Wei 2023 (The Local Learning Coefficient, arXiv 2308.12108).
