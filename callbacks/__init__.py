@@ -10,6 +10,7 @@ from lightning_sgmcmc.callbacks.covariance_friction import CovarianceFriction
 from lightning_sgmcmc.callbacks.cyclical_schedule import CyclicalSchedule
 from lightning_sgmcmc.callbacks.deep_ensemble import DeepEnsemble
 from lightning_sgmcmc.callbacks.ewsg import EWSG
+from lightning_sgmcmc.callbacks.learning_coefficient import LearningCoefficient
 from lightning_sgmcmc.callbacks.mc_dropout import MCDropout
 from lightning_sgmcmc.callbacks.posterior_dashboard import PosteriorDashboard
 from lightning_sgmcmc.callbacks.prediction_writer import PredictionWriter
@@ -35,6 +36,7 @@ __all__ = [
     "DeepEnsemble",
     "Evaluation",
     "ExactResume",
+    "LearningCoefficient",
     "MCDropout",
     "PosteriorDashboard",
     "PredictionWriter",

@@ -65,6 +65,11 @@ class Claims:
         held = self._held.get(subject)
         return None if held is None else held[1]
 
+    def holder(self, subject: str) -> object | None:
+        """Return the callback that has claimed a subject, or None."""
+        held = self._held.get(subject)
+        return None if held is None else held[0]
+
     def before_update(self, *args: Any) -> None:
         """Call the claims of `BEFORE_UPDATE` in their order, once until `end_update`.
 

@@ -1,7 +1,7 @@
 """Energies of the chains' present states, which are about to become samples."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -76,7 +76,13 @@ def has_fresh_batches(trainer: pl.Trainer) -> bool:
     return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and hasattr(loaders[0], "collate_fn")
 
 
-def fresh_energies(trainer: pl.Trainer, chains: Chains, sampler: Sampler, include_prior: bool) -> Tensor:
+def fresh_energies(
+    trainer: pl.Trainer,
+    chains: Chains,
+    sampler: Sampler,
+    include_prior: bool,
+    relative_to: Callable[[], AbstractContextManager[None]] | None = None,
+) -> Tensor:
     """Return Ũ of each chain's present state on random training data, as many as a step has, shape (C,), float64.
 
     The batches are independent of the steps so far, so E[Ũ] = U at the state. A step's own batch would not do: the
@@ -88,6 +94,8 @@ def fresh_energies(trainer: pl.Trainer, chains: Chains, sampler: Sampler, includ
         chains: the chains of this process.
         sampler: their sampler.
         include_prior: whether the energy includes -log p(θ).
+        relative_to: puts the chains at other states within its context, whose energies on the same data, with the same
+            random numbers of the network, are subtracted; None subtracts nothing.
     """
     num_data, layout = chains.observed.num_data, chains.layout
     energies = ChainEnergies(chains.model, chains.stacked, chains.execution, False, num_data, chains.trainable)
@@ -97,18 +105,23 @@ def fresh_energies(trainer: pl.Trainer, chains: Chains, sampler: Sampler, includ
         stream = layout.stream(layout.chains[chain])
         reseed(derive_seed(sampler.seed, *names, stream, "network"), chains.model.device)
 
+    def present(batch: Any) -> Tensor:
+        seed_chain(0)
+        with trainer.precision_plugin.train_step_context():
+            step = energies(batch, through_stack=False, seed_chain=seed_chain)
+        energy = step.mean_potential.double().reshape(-1) * num_data
+        return energy if include_prior else energy + step.log_prior
+
     correction = chains.claims.get("energy correction")
     total = torch.zeros(chains.num_chains, dtype=torch.float64, device=chains.model.device)
     count = trainer.accumulate_grad_batches
     with _undisturbed(chains.model), torch.no_grad():
         for batch in _fresh_batches(trainer, chains, sampler, count):
-            seed_chain(0)
-            with trainer.precision_plugin.train_step_context():
-                step = energies(batch, through_stack=False, seed_chain=seed_chain)
-            energy = step.mean_potential.double().reshape(-1) * num_data
-            if not include_prior:
-                energy = energy + step.log_prior
-            if correction is not None:
+            energy = present(batch)
+            if relative_to is not None:
+                with relative_to():
+                    energy = energy - present(batch)
+            elif correction is not None:
                 energy = energy + correction(batch)
             total += energy / count
     return layout.mean_over_data(total)

@@ -25,6 +25,7 @@ from lightning_sgmcmc.figures.evaluation import (
 )
 from lightning_sgmcmc.figures.run import (
     energy_figure,
+    learning_coefficient_figure,
     nll_figure,
     sample_energy_figure,
     sample_trace_figure,
@@ -47,6 +48,7 @@ __all__ = [
     "histogram",
     "histogram_figure",
     "integer_ticks",
+    "learning_coefficient_figure",
     "legend_above",
     "mean_with_interval",
     "nll_figure",

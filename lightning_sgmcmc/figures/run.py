@@ -212,3 +212,30 @@ def sample_trace_figure(traces: Mapping[str, Mapping[int, tuple[Sequence[int], S
     if 1 < len(next(iter(traces.values()))) <= 10:
         legend_above(rows[0], columns=5)
     return figure
+
+
+def learning_coefficient_figure(
+    chains: Mapping[int, tuple[Sequence[float], Sequence[float]]], value: float, error: float
+) -> "Figure":
+    """Draw n·β·(L - L(w*)) of each chain against the step, and its running means with the estimate and two errors.
+
+    Args:
+        chains: of each chain, by its index: steps and values.
+        value: the estimate of the local learning coefficient.
+        error: its standard error.
+    """
+    figure, (upper, lower) = canvas(2, height=4.2)
+    for index, (chain, (steps, values)) in enumerate(chains.items()):
+        running = np.cumsum(values) / np.arange(1, len(values) + 1)
+        style = series(index, len(steps))
+        upper.plot(steps, values, **(style | {"linewidth": 0.6, "marker": point_marker(steps)}))
+        lower.plot(steps, running, label=f"chain {chain}", **style)
+    if np.isfinite(error):
+        lower.axhspan(value - 2 * error, value + 2 * error, color=SHADE, zorder=0, label="two standard errors")
+    lower.axhline(value, color="black", linewidth=1, linestyle=":")
+    upper.set_ylabel("n·β·(L - L(w*))")
+    lower.set_ylabel("running mean")
+    lower.set_xlabel("optimizer step")
+    if len(chains) <= 10:
+        legend_above(lower, columns=5)
+    return figure

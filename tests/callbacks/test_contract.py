@@ -14,7 +14,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc import ChainStrategy, ContourRules, Patience, Posterior, UnderdampedLangevin
+from lightning_sgmcmc import ChainStrategy, ContourRules, GaussianPrior, Patience, Posterior, UnderdampedLangevin
 from lightning_sgmcmc.callbacks import (
     EWSG,
     SWAG,
@@ -26,6 +26,7 @@ from lightning_sgmcmc.callbacks import (
     CovarianceFriction,
     CyclicalSchedule,
     DeepEnsemble,
+    LearningCoefficient,
     MCDropout,
     PosteriorDashboard,
     ReplicaExchange,
@@ -75,6 +76,14 @@ CALLBACKS = {
     "SampleCollector": Case(lambda: SampleCollector(every_n_samples=2)),
     "BayesianModelAverage": Case(BayesianModelAverage),
     "ChainHealth": Case(lambda: ChainHealth(every_n_steps=2, warn=False)),
+    **{
+        f"LearningCoefficient, {loss}": Case(
+            lambda loss=loss: LearningCoefficient(loss, warn=False),
+            module={"prior": GaussianPrior(0.5, center="start")},
+            trainer={"accumulate_grad_batches": 2} if loss == "step" else {},
+        )
+        for loss in ("own", "full", "step")
+    },
     "PosteriorDashboard": Case(lambda: PosteriorDashboard(every="end", figures=["tables"])),
     "RunSummary": Case(RunSummary),
     "ContourGradient": Case(CONTOUR),

@@ -24,6 +24,7 @@ PACKAGES = (
     "report",
     "samplers",
     "simulation",
+    "singular",
     "tune",
 )
 """Packages that users import from; the others are internal, and some of their names are on a page too."""

@@ -1,0 +1,263 @@
+"""The local learning coefficient of a trained network, from the losses along chains around it."""
+
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
+from lightning_sgmcmc.callbacks.schedule import require_schedule
+from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.chains.drawing import Drawing
+from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.checks import check_choice, check_flag
+from lightning_sgmcmc.evaluation.at_center import (
+    center_energies,
+    centers_of,
+    check_centered,
+    excess_energies,
+    gamma_of,
+)
+from lightning_sgmcmc.evaluation.full_energy import differs_in_training
+from lightning_sgmcmc.evaluation.sample_energy import Kind, has_fresh_batches
+from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.learning_coefficient import (
+    LearningCoefficientEstimate,
+    LocalFacts,
+    estimate_of,
+    few_relaxations,
+    mode_difference,
+    other_temperature,
+)
+from lightning_sgmcmc.run.loggers import log_figure, log_scalars
+from lightning_sgmcmc.run.trainer import is_trial
+from lightning_sgmcmc.samplers import Sampler
+
+FIRST_ROOM = 256
+"""Steps for which the first trace has room; it doubles when it is full."""
+
+
+class LearningCoefficient(SamplerCallback):
+    """Estimates the local learning coefficient of the weights at which the prior is centred.
+
+        λ̂ = n·β·(E[L(w)] - L(w*)),   w ~ exp(-n·β·L(w) - γ/2·‖w - w*‖²)
+
+    L is the mean loss -log p(y|x,w) of n data, in nats. The expectation is over the draws of all chains after the
+    burn-in. `lightning_sgmcmc.singular.localized` returns the module's temperature, prior and start for n·β and γ; in
+    general n·β = n/τ and γ = 1/(τ·std²), for a temperature τ and a `GaussianPrior(std, center=…)`. The loss at the
+    centre w* is computed once, on all training data.
+
+    At the end of the fit the estimate is in `result`, its numbers and a figure of the traces are logged as
+    `learning_coefficient/…`, and a problem is warned of: a loss below the centre's, chains that disagree, a drift.
+
+    Args:
+        loss: what L(w) is at a state w. "own": at each sample, w and w* on the same random training data, as many as a
+            step has; it is unbiased, and costs two forward passes a sample. "full": at each sample, on all training
+            data, in evaluation mode. "step": at each step after the burn-in, on the data of that step, at no cost. The
+            data of a step are those that the present epoch has not used yet, so the mean is too large by up to
+            n·β·lr/2·tr Cov(g), with Cov(g) the covariance of a mini-batch gradient of the mean loss. It is 0 for full
+            batches.
+        warn: whether to warn of a problem.
+
+    Raises:
+        ValueError: for another `loss`; at the start of the fit, without a schedule, a prior with a centre or training
+            data; at the first step after the burn-in, for temperature 0, chains of several temperatures, or together
+            with a callback that changes the sampled law (`ContourGradient`, `ReplicaExchange`, `SWAG`, `MCDropout`).
+
+    Source: Lau, Furman, Wang, Murfet & Wei 2023 (The Local Learning Coefficient, arXiv 2308.12108); Watanabe 2013 (A
+    widely applicable Bayesian information criterion, β = 1/log n).
+
+    Example::
+
+        from lightning_sgmcmc.singular import localized
+
+        net = torch.nn.Linear(2, 2)  # trained
+        module = BayesianModule(net, Categorical(), **localized(num_data=24, gamma=1.0), lr=0.1, num_chains=4)
+        coefficient = LearningCoefficient()
+        callbacks = [SamplingSchedule(burn_in_steps=200, every_n_steps=5), coefficient]
+        trainer = pl.Trainer(max_steps=1000, callbacks=callbacks)  # trainer.fit(module, data); coefficient.result
+    """
+
+    def __init__(self, loss: Kind = "own", warn: bool = True) -> None:
+        check_choice("loss", loss, ("own", "full", "step"))
+        check_flag("warn", warn)
+        self.loss = loss
+        self.warn = warn
+        self.result: LearningCoefficientEstimate | None = None
+        """The estimate of the last fit, once it has ended."""
+        self.reset()
+
+    def reset(self) -> None:
+        self.result = None
+        self._kind: Kind = self.loss
+        self._sampler: Sampler | None = None
+        self._chains: Chains | None = None
+        self._centers: dict[str, Tensor] = {}
+        self._center: Tensor | None = None
+        self._temperature = 0.0
+        self._trace: Tensor | None = None
+        self._recorded: list[list[int]] = []
+        """Step, epoch and batch size of each value."""
+        self._step = 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            check_centered(bayesian(pl_module, self).prior, "LearningCoefficient")
+            require_schedule(trainer, self)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        module = bayesian(pl_module, self)
+        self._chains, self._sampler = module.chains, module.sampler
+        self._kind = self.loss
+        if self.loss == "own" and not has_fresh_batches(trainer):
+            self._kind = "step"
+            rank_zero_warn(
+                "LearningCoefficient draws random training data at each sample, and this loader allows none: it uses "
+                "the data of the steps instead (loss='step'). Pass one loader with a batch_size and a data set with a "
+                "length."
+            )
+        self._step = self._sampler.step_count
+        if self._center is not None:  # of a checkpoint
+            layout = module.chains.layout
+            self._center = layout.own(self._center).to(module.device)
+            assert self._trace is not None
+            self._trace = layout.own(self._trace).to(module.device)
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        sampler, chains = self._sampler, self._chains
+        if sampler is None or chains is None or self._kind != "step" or sampler.step_count == self._step:
+            return  # or an accumulated micro-batch, or a step that the loss scaler skipped
+        self._step = sampler.step_count
+        if chains.progress.stage is Stage.SAMPLING:
+            self._record(trainer, chains, sampler)
+
+    def on_posterior_samples(self, trainer: pl.Trainer, pl_module: BayesianModule, drawing: Drawing) -> None:
+        sampler, chains = self._sampler, self._chains
+        if sampler is None or chains is None or self._kind == "step" or sampler.step_count == self._step:
+            return  # or a further drawing of the same states
+        self._step = sampler.step_count
+        self._record(trainer, chains, sampler)
+
+    def _record(self, trainer: pl.Trainer, chains: Chains, sampler: Sampler) -> None:
+        if not self._centers:
+            self._begin(trainer, chains, sampler)
+        assert self._trace is not None
+        assert self._center is not None
+        column = len(self._recorded)
+        if column == self._trace.shape[1]:
+            self._trace = torch.cat([self._trace, torch.zeros_like(self._trace)], 1)
+        excess = excess_energies(self._kind, trainer, chains, sampler, self._centers, self._center)
+        self._trace[:, column].copy_(excess)
+        size = chains.observed.batch_size * chains.accumulation.window
+        self._recorded.append([sampler.step_count, trainer.current_epoch, size])
+
+    def _begin(self, trainer: pl.Trainer, chains: Chains, sampler: Sampler) -> None:
+        """Check the sampled law, and compute the loss at the centre, before the first value."""
+        for subject in ("set controls", "expand samples"):
+            holder = chains.claims.holder(subject)
+            if holder is not None:
+                raise ValueError(
+                    f"LearningCoefficient needs draws of exp(-U/τ) itself, and {type(holder).__name__} changes what is "
+                    f"drawn: remove {type(holder).__name__}"
+                )
+        temperature = _temperature_of(sampler)
+        self._centers = centers_of(chains)
+        if self._center is None:
+            self._temperature = temperature
+            self._center = center_energies(trainer, chains, self._centers, "LearningCoefficient")
+            room = torch.zeros(chains.num_chains, FIRST_ROOM, dtype=torch.float64)
+            self._trace = room.to(chains.model.device)
+
+    # -- the estimate -------------------------------------------------------------------------------------------------
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        module = bayesian(pl_module, self)
+        traces, center = self._gathered()
+        if self._sampler is None or not self._recorded or traces is None or center is None:
+            return
+        chains, last = module.chains, _temperature_of(self._sampler)
+        facts = LocalFacts(
+            nbeta=chains.observed.num_data / self._temperature,
+            gamma=gamma_of(chains, self._temperature),
+            num_data=chains.observed.num_data,
+            center_loss=float(center.mean()) / chains.observed.num_data,
+        )
+        notes = [other_temperature(self._temperature, last)]
+        notes.append(few_relaxations(None if module.plan is None else module.plan.relaxation_times))
+        if self._kind != "full" and differs_in_training(module):
+            notes.append(mode_difference())
+        steps, epochs, sizes = torch.tensor(self._recorded).unbind(1)
+        self.result = estimate_of(traces / self._temperature, steps, epochs, sizes, self._kind, facts, notes)
+        self._publish(trainer, self.result)
+
+    def _publish(self, trainer: pl.Trainer, result: LearningCoefficientEstimate) -> None:
+        if is_trial(trainer):
+            return
+        if self.warn and result.verdict == "warning":
+            rank_zero_warn(f"LearningCoefficient: {result.findings[0].text}.")
+        log_scalars(trainer, result.scalars(), trainer.global_step)
+        if trainer.loggers:
+            log_figure(trainer, "learning_coefficient/traces", result.figure(), trainer.global_step, None)
+
+    def _gathered(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the recorded values and the centre's energy of all chains of the run, on the host."""
+        if self._trace is None or self._center is None or self._chains is None:
+            return self._trace, self._center
+        layout = self._chains.layout
+        trace, center = self._trace[:, : len(self._recorded)].contiguous(), self._center
+        if self._kind == "step":  # each rank has the losses of its own data
+            trace = layout.mean_over_data(trace)
+        return layout.gather(trace.cpu()), layout.gather(center.cpu())
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._release()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        """Drop the run; its own values stay, without those of other processes, which may have failed."""
+        if self._trace is not None:
+            self._trace = self._trace[:, : len(self._recorded)].cpu()
+        self._center = None if self._center is None else self._center.cpu()
+        self._sampler = self._chains = None
+        self._centers = {}
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        trace, center = self._gathered()
+        return {
+            "trace": None if trace is None else trace[:, : len(self._recorded)].clone(),
+            "center": center,
+            "recorded": [list(row) for row in self._recorded],
+            "temperature": self._temperature,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._trace, self._center = state_dict["trace"], state_dict["center"]
+        self._recorded = [list(row) for row in state_dict["recorded"]]
+        self._temperature = state_dict["temperature"]
+
+
+def _temperature_of(sampler: Sampler) -> float:
+    """Return τ of the last step.
+
+    Raises:
+        ValueError: if it is 0, or chains have several.
+    """
+    temperatures = torch.as_tensor(sampler.param_groups[0]["temperature"], dtype=torch.float64).reshape(-1)
+    first = float(temperatures[0])
+    if first <= 0 or bool((temperatures != first).any()):
+        raise ValueError(
+            f"LearningCoefficient needs one temperature above 0 for all chains, got {temperatures.tolist()}: pass "
+            "**localized(num_data, gamma) of lightning_sgmcmc.singular to the module"
+        )
+    return first
