@@ -116,7 +116,8 @@ def disagreement(found: ChainMean, values: Tensor) -> Finding | None:
         values: the draws, shape (C, B).
     """
     time = correlation_time(values.double().cpu().numpy()[..., None])
-    limit = max(LARGEST_RHAT, rhat_limit(*values.shape, FALSE_ALARM_RATE, time))
+    chains, draws = values.shape
+    limit = max(LARGEST_RHAT, rhat_limit(chains, draws, FALSE_ALARM_RATE, time))
     if not found.rhat > limit:
         return None
     return Finding(

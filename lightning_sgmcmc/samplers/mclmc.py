@@ -106,10 +106,9 @@ class MCLMC(Sampler):
         """
         per_gradient = square.clamp_min(SMALLEST).rsqrt()
         per_momentum = length.clamp_min(SMALLEST).rsqrt()
-        angle = abs(rate) * square.sqrt()
+        angle = square.sqrt() * (rate.abs() if isinstance(rate, Tensor) else abs(rate))
         decay, rest = (-angle).exp(), -(-angle).expm1()
-        against: Control = -rate.sign() if isinstance(rate, Tensor) else math.copysign(1.0, -rate)
-        towards = per_gradient * against
+        towards = per_gradient * (-rate.sign() if isinstance(rate, Tensor) else math.copysign(1.0, -rate))
         cosine = towards * per_momentum * product
         along, before = rest * (1 + decay + rest * cosine), 2 * decay
         norm = along.square() + 2 * along * before * cosine + before.square() * length * per_momentum.square()

@@ -190,7 +190,7 @@ def _count(source: Any) -> int:
         loader = source.train_dataloader()
     dataset = getattr(loader, "dataset", None)
     count = getattr(source, "num_data", None)
-    if count is None and hasattr(dataset, "__len__"):
+    if count is None and isinstance(dataset, Sized):
         count = len(dataset)
     if count is None:
         raise ValueError(
