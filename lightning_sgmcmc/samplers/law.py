@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from lightning_sgmcmc.tensors import Control
 
 
@@ -55,3 +57,18 @@ class StepLaw:
         if before is None:
             return self.thermal / (1 - self.damping / 2)
         return (1 - self.damping) ** 2 * before + 2 * self.damping * self.thermal
+
+
+def heat_of_gradient_noise(force: Control, variance: Control) -> Control:
+    """Return b²/s², infinite where s² = 0, and 0 where b = 0 too, as at a step size of 0.
+
+    Args:
+        force: b of a law with κ = 1.
+        variance: s².
+    """
+    if isinstance(force, Tensor) or isinstance(variance, Tensor):
+        quotient: Tensor = force**2 / variance
+        return quotient.nan_to_num(nan=0.0, posinf=math.inf)
+    if variance == 0:
+        return math.inf if force else 0.0
+    return force**2 / variance

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.checks import check_positive
 from lightning_sgmcmc.samplers.base import Sampler
-from lightning_sgmcmc.samplers.law import StepLaw
+from lightning_sgmcmc.samplers.law import StepLaw, heat_of_gradient_noise
 from lightning_sgmcmc.tensors import Control, as_rows, exp, expm1, square_root
 
 SMALLEST = 1e-30
@@ -139,12 +139,13 @@ class MCLMC(Sampler):
     def law(self, group: dict[str, Any]) -> StepLaw:
         step, friction, temperature = group["lr"], group["friction"], group["temperature"]
         assert self.num_data is not None
+        variance = self._injected_variance(group)
         force = exp(-friction * step) * step * self.num_data  # d/(d-1) of what is tangential, (d-1)/d in the mean
         return StepLaw(
             damping=-expm1(-friction * step),
             force=force * group["gradient_multiplier"],
-            variance=self._injected_variance(group),
+            variance=variance,
             thermal=temperature,
-            gradient_noise_factor=force**2 / self._injected_variance(group) if self.is_noisy(group) else math.inf,
+            gradient_noise_factor=heat_of_gradient_noise(force, variance) if self.is_noisy(group) else math.inf,
             gradient_noise_allowance=math.inf,
         )

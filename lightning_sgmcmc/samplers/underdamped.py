@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.checks import check_choice, check_positive
 from lightning_sgmcmc.samplers.base import Sampler
-from lightning_sgmcmc.samplers.law import StepLaw
+from lightning_sgmcmc.samplers.law import StepLaw, heat_of_gradient_noise
 from lightning_sgmcmc.samplers.splitting import bridge_variance, half_move, momentum_variance
 from lightning_sgmcmc.tensors import Control, exp, expm1, square_root
 
@@ -196,5 +196,5 @@ class UnderdampedLangevin(Sampler):
             force=force * group["gradient_multiplier"],
             variance=variance,
             thermal=thermal,
-            gradient_noise_factor=force**2 / variance if self.is_noisy(group) else math.inf,
+            gradient_noise_factor=heat_of_gradient_noise(force, variance) if self.is_noisy(group) else math.inf,
         )

@@ -245,8 +245,8 @@ def test_a_schedule_may_give_each_chain_its_own_step_size_and_temperature(rule: 
 def test_two_ranks_are_two_stacked_chains(rule: Rule, tmp_path: Path) -> None:
     """Under a trainer, in real processes (gloo): bit for bit the same samples."""
     options = {"sampler": lambda *args, **more: rule.make(*args, **(rule.options | more)), "lr": 0.003}.items()
-    stacked, _ = fit_in_layout(tmp_path / "stacked", 2, 1, steps=10, module_options=options)
-    ranks, _ = fit_in_layout(tmp_path / "ranks", 1, 2, steps=10, module_options=options)
+    stacked, _ = fit_in_layout(tmp_path / "stacked", 2, 1, steps=10, burn_in_steps=5, module_options=options)
+    ranks, _ = fit_in_layout(tmp_path / "ranks", 1, 2, steps=10, burn_in_steps=5, module_options=options)
     assert {sample.chain for sample in stacked} == {0, 1}
     assert_same(stacked, ranks)
     assert not torch.equal(stacked[0].parameters["net.0.weight"], stacked[1].parameters["net.0.weight"])
@@ -306,6 +306,16 @@ def test_the_default_generator_is_not_touched_and_has_no_say(rule: Rule) -> None
         assert torch.equal(torch.get_rng_state(), before)
         ends.append(p.detach())
     assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)])
+def test_a_step_size_of_zero_adds_no_heat(rule: Rule, lr: Any) -> None:
+    """As at the start of a warm-up of the step size, and while EWSG looks at its candidates."""
+    _, sampler = make(rule)
+    sampler.set_control("lr", lr)
+    law = sampler.law(sampler.param_groups[0])
+    if law is not None:
+        assert float(law.gradient_noise_factor) == 0.0
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

@@ -94,6 +94,7 @@ def fit_in_layout(
     datamodule: pl.LightningDataModule | None = None,
     callbacks: Any = (),
     steps: int = 20,
+    burn_in_steps: int = 0,
     ckpt_path: Path | None = None,
     module_options: Any = (),
     **options: Any,
@@ -109,7 +110,7 @@ def fit_in_layout(
         strategy=strategy,
         enable_checkpointing=True,
         callbacks=[
-            SamplingSchedule(every_n_steps=5),
+            SamplingSchedule(burn_in_steps=burn_in_steps, every_n_steps=5),
             SampleCollector(folder / "samples"),
             BayesianModelAverage(),
             *callbacks,
