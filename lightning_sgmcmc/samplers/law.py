@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lightning_sgmcmc.tensors import Control
@@ -67,7 +68,7 @@ def heat_of_gradient_noise(force: Control, variance: Control) -> Control:
         variance: s².
     """
     if isinstance(force, Tensor) or isinstance(variance, Tensor):
-        quotient: Tensor = force**2 / variance
+        quotient = torch.as_tensor(force**2 / variance)
         return quotient.nan_to_num(nan=0.0, posinf=math.inf)
     if variance == 0:
         return math.inf if force else 0.0
