@@ -94,7 +94,7 @@ def fit_in_layout(
     datamodule: pl.LightningDataModule | None = None,
     callbacks: Any = (),
     steps: int = 20,
-    burn_in_steps: int = 0,
+    burn_in_steps: int | None = None,
     ckpt_path: Path | None = None,
     module_options: Any = (),
     **options: Any,
