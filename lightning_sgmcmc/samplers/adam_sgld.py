@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lightning_sgmcmc.checks import check_positive, check_within
 from lightning_sgmcmc.samplers.preconditioned import BURN_IN, Adapt, PreconditionedSampler
-from lightning_sgmcmc.tensors import square_root
 
 
 class AdamSGLD(PreconditionedSampler):
@@ -78,14 +77,9 @@ class AdamSGLD(PreconditionedSampler):
         inverse = self._inverse(group, squares, self._kept(params))  # 1/G
 
         factor = -(group["lr"] / (1 - decay ** group["updates"]))
-        if isinstance(factor, Tensor):
-            self._add(params, list(torch._foreach_div(means, inverse)), factor)
-        else:
-            torch._foreach_addcdiv_(params, means, inverse, factor)
+        self._add_quotients(params, means, inverse, factor)
         if noise is not None:
-            torch._foreach_sqrt_(inverse)
-            torch._foreach_div_(noise, inverse)
-            self._add(params, noise, square_root(self._noise_variance(group)))
+            self._add_scaled_noise(params, noise, inverse, self._noise_variance(group))
 
     def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
         squares = self._buffers(params, "square_avg")

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_sgmcmc.checks import check_positive
 from lightning_sgmcmc.samplers.base import Sampler
 from lightning_sgmcmc.samplers.law import StepLaw, heat_of_gradient_noise
+from lightning_sgmcmc.samplers.splitting import momentum_variance
 from lightning_sgmcmc.tensors import Control, as_rows, exp, expm1, square_root
 
 SMALLEST = 1e-30
@@ -90,7 +91,7 @@ class MCLMC(Sampler):
         self._add(momenta, grads, added * length)
         self._add(params, momenta, step / 2)
         self._scale(momenta, exp(-group["friction"] * step))
-        self._add(momenta, noise, square_root(self._injected_variance(group)))
+        self._add(momenta, noise, square_root(momentum_variance(step, group["friction"], temperature)))
         self._scale(momenta, length * self._inner(params, momenta, momenta).clamp_min(SMALLEST).rsqrt())
         self._add(params, momenta, step / 2)
 
@@ -132,14 +133,10 @@ class MCLMC(Sampler):
         splits_rows = rows.device.type == "cpu" and rows.shape[1] >= SPLIT_BY_THREADS and torch.get_num_threads() > 1
         return torch.stack([row.sum() for row in rows]) if splits_rows else rows.sum(1)
 
-    def _injected_variance(self, group: dict[str, Any]) -> Control:
-        """Return the variance of a step's noise in r."""
-        return -group["temperature"] * expm1(-2 * group["friction"] * group["lr"])
-
     def law(self, group: dict[str, Any]) -> StepLaw:
         step, friction, temperature = group["lr"], group["friction"], group["temperature"]
         assert self.num_data is not None
-        variance = self._injected_variance(group)
+        variance = momentum_variance(step, friction, temperature)
         force = exp(-friction * step) * step * self.num_data  # d/(d-1) of what is tangential, (d-1)/d in the mean
         return StepLaw(
             damping=-expm1(-friction * step),

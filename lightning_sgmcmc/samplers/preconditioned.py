@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.samplers.base import Sampler
-from lightning_sgmcmc.tensors import along_first_axis, as_rows
+from lightning_sgmcmc.tensors import Control, along_first_axis, as_rows, square_root
 
 ALWAYS, BURN_IN = "always", "burn-in"
 Adapt = str | int
@@ -82,6 +82,23 @@ class PreconditionedSampler(Sampler):
             torch._foreach_mul_(squares, decay)
             torch._foreach_addcmul_(squares, grads, grads, 1 - decay)
         return squares
+
+    def _add_quotients(
+        self, targets: list[Tensor], sources: list[Tensor], divisors: list[Tensor], factor: Control
+    ) -> None:
+        """Add factor·sources/divisors to targets in place; the factor is one number, or one for each chain."""
+        if isinstance(factor, Tensor):
+            self._add(targets, list(torch._foreach_div(sources, divisors)), factor)
+        else:
+            torch._foreach_addcdiv_(targets, sources, divisors, factor)
+
+    def _add_scaled_noise(
+        self, targets: list[Tensor], noise: list[Tensor], inverse: list[Tensor], variance: Control
+    ) -> None:
+        """Add noise of variance·G to targets in place, from 1/G; `noise` and `inverse` are overwritten."""
+        torch._foreach_sqrt_(inverse)
+        torch._foreach_div_(noise, inverse)
+        self._add(targets, noise, square_root(variance))
 
     def _kept(self, params: list[Tensor]) -> list[Tensor]:
         """Return scratch tensors in the parameters' shapes, reused at every step and not part of the state."""

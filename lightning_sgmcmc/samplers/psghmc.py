@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lightning_sgmcmc.checks import check_positive, check_within
 from lightning_sgmcmc.samplers.preconditioned import ALWAYS, Adapt, PreconditionedSampler
-from lightning_sgmcmc.tensors import square_root
 
 
 class pSGHMC(PreconditionedSampler):
@@ -72,14 +71,9 @@ class pSGHMC(PreconditionedSampler):
         momenta = self._buffers(params, self.momentum_buffer)
         torch._foreach_mul_(momenta, 1 - friction)
         factor = -friction * group["lr"] * group["gradient_multiplier"]
-        if isinstance(factor, Tensor):
-            self._add(momenta, list(torch._foreach_div(grads, inverse)), factor)
-        else:
-            torch._foreach_addcdiv_(momenta, grads, inverse, factor)
+        self._add_quotients(momenta, grads, inverse, factor)
         if noise is not None:
-            torch._foreach_sqrt_(inverse)
-            torch._foreach_div_(noise, inverse)
-            self._add(momenta, noise, square_root(self._noise_variance(group, friction**2)))
+            self._add_scaled_noise(momenta, noise, inverse, self._noise_variance(group, friction**2))
         torch._foreach_add_(params, momenta)
 
     def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:

@@ -67,11 +67,7 @@ class pSGLD(PreconditionedSampler):
         torch._foreach_add_(inverse, group["eps"])  # 1/G
 
         factor = -lr * group["gradient_multiplier"]
-        if isinstance(factor, Tensor):
-            drift = torch._foreach_div(grads, inverse)
-            self._add(params, list(drift), factor)
-        else:
-            torch._foreach_addcdiv_(params, grads, inverse, factor)
+        self._add_quotients(params, grads, inverse, factor)
         if noise is not None:
             torch._foreach_sqrt_(inverse)
             scale = square_root(self._noise_variance(group))

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lightning_sgmcmc.checks import check_flag, check_number, check_within
 from lightning_sgmcmc.samplers.preconditioned import BURN_IN, Adapt, PreconditionedSampler
-from lightning_sgmcmc.tensors import square_root
 
 
 class ScaleAdaptedSGHMC(PreconditionedSampler):
@@ -79,10 +78,7 @@ class ScaleAdaptedSGHMC(PreconditionedSampler):
         momenta = self._buffers(params, self.momentum_buffer)
         torch._foreach_mul_(momenta, 1 - group["friction"])
         factor = -group["lr"] * group["gradient_multiplier"]
-        if isinstance(factor, Tensor):
-            self._add(momenta, list(torch._foreach_div(grads, inverse)), factor)
-        else:
-            torch._foreach_addcdiv_(momenta, grads, inverse, factor)
+        self._add_quotients(momenta, grads, inverse, factor)
         if noise is not None:
             self._add_noise(group, momenta, noise, inverse, squares)
         torch._foreach_add_(params, momenta)
@@ -114,9 +110,7 @@ class ScaleAdaptedSGHMC(PreconditionedSampler):
         """Add the noise; both `noise` and `inverse` are overwritten."""
         variance = self._noise_variance(group, group["friction"])
         if not group["subtract_noise"]:
-            torch._foreach_sqrt_(inverse)
-            torch._foreach_div_(noise, inverse)
-            self._add(momenta, noise, square_root(variance))
+            self._add_scaled_noise(momenta, noise, inverse, variance)
             return
         torch._foreach_div_(noise, inverse)
         self._scale(inverse, variance)
