@@ -12,6 +12,26 @@ import torch
 torch.ones((), requires_grad=True).backward()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as slow the parameter sets of a test that its `by_default` does not name.
+
+    Raises:
+        pytest.UsageError: if a part of `by_default` is in no set's id, where whole files are collected.
+    """
+    found: dict[tuple[str, str], bool] = {}
+    for item in items:
+        if mark := item.get_closest_marker("by_default"):
+            name, _, parameters = item.nodeid.partition("[")
+            parts = {part: part in parameters for part in mark.args}
+            found |= {(name, part): here or found.get((name, part), False) for part, here in parts.items()}
+            if not any(parts.values()):
+                item.add_marker(pytest.mark.slow)
+    missing = [pair for pair, here in found.items() if not here]
+    if missing and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"by_default has parts that no parameter set has: {missing}")
+
+
 @pytest.fixture(autouse=True)
 def _quiet_and_contained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Run each test in a folder of its own, with one thread and without a seed left over from another test."""

@@ -49,6 +49,7 @@ def test_why_it_does_not_compile_is_asked_once(monkeypatch: pytest.MonkeyPatch) 
     compiling.why_not_compiled.cache_clear()
 
 
+@pytest.mark.by_default("vmap")
 @pytest.mark.parametrize("execution", ["loop", "vmap"])
 def test_a_network_that_does_not_compile_runs_as_it_is(execution: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The draws are those of compile=False, with one warning; compile=True raises."""

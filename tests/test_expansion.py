@@ -291,6 +291,7 @@ def exact_moments() -> tuple[float, float]:
     return float((weights * mean).sum()), float((weights * (variance + mean**2)).sum())
 
 
+@pytest.mark.slow
 def test_the_product_of_a_linear_network_has_the_exact_law() -> None:
     """4,000 chains of a network with one weight; two moments within 5 standard errors and the step's bias of 2 %.
 

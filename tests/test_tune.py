@@ -36,17 +36,12 @@ def largest_step(law: Any, tolerance: float = 0.2) -> float:
     return float(steps[within.index(False) - 1])
 
 
+@pytest.mark.by_default("SGLD")
 @pytest.mark.parametrize(
     ("sampler", "lr", "law"),
     [
         pytest.param(SGLD, 0.1, lambda h: PROBLEM.sgld_covariance(h, 50), id="SGLD-from-above"),
-        pytest.param(
-            SGHMC,
-            1e-7,
-            lambda h: PROBLEM.sghmc_covariance(h, 50, 0.1),
-            id="SGHMC-from-far-below",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(SGHMC, 1e-7, lambda h: PROBLEM.sghmc_covariance(h, 50, 0.1), id="SGHMC-from-far-below"),
         pytest.param(SGHMC, 1e9, lambda h: PROBLEM.sghmc_covariance(h, 50, 0.1), id="SGHMC-from-far-above"),
     ],
 )
@@ -88,6 +83,7 @@ def tuned(module: BayesianModule, *callbacks: Any, **options: Any) -> Any:
     return propose_lr(module, data[0], val_dataloaders=data[1], make_trainer=trainer, **options)
 
 
+@pytest.mark.by_default("1e-06")
 @pytest.mark.parametrize("start", [1e-6, 50.0])
 def test_a_cyclical_run_from_a_wrong_start_trains(start: float) -> None:
     """A step is proposed whatever the module's lr is, and a run with it is far above chance (log 3 = 1.1 nats)."""
@@ -99,6 +95,7 @@ def test_a_cyclical_run_from_a_wrong_start_trains(start: float) -> None:
     assert proposal.run_steps == 800
 
 
+@pytest.mark.slow
 def test_patterns_chains_and_a_warm_start_are_scaled_together() -> None:
     lr = {"net.2.*": [0.02, 0.01], "*": 0.001}
     module = classifier(lr, num_chains=2)

@@ -69,6 +69,7 @@ def test_the_mean_over_an_epoch_is_the_datas() -> None:
         torch.testing.assert_close(means.mean(0), values.mean(0), rtol=1e-14, atol=1e-15)
 
 
+@pytest.mark.by_default("7-1")
 @pytest.mark.parametrize(("batch_size", "replicas"), [(7, 1), (4, 3)])
 def test_every_datum_has_the_same_chance_to_be_in_a_batch(batch_size: int, replicas: int) -> None:
     """In every batch of the epoch, of each replica; the largest of the z-scores, false alarms at 1 in 1,000.

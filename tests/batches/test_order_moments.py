@@ -188,12 +188,13 @@ def standardized(draws: Array, order: Any, sampler: Any, lr: float, batch: int) 
     return result
 
 
+@pytest.mark.by_default("symmetric")
 @pytest.mark.parametrize(
     ("order", "sampler", "lr"),
     [
         pytest.param(CyclicOrder, SGHMC, 0.02, id="cyclic-SGHMC"),
         pytest.param(SymmetricOrder, UBU, 0.02, id="symmetric-UBU"),
-        pytest.param(BatchOrder, OBABO, 0.02, id="reshuffled-OBABO", marks=pytest.mark.slow),
+        pytest.param(BatchOrder, OBABO, 0.02, id="reshuffled-OBABO"),
     ],
 )
 def test_a_fit_has_the_exact_moments_of_its_order(order: Any, sampler: Any, lr: float) -> None:

@@ -153,6 +153,7 @@ def test_the_written_choices_repeat_the_run(noisy: tuple[BayesianModule, AutoSam
     assert_same(list(again.posterior), list(module.posterior))
 
 
+@pytest.mark.slow
 def test_chains_have_scales_of_their_own() -> None:
     auto = AutoSampling(num_draws=20)
     module = fit(auto, num_chains=2)
@@ -164,6 +165,7 @@ def test_chains_have_scales_of_their_own() -> None:
         assert float(last.scales["net.0.weight"]) == pytest.approx(auto.chosen[chain][-1][1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_objective_ood_keeps_the_prior_and_even_weights() -> None:
     auto = AutoSampling(objective="ood", num_draws=20)
     module = fit(auto)
@@ -264,6 +266,7 @@ def test_a_run_too_short_for_its_draws_says_so() -> None:
         trainer.fit(classifier(), *loaders(0.1))
 
 
+@pytest.mark.slow
 def test_another_prior_stays(caplog: pytest.LogCaptureFixture) -> None:
     prior = GaussianPrior(std=1.0, center="start")
     module = fit(AutoSampling(num_draws=10), prior=prior)

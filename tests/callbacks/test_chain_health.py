@@ -46,6 +46,7 @@ def run(
     return health, module
 
 
+@pytest.mark.by_default("pSGLD", "SGNHT")
 @pytest.mark.parametrize("sampler", [SGLD, pSGLD, SGHMC, UnderdampedLangevin, SGNHT])
 def test_every_sampler_on_a_network(sampler: Any) -> None:
     """BatchNorm, a frozen parameter, one that only the prior knows, one of a single element, one without gradient."""
@@ -121,6 +122,7 @@ def test_controls_on_the_device_count_as_numbers_do() -> None:
     assert a.health.total.configurational == pytest.approx(b.health.total.configurational, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_gradient_multiplier_is_part_of_the_force() -> None:
     """A constant multiplier 2 samples exp(-2U): in terms of its own force that chain is healthy."""
 
@@ -183,6 +185,7 @@ def test_warns_once_with_advice_and_writes_its_scalars(tmp_path: Path) -> None:
     assert float(rows[-1]["health/warnings"]) == len(module.health.findings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "is_hot"), [(CyclicalSchedule(1, 0.0, 4), False), (SamplingSchedule(every_n_steps=200), True)]
 )
@@ -211,6 +214,7 @@ def test_heat_of_a_stage_is_judged_at_its_end(schedule: pl.Callback, is_hot: boo
     assert (FindingKind.KINETIC in {finding.kind for finding in module.health.findings}) == is_hot
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_steps_that_see_all_data_have_no_noise_of_batches() -> None:
     """Near the stability limit the measured noise, of successive gradients, is the chain's own motion."""

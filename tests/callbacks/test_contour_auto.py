@@ -149,6 +149,7 @@ def test_runs_without_a_warm_up_are_refused() -> None:
         fit(ContourGradient(auto=True), schedule=AutoSampling())
 
 
+@pytest.mark.slow
 def test_a_cyclical_run_chooses_in_its_first_sampling_stage() -> None:
     """The exploration, 112 steps at temperature 0, has no part in it."""
     module, spy = fit(ContourGradient(auto=True), schedule=CyclicalSchedule(1, 0.2, 1), max_steps=560)

@@ -128,6 +128,7 @@ def contour(zeta: float = 0.9, **options: Any) -> ContourGradient:
 # -- the numbers ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_default("interpolated-scalable", "bin-high-order")
 @pytest.mark.parametrize("scheme", ["scalable", "original", "high-order"])
 @pytest.mark.parametrize("weighting", ["interpolated", "bin"])
 def test_every_step_follows_the_formulas(scheme: str, weighting: str) -> None:
@@ -142,6 +143,7 @@ def test_every_step_follows_the_formulas(scheme: str, weighting: str) -> None:
         assert (sample.log_weight, sample.energy) == pytest.approx((step["log_weight"], step["energy"]))
 
 
+@pytest.mark.by_default("accumulation", "bf16")
 @pytest.mark.parametrize(
     "options",
     [
@@ -185,6 +187,7 @@ def test_without_zeta_the_chain_is_the_plain_one_bit_for_bit() -> None:
         assert torch.equal(tensor, flat.state_dict()[name])
 
 
+@pytest.mark.by_default("pSGLD", "SGNHT")
 @pytest.mark.parametrize(
     "sampler", [SGLD, pSGLD, functools.partial(SGHMC, friction=0.3), SGNHT, functools.partial(UnderdampedLangevin)]
 )
@@ -293,6 +296,7 @@ class SaveAt(pl.callbacks.Checkpoint):
             trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learns_range", [True, False])
 def test_a_resumed_run_learns_on_bit_for_bit(tmp_path: Path, learns_range: bool) -> None:
     from tests.support.problems import Data, network
@@ -404,6 +408,7 @@ def test_scalars_reach_the_logger() -> None:
     assert any(row["contour/clamped"] > 0 for row in rows)
 
 
+@pytest.mark.by_default("% of the weight")
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -420,6 +425,7 @@ def test_what_goes_wrong_is_said_once(options: dict[str, Any], said: str) -> Non
     assert sum(said in message for message in mine) == 1, mine
 
 
+@pytest.mark.slow
 def test_a_sound_run_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
     fit(contour(), max_steps=2500)
     assert [str(w.message) for w in recwarn if "Contour" in str(w.message)] == []

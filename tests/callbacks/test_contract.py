@@ -244,6 +244,14 @@ def test_after_an_exception_they_can_be_copied_and_fitted_again(case: Case, tmp_
 # -- chains -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_default(
+    "SampleCollector",
+    "ContourGradient, interacting",
+    "ReplicaExchange",
+    "EWSG, accumulating",
+    "VarianceReducedEnergy",
+    "AutoSampling",
+)
 def test_two_ranks_are_two_stacked_chains(case: Case, tmp_path: Path) -> None:
     """Bit for bit, in real processes (gloo); and a checkpoint of either layout goes on in the other."""
     expected = whole_of(case)

@@ -204,6 +204,7 @@ def test_all_chains_at_once_are_the_same_to_rounding() -> None:
         torch.testing.assert_close(one.parameters, other.parameters, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_data_parallel_ranks_share_the_data(tmp_path: Path) -> None:
     """Two ranks with half a batch each have the draws of one process with the whole, in DDP and in groups."""
 
@@ -234,6 +235,7 @@ def test_data_parallel_ranks_share_the_data(tmp_path: Path) -> None:
         assert not torch.equal(one.parameters["net.0.weight"], without.parameters["net.0.weight"])
 
 
+@pytest.mark.by_default("options0")
 @pytest.mark.parametrize("options", [{"max_epochs": 4}, {"max_epochs": 5, "accumulate_grad_batches": 3}])
 def test_every_save_point(tmp_path: Path, options: dict[str, Any]) -> None:
     """Behind batches, micro-batches, validations and epochs, also those with an older snapshot; and after the fit."""

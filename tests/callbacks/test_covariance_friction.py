@@ -93,6 +93,7 @@ def test_the_covariance_is_exact(form: Any) -> None:
     assert module.gradient_evaluations == (1 + 9 + 9) * 24
 
 
+@pytest.mark.slow
 def test_batches_of_a_calibration_are_random_and_as_large_as_those_of_steps() -> None:
     """Sorted data in windows of 2 micro-batches of 3: the mean over 100 calibrations is the covariance of 6 data drawn
     without replacement, within 5 standard errors (false alarms below 1e-5 each)."""
@@ -159,7 +160,8 @@ def stationary_trace(step: float, batch: int, gamma: float, form: str) -> float:
     return float(np.trace(PROBLEM._stationary(drift, push, noise, batch)))
 
 
-@pytest.mark.parametrize("form", [pytest.param("diagonal", marks=pytest.mark.slow), "matrix"])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["diagonal", "matrix"])
 def test_the_chain_is_as_warm_as_it_should_be(form: Any) -> None:
     """Where batches' noise doubles the variance under plain underdamped Langevin dynamics (exactly known), the friction
     leaves a few percent of it, and that is what is found; standard errors are of 40 batch means, false alarms at 4 of
@@ -199,6 +201,7 @@ def test_it_rests_at_temperature_zero() -> None:
     assert fit(*cycle).gradient_evaluations == 4 * 64 + 2 * 2 * 64
 
 
+@pytest.mark.by_default("matrix-trainer0", "diagonal")
 @pytest.mark.parametrize(
     ("form", "trainer"),
     [
@@ -237,6 +240,7 @@ def test_chains_at_different_temperatures_at_once() -> None:
         torch.testing.assert_close(one.parameters, other.parameters, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.by_default("options1")
 @pytest.mark.parametrize("form", ["diagonal", "matrix"])
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}])
 def test_every_save_point(tmp_path: Path, form: Any, options: dict[str, Any]) -> None:

@@ -142,12 +142,13 @@ class Held(SamplerCallback):
         self.counts[int(distances.argmin())] += 1
 
 
+@pytest.mark.by_default("one")
 @pytest.mark.parametrize(
     ("sampler", "lr", "guess"),
     [
-        pytest.param(SGLD, 0.5, "unchanged", marks=pytest.mark.slow),
+        (SGLD, 0.5, "unchanged"),
         (SGHMC, 0.05, "unchanged"),
-        pytest.param(Underdamped, 0.2, "unchanged", marks=pytest.mark.slow),
+        (Underdamped, 0.2, "unchanged"),
         (Underdamped, 0.2, "one"),
     ],
 )
@@ -253,6 +254,7 @@ def test_all_chains_at_once_choose_the_same() -> None:
         torch.testing.assert_close(other.parameters, one.parameters, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.by_default("layout1")
 @pytest.mark.parametrize("layout", [(1, 4, 2), (2, 2, 2), (2, 2, 1)])
 def test_ranks_choose_together(tmp_path: Path, layout: tuple[int, int, int]) -> None:
     """Ranks that share a chain compare the gradients of joint batches, and take the same one."""
@@ -282,6 +284,7 @@ def test_plain_data_parallel_ranks_choose_together(tmp_path: Path) -> None:
         torch.testing.assert_close(other.parameters, one.parameters, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.by_default("epochs")
 @pytest.mark.parametrize("setting", ["epochs", "accumulation and validation in mid-window"])
 def test_it_goes_on_exactly_from_any_batch(tmp_path: Path, setting: str) -> None:
     """Checkpoints between the candidates of a step, and between their micro-batches, hold what has been seen."""

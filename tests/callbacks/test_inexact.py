@@ -47,6 +47,7 @@ def test_energies_without_the_prior(caplog: pytest.LogCaptureFixture, monkeypatc
     assert "swaps by energies without the prior, so its samples are only approximate" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_thermostat_that_cannot_adapt() -> None:
     """The remedy that the warning names works: the friction takes up the heat of the batches, and T comes down to τ."""
     problem = ConjugateRegression()

@@ -78,6 +78,7 @@ def discrete_law(hessian: Tensor, lr: float, gamma: float = GAMMA, mini_batch: f
     return float((exact / (1 - lr * (h + gamma / NBETA) / 2)).sum()) + mini_batch
 
 
+@pytest.mark.by_default("own")
 @pytest.mark.parametrize("loss", ["step", "full", "own"])
 def test_linear_regression(loss: Any) -> None:
     """With full batches the three kinds of loss are one. Within 3.5 standard errors: 1 in 2,000 a case."""
@@ -245,6 +246,7 @@ def kinds(found: LearningCoefficientEstimate) -> list[str]:
     return [finding.kind.value for finding in found.findings]
 
 
+@pytest.mark.by_default("full")
 @pytest.mark.parametrize("loss", ["own", "full"])
 def test_a_center_that_is_no_minimum(loss: Any) -> None:
     net, x, y, _ = regression()

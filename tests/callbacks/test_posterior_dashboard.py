@@ -278,6 +278,7 @@ CHAIN = {
 METRICS = {"running.png", "segments.png", "metric_table.csv"}
 
 
+@pytest.mark.by_default("regression", "no samples yet")
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [

@@ -40,6 +40,7 @@ def load(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
+@pytest.mark.by_default("SGHMC")
 @pytest.mark.parametrize("sampler", [SGHMC, SGNHT])
 def test_the_same_chains_in_every_layout(tmp_path: Path, sampler: Any) -> None:
     """Four stacked chains, two processes with two, four with one: bit for bit the same draws, averages, checkpoints."""
@@ -57,6 +58,7 @@ def test_the_same_chains_in_every_layout(tmp_path: Path, sampler: Any) -> None:
             assert_equal_trees(expected, got)
 
 
+@pytest.mark.by_default("first1")
 @pytest.mark.parametrize(("first", "then"), [((1, 4), (4, 1)), ((4, 1), (1, 4)), ((2, 2), (1, 4)), ((1, 4), (2, 2))])
 def test_a_checkpoint_goes_on_in_another_layout(tmp_path: Path, first: tuple[int, int], then: tuple[int, int]) -> None:
     """Layouts are (stacked, ranks); dropout, BatchNorm, augmentation, and the running average are all gone on with."""
@@ -69,6 +71,7 @@ def test_a_checkpoint_goes_on_in_another_layout(tmp_path: Path, first: tuple[int
     )
 
 
+@pytest.mark.by_default("2")
 @pytest.mark.parametrize("stacked", [1, 2])
 def test_groups_of_data_parallel_ranks(tmp_path: Path, stacked: int) -> None:
     """Two groups of two ranks with half the batch each have the draws of two processes with the whole, to rounding."""
@@ -80,6 +83,7 @@ def test_groups_of_data_parallel_ranks(tmp_path: Path, stacked: int) -> None:
         assert other.energy == pytest.approx(one.energy, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_accumulation_and_clipping_in_groups(tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": Plain, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     whole, _ = fit_in_layout(tmp_path / "whole", 2, 1, datamodule=Even(16), **options)
@@ -110,15 +114,13 @@ def contour(**options: Any) -> ContourGradient:
     return ContourGradient(**{"rules": ContourRules(zeta=0.75), "num_bins": 30, "warm_up_steps": 4} | options)
 
 
+@pytest.mark.by_default("options1")
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"interacting": True}, marks=pytest.mark.slow),
+        {"interacting": True},
         {"interacting": True, "exchange_every": 3},
-        pytest.param(
-            {"interacting": True, "rules": ContourRules(zeta=0.75, scheme="high-order", weighting="bin")},
-            marks=pytest.mark.slow,
-        ),
+        {"interacting": True, "rules": ContourRules(zeta=0.75, scheme="high-order", weighting="bin")},
         {},
     ],
 )
@@ -146,6 +148,7 @@ def test_contours_are_the_same_in_every_layout(tmp_path: Path, options: dict[str
             assert_equal_trees(learned, expected)
 
 
+@pytest.mark.slow
 def test_an_interacting_contour_in_groups(tmp_path: Path) -> None:
     """The groups' ranks learn the same π, and that of chains without groups to rounding."""
     learned = {}
@@ -158,6 +161,7 @@ def test_an_interacting_contour_in_groups(tmp_path: Path) -> None:
         torch.testing.assert_close(one["log_vector"], learned["whole"][0]["log_vector"], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.by_default("exchange")
 @pytest.mark.parametrize("callbacks", ["exchange", "reduced"])
 def test_chains_that_speak_to_each_other_go_on_in_another_layout(tmp_path: Path, callbacks: str) -> None:
     def make() -> list[pl.Callback]:
@@ -334,7 +338,8 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("strategy", ["chains_fork", pytest.param("chains", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["chains_fork", "chains"])
 def test_kill_9_of_one_rank_of_four(tmp_path: Path, strategy: str) -> None:
     """In mid-epoch: the run ends with an error, long before gloo's half hour, and continues exactly, for all chains.
 

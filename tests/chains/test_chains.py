@@ -232,9 +232,8 @@ def test_a_prior_of_the_users_own_under_vmap() -> None:
     assert run("vmap") == pytest.approx(run("loop"), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("chains", "execution"), [(1, "loop"), pytest.param(2, "loop", marks=pytest.mark.slow), (2, "vmap")]
-)
+@pytest.mark.by_default("vmap")
+@pytest.mark.parametrize(("chains", "execution"), [(1, "loop"), (2, "loop"), (2, "vmap")])
 def test_compiled_networks(chains: int, execution: Any) -> None:
     """Compiled with full graphs, once, whatever the step size does; equal to rounding."""
 
@@ -410,6 +409,7 @@ def test_everything_after_a_fit(tmp_path: Path) -> None:
     assert len(module.posterior.update_batch_norm([data(60, 0).inputs])) == 9
 
 
+@pytest.mark.slow
 def test_health_of_several_chains_is_the_mean_of_theirs() -> None:
     """Chains at temperatures of their own are each held against its own; SGHMC's kinetic one is right with any."""
     problem = ConjugateRegression()

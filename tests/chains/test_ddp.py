@@ -65,6 +65,7 @@ def fit_on_two_ranks(
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 
+@pytest.mark.by_default("SGHMC")
 @pytest.mark.parametrize("sampler", [SGLD, SGHMC])
 def test_replicas_stay_bit_identical(tmp_path: Path, sampler: Any) -> None:
     schedule = SamplingSchedule(every_n_steps=10)
@@ -126,6 +127,7 @@ def test_two_ranks_have_the_law_of_the_joint_batch(tmp_path: Path) -> None:
     check_law(np.load(tmp_path / "draws.npy"), PROBLEM.sgld_covariance(0.1, 50))
 
 
+@pytest.mark.slow
 def test_collected_samples_and_their_average_on_two_ranks(tmp_path: Path) -> None:
     """The store holds each sample once, N is the whole training set, and both ranks' data count in the average."""
     store = tmp_path / "samples"

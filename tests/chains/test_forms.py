@@ -58,6 +58,7 @@ def test_all_forms_make_the_same_run(options: Any) -> None:
             torch.testing.assert_close(tensor, loop[name], rtol=1e-5, atol=1e-6, msg=f"{execution} {name}")
 
 
+@pytest.mark.by_default("hierarchical")
 @pytest.mark.parametrize(
     ("execution", "prior"),
     [("vmap", GaussianPrior(center="start")), ("unrolled", HierarchicalPrior())],

@@ -23,6 +23,16 @@ from tests.support.paths import RECIPE
 SHORT = ["--trainer.max_epochs=32", "--trainer.enable_progress_bar=false"]
 
 
+@pytest.fixture
+def without_pictures(tmp_path: Path) -> str:
+    """The recipe with tables alone: drawing takes two thirds of a short run."""
+    text = Path(RECIPE).read_text()
+    changed = tmp_path / "digits_csghmc.yaml"
+    changed.write_text(text.replace("{every: end}", "{every: end, figures: [tables]}"))
+    assert changed.read_text() != text
+    return str(changed)
+
+
 def test_fit_test_and_predict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -89,7 +99,9 @@ def fail(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) ->
     return said[said.index("sgmcmc ") :]
 
 
-def test_resume_continues_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_continues_the_newest_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_pictures: str
+) -> None:
     """A run that lost its last two thirds is continued in its own folder, bit for bit."""
     saver = ["--trainer.callbacks+=pytorch_lightning.callbacks.ModelCheckpoint"]
     saver += [f"--trainer.callbacks.{name}" for name in ("every_n_train_steps=50", "save_top_k=-1")]
@@ -97,7 +109,7 @@ def test_resume_continues_the_newest_run(tmp_path: Path, monkeypatch: pytest.Mon
     for folder in folders:
         folder.mkdir()
     monkeypatch.chdir(folders[0])
-    main(["fit", "--config", RECIPE, *SHORT, *saver])
+    main(["fit", "--config", without_pictures, *SHORT, *saver])
     shutil.copytree("runs", folders[1] / "runs")
     run = Path("runs/digits_csghmc/version_0")
     for checkpoint in (folders[1] / run / "checkpoints").glob("*.ckpt"):
@@ -106,7 +118,7 @@ def test_resume_continues_the_newest_run(tmp_path: Path, monkeypatch: pytest.Mon
     os.truncate(shutil.copy(checkpoint_of(folders[1] / run, 150), folders[1] / run / "checkpoints" / "cut.ckpt"), 1000)
 
     monkeypatch.chdir(folders[1])
-    main(["fit", "--config", RECIPE, *SHORT, *saver, "--resume"])
+    main(["fit", "--config", without_pictures, *SHORT, *saver, "--resume"])
     assert [path.name for path in Path("runs/digits_csghmc").iterdir()] == ["version_0"]
     assert (run / "metrics-1.csv").exists(), "what the run wrote before is kept"
     whole, resumed = (Posterior.load(folder / run / "samples") for folder in folders)
@@ -118,14 +130,16 @@ def test_resume_continues_the_newest_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert results[0] == results[1]
 
 
-def test_a_fit_continues_from_a_checkpoint_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fit_continues_from_a_checkpoint_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_pictures: str
+) -> None:
     """The model is the configuration's, with network and prior, which a checkpoint's hyperparameters leave out."""
     monkeypatch.chdir(tmp_path)
-    main(["fit", "--config", RECIPE, *SHORT])
+    main(["fit", "--config", without_pictures, *SHORT])
     run = Path("runs/digits_csghmc/version_0")
     (checkpoint,) = (run / "checkpoints").glob("*.ckpt")
     samples = [path.name for path in sorted((run / "samples").glob("*.safetensors"))]
-    main(["fit", "--config", RECIPE, *SHORT, "--ckpt_path", str(checkpoint)])
+    main(["fit", "--config", without_pictures, *SHORT, "--ckpt_path", str(checkpoint)])
     assert len(Posterior.load(run / "samples")) == len(samples)
     assert json.loads((run / "results.json").read_text())["rows"]
 

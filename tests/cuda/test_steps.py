@@ -21,9 +21,7 @@ from tests.cuda.limits import LAUNCHES, MORE_WAITS_OF_A_DRAW, WAITS_OF_A_DRAW
 from tests.support.paths import REPOSITORY
 
 DEFAULT = (
-    "ResNet-20, four chains",
     "ResNet-20, contour and clipping",
-    "one chain, contour",
     "replica exchange",
 )
 DEFAULT_CORRECT = (

@@ -63,6 +63,7 @@ def stream(steps: int, batch_size: int = FIRST, capacity: int | None = None) -> 
     return data
 
 
+@pytest.mark.slow
 def test_the_draws_have_the_posterior_of_all_data_once_they_have_arrived() -> None:
     """Eight chains of SGLD while 160 of 200 data arrive; then mean and covariance of the draws are the posterior's.
 

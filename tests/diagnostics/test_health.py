@@ -270,6 +270,7 @@ CASES = [
 ]
 
 
+@pytest.mark.by_default("SGHMC")
 @pytest.mark.parametrize(("name", "sampler", "large", "right"), CASES)
 def test_a_right_step_passes(name: str, sampler: Any, large: float, right: float) -> None:
     """What passes is right: the exact temperature says so."""
@@ -278,10 +279,8 @@ def test_a_right_step_passes(name: str, sampler: Any, large: float, right: float
     assert (report.verdict, report.findings) == ("ok", ())
 
 
-@pytest.mark.parametrize(
-    ("name", "sampler", "large", "right"),
-    [pytest.param(*CASES[0].values, id="SGLD", marks=pytest.mark.slow), *CASES[1:]],
-)
+@pytest.mark.by_default("SGHMC")
+@pytest.mark.parametrize(("name", "sampler", "large", "right"), CASES)
 def test_a_large_step_is_flagged_with_its_exact_values(name: str, sampler: Any, large: float, right: float) -> None:
     truth = exact(name, large)
     if name != "UnderdampedLangevin":
@@ -306,6 +305,7 @@ def test_a_large_step_is_flagged_with_its_exact_values(name: str, sampler: Any, 
     assert truth["share"] < truth["true share"] * (1 + truth["curvature"])
 
 
+@pytest.mark.slow
 def test_temperature_of_the_target() -> None:
     report = fit(SGHMC, 0.004, temperature=0.5)
     assert report.temperature == 0.5
@@ -330,6 +330,7 @@ def test_the_rules_that_are_not_linear(sampler: Any, large: float, right: float)
     assert fit(sampler, right).verdict == "ok"
 
 
+@pytest.mark.slow
 def test_the_thermostat_takes_the_noise_out() -> None:
     report = fit(SGNHT, 0.02)
     assert report.verdict == "ok"
@@ -337,6 +338,7 @@ def test_the_thermostat_takes_the_noise_out() -> None:
     assert share > 0.2, "noise that would heat SGHMC by a quarter"
 
 
+@pytest.mark.slow
 def test_energy_of_a_chain_that_still_falls() -> None:
     """A chain that starts ten standard deviations off falls by 50·d nats, in some 2/(lr·λ) steps: a longer burn-in."""
     module = PROBLEM.module(sampler=SGLD, lr=0.0005, seed=0)

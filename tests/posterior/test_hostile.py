@@ -125,6 +125,7 @@ def try_case(sound: Path, folder: Path, kind: str, seed: int) -> None:
             use(run)
 
 
+@pytest.mark.by_default("manifest", "store", "checkpoint")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", CASES)
 def test_damaged_folders(

@@ -97,6 +97,7 @@ def test_an_exported_program_predicts_what_the_posterior_does(name: str, tmp_pat
         torch.testing.assert_close(own, part, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("cnn", marks=SLOW), "regression"])
 def test_onnxruntime_predicts_what_the_posterior_does(name: str, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")

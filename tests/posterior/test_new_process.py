@@ -160,6 +160,7 @@ def _regression(module: Own) -> Own:
     return module
 
 
+@pytest.mark.slow
 def test_torchvision_models_come_back_with_their_changes(tmp_path: Path) -> None:
     """Plain, with another head, and inside another network; a builder never downloads."""
     models = torchvision.models

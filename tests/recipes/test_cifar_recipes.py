@@ -223,6 +223,7 @@ TINY = {
 METHODS = {"cifar_csghmc": "saCSGHMC", "cifar_csgmcmc": "cSGHMC", "cifar100_uncertainty": "ICSGHMC×P4"}
 
 
+@pytest.mark.by_default("cifar_csghmc")
 @pytest.mark.parametrize("recipe", TINY)
 def test_a_folder_of_images(tmp_path: Path, recipe: str) -> None:
     """Each recipe runs by its command on any folder, with its number of classes and without the paper's figures."""

@@ -54,6 +54,7 @@ def _made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equal_cost, "run_jobs", in_turn)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_made_up")
 def test_a_recipe_that_was_interrupted_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

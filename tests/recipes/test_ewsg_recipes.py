@@ -64,6 +64,7 @@ def write_table(root: Path, name: str) -> None:
     np.savez(root / "uci_classification" / f"{name}.npz", x=x, y=y)
 
 
+@pytest.mark.slow
 def test_ewsg_vr_logistic(tmp_path: Path) -> None:
     for table in ("pima", "parkinsons"):
         write_table(tmp_path, table)

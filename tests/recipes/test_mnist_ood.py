@@ -41,6 +41,7 @@ def test_a_stacked_repeat_is_a_fit_of_its_own(options: Options) -> None:
     assert len({metrics["nll"] for metrics, _ in stacked}) == 3
 
 
+@pytest.mark.by_default("True")
 @pytest.mark.parametrize("stacked", [False, True])
 def test_the_table(options: Options, stacked: bool) -> None:
     """Both forms have a value for each repeat; the number of gradients is the same."""

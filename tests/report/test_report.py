@@ -276,6 +276,7 @@ def test_what_the_tables_say(tmp_path: Path) -> None:
     assert float(chains[0][2].replace(",", "")) == pytest.approx(expected.item(), abs=0.06)
 
 
+@pytest.mark.slow
 def test_rhat_tells_chains_that_mix_from_those_that_do_not(tmp_path: Path) -> None:
     """Energies of three chains of 100 draws, standard normal and shifted by five from chain to chain."""
     header = ("quantity", "split R-hat", "bulk ESS", "tail ESS")
@@ -294,6 +295,7 @@ def test_rhat_tells_chains_that_mix_from_those_that_do_not(tmp_path: Path) -> No
     assert "With one chain, R-hat compares its halves" in one.text
 
 
+@pytest.mark.by_default("3-12", "2-40")
 @pytest.mark.parametrize(
     ("chains", "draws", "rho"), [(1, 24, 0.0), (2, 6, 0.0), (3, 12, 0.0), (4, 100, 0.0), (2, 40, 0.6)]
 )

@@ -44,15 +44,15 @@ def check_every_save_point(tmp_path: Path, setting: str, kind: str, stride: int 
     return len(checkpoints)
 
 
-LONGER = ("steps in mid-epoch", "validation seldom")
-"""Settings whose parts the others have too."""
-
-
-@pytest.mark.parametrize(
-    "setting", [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in SETTINGS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_every_save_point(tmp_path: Path, setting: str) -> None:
     assert check_every_save_point(tmp_path, setting, "memory") >= 20
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_some_save_points(tmp_path: Path, setting: str) -> None:
+    assert check_every_save_point(tmp_path, setting, "memory", stride=7) >= 3
 
 
 def test_with_every_callback(tmp_path: Path) -> None:
@@ -77,6 +77,7 @@ def test_with_every_callback(tmp_path: Path) -> None:
         assert again.history.as_json() == dashboard.history.as_json()
 
 
+@pytest.mark.by_default("2")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_decoded_data_with_workers(tmp_path: Path, workers: int) -> None:
     """Items that draw from NumPy's and torch's default generators, loaded by this process or by two others."""
@@ -176,6 +177,7 @@ def outcome(module: Any) -> Outcome:
     }
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_from_micro_batches_too(tmp_path: Path) -> None:
     """Two data-parallel ranks (gloo), from checkpoints between micro-batches, behind steps, validations and epochs."""
     options = {"accumulate_grad_batches": 2, "val_check_interval": 3, "max_epochs": 8}

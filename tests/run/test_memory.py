@@ -96,7 +96,8 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], list[pl.Callback]]]] = {
 }
 
 
-@pytest.mark.parametrize("case", ["contour, EWSG", "two chains", pytest.param("friction", marks=pytest.mark.slow)])
+@pytest.mark.by_default("two chains")
+@pytest.mark.parametrize("case", CASES)
 def test_a_step_leaves_nothing(case: str, tmp_path: Path) -> None:
     """80 steps without a sample: as many tensors as before, and less than one container for every fourth step."""
     options, callbacks = CASES[case]
@@ -105,6 +106,7 @@ def test_a_step_leaves_nothing(case: str, tmp_path: Path) -> None:
     assert grown.objects < (LAST - FIRST) / 4, grown
 
 
+@pytest.mark.slow
 def test_a_sample_leaves_a_bounded_record(tmp_path: Path) -> None:
     """8 samples, of which five are kept: their metrics and 32 log densities of each, and no sample's weights."""
     grown = growth(Plain(sampler=SGHMC), common(tmp_path, 10))

@@ -87,6 +87,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.by_default("SGLD-60-tensors-float64", "SGHMC-0.1-60-tensors-float64", "cnn-batchnorm")
 @pytest.mark.parametrize(("make", "shape", "dtype"), NETWORKS)
 @pytest.mark.parametrize(("sampler", "options", "torch_class", "torch_options"), PAIRS)
 @pytest.mark.parametrize("lr_of", [None, sawtooth], ids=["constant-lr", "changing-lr"])

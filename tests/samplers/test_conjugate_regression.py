@@ -62,6 +62,7 @@ def trace_ratio(covariance: Array) -> float:
     return float(np.trace(covariance) / np.trace(PROBLEM.covariance))
 
 
+@pytest.mark.by_default("SGLD", "UnderdampedLangevin")
 @pytest.mark.parametrize(("sampler", "step", "small_step", "law"), [*LINEAR, BAOAB])
 def test_draws_have_the_exact_law_of_their_step_size(sampler: Any, step: float, small_step: float, law: Any) -> None:
     draws = sample(PROBLEM, 250, 100, 2, BATCH, CHAINS, sampler=sampler, lr=step)
@@ -74,6 +75,7 @@ def test_draws_have_the_exact_law_of_their_step_size(sampler: Any, step: float, 
     assert biases[1] / biases[2] == pytest.approx(2, rel=0.05)
 
 
+@pytest.mark.by_default("SGHMC")
 @pytest.mark.parametrize(("sampler", "step", "small_step", "law"), LINEAR)
 def test_small_steps_sample_the_posterior(sampler: Any, step: float, small_step: float, law: Any) -> None:
     draws = sample(PROBLEM, 500, 300, 4, BATCH, CHAINS, sampler=sampler, lr=small_step)
@@ -82,20 +84,20 @@ def test_small_steps_sample_the_posterior(sampler: Any, step: float, small_step:
     check_law(draws, PROBLEM.covariance, slack=1.5 * bias)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampler", "burn_in", "steps"),
     [
         pytest.param(functools.partial(pSGLD, alpha=0.99), 600, {0.04: 92, 0.01: 240}, id="pSGLD"),
-        pytest.param(AdamSGLD, 600, {0.01: 200, 0.0025: 600}, id="AdamSGLD", marks=pytest.mark.slow),
+        pytest.param(AdamSGLD, 600, {0.01: 200, 0.0025: 600}, id="AdamSGLD"),
         pytest.param(
             functools.partial(ScaleAdaptedSGHMC, friction=0.3),
             400,
             {0.02: 92, 0.004: 240},
             id="ScaleAdaptedSGHMC",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(pSGHMC, 900, {0.04: 92, 0.01: 240}, id="pSGHMC", marks=pytest.mark.slow),
-        pytest.param(SGNHT, 1500, {0.04: 92, 0.01: 140}, id="SGNHT", marks=pytest.mark.slow),
+        pytest.param(pSGHMC, 900, {0.04: 92, 0.01: 240}, id="pSGHMC"),
+        pytest.param(SGNHT, 1500, {0.04: 92, 0.01: 140}, id="SGNHT"),
     ],
 )
 def test_adaptive_samplers_come_closer_as_the_step_shrinks(sampler: Any, burn_in: int, steps: dict[float, int]) -> None:
@@ -117,6 +119,7 @@ def test_temperature_scales_the_covariance() -> None:
     check_law(draws, PROBLEM.sgld_covariance(0.05, BATCH, temperature=0.25))
 
 
+@pytest.mark.by_default("SGHMC")
 @pytest.mark.parametrize("sampler", [SGLD, SGHMC])
 def test_bfloat16_autocast_has_the_same_law(sampler: Any) -> None:
     lr = 0.1 if sampler is SGLD else 0.02
@@ -126,6 +129,7 @@ def test_bfloat16_autocast_has_the_same_law(sampler: Any) -> None:
     check_law(draws, law, slack=0.03)  # bfloat16 rounds the gradients by up to 0.4 %
 
 
+@pytest.mark.by_default("SGHMC")
 @pytest.mark.parametrize("sampler", [SGLD, SGHMC])
 def test_accumulation_has_the_law_of_the_whole_batch(sampler: Any) -> None:
     """Four micro-batches of 10 are a batch of 40: the prior counts once, the noise is drawn once."""

@@ -242,6 +242,7 @@ def test_a_schedule_may_give_each_chain_its_own_step_size_and_temperature(rule: 
             torch.testing.assert_close(p.detach(), q.detach()[chain], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.by_default("SGHMC", "MCLMC")
 def test_two_ranks_are_two_stacked_chains(rule: Rule, tmp_path: Path) -> None:
     """Under a trainer, in real processes (gloo): bit for bit the same samples."""
     options = {"sampler": lambda *args, **more: rule.make(*args, **(rule.options | more)), "lr": 0.003}.items()

@@ -84,6 +84,7 @@ def walked(
     return places, sampler
 
 
+@pytest.mark.by_default("-1.0")
 @pytest.mark.parametrize("temperature", [1.0, 0.25])
 @pytest.mark.parametrize(("make", "lr"), FROZEN)
 def test_a_frozen_chain_has_the_exact_law_of_its_diagonal(make: Any, lr: float, temperature: float) -> None:

@@ -91,6 +91,7 @@ def test_its_law_has_an_error_of_second_order() -> None:
     assert (excess.abs() < tolerance).all(), (coarse, fine, tolerance)
 
 
+@pytest.mark.slow
 def test_isotropic_gradient_noise_does_not_heat_it() -> None:
     """Noise that doubles the variances of the same equation without the sphere leaves them within 5 %."""
     heat = torch.tensor(math.sqrt(2 * TAU / 0.05) / NUM_DATA)  # a heat of (h·N·σ)²/(2·γ·h·τ) = 1

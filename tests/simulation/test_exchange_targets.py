@@ -92,7 +92,8 @@ def test_pairs_take_turns_and_swaps_keep_every_chain() -> None:
 # -- in the light loop ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("noise", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_the_coldest_slot_has_the_right_masses(noise: float) -> None:
     """The share of draws in the left mode is 0.3, within 4.5 standard errors over 100 independent ladders.
 

@@ -183,6 +183,7 @@ def test_the_law_is_the_exact_posterior(
     assert float(autocorrelation_time(run.draws).max()) < steps / 100
 
 
+@pytest.mark.slow
 def test_langevin_proposals_are_corrected() -> None:
     """A datum that says nothing leaves the prior N(0, I). At s² = 2 proposals hardly depend on θ and have twice its
     variance; taken by p'/p alone they would leave the variance 2/3. Within 5 standard errors, as above."""
@@ -194,6 +195,7 @@ def test_langevin_proposals_are_corrected() -> None:
     assert int(run.bright.sum()) == 0
 
 
+@pytest.mark.by_default("True")
 @pytest.mark.parametrize("shared", [False, True])
 def test_taylor_fireflies_have_the_normal_models_posterior(shared: bool) -> None:
     """With σ² known no more than by S/σ² ~ χ²(N-1), and μ given it N(x̄, σ²/N): within 5 standard errors as above."""
@@ -225,6 +227,7 @@ def test_a_close_bound_leaves_data_dark() -> None:
     assert 7 < truth(False)[1] < 12
 
 
+@pytest.mark.slow
 def test_the_step_is_learned_in_the_burn_in_alone() -> None:
     def chain(num_steps: int, **options: Any) -> FireflyRun:
         start = torch.tensor([0.0, 1.0]).double()

@@ -177,6 +177,7 @@ def test_a_temperature_of_0_rests_the_contour() -> None:
     assert (run.multipliers[:60] == 1).all()
 
 
+@pytest.mark.slow
 def test_all_modes_are_found_by_a_contour() -> None:
     """A short look at the paper's nine modes: with a contour, chains get from mode to mode."""
     target = CosineTarget.nine_modes()

@@ -40,6 +40,7 @@ def fit(target: Any, steps: int, *callbacks: pl.Callback, burn_in: int = 0, ever
     return draws
 
 
+@pytest.mark.slow
 def test_a_gaussian_under_a_trainer_has_its_exact_law() -> None:
     """SGLD at ε=0.5 with gradient noise s has the variance (2 + ε·s²)/(2 - ε); draws k steps apart correlate by 2⁻ᵏ.
 

@@ -42,6 +42,7 @@ def test_the_number_of_modes() -> None:
     assert [len(target.modes) for target in TARGETS.values()] == [2, 2, 25, 9, 25]
 
 
+@pytest.mark.slow
 def test_moments_of_mixtures_are_those_of_quadrature() -> None:
     for name in ("two modes", "asymmetric", "25 gaussians"):
         target = TARGETS[name]
