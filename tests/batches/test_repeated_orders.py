@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from torch.utils.data import TensorDataset
@@ -16,7 +15,8 @@ from lightning_sgmcmc.batches import BatchOrder, CyclicOrder, OrderSpec, Symmetr
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.callbacks import EWSG, SamplingSchedule
 from lightning_sgmcmc.tune.runs import Energies
-from tests.support.problems import BATCH, NUM_DATA, Data, data, network
+from tests.support.problems import BATCH, NUM_DATA, Ordered, data, network
+from tests.support.recorders import Seen
 from tests.support.trainers import quiet_trainer
 
 ORDERS: list[Any] = [CyclicOrder, SymmetricOrder]
@@ -129,38 +129,6 @@ def test_uneven_batches_of_several_chains_stack(order: Any) -> None:
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
-
-
-class Seen(pl.callbacks.Checkpoint):
-    """Keeps the inputs that each step saw, and saves checkpoints after some batches."""
-
-    def __init__(self, folder: Path | None = None, at: tuple[int, ...] = ()) -> None:
-        self.folder, self.at = folder, at
-        self.batches: list[torch.Tensor] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, *args: Any) -> None:
-        parts = list(batch) if isinstance(batch, ChainBatches) else [batch]
-        self.batches.append(torch.stack([part[0] for part in parts]))
-        if len(self.batches) in self.at and self.folder is not None:
-            trainer.save_checkpoint(self.folder / f"{len(self.batches)}.ckpt")
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if trainer.world_size > 1 and self.folder is not None:
-            torch.save(self.batches, self.folder / f"rank{trainer.global_rank}.pt")
-
-
-class Ordered(Data):
-    """Data without augmentation in a given order."""
-
-    def __init__(self, order: Any) -> None:
-        super().__init__()
-        self.order = order
-
-    def train_transform(self) -> Any:
-        return None
-
-    def val_dataloader(self) -> Any:
-        return []
 
 
 def fit(seen: Seen, order: Any, chains: int = 1, path: Path | None = None, more: Any = (), **options: Any) -> Any:

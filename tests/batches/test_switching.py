@@ -20,7 +20,8 @@ from lightning_sgmcmc.batches.order import OrderSpec
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.batches.switching import CHUNK
 from lightning_sgmcmc.callbacks import SamplingSchedule
-from tests.support.problems import BATCH, NUM_DATA, Data, data, network
+from tests.support.problems import BATCH, NUM_DATA, Ordered, data, network
+from tests.support.recorders import Seen
 from tests.support.trainers import quiet_trainer
 
 HELD = partial(SwitchingOrder, switching_time=1.0, time_step=0.02)
@@ -263,45 +264,13 @@ def test_a_batch_sampler_of_a_plain_loader() -> None:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-class Seen(pl.callbacks.Checkpoint):
-    """Keeps the inputs that each step saw, and saves checkpoints behind some batches, after all other callbacks."""
-
-    def __init__(self, folder: Path | None = None, at: tuple[int, ...] = ()) -> None:
-        self.folder, self.at = folder, at
-        self.batches: list[torch.Tensor] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, *args: Any) -> None:
-        parts = list(batch) if isinstance(batch, ChainBatches) else [batch]
-        self.batches.append(torch.stack([part[0] for part in parts]))
-        if len(self.batches) in self.at and self.folder is not None:
-            trainer.save_checkpoint(self.folder / f"{len(self.batches)}.ckpt")
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if trainer.world_size > 1 and self.folder is not None:
-            torch.save(torch.cat(self.batches), self.folder / f"rank{trainer.global_rank}.pt")
-
-
-class Switched(Data):
-    """Data without augmentation, held and switched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.order = HELD
-
-    def train_transform(self) -> Any:
-        return None
-
-    def val_dataloader(self) -> Any:
-        return []
-
-
 def fit(seen: Seen, chains: int, ckpt_path: Path | None = None, loader: Any = None, **options: Any) -> BayesianModule:
     module = BayesianModule(
         net=network(), likelihood=Categorical(), sampler=SGLD, lr=0.05, seed=3, num_chains=chains, num_data=NUM_DATA
     )
     settings: dict[str, Any] = {"max_steps": 30, "enable_checkpointing": True, "num_sanity_val_steps": 0} | options
     trainer = quiet_trainer(callbacks=[SamplingSchedule(every_n_steps=5), seen], **settings)
-    given = {"datamodule": Switched()} if loader is None else {"train_dataloaders": loader}
+    given = {"datamodule": Ordered(HELD)} if loader is None else {"train_dataloaders": loader}
     trainer.fit(module, ckpt_path=ckpt_path, **given)
     return module
 
@@ -342,7 +311,7 @@ def test_two_ranks_switch_together(tmp_path: Path) -> None:
     assert torch.equal(*paths)
     assert 1 < len(paths[0].unique()) <= 4
     for rank, own in enumerate(orders):
-        batches = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
+        batches = torch.cat(torch.load(tmp_path / f"rank{rank}.pt", weights_only=True))
         assert all(torch.equal(batches[k], inputs[own.indices(k)]) for k in range(30))
     held = torch.cat([own.indices(0) for own in orders])
     assert len(held.unique()) == len(held) == 16
@@ -383,7 +352,7 @@ def test_a_batch_sampler_on_two_ranks(tmp_path: Path) -> None:
     inputs = data(NUM_DATA, 0).inputs
     for rank in range(2):
         own = order(num_replicas=2, rank=rank)
-        batches = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
+        batches = torch.cat(torch.load(tmp_path / f"rank{rank}.pt", weights_only=True))
         assert all(torch.equal(batches[k], inputs[own.indices(k)]) for k in range(30))
 
 

@@ -260,6 +260,20 @@ class Even(Data):
         return None
 
 
+class Ordered(Data):
+    """Data without augmentation in a given order."""
+
+    def __init__(self, order: Any) -> None:
+        super().__init__()
+        self.order = order
+
+    def train_transform(self) -> Any:
+        return None
+
+    def val_dataloader(self) -> Any:
+        return []
+
+
 def network() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)

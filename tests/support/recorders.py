@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc import BayesianModule
+from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.callbacks import SamplerCallback
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.subsampling.snapshot import rows_of
@@ -126,3 +127,24 @@ class Dump(pl.Callback):
     def read(folder: Path) -> list[Any]:
         """Return what was written, by rank."""
         return [torch.load(path, weights_only=True) for path in sorted(folder.glob("rank*.pt"))]
+
+
+class Seen(pl.callbacks.Checkpoint):
+    """Keeps the inputs that each step saw, (C, B, …), and saves checkpoints after some batches.
+
+    Each of several ranks writes its own to rankR.pt.
+    """
+
+    def __init__(self, folder: Path | None = None, at: tuple[int, ...] = ()) -> None:
+        self.folder, self.at = folder, at
+        self.batches: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, *args: Any) -> None:
+        parts = list(batch) if isinstance(batch, ChainBatches) else [batch]
+        self.batches.append(torch.stack([part[0] for part in parts]))
+        if len(self.batches) in self.at and self.folder is not None:
+            trainer.save_checkpoint(self.folder / f"{len(self.batches)}.ckpt")
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.world_size > 1 and self.folder is not None:
+            torch.save(self.batches, self.folder / f"rank{trainer.global_rank}.pt")
