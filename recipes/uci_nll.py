@@ -13,7 +13,7 @@ half of that. The posterior has the lower NLL on five of six, and Yacht is even.
 (Boston 84 %), the ensemble's 76 to 97 %. The paper's NLL, over twenty splits: 2.41, 3.06, 1.38, 0.94, 1.18. For
 Kin8nm it is -1.20. Power plant and the other splits have not been run.
 
-quick is two splits (`python -m recipes uci_nll --data-root DIR`), full all twenty.
+quick is the first split (`python -m recipes uci_nll --data-root DIR`), full all twenty.
 """
 
 from dataclasses import dataclass
