@@ -95,12 +95,18 @@ def _facts(entry: dict[str, Any]) -> tuple[str, str, str, str]:
         commit = f"`{origin['commit'][:9]}`{origin['commit'][40:]}" if origin.get("commit") else UNKNOWN
         counts = {row["n"] for row in run["rows"] if row.get("n")}
         if counts:
-            repeats = f"{max(counts)} {entry.get('repeats_of') or 'repeats'}"
+            repeats = _counted(max(counts), entry.get("repeats_of") or "repeats")
         return origin.get("date") or UNKNOWN, commit, "1 run" if repeats == UNKNOWN else repeats, _time(run)
     if tables:
         first = tables[0]
         return first["date"], first["commit"], repeats, first["time"]
     return UNKNOWN, UNKNOWN, repeats, UNKNOWN
+
+
+def _counted(number: int | str, plural: str) -> str:
+    """Return a number, or several, with their noun, whose first word is a plural in -s."""
+    first, _, rest = plural.partition(" ")
+    return f"{number} {first.removesuffix('s') if str(number) == '1' else first} {rest}".rstrip()
 
 
 def _time(run: dict[str, Any]) -> str:
@@ -183,7 +189,7 @@ def _run(name: str, entry: dict[str, Any], run: dict[str, Any]) -> list[str]:
 def _caption(entry: dict[str, Any], run: dict[str, Any]) -> str:
     counts = sorted({row["n"] for row in run["rows"] if row.get("n")})
     count = (", ".join(map(str, counts)) if counts else None) or entry.get("repeats")
-    of = f"n = {count} {entry.get('repeats_of') or 'repeats'}" if count else "one run"
+    of = f"n = {_counted(count, entry.get('repeats_of') or 'repeats')}" if count else "one run"
     interval = "; in brackets the 95 % interval of the mean, by Student's t" if count else ""
     if "stage" in run:
         interval = f", on the {run['stage']} data; the number after ± is the standard deviation over the samples"
