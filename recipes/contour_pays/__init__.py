@@ -1,9 +1,10 @@
 """When a contour pays: interacting contour, replica exchange, cyclical and plain chains at equal gradient evaluations.
 
-Three small networks whose truth is known from Hamiltonian Monte Carlo (`truth.py`), Digits with a small network, and
-the plane with 25 modes of `twenty_five_modes` (B1). Every method has as many chains and steps on a problem, so as many
-gradients; warm start, warm-up of the contour and the hot chains of replica exchange count. The contour's settings are
-those of `ContourGradient(auto=True)`, on the plane of `choose_contour` on a pilot's energies; nothing was tuned for it.
+Three small networks whose truth is known from Hamiltonian Monte Carlo (`shared/network_truth.py`), Digits with a small
+network, and the plane with 25 modes of `twenty_five_modes` (B1). Every method has as many chains and steps on a
+problem, so as many gradients; warm start, warm-up of the contour and the hot chains of replica exchange count. The
+contour's settings are those of `ContourGradient(auto=True)`, on the plane of `choose_contour` on a pilot's energies;
+nothing was tuned for it.
 
 The measures are the distance to the truth (on networks W₁ between the laws of the functions over the truth's standard
 deviation, the mean over a grid; on the plane the KL divergence of 50 x 50 cells) and the NLL of test data. Rows
@@ -34,7 +35,7 @@ FIGURES = {
 
 def run(options: Options) -> list[Row]:
     """Run every method on every problem, return the table."""
-    from lightning_sgmcmc.recipes.contour_pays.truth import truth
+    from lightning_sgmcmc.recipes.shared.network_truth import truth
 
     settings = read_settings(Settings, options)
     methods, seeds = options.chosen(METHODS), options.seeds(settings.repeats)

@@ -2,14 +2,12 @@
 
 import functools
 import logging
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, GaussianPrior, Posterior, UnderdampedLangevin
+from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, GaussianPrior, UnderdampedLangevin
 from lightning_sgmcmc.batches import ResumableLoader
 from lightning_sgmcmc.callbacks import (
     ContourGradient,
@@ -21,22 +19,12 @@ from lightning_sgmcmc.callbacks import (
 )
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.recipes.contour_pays.settings import Settings
-from lightning_sgmcmc.recipes.contour_pays.truth import distance, test_data
+from lightning_sgmcmc.recipes.shared.network_scores import data_of, scores
 from lightning_sgmcmc.recipes.shared.small_networks import NETWORKS
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, silence_lightning
 
 EXPLORED = 0.5
 """Share of a cycle without draws."""
-
-
-@dataclass(frozen=True)
-class Data:
-    """Training and test data."""
-
-    x: Tensor
-    y: Tensor
-    test_x: Tensor
-    test_y: Tensor
 
 
 def fit(name: str, method: str, settings: Settings, seed: int) -> dict[str, float]:
@@ -77,20 +65,6 @@ def fit(name: str, method: str, settings: Settings, seed: int) -> dict[str, floa
     return figures
 
 
-def data_of(name: str, seed: int) -> Data:
-    """Return a problem's data; Digits are split by the seed."""
-    if name == "digits":
-        from sklearn.datasets import load_digits
-
-        x, y = load_digits(return_X_y=True)
-        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-        inputs, labels = torch.tensor(x / 16).float()[order], torch.tensor(y).long()[order]
-        return Data(inputs[:1100], labels[:1100], inputs[1350:], labels[1350:])
-    network, (test_x, test_y) = NETWORKS[name], test_data(name)
-    parts = [torch.tensor(part) for part in (network.x, network.y, test_x, test_y)]
-    return Data(*(part if part.dtype == torch.int64 else part.float() for part in parts))
-
-
 def module_of(name: str, method: str, settings: Settings, seed: int) -> BayesianModule:
     """Return the module: on small networks BAOAB with the full gradient, on Digits SGHMC with mini-batches."""
     lr = settings.networks[name].lr * (2 if method == "cyclical" else 1)  # its mean over a cycle is half the largest
@@ -102,22 +76,3 @@ def module_of(name: str, method: str, settings: Settings, seed: int) -> Bayesian
     net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     sampler = functools.partial(SGHMC, friction=0.1)
     return BayesianModule(net=net, likelihood=Categorical(), prior=GaussianPrior(0.3), sampler=sampler, **options)
-
-
-def scores(name: str, posterior: Posterior, data: Data) -> dict[str, float]:
-    """Return the distance to the truth, where it is known, and the NLL of the test data."""
-    weights = posterior.weights.double()
-    at_test: Any = posterior.predict(data.test_x, return_samples=True)
-    if name in ("digits", "classification"):
-        average = (weights[:, None, None] * at_test.sample_probabilities.double()).sum(0)
-        figures = {"nll": -float(average[torch.arange(len(data.test_y)), data.test_y].log().mean())}
-    else:
-        law = torch.distributions.Normal(at_test.sample_means.double(), NETWORKS[name].noise_std or 1.0)
-        density = law.log_prob(data.test_y.double()).flatten(1) + weights.log()[:, None]
-        figures = {"nll": -float(density.logsumexp(0).mean())}
-    if name == "digits":
-        return figures
-    at_grid: Any = posterior.predict(torch.tensor(NETWORKS[name].grid).float(), return_samples=True)
-    values = at_grid.sample_probabilities if name == "classification" else at_grid.sample_means
-    functions = np.asarray(values.double().flatten(1))
-    return {"distance": distance(functions, np.asarray(weights), name)} | figures

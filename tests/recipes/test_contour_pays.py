@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from lightning_sgmcmc.recipes import contour_pays
-from lightning_sgmcmc.recipes.contour_pays import truth
 from lightning_sgmcmc.recipes.contour_pays.settings import Settings
+from lightning_sgmcmc.recipes.shared import network_truth as truth
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 

@@ -1,6 +1,7 @@
-"""The reference's functions for the recipe `contour_pays`: `python -m tests.benchmarks.contour_truth`, ten minutes.
+"""The reference's functions for recipes on small networks: `python -m tests.benchmarks.network_truth`, ten minutes.
 
-It writes `recipes/contour_pays/truth.json`, by Hamiltonian Monte Carlo with the full gradient (`tests/support/hmc.py`).
+It writes `recipes/shared/network_truth.json`, by Hamiltonian Monte Carlo with the full gradient
+(`tests/support/hmc.py`).
 """
 
 import json
@@ -8,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_sgmcmc.recipes.contour_pays.truth import FILE, LEVELS, test_data
+from lightning_sgmcmc.recipes.shared.network_truth import FILE, LEVELS, test_data
 from lightning_sgmcmc.recipes.shared.small_networks import NETWORKS, Array
 from tests.benchmarks.truth import PROBLEMS
 from tests.support.hmc import between_chains, hmc

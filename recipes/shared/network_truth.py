@@ -1,6 +1,6 @@
-"""The truth on small networks: quantiles of the functions of Hamiltonian Monte Carlo draws, kept in `truth.json`.
+"""The truth on small networks: quantiles of the functions of Hamiltonian Monte Carlo draws.
 
-`python -m tests.benchmarks.contour_truth` in a clone makes the file.
+`python -m tests.benchmarks.network_truth` in a clone makes the file `network_truth.json`, which keeps them.
 """
 
 import functools
@@ -12,7 +12,7 @@ import numpy as np
 
 from lightning_sgmcmc.recipes.shared.small_networks import Array, curve, three_classes
 
-FILE = Path(__file__).parent / "truth.json"
+FILE = Path(__file__).parent / "network_truth.json"
 LEVELS = (np.arange(50) + 0.5) / 50
 TEST_DATA, TEST_SEED = 500, 100
 
