@@ -113,12 +113,12 @@ def full_gradient_reference(posterior: LogisticPosterior, steps: int, seed: int,
     return Reference(draws.mean(0), draws.std(0), draws)
 
 
-def importance_reference(posterior: LogisticPosterior, proposals: int, seed: int, df: float = 8.0) -> Reference:
-    """Return the moments by self-normalised importance sampling, from a Student-t at the Laplace approximation.
+def importance_draws(posterior: LogisticPosterior, proposals: int, seed: int, df: float = 8.0) -> tuple[Tensor, Tensor]:
+    """Return draws (m, d) from a Student-t at the Laplace approximation, and their log-weights (m,).
 
     Args:
         posterior: the target.
-        proposals: number of proposals.
+        proposals: number of draws m.
         seed: their seed.
         df: degrees of freedom.
     """
@@ -128,7 +128,18 @@ def importance_reference(posterior: LogisticPosterior, proposals: int, seed: int
     z = torch.as_tensor(student, dtype=mode.dtype)
     theta = mode + z @ factor.T
     energy = torch.cat([posterior.potential(part) for part in theta.split(10_000)])
-    log_weights = -energy + (df + len(mode)) / 2 * (z.square().sum(1) / df).log1p()
+    return theta, -energy + (df + len(mode)) / 2 * (z.square().sum(1) / df).log1p()
+
+
+def importance_reference(posterior: LogisticPosterior, proposals: int, seed: int) -> Reference:
+    """Return the moments by self-normalised importance sampling, see `importance_draws`.
+
+    Args:
+        posterior: the target.
+        proposals: number of proposals.
+        seed: their seed.
+    """
+    theta, log_weights = importance_draws(posterior, proposals, seed)
     weights = log_weights.softmax(0)
     mean = weights @ theta
     std = (weights @ (theta - mean).square()).sqrt()
