@@ -7,7 +7,11 @@ of one network in the given number of epochs, over all its chains. The test has 
 of no class: the AUROC says how well each pixel's entropy and mutual information separate a ring's pixels from the rest
 of their image.
 
-Quick is 2 seeds, full 8.
+Measured (quick, 2 seeds): NLL a pixel, ECE, IoU of `posterior` 0.249, 0.011, 0.57; of cold cyclical SGHMC 0.247, 0.009,
+0.57; of one network 0.265, 0.035, 0.61 ± 0.06; of MC dropout 0.248, 0.024, 0.60 ± 0.07. The ensemble (0.288) and the
+four chains (0.339 ± 0.036) have a quarter of the gradients each, too few at this length.
+
+Quick is 2 seeds of 60 epochs, full 8 of 180.
 """
 
 import time
