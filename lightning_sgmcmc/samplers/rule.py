@@ -77,6 +77,8 @@ class UpdateRule(Optimizer):
     def law(self, group: dict[str, Any]) -> StepLaw | None:
         """Return the law of the group's next step; None for a rule whose steps are not of that form.
 
+        Where there is a `preconditioner` G it is the law in its metric, with the gradient √G⊙g.
+
         Args:
             group: a parameter group with the controls of the step, or a dictionary with its entries.
         """

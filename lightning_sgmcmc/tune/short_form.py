@@ -15,7 +15,9 @@ EXPLORATION_SHARE, BURN_IN_SHARE = 0.5, 0.25
 """Shares of a short run before its sampling stage."""
 COLD = StepControls(1.0, 0.0, Stage.BURN_IN)
 """The controls of optimization at the full lr."""
-STILL = COLD._replace(lr_factor=1e-15)
+HOT = COLD._replace(temperature=None)
+"""Those of a sampler that makes no step at temperature 0."""
+STILL = HOT._replace(lr_factor=1e-15)
 """The controls of a step of practically no length."""
 
 
@@ -58,15 +60,16 @@ class FixedControls(Schedule):
         return step in self.samples
 
 
-def optimization(steps: int, decays: bool = False) -> FixedControls:
-    """Return the schedule of n steps at temperature 0.
+def optimization(steps: int, decays: bool = False, controls: StepControls = COLD) -> FixedControls:
+    """Return the schedule of n steps that lower the energy.
 
     Args:
         steps: n.
         decays: whether the step size falls as a cosine.
+        controls: of the first step.
     """
     factors = [(1 + math.cos(math.pi * step / steps)) / 2 if decays else 1.0 for step in range(steps)]
-    return FixedControls([COLD._replace(lr_factor=factor) for factor in factors], [steps])
+    return FixedControls([controls._replace(lr_factor=factor) for factor in factors], [steps])
 
 
 class RunForm:

@@ -97,7 +97,7 @@ class Training:
         short = copy.copy(given)
         short.steps, short.epochs, short.early_stopping = max(1, min(steps, given.steps or steps)), None, None
         short.reset()
-        found = self.runs.try_fit(optimization(1), short.steps + 1, short)
+        found = self.runs.try_fit(optimization(1, controls=self.runs.training_controls), short.steps + 1, short)
         energy = math.inf if found is None else tail_mean(found.of()[1:])
         if energy < self.start_energy:
             self._start, self.start_energy = self.runs.state(), energy
@@ -114,7 +114,7 @@ class Training:
             return self._trials[lr]
         self.runs.set_state(self._start)
         self.set_lr(lr)
-        found = self.runs.try_fit(optimization(TRIAL_STEPS), TRIAL_STEPS)
+        found = self.runs.try_fit(optimization(TRIAL_STEPS, controls=self.runs.training_controls), TRIAL_STEPS)
         energies = None if found is None else found.of()
         energy = math.inf if energies is None else tail_mean(energies)
         error = 0.0
@@ -172,7 +172,7 @@ class Training:
         for _ in range(3 if steps > 0 else 0):
             self.runs.set_state(self.state)
             self.set_lr(lr * factor)
-            found = self.runs.try_fit(optimization(steps, decays=True), steps)
+            found = self.runs.try_fit(optimization(steps, True, self.runs.training_controls), steps)
             energy = math.inf if found is None else tail_mean(found.of())
             if energy < self.energy:
                 reached = min(TRIAL_STEPS * lr, max((time for time, _ in self._curve), default=0.0))
