@@ -100,7 +100,7 @@ class UpdateRule(Optimizer):
         return None if self.momentum_buffer is None else self._buffers(group["params"], self.momentum_buffer)
 
     def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return G of steps -lr·G⊙g + √(2·lr·τ·G/N)⊙ξ, None where G = 1."""
+        """Return the metric G of steps such as -lr·G⊙g + √(2·lr·τ·G/N)⊙ξ, None where G = 1."""
         return None
 
     def stored_momenta(self, group: dict[str, Any]) -> list[Tensor | None]:

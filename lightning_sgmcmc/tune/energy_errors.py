@@ -41,6 +41,9 @@ class EnergyErrors(SamplerCallback):
         self._sums: list[Tensor] = []
         self._squares: list[Tensor] = []
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        bayesian(pl_module, self).sampler.draw_momenta()  # zeros would all begin along the gradient, and oscillate
+
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:

@@ -5,22 +5,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth
+from lightning_sgmcmc.callbacks.schedule import StepControls
 from lightning_sgmcmc.samplers import MCLMC
 from lightning_sgmcmc.tune.energy_errors import EnergyErrors
 from lightning_sgmcmc.tune.probes import Prober
 from lightning_sgmcmc.tune.proposal import SENTENCES, Limit, Probe
 from lightning_sgmcmc.tune.runs import Energies, State
-from lightning_sgmcmc.tune.short_form import FixedControls
+from lightning_sgmcmc.tune.short_form import HOT, FixedControls
 
 WANTED = 5e-4
 """Variance of the energy error of a step, for each coordinate (Robnik et al. 2023)."""
 POWER = 6.0
 """The variance grows with this power of the time step."""
 TOLERATED = 1.2
-"""A probe is healthy up to this factor of the wanted variance, and near it within the factor."""
+"""A probe is healthy up to this factor of the wanted variance."""
+NEAR = 2.0
+"""A probe is near the wanted variance within this factor, where the law of sixth order corrects its step size."""
 MOST = 4.0
 """The largest factor between two step sizes."""
-ENOUGH = 2
+LONGEST = 3
+"""Lengths of a probe that a preconditioner may take before it."""
+ENOUGH = 3
 """Probes near the wanted variance that end the search."""
 
 
@@ -49,8 +54,12 @@ class EnergyProber(Prober):
             reason = f"energy error: a variance of {variance:.3g} for each coordinate and step, wanted {WANTED:g}"
         return replace(probe, limit=limit, reason=reason, energy_variance=variance, friction=friction)
 
-    def _still(self) -> int:
-        return 0  # momenta of a constant length cannot heat on the way from an optimum
+    def _first_steps(self) -> list[StepControls]:
+        """Return those of steps at the full lr, as many as the run's own burn-in but at most three probes' lengths.
+
+        The scale of a full gradient shows only while the chain moves, and MCLMC cannot heat on the way.
+        """
+        return [HOT] * min(round(self.form.lead), LONGEST * self.steps) if self.runs.has_preconditioner else []
 
     def _fit(self, schedule: FixedControls, steps: int, health: ChainHealth) -> Energies:
         return self.runs.fit(schedule, steps, BayesianModelAverage(), health, self._errors, clips=False)
@@ -65,7 +74,7 @@ def corrected(probe: Probe) -> float:
 
 
 def solve(probe: Callable[[float], Probe], lr: float, max_probes: int) -> list[Probe]:
-    """Probe at lr, and at each probe's corrected step size, until two are near the wanted variance.
+    """Probe at lr, and at each probe's corrected step size, until three are near the wanted variance.
 
     Args:
         probe: makes a probe.
@@ -73,15 +82,15 @@ def solve(probe: Callable[[float], Probe], lr: float, max_probes: int) -> list[P
         max_probes: the largest number of probes.
     """
     probes: list[Probe] = []
-    while len(probes) < max_probes and len(_near(probes, TOLERATED)) < ENOUGH:
+    while len(probes) < max_probes and len(_near(probes)) < ENOUGH:
         probes.append(probe(lr))
         lr = corrected(probes[-1])
     return probes
 
 
-def _near(probes: Sequence[Probe], factor: float) -> list[Probe]:
-    """Return the probes whose variance is within a factor of the wanted one."""
-    return [p for p in probes if p.energy_variance is not None and 1 / factor < p.energy_variance / WANTED < factor]
+def _near(probes: Sequence[Probe]) -> list[Probe]:
+    """Return the probes whose variance is near the wanted one."""
+    return [p for p in probes if p.energy_variance is not None and 1 / NEAR < p.energy_variance / WANTED < NEAR]
 
 
 def choose_by_energy(probes: Sequence[Probe]) -> tuple[float, float | None, bool, str]:
@@ -93,11 +102,11 @@ def choose_by_energy(probes: Sequence[Probe]) -> tuple[float, float | None, bool
     Args:
         probes: in the order in which they were made.
     """
-    used = _near(probes, 2.0) or list(probes[-1:])
+    used = _near(probes) or list(probes[-1:])
     lr = _geometric_mean([corrected(p) for p in used])
     frictions = [p.friction for p in used if p.friction is not None]
     friction = _geometric_mean(frictions) if frictions else None
-    if _near(used, 2.0):
+    if _near(used):
         return lr, friction, True, SENTENCES[Limit.ENERGY_ERROR]
     return lr, friction, False, f"No probe came near it; {used[-1].reason or 'the last one was far below'}"
 

@@ -72,6 +72,12 @@ def propose_lr(
     where these data speak against the largest healthy step, longer probes decide. If none is healthy, it is the best of
     those tried.
 
+    `MCLMC` and `pMCLMC`, which cannot heat, get the lr at which the energy error of a step has a variance of 5e-4 for
+    each coordinate (Robnik et al. 2023), from probes at step sizes that the law lr⁶ corrects. Both ends of a step are
+    taken on the step's own mini-batch (see `lightning_sgmcmc.tune.energy_errors.EnergyErrors`), so the energies' noise
+    between batches does not count. They also get a friction, from the width of the positions in the probes; all
+    chains get one.
+
     The call restores the module: parameters and buffers, lr, evaluations.
 
     Args:
@@ -87,7 +93,7 @@ def propose_lr(
             keyword arguments replace its own.
 
     Raises:
-        ValueError: for an argument out of range, or a module at temperature 0.
+        ValueError: for an argument out of range, a module at temperature 0, or a schedule that the sampler refuses.
         TypeError: if the module is not a `BayesianModule`.
     """
     _check_arguments(module, steps, burn_in_steps, tolerance, max_probes)

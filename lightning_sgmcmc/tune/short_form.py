@@ -132,20 +132,20 @@ class RunForm:
         factors = [self.schedule.controls(step).lr_factor for step in range(1, last + 1, stride)]
         return sum(factors) / max(len(factors), 1) * last
 
-    def short(self, steps: int, still: int = 0) -> FixedControls:
+    def short(self, steps: int, first: Sequence[StepControls] = ()) -> FixedControls:
         """Return the schedule of a short run: the run's first stages, linearly shortened.
 
         Args:
             steps: its length.
-            still: steps of no length before it.
+            first: the controls of steps before it.
         """
         lead = self._first_sampling - 1
         before = min(lead, round(steps * (EXPLORATION_SHARE if self.explores else BURN_IN_SHARE)))
         noisy = steps - before
-        first, last = self._sampling
+        start, last = self._sampling
         places = [1 + j * lead // before for j in range(before)]
-        places += [first + j * (last - first + 1) // noisy for j in range(noisy)]
+        places += [start + j * (last - start + 1) // noisy for j in range(noisy)]
         controls = [self.schedule.controls(place) for place in places]
         count = min(MAX_SAMPLES, noisy)
-        samples = [still + before + round(noisy * (j + 1) / count) for j in range(count)]
-        return FixedControls([STILL] * still + controls, samples, self.schedule.temperature, self.schedule.sets_lr)
+        samples = [len(first) + before + round(noisy * (j + 1) / count) for j in range(count)]
+        return FixedControls([*first, *controls], samples, self.schedule.temperature, self.schedule.sets_lr)
