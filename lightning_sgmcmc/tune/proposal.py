@@ -95,8 +95,8 @@ class Probe:
 
     def as_json(self) -> dict[str, Any]:
         """Return its JSON form."""
-        names = ("lr", "kinetic", "configurational", "noise_share", "energy", "nll", "reason")
-        names += ("energy_variance", "friction") if self.energy_variance is not None else ()
+        names = ["lr", "kinetic", "configurational", "noise_share", "energy", "nll", "reason"]
+        names += ["energy_variance", "friction"] if self.energy_variance is not None else []
         return {name: _finite(getattr(self, name)) for name in names} | {
             "healthy": self.healthy,
             "verdict": self.verdict,
