@@ -141,8 +141,8 @@ class Schedule(SamplerCallback):
 
     def _check_temperature(self) -> None:
         """Raise for a sampler without a step at temperature 0 in a schedule that begins there."""
-        temperature = self.controls(1).temperature
-        temperature = self._target_temperature if temperature is None else temperature
+        own = self.controls(1).temperature
+        temperature = self._target_temperature if own is None else own
         if not self._sampler.has_cold_limit and not isinstance(temperature, torch.Tensor) and temperature == 0:
             raise ValueError(NO_COLD_LIMIT.format(type(self._sampler).__name__))
 

@@ -117,8 +117,7 @@ def propose_lr(
         training.warm_up(length if burn_in_steps is None else burn_in_steps)
         rank_zero_info(f"Warmed up: energy {energy:.6g} to {training.energy:.6g} nats.")
         if runs.is_microcanonical:
-            prober = EnergyProber(runs, training, form, length, tolerance)
-            probes = solve(prober, training.lr, max_probes)
+            probes = solve(EnergyProber(runs, training, form, length, tolerance), training.lr, max_probes)
             lr, friction, is_healthy, reason = choose_by_energy(probes)
             return _proposal(runs, setting, lr, Limit.ENERGY_ERROR, is_healthy, reason, probes, friction)
         prober = Prober(runs, training, form, length, tolerance)
