@@ -179,9 +179,9 @@ def test_the_proposal_has_the_wanted_energy_variance(proposal: Any) -> None:
 
 
 def test_the_proposal_gets_smaller_as_the_gradient_noise_grows(proposal: Any) -> None:
-    """By the mini-batch's own potential, which is steeper."""
-    steps = [proposal.lr, *(tuned(batch).lr for batch in (16, 4))]
-    assert steps[0] > 1.1 * steps[1] > 1.2 * steps[2], steps
+    """By the mini-batch's own potential, which is steeper: with batches of 4 the square of its gradient is 16 times as
+    large, and so is the variance of the errors, which the time step makes up for by 16^(-1/6) = 0.63."""
+    assert 0.45 < tuned(4).lr / proposal.lr < 0.8
 
 
 def test_several_step_sizes_are_scaled_together() -> None:
@@ -189,6 +189,7 @@ def test_several_step_sizes_are_scaled_together() -> None:
     assert found.setting == pytest.approx([found.lr / 2, found.lr, found.lr / 2, found.lr / 4])
 
 
+@pytest.mark.slow
 def test_a_preconditioned_form_is_tuned_in_its_coordinates(proposal: Any) -> None:
     """The target is isotropic already; the scales of a short burn-in scatter, so some coordinates are sharper."""
     scaled = tuned(ROWS, functools.partial(pMCLMC, friction=8.0))

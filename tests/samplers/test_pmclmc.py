@@ -3,11 +3,13 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.samplers import MCLMC, pMCLMC
+from tests.support.problems import ConjugateRegression
 
 NUM_DATA, TAU, CHAINS = 20, 0.7, 300
 CURVATURE = torch.logspace(-2, 2, 5, dtype=torch.float64)
@@ -119,3 +121,33 @@ def test_a_target_of_condition_number_ten_thousand() -> None:
     ratio, error = variances(rule, place, 300, 1000)
     assert ((ratio - 1).abs() < 0.05 + 4 * error).all(), (ratio, error)
     assert (error < 0.02).all()
+
+
+def test_mini_batch_noise_of_another_shape_biases_it_less() -> None:
+    """A regression with batches of 50 of 200 data: along the posterior's axes MCLMC's variances are 15 % off at worst,
+    the scaled form's less than half as much; the standard error is below 1 %."""
+    problem = ConjugateRegression()
+    x, y = (tensor.double() for tensor in problem.dataset().tensors)
+    mean = torch.as_tensor(problem.mean)
+    sharpness, axes = torch.linalg.eigh(torch.as_tensor(np.linalg.inv(problem.covariance)))
+    errors = []
+    for kind in (MCLMC, pMCLMC):
+        generator = torch.Generator().manual_seed(1)
+        p = nn.Parameter(
+            mean + torch.randn(40, 20, 3, generator=generator, dtype=torch.float64) / sharpness.sqrt() @ axes.T
+        )
+        rule = kind([p], lr=0.018, friction=14.0, num_data=200, num_chains=40, seed=3)
+        total = torch.zeros(3, dtype=torch.float64)
+        for step in range(900):
+            if step == 300 and isinstance(rule, pMCLMC):
+                rule.set_adapting(False)
+            batch = torch.randint(200, (40, 50), generator=generator)
+            place = p.detach()
+            residual = torch.einsum("cni,coi->cno", x[batch], place) - y[batch]
+            p.grad = torch.einsum("cno,cni->coi", residual, x[batch]) / 50 + place / 200
+            rule.step()
+            if step >= 300:
+                total += (((p.detach() - mean) @ axes).square() * sharpness).mean((0, 1)) / 600
+        errors.append(float((total - 1).abs().max()))
+    assert errors[0] > 0.15
+    assert errors[1] < errors[0] / 2
