@@ -4,6 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
@@ -13,7 +14,7 @@ from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.interruption import pass_on
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.samplers.base import Control
+from lightning_sgmcmc.samplers.base import NO_COLD_LIMIT, Control
 from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
 
 
@@ -134,8 +135,16 @@ class Schedule(SamplerCallback):
         self.lay_out(RunLength(steps, epoch_length(trainer), lr, is_trial(trainer)))
         progress.first_sample = progress.warm_steps + self.first_sample
         self._target_temperature = module.target_temperature if self.temperature is None else self.temperature
+        self._check_temperature()
         if not is_trial(trainer):
             self._check_burn_in()
+
+    def _check_temperature(self) -> None:
+        """Raise for a sampler without a step at temperature 0 in a schedule that begins there."""
+        own = self.controls(1).temperature
+        temperature = self._target_temperature if own is None else own
+        if not self._sampler.has_cold_limit and not isinstance(temperature, torch.Tensor) and temperature == 0:
+            raise ValueError(NO_COLD_LIMIT.format(type(self._sampler).__name__))
 
     def _check_burn_in(self) -> None:
         """Raise for a sampler that is to be frozen before it has seen a gradient."""

@@ -60,6 +60,7 @@ from lightning_sgmcmc.samplers import (
     Sampler,
     ScaleAdaptedSGHMC,
     UnderdampedLangevin,
+    pMCLMC,
     pSGHMC,
     pSGLD,
 )
@@ -125,6 +126,7 @@ __all__ = [
     "bayesianize",
     "cluster_data",
     "expand",
+    "pMCLMC",
     "pSGHMC",
     "pSGLD",
 ]

@@ -77,11 +77,17 @@ def tune(trainer: pl.Trainer, make_trainer: Callable[..., pl.Trainer], model: Ba
 
 def _table(proposal: StepProposal, path: Path) -> Table:
     table = Table(title="Short runs by step size", caption=str(path), padding=(0, 1, 0, 0))
-    for column in ("lr", "val nll", "kinetic", "config.", "noise", "energy"):
+    has_errors = any(probe.energy_variance is not None for probe in proposal.probes)
+    for column in ("lr", "val nll", "ΔE var." if has_errors else "kinetic", "config.", "noise", "energy"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for probe in proposal.probes:
-        numbers = (probe.nll, probe.kinetic, probe.configurational, probe.noise_share)
+        numbers = (
+            probe.nll,
+            probe.energy_variance if has_errors else probe.kinetic,
+            probe.configurational,
+            probe.noise_share,
+        )
         cells = ["–" if value is None else f"{value:.3g}" for value in numbers]
         energy = "–" if probe.energy is None else f"{probe.energy:.5g}"
         chosen = " ←" if probe.lr == proposal.lr else ""
@@ -93,6 +99,8 @@ def _print_setting(console: Console, proposal: StepProposal) -> None:
     setting = proposal.setting
     text = f"{setting:.3g}" if isinstance(setting, float) else json.dumps(setting)
     console.print(f"Proposed: --model.init_args.lr={text}", highlight=False, soft_wrap=True)
+    if proposal.friction is not None:
+        console.print(f"and the sampler's friction: {proposal.friction:.3g}", highlight=False)
     what = "the limit is" if proposal.is_healthy else "no step was healthy, and what binds is"
     console.print(f"{what.capitalize()}: {proposal.limit}. {proposal.reason}", highlight=False)
     share = "" if math.isinf(proposal.run_steps) else f", and the run has {proposal.run_steps:,.0f}"

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.planning.recursion import LinearRule, Move
 from lightning_sgmcmc.samplers import MCLMC, SGHMC, SGNHT, Sampler, StepLaw, UnderdampedLangevin
+from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
 
 MOVES: dict[str, Move] = {"euler": "before", "baoab": "baoab", "obabo": "after", "ubu": "ubu"}
 """By integrator of `UnderdampedLangevin`."""
@@ -28,7 +29,7 @@ def linear_rule(
         num_data: N.
 
     Returns:
-        the rule; None for a sampler whose steps are not of that form (pSGLD).
+        the rule; None for a sampler whose steps are not of that form, or have a scale for each coordinate (pSGLD).
     """
     law = _law(sampler, {**group, "lr": lr, "temperature": temperature, "gradient_multiplier": 1.0}, num_data)
     if law is None:
@@ -46,7 +47,7 @@ def _law(sampler: Sampler, group: dict[str, Any], num_data: int) -> StepLaw | No
     if isinstance(sampler, SGNHT):  # its own law reads the thermostat, and would make it
         friction, lr, temperature = group["friction"], group["lr"], group["temperature"]
         return StepLaw(friction, lr, 2 * friction * lr * temperature / num_data, lr * temperature / num_data)
-    return sampler.law(group)
+    return None if isinstance(sampler, PreconditionedSampler) else sampler.law(group)
 
 
 def _move(sampler: Sampler, group: Mapping[str, Any], law: StepLaw, lr: Tensor) -> tuple[Move, Any]:

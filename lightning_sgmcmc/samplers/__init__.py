@@ -9,6 +9,7 @@ from lightning_sgmcmc.samplers.base import Sampler
 from lightning_sgmcmc.samplers.contract import check_contract
 from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.samplers.mclmc import MCLMC
+from lightning_sgmcmc.samplers.pmclmc import pMCLMC
 from lightning_sgmcmc.samplers.psghmc import pSGHMC
 from lightning_sgmcmc.samplers.psgld import pSGLD
 from lightning_sgmcmc.samplers.scale_adapted import ScaleAdaptedSGHMC
@@ -28,6 +29,7 @@ __all__ = [
     "StepLaw",
     "UnderdampedLangevin",
     "check_contract",
+    "pMCLMC",
     "pSGHMC",
     "pSGLD",
 ]

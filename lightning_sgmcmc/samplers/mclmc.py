@@ -68,32 +68,77 @@ class MCLMC(Sampler):
         for group in self.param_groups:
             if self._coordinates(group["params"]) < 2:
                 raise ValueError(
-                    "a parameter group of MCLMC needs two coordinates at least, since a direction in one dimension "
-                    "cannot turn: put the parameter into a group with others"
+                    f"a parameter group of {type(self).__name__} needs two coordinates at least, since a direction in "
+                    "one dimension cannot turn: put the parameter into a group with others"
                 )
 
     def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
     ) -> None:
-        step, temperature, multiplier = group["lr"], group["temperature"], group["gradient_multiplier"]
         assert noise is not None  # see `has_cold_limit`
-        assert self.num_data is not None
+        step, friction, temperature = group["lr"], group["friction"], group["temperature"]
         momenta = self._buffers(params, self.momentum_buffer)
-        dimension = self._coordinates(params)
-        length = square_root(dimension * temperature)
-        kept, added = self._turn(
-            self._inner(params, grads, grads),
-            self._inner(params, grads, momenta),
-            self._inner(params, momenta, momenta),
-            step * multiplier * self.num_data * dimension / (dimension - 1) / length,
-        )
+        length = square_root(self._coordinates(params) * temperature)
+        forces = self._forces(params, grads)
+        kept, added = self._turn(*self._geometry(group, params, momenta, forces))
         self._scale(momenta, kept * length)
-        self._add(momenta, grads, added * length)
-        self._add(params, momenta, step / 2)
-        self._scale(momenta, exp(-group["friction"] * step))
-        self._add(momenta, noise, square_root(momentum_variance(step, group["friction"], temperature)))
+        self._add(momenta, forces, added * length)
+        self._move(params, momenta, step / 2)
+        self._scale(momenta, exp(-friction * step))
+        self._add(momenta, noise, square_root(momentum_variance(step, friction, temperature)))
         self._scale(momenta, length * self._inner(params, momenta, momenta).clamp_min(SMALLEST).rsqrt())
-        self._add(params, momenta, step / 2)
+        self._move(params, momenta, step / 2)
+
+    def _forces(self, params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        """Return the gradients in the coordinates of the momenta."""
+        return grads
+
+    def _move(self, params: list[Tensor], momenta: list[Tensor], time: Control) -> None:
+        """Move the parameters by the momenta for a time."""
+        self._add(params, momenta, time)
+
+    def _geometry(
+        self, group: dict[str, Any], params: Sequence[Tensor], momenta: list[Tensor], forces: list[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Control]:
+        """Return |g|², g·r and |r|², each of shape (C,), and the angle δ of a step's flow over |g|, with the sign of κ.
+
+        δ = h·κ·N·|g|·√(d/τ)/(d-1).
+        """
+        assert self.num_data is not None
+        dimension = self._coordinates(params)
+        rate = group["lr"] * group["gradient_multiplier"] * self.num_data * dimension / (dimension - 1)
+        return (
+            self._inner(params, forces, forces),
+            self._inner(params, forces, momenta),
+            self._inner(params, momenta, momenta),
+            rate / square_root(dimension * group["temperature"]),
+        )
+
+    @torch.no_grad()
+    def kinetic_gain(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], share: float = 1.0
+    ) -> Tensor:
+        """Return what the flow of a share of a step adds to the kinetic energy over τ, shape (C,), in float64.
+
+            (d-1)·log(cosh δ + (e·û)·sinh δ),   δ = share·h·|κ|·N·|g|·√(d/τ)/(d-1)
+
+        An exact integrator keeps its sum with U/τ. Momenta are those of the state, and do not change.
+
+        Args:
+            group: a parameter group.
+            params: its parameters that have a gradient.
+            grads: gradient of the mean potential for each of them.
+            share: of the first line of the step.
+
+        Source: Robnik et al. 2023, section 4.
+        """
+        forces = self._forces(params, grads)
+        *found, rate = self._geometry(group, params, self._buffers(params, self.momentum_buffer), forces)
+        square, product, length = (number.double() for number in found)
+        signed = torch.as_tensor(share * rate, dtype=square.dtype, device=square.device)
+        angle, towards = square.sqrt() * signed.abs(), -signed.sign()
+        cosine = towards * product * (square * length).clamp_min(SMALLEST).rsqrt()
+        return (self._coordinates(params) - 1) * (angle + ((1 - cosine) / 2 * (-2 * angle).expm1()).log1p())
 
     @staticmethod
     def _turn(square: Tensor, product: Tensor, length: Tensor, rate: Control) -> tuple[Tensor, Tensor]:

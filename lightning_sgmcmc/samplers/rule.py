@@ -77,6 +77,8 @@ class UpdateRule(Optimizer):
     def law(self, group: dict[str, Any]) -> StepLaw | None:
         """Return the law of the group's next step; None for a rule whose steps are not of that form.
 
+        Where there is a `preconditioner` G it is the law in its metric, with the gradient √G⊙g.
+
         Args:
             group: a parameter group with the controls of the step, or a dictionary with its entries.
         """
@@ -98,7 +100,7 @@ class UpdateRule(Optimizer):
         return None if self.momentum_buffer is None else self._buffers(group["params"], self.momentum_buffer)
 
     def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return G of steps -lr·G⊙g + √(2·lr·τ·G/N)⊙ξ, None where G = 1."""
+        """Return the metric G of steps such as -lr·G⊙g + √(2·lr·τ·G/N)⊙ξ, None where G = 1."""
         return None
 
     def stored_momenta(self, group: dict[str, Any]) -> list[Tensor | None]:

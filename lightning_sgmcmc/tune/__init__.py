@@ -7,8 +7,11 @@ it, with λ the curvature of the mean potential. All three appear within a few r
 so short runs find them. They cannot find how long a chain needs to spread over the flat directions, N·(prior
 variance)/lr steps.
 
+MCLMC's momenta have a constant length, so nothing heats it. The variance of the energy error of its steps limits it.
+
 `lightning_sgmcmc.tune.short_form` shortens a run's schedule, `training` finds a warmed-up state, `probes` judges step
-sizes from there, and `proposal` chooses among them.
+sizes from there, and `proposal` chooses among them; `energy_errors` measures those of MCLMC, and `energy_search` solves
+for its step size.
 """
 
 from lightning_sgmcmc.tune.proposal import Limit, Probe, StepProposal

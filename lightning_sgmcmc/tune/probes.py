@@ -8,13 +8,14 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ChainHealth
+from lightning_sgmcmc.callbacks.schedule import StepControls
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.diagnostics.findings import FindingKind
 from lightning_sgmcmc.diagnostics.health import HealthReport, Temperatures
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.tune.proposal import Limit, Probe, tail_mean
 from lightning_sgmcmc.tune.runs import Energies, ShortRuns, State
-from lightning_sgmcmc.tune.short_form import RunForm
+from lightning_sgmcmc.tune.short_form import STILL, FixedControls, RunForm
 from lightning_sgmcmc.tune.training import Training
 
 STILL_STEPS = 150
@@ -71,10 +72,10 @@ class Prober:
         module = self.runs.module
         module.health, module.evaluations = None, {}
         health = ChainHealth(every_n_steps=max(1, min(20, self.steps // 100)), tolerance=self.tolerance, warn=False)
-        still = STILL_STEPS if self.runs.has_preconditioner else 0
-        schedule = self.form.short(self.steps, still)
+        first = self._first_steps()
+        schedule = self.form.short(self.steps, first)
         try:
-            found = self.runs.fit(schedule, still + self.steps, BayesianModelAverage(), health, with_noise=True)
+            found = self._fit(schedule, len(first) + self.steps, health)
         except ValueError as error:  # the sampler refuses the step
             return Probe(lr, limit=Limit.DISCRETIZATION, reason=f"refused: {error}")
         except NonFiniteEnergyError as error:
@@ -82,6 +83,13 @@ class Prober:
             limit = Limit.EXPLORATION if exploring else Limit.DISCRETIZATION
             return Probe(lr, limit=limit, reason=f"divergence: {error}")
         return self._judge(lr, found)
+
+    def _first_steps(self) -> list[StepControls]:
+        """Return the controls of the steps before a probe, in which a preconditioner is estimated."""
+        return [STILL] * STILL_STEPS if self.runs.has_preconditioner else []
+
+    def _fit(self, schedule: FixedControls, steps: int, health: ChainHealth) -> Energies:
+        return self.runs.fit(schedule, steps, BayesianModelAverage(), health, with_noise=True)
 
     def _is_passing(self, probe: Probe) -> bool:
         """Return whether only positions are hot: that may be the memory of the start.

@@ -27,6 +27,7 @@ class Limit(str, Enum):
     DISCRETIZATION = "discretization"
     CHANCE = "at chance"
     VALIDATION = "validation"
+    ENERGY_ERROR = "energy error"
     TRIED = "largest tried"
 
     def __str__(self) -> str:
@@ -39,6 +40,7 @@ SENTENCES = {
     Limit.DISCRETIZATION: "At a larger lr the discretization heats the chain.",
     Limit.CHANCE: "At a larger lr the model does no better than chance.",
     Limit.VALIDATION: "A larger lr is healthy, but its average predicts the validation data worse.",
+    Limit.ENERGY_ERROR: "At a larger lr the energy errors of MCLMC's steps have more than the wanted variance.",
     Limit.TRIED: "It is the largest lr tried: a larger one may be healthy too (more probes find out).",
 }
 
@@ -57,6 +59,8 @@ class Probe:
         limit: what makes it unhealthy, None if nothing does.
         reason: a sentence on that, else "".
         log_density: log density of the average at each validation datum, for paired comparisons.
+        energy_variance: variance of a step's energy error for each coordinate, of MCLMC only.
+        friction: MCLMC's friction at which the momentum forgets its direction over the width of the positions.
     """
 
     lr: float
@@ -68,6 +72,8 @@ class Probe:
     limit: Limit | None = None
     reason: str = ""
     log_density: Tensor | None = field(default=None, repr=False, compare=False)
+    energy_variance: float | None = None
+    friction: float | None = None
 
     @property
     def healthy(self) -> bool:
@@ -89,7 +95,8 @@ class Probe:
 
     def as_json(self) -> dict[str, Any]:
         """Return its JSON form."""
-        names = ("lr", "kinetic", "configurational", "noise_share", "energy", "nll", "reason")
+        names = ["lr", "kinetic", "configurational", "noise_share", "energy", "nll", "reason"]
+        names += ["energy_variance", "friction"] if self.energy_variance is not None else []
         return {name: _finite(getattr(self, name)) for name in names} | {
             "healthy": self.healthy,
             "verdict": self.verdict,
@@ -110,6 +117,7 @@ class StepProposal:
         probes: all probes, by step size.
         steps_made: optimizer steps of the call.
         run_steps: optimizer steps of the run, infinite if unknown.
+        friction: MCLMC's proposed friction, one for all chains; None for other samplers.
     """
 
     lr: float
@@ -120,6 +128,7 @@ class StepProposal:
     probes: tuple[Probe, ...]
     steps_made: int = 0
     run_steps: float = math.inf
+    friction: float | None = None
 
     @property
     def is_bounded(self) -> bool:
@@ -136,6 +145,7 @@ class StepProposal:
             "reason": self.reason,
             "steps_made": self.steps_made,
             "run_steps": _finite(self.run_steps),
+            **({} if self.friction is None else {"friction": self.friction}),
             "probes": [probe.as_json() for probe in self.probes],
         }
 

@@ -1,6 +1,6 @@
 """`propose_lr`: the setting of lr for a run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,19 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from lightning_sgmcmc.chains.step_sizes import values_of
 from lightning_sgmcmc.checks import check_count, check_positive
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.samplers.base import NO_COLD_LIMIT
+from lightning_sgmcmc.tune.energy_search import EnergyProber, choose_by_energy, solve
 from lightning_sgmcmc.tune.probes import Prober
-from lightning_sgmcmc.tune.proposal import StepProposal, choose, repeat_longer, scaled, search, tail_mean
+from lightning_sgmcmc.tune.proposal import (
+    Limit,
+    Probe,
+    StepProposal,
+    choose,
+    repeat_longer,
+    scaled,
+    search,
+    tail_mean,
+)
 from lightning_sgmcmc.tune.runs import ShortRuns
 from lightning_sgmcmc.tune.short_form import RunForm
 from lightning_sgmcmc.tune.training import Training
@@ -61,6 +72,12 @@ def propose_lr(
     where these data speak against the largest healthy step, longer probes decide. If none is healthy, it is the best of
     those tried.
 
+    `MCLMC` and `pMCLMC`, which cannot heat, get the lr at which the energy error of a step has a variance of 5e-4 for
+    each coordinate (Robnik et al. 2023), from probes at step sizes that the law lr⁶ corrects. Both ends of a step are
+    taken on the step's own mini-batch (see `lightning_sgmcmc.tune.energy_errors.EnergyErrors`), so the energies' noise
+    between batches does not count. They also get a friction, from the width of the positions in the probes; all
+    chains get one.
+
     The call restores the module: parameters and buffers, lr, evaluations.
 
     Args:
@@ -76,7 +93,7 @@ def propose_lr(
             keyword arguments replace its own.
 
     Raises:
-        ValueError: for an argument out of range, or a module at temperature 0.
+        ValueError: for an argument out of range, a module at temperature 0, or a schedule that the sampler refuses.
         TypeError: if the module is not a `BayesianModule`.
     """
     _check_arguments(module, steps, burn_in_steps, tolerance, max_probes)
@@ -96,8 +113,13 @@ def propose_lr(
         length = steps or _length(runs.length.steps)
         energy, error = tail_mean(energies, 1.0), float(energies.mean(1).std()) / len(energies) ** 0.5
         training = Training(runs, setting, given, energy, error)
+        _check_stages(form, runs)
         training.warm_up(length if burn_in_steps is None else burn_in_steps)
         rank_zero_info(f"Warmed up: energy {energy:.6g} to {training.energy:.6g} nats.")
+        if runs.is_microcanonical:
+            probes = solve(EnergyProber(runs, training, form, length, tolerance), training.lr, max_probes)
+            lr, friction, is_healthy, reason = choose_by_energy(probes)
+            return _proposal(runs, setting, lr, Limit.ENERGY_ERROR, is_healthy, reason, probes, friction)
         prober = Prober(runs, training, form, length, tolerance)
         least = training.time / form.lead if form.lead > 1 else 0.0
         probes = search(prober, training.lr, least, max_probes)
@@ -105,16 +127,23 @@ def propose_lr(
         if longer.steps > length:
             probes = repeat_longer(probes, longer, least, training.lr)
         lr, limit, is_healthy, reason = choose(probes, least, training.lr)
-        return StepProposal(
-            lr,
-            scaled(setting, lr / given),
-            limit,
-            is_healthy,
-            reason,
-            tuple(sorted(probes, key=lambda p: p.lr)),
-            runs.steps_made,
-            runs.length.steps,
-        )
+        return _proposal(runs, setting, lr, limit, is_healthy, reason, probes)
+
+
+def _proposal(
+    runs: ShortRuns,
+    setting: Any,
+    lr: float,
+    limit: Limit,
+    is_healthy: bool,
+    reason: str,
+    probes: Sequence[Probe],
+    friction: float | None = None,
+) -> StepProposal:
+    """Return the proposal, with the module's setting in proportion."""
+    setting = scaled(setting, lr / max(values_of(setting)))
+    ordered = tuple(sorted(probes, key=lambda p: p.lr))
+    return StepProposal(lr, setting, limit, is_healthy, reason, ordered, runs.steps_made, runs.length.steps, friction)
 
 
 def _length(run_steps: float) -> int:
@@ -136,6 +165,12 @@ def _check_arguments(
     numbers = [number for number in values_of(module.lr) if number is not None]
     if any(number == 0 for number in numbers):
         raise ValueError("lr is 0: set the module's lr to a step size to start the search from")
+
+
+def _check_stages(form: RunForm, runs: ShortRuns) -> None:
+    """Raise for a schedule with a cold stage and a sampler that makes no step there."""
+    if form.explores and not runs.module.sampler.has_cold_limit:
+        raise ValueError(NO_COLD_LIMIT.format(type(runs.module.sampler).__name__))
 
 
 def _check_temperature(module: BayesianModule, runs: ShortRuns) -> None:

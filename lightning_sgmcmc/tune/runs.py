@@ -19,8 +19,9 @@ from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.facts import chance_nll
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.run.trainer import callbacks_of
+from lightning_sgmcmc.samplers import MCLMC
 from lightning_sgmcmc.silence import silenced
-from lightning_sgmcmc.tune.short_form import STILL, FixedControls
+from lightning_sgmcmc.tune.short_form import COLD, HOT, STILL, FixedControls
 
 State = list[Tensor]
 
@@ -77,6 +78,8 @@ class ShortRuns:
         steps_made: optimizer steps of all fits.
         num_data: N, once a fit has begun.
         has_preconditioner: whether the sampler's state has an average of squared gradients, after `look`.
+        is_microcanonical: whether the sampler is MCLMC, whose energies choose its step size, after `look`.
+        training_controls: of the steps that lower the energy: at temperature 0, if the sampler makes such steps.
     """
 
     def __init__(self, module: BayesianModule, data: dict[str, Any], make_trainer: Callable[..., pl.Trainer]) -> None:
@@ -94,8 +97,12 @@ class ShortRuns:
         self.chance: float | None = None
         self.num_data = 1
         self.has_preconditioner = False
+        self.is_microcanonical = False
+        self.training_controls = COLD
 
-    def fit(self, schedule: Schedule, steps: int, *callbacks: pl.Callback, with_noise: bool = False) -> Energies:
+    def fit(
+        self, schedule: Schedule, steps: int, *callbacks: pl.Callback, with_noise: bool = False, clips: bool = True
+    ) -> Energies:
         """Fit for some steps from the module's present state; return the energies.
 
         Args:
@@ -103,17 +110,18 @@ class ShortRuns:
             steps: optimizer steps.
             callbacks: of the fit, besides.
             with_noise: whether the run's callbacks that change the gradient take part.
+            clips: whether the run's clipping of gradients takes part.
         """
         energies = Energies()
         own = [copy.copy(callback) for callback in self._gradient] if with_noise else []
         with silenced(*REPEATED):
-            trainer = self._trainer(steps, [schedule, *own, *callbacks, energies])
+            trainer = self._trainer(steps, [schedule, *own, *callbacks, energies], clips)
             trainer.fit(self.module, **self._data)
         self.steps_made += steps
         self._learn(trainer)
         return energies
 
-    def _trainer(self, steps: int, callbacks: list[pl.Callback]) -> pl.Trainer:
+    def _trainer(self, steps: int, callbacks: list[pl.Callback], clips: bool) -> pl.Trainer:
         return self._make(
             max_steps=steps,
             max_epochs=-1,
@@ -128,6 +136,7 @@ class ShortRuns:
             val_check_interval=None,
             fast_dev_run=False,
             **self._one_process,
+            **({} if clips else {"gradient_clip_val": None}),
         )
 
     def try_fit(self, schedule: Schedule, steps: int, *callbacks: pl.Callback) -> Energies | None:
@@ -148,6 +157,8 @@ class ShortRuns:
         energies = self.fit(FixedControls([STILL], [LOOK_STEPS]), LOOK_STEPS)
         sampler = self.module.sampler
         self.has_preconditioner = any(sampler.preconditioner(group["params"]) for group in sampler.param_groups)
+        self.is_microcanonical = isinstance(sampler, MCLMC)
+        self.training_controls = COLD if sampler.has_cold_limit else HOT
         lr = sampler.defaults["lr"] if given is None else given
         return energies.of(), lr
 

@@ -15,7 +15,9 @@ EXPLORATION_SHARE, BURN_IN_SHARE = 0.5, 0.25
 """Shares of a short run before its sampling stage."""
 COLD = StepControls(1.0, 0.0, Stage.BURN_IN)
 """The controls of optimization at the full lr."""
-STILL = COLD._replace(lr_factor=1e-15)
+HOT = COLD._replace(temperature=None)
+"""Those of a sampler that makes no step at temperature 0."""
+STILL = HOT._replace(lr_factor=1e-15)
 """The controls of a step of practically no length."""
 
 
@@ -58,15 +60,16 @@ class FixedControls(Schedule):
         return step in self.samples
 
 
-def optimization(steps: int, decays: bool = False) -> FixedControls:
-    """Return the schedule of n steps at temperature 0.
+def optimization(steps: int, decays: bool = False, controls: StepControls = COLD) -> FixedControls:
+    """Return the schedule of n steps that lower the energy.
 
     Args:
         steps: n.
         decays: whether the step size falls as a cosine.
+        controls: of the first step.
     """
     factors = [(1 + math.cos(math.pi * step / steps)) / 2 if decays else 1.0 for step in range(steps)]
-    return FixedControls([COLD._replace(lr_factor=factor) for factor in factors], [steps])
+    return FixedControls([controls._replace(lr_factor=factor) for factor in factors], [steps])
 
 
 class RunForm:
@@ -129,20 +132,20 @@ class RunForm:
         factors = [self.schedule.controls(step).lr_factor for step in range(1, last + 1, stride)]
         return sum(factors) / max(len(factors), 1) * last
 
-    def short(self, steps: int, still: int = 0) -> FixedControls:
+    def short(self, steps: int, first: Sequence[StepControls] = ()) -> FixedControls:
         """Return the schedule of a short run: the run's first stages, linearly shortened.
 
         Args:
             steps: its length.
-            still: steps of no length before it.
+            first: the controls of steps before it.
         """
         lead = self._first_sampling - 1
         before = min(lead, round(steps * (EXPLORATION_SHARE if self.explores else BURN_IN_SHARE)))
         noisy = steps - before
-        first, last = self._sampling
+        start, last = self._sampling
         places = [1 + j * lead // before for j in range(before)]
-        places += [first + j * (last - first + 1) // noisy for j in range(noisy)]
+        places += [start + j * (last - start + 1) // noisy for j in range(noisy)]
         controls = [self.schedule.controls(place) for place in places]
         count = min(MAX_SAMPLES, noisy)
-        samples = [still + before + round(noisy * (j + 1) / count) for j in range(count)]
-        return FixedControls([STILL] * still + controls, samples, self.schedule.temperature, self.schedule.sets_lr)
+        samples = [len(first) + before + round(noisy * (j + 1) / count) for j in range(count)]
+        return FixedControls([*first, *controls], samples, self.schedule.temperature, self.schedule.sets_lr)

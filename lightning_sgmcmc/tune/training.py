@@ -8,7 +8,7 @@ from typing import Any
 from lightning_sgmcmc.callbacks import WarmStart
 from lightning_sgmcmc.tune.proposal import scaled, tail_mean
 from lightning_sgmcmc.tune.runs import Energies, ShortRuns, State
-from lightning_sgmcmc.tune.short_form import optimization
+from lightning_sgmcmc.tune.short_form import COLD, STILL, optimization
 
 TRIAL_STEPS = 50
 """Optimizer steps of a trial."""
@@ -97,7 +97,8 @@ class Training:
         short = copy.copy(given)
         short.steps, short.epochs, short.early_stopping = max(1, min(steps, given.steps or steps)), None, None
         short.reset()
-        found = self.runs.try_fit(optimization(1), short.steps + 1, short)
+        last = STILL if self.runs.is_microcanonical else COLD  # a hot step would leave the optimum
+        found = self.runs.try_fit(optimization(1, controls=last), short.steps + 1, short)
         energy = math.inf if found is None else tail_mean(found.of()[1:])
         if energy < self.start_energy:
             self._start, self.start_energy = self.runs.state(), energy
@@ -114,7 +115,7 @@ class Training:
             return self._trials[lr]
         self.runs.set_state(self._start)
         self.set_lr(lr)
-        found = self.runs.try_fit(optimization(TRIAL_STEPS), TRIAL_STEPS)
+        found = self.runs.try_fit(optimization(TRIAL_STEPS, controls=self.runs.training_controls), TRIAL_STEPS)
         energies = None if found is None else found.of()
         energy = math.inf if energies is None else tail_mean(energies)
         error = 0.0
@@ -172,7 +173,7 @@ class Training:
         for _ in range(3 if steps > 0 else 0):
             self.runs.set_state(self.state)
             self.set_lr(lr * factor)
-            found = self.runs.try_fit(optimization(steps, decays=True), steps)
+            found = self.runs.try_fit(optimization(steps, True, self.runs.training_controls), steps)
             energy = math.inf if found is None else tail_mean(found.of())
             if energy < self.energy:
                 reached = min(TRIAL_STEPS * lr, max((time for time, _ in self._curve), default=0.0))

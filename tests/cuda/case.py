@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ class Case:
 
     chains: int = 4
     sampler: str = "SGHMC"
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the sampler."""
     execution: str = "auto"
     compile: Any = "auto"
     precision: str = "bf16-mixed"
@@ -173,7 +176,7 @@ def build(case: Case) -> BayesianModule:
         "seed": case.seed,
         "nonfinite_energy": case.nonfinite,
     }
-    sampler = getattr(samplers, case.sampler)
+    sampler = partial(getattr(samplers, case.sampler), **case.options)
     return BayesianModule(net=network(case), likelihood=Categorical(), sampler=sampler, **(options | case.extra))
 
 

@@ -56,9 +56,15 @@ FITS: dict[str, dict[str, Any]] = {
     "data on the host": SMALL_ALONE | {"resident": False},
     **{
         f"{sampler}": SMALL_ALONE | {"sampler": sampler, "clip": 1.0}
-        for sampler in ("SGLD", "pSGLD", "SGNHT", "UnderdampedLangevin", "pSGHMC")
+        for sampler in ("SGLD", "pSGLD", "SGNHT", "UnderdampedLangevin", "pSGHMC", "AdamSGLD", "ScaleAdaptedSGHMC")
+    },
+    **{
+        f"UnderdampedLangevin, {name}": SMALL_ALONE
+        | {"sampler": "UnderdampedLangevin", "options": {"integrator": name}, "clip": 1.0}
+        for name in ("obabo", "ubu")
     },
     "MCLMC": SMALL_ALONE | {"sampler": "MCLMC", "clip": 1.0, "schedule": "sampling"},
+    "pMCLMC": SMALL_ALONE | {"sampler": "pMCLMC", "options": {"adapt": "always"}, "clip": 1.0, "schedule": "sampling"},
 }
 """The settings of each fit, for `Case`."""
 

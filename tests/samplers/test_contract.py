@@ -24,6 +24,7 @@ from lightning_sgmcmc.samplers import (
     Sampler,
     ScaleAdaptedSGHMC,
     UnderdampedLangevin,
+    pMCLMC,
     pSGHMC,
     pSGLD,
 )
@@ -57,6 +58,8 @@ SAMPLERS = [
     Rule(UnderdampedLangevin, {"friction": 1.5, "integrator": "ubu"}),
     Rule(SGNHT, {"friction": 0.2, "thermal_inertia": 0.5}),
     Rule(MCLMC, {"friction": 1.5}),
+    Rule(pMCLMC, {"friction": 1.5, "alpha": 0.9}),
+    Rule(pMCLMC, {"friction": 1.5, "alpha": 0.9, "adapt": 4}),
 ]
 
 SHAPES: list[tuple[int, ...]] = [(), (4, 3), (5,)]

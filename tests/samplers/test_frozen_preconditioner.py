@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.callbacks import CyclicalSchedule, SampleCollector, SamplingSchedule
-from lightning_sgmcmc.samplers import AdamSGLD, Sampler, ScaleAdaptedSGHMC, pSGHMC, pSGLD
+from lightning_sgmcmc.samplers import AdamSGLD, Sampler, ScaleAdaptedSGHMC, pMCLMC, pSGHMC, pSGLD
 from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
 from tests.support.comparisons import assert_same
 from tests.support.problems import Data, Net
@@ -148,7 +148,13 @@ class Watch(pl.Callback):
         self.seen.append((pl_module.chains.progress.stage.value, torch.cat(squares)))
 
 
-SAMPLERS = [AdamSGLD, ScaleAdaptedSGHMC, functools.partial(pSGLD, adapt="burn-in"), functools.partial(pSGHMC, adapt=4)]
+SAMPLERS = [
+    AdamSGLD,
+    ScaleAdaptedSGHMC,
+    functools.partial(pSGLD, adapt="burn-in"),
+    functools.partial(pSGHMC, adapt=4),
+    pMCLMC,
+]
 
 
 def fitted(sampler: Any, schedule: Any, steps: int, callbacks: Any = (), **options: Any) -> Any:
@@ -187,7 +193,7 @@ def test_a_fit_without_burn_in_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", ["never", 0, 2.5, True])
-@pytest.mark.parametrize("kind", [pSGLD, AdamSGLD, pSGHMC, ScaleAdaptedSGHMC])
+@pytest.mark.parametrize("kind", [pSGLD, AdamSGLD, pSGHMC, pMCLMC, ScaleAdaptedSGHMC])
 def test_a_wrong_choice_is_refused(kind: Any, value: Any) -> None:
     with pytest.raises((ValueError, TypeError), match="adapt must be"):
         kind([nn.Parameter(torch.zeros(3))], num_data=N, adapt=value)

@@ -123,7 +123,7 @@ def test_what_has_no_cold_limit_is_refused_with_the_remedy() -> None:
         made(torch.zeros(1))
     trainer = pl.Trainer(
         max_steps=40,
-        callbacks=[CyclicalSchedule(num_cycles=2)],
+        callbacks=[WarmStart(steps=10), CyclicalSchedule(num_cycles=2)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -131,6 +131,7 @@ def test_what_has_no_cold_limit_is_refused_with_the_remedy() -> None:
     )
     with pytest.raises(ValueError, match=r"MCLMC makes no steps at temperature 0.*WarmStart"):
         trainer.fit(classifier(sampler=MCLMC, lr=0.01), DatasetDataModule(blobs(), batch_size=24))
+    assert trainer.global_step == 0, "the plan refuses it, before the warm start"
 
 
 def test_it_samples_after_a_warm_start() -> None:

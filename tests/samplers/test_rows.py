@@ -17,13 +17,14 @@ from lightning_sgmcmc.samplers import (
     Sampler,
     ScaleAdaptedSGHMC,
     UnderdampedLangevin,
+    pMCLMC,
     pSGHMC,
     pSGLD,
 )
 from lightning_sgmcmc.samplers.flat import FlatParameters
 from lightning_sgmcmc.samplers.fused import clip_rows, coefficient, sghmc_step, sgld_step
 
-RULES: list[Any] = [SGLD, pSGLD, AdamSGLD, SGHMC, pSGHMC, ScaleAdaptedSGHMC, SGNHT, MCLMC, UnderdampedLangevin]
+RULES: list[Any] = [SGLD, pSGLD, AdamSGLD, SGHMC, pSGHMC, ScaleAdaptedSGHMC, SGNHT, MCLMC, pMCLMC, UnderdampedLangevin]
 RULES += [functools.partial(UnderdampedLangevin, integrator=name) for name in ("baoab", "obabo", "ubu")]
 SHAPES = [(4, 3), (4,), (2, 4), ()]
 

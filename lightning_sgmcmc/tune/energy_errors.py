@@ -1,0 +1,151 @@
+"""The energy errors of MCLMC's steps, each with the potential of its own mini-batch."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.callbacks import SamplerCallback
+from lightning_sgmcmc.callbacks.base import bayesian
+from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.samplers import MCLMC
+
+
+class EnergyErrors(SamplerCallback):
+    """Measures by how much each step of a sampling stage changes the energy, which the exact flow would keep.
+
+        ΔE = K(θ, half) + [Ũ(θ') - Ũ(θ)]/τ + K(θ', half)
+
+    with K what half of the momentum's flow adds to the kinetic energy over τ (`MCLMC.kinetic_gain`): the last half of
+    the step's own flow, and the first half of the next one. Both potentials and both gradients are of the step's own
+    mini-batch, and of the same dropout masks. So ΔE has only the error of the integrator for that batch's potential,
+    which is of third order in the time step. Energies of two different batches would differ by their noise, whatever
+    the step size, and gradients of two by a term of first order, which turns the momentum and changes no law if it is
+    isotropic. Noise of the gradient enters through the batch's own potential, whose steeper slope raises the error.
+
+    A measured step costs a second gradient. With accumulation all micro-batches of the step count.
+    """
+
+    def __init__(self) -> None:
+        self._batches: list[tuple[Any, list[Tensor]]] = []
+        """The step's micro-batches, each with the states of torch's generators before it."""
+        self._begun: Tensor | None = None
+        self._step = 0
+        self._errors: list[Tensor] = []
+        self._anchors: list[Tensor] = []
+        self._sums: list[Tensor] = []
+        self._squares: list[Tensor] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        bayesian(pl_module, self).sampler.draw_momenta()  # zeros would all begin along the gradient, and oscillate
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._batches.append((batch, _generator_states(pl_module.device)))
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        module = bayesian(pl_module, self)
+        self._step = module.sampler.step_count
+        self._begun = None
+        if module.chains.progress.stage is Stage.SAMPLING:
+            gains = [self._gain(module, [p.grad for p in self._parameters(module)], share) for share in (1.0, 0.5)]
+            self._begun = gains[0] - gains[1] - self._reduced(module, module.chains.observed.mean_potential)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        module = bayesian(pl_module, self)
+        if module.sampler.step_count == self._step:
+            return  # an accumulated micro-batch
+        batches, self._batches = self._batches, []
+        if self._begun is not None:
+            potential, gradients = self._at_end(trainer, module, batches)
+            end = self._gain(module, gradients, 0.5) + self._reduced(module, potential)
+            self._errors.append(self._begun + end)
+            self._add_position(self._parameters(module))
+
+    def _parameters(self, module: BayesianModule) -> list[Tensor]:
+        return [p for group in module.sampler.param_groups for p in group["params"]]
+
+    def _gain(self, module: BayesianModule, gradients: list[Tensor | None], share: float) -> Tensor:
+        """Return what a share of the flow adds to K over all parameter groups, shape (C,)."""
+        sampler, place, gains = module.sampler, 0, []
+        assert isinstance(sampler, MCLMC)
+        for group in sampler.param_groups:
+            own = zip(group["params"], gradients[place:], strict=False)
+            pairs = [(p, g) for p, g in own if g is not None]
+            place += len(group["params"])
+            gains.append(sampler.kinetic_gain(group, [p for p, _ in pairs], [g for _, g in pairs], share))
+        return torch.stack(gains).sum(0)
+
+    @staticmethod
+    def _reduced(module: BayesianModule, mean_potential: Tensor) -> Tensor:
+        """Return Ũ/τ, shape (C,)."""
+        temperature = module.sampler.param_groups[0]["temperature"]
+        return mean_potential.detach().reshape(-1).double() * (module.num_data or 1) / temperature
+
+    def _at_end(
+        self, trainer: pl.Trainer, module: BayesianModule, batches: list[tuple[Any, list[Tensor]]]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Return Ũ/N of a step's batches at the present state, shape (C,), and its gradients."""
+        chains, params, potentials = module.chains, self._parameters(module), []
+        assert chains.energies is not None
+        for batch, states in batches:
+            with torch.enable_grad(), trainer.precision_plugin.train_step_context(), _generators(states, module.device):
+                found = chains.energies(batch, through_stack=True, seed_chain=chains.claims.get("seed chain"))
+            potentials.append(found.mean_potential.reshape(-1))
+        potential = torch.stack(potentials).mean(0)
+        return potential, list(torch.autograd.grad(potential.sum(), params, allow_unused=True))
+
+    @torch.no_grad()
+    def _add_position(self, params: list[Tensor]) -> None:
+        if not self._anchors:
+            self._anchors = [p.detach().clone() for p in params]
+            self._sums, self._squares = ([torch.zeros_like(p) for p in params] for _ in range(2))
+        moved = torch._foreach_sub(params, self._anchors)
+        torch._foreach_add_(self._sums, moved)
+        torch._foreach_addcmul_(self._squares, moved, moved)
+
+    # -- what was found -----------------------------------------------------------------------------------------------
+
+    def variance(self, sampler: MCLMC) -> float:
+        """Return the variance of ΔE over the number of a chain's coordinates, infinite if it is not finite."""
+        errors = torch.stack(self._errors)
+        count = sum(p.numel() for group in sampler.param_groups for p in group["params"]) // sampler.num_chains
+        found = float(errors.var(0).mean()) / count
+        return found if math.isfinite(found) else math.inf
+
+    def friction(self, sampler: MCLMC) -> float:
+        """Return √(τ/s²), with s² the mean variance of the coordinates over the measured steps, scaled as the momenta.
+
+        The momentum then forgets its direction over a length of √d·s.
+        """
+        steps, total, count, place = len(self._errors), 0.0, 0, 0
+        for group in sampler.param_groups:
+            metric = sampler.preconditioner(group["params"]) or [torch.ones(())] * len(group["params"])
+            for scale in metric:
+                spread = self._squares[place] / steps - (self._sums[place] / steps).square()
+                total += float((spread / scale.to(spread)).sum())
+                count, place = count + spread.numel(), place + 1
+        temperature = torch.as_tensor(sampler.param_groups[0]["temperature"]).double().mean()
+        return math.sqrt(float(temperature) * count / max(total, 1e-300))
+
+
+def _generator_states(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's default generators of the CPU and of a CUDA device."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+@contextmanager
+def _generators(states: list[Tensor], device: torch.device) -> Iterator[None]:
+    """Within the context torch's default generators begin from these states."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.cuda.set_rng_state(states[1], device)
+        yield
