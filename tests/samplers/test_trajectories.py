@@ -59,7 +59,8 @@ def sampled(
 ) -> tuple[Tensor, float]:
     """Return the ends of `count` trajectories, shape (count, C, d), and the mean acceptance probability."""
     parameter, sampler = started(cls, places, **options)
-    trajectory, generator = Trajectory(sampler), torch.Generator().manual_seed(11)
+    trajectory, generator, noise = Trajectory(sampler), torch.Generator().manual_seed(11), sampler._noise
+    noise._fill = lambda: noise._buffer.normal_(generator=generator)  # one call for all chains is 30 times faster
     ends, accepted = [], 0.0
     for _ in range(count):
         trajectory.begin(energy(parameter.detach()))
@@ -243,20 +244,25 @@ def test_log_acceptance_is_relative_to_the_temperature() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.4])
 @pytest.mark.parametrize("cls", BOTH)
 def test_full_gradients_have_the_exact_law_of_a_gaussian_at_a_large_step(cls: Any, temperature: float) -> None:
-    """U = θ²/2 at h = 1.3: without the test the variance at AMAGOLD's ends is 1, at GGMC's 1/(1 - h²/4) = 1.73 times τ;
-    E[θ⁴] = 3τ² and independent chains are a check of both."""
+    """U = θ²/2 at h = 1.3, where OBABO's variance is 1/(1 - h²/4) = 1.73 times τ without the test."""
     options = {"lr": 1.3, "friction": 0.7, "temperature": temperature}
-    places = torch.randn(300, 1, generator=torch.Generator().manual_seed(0)) * math.sqrt(temperature)
+    places = torch.randn(1000, 1, generator=torch.Generator().manual_seed(0)) * math.sqrt(temperature)
 
     def energy(place: Tensor) -> Tensor:
         return place.double().square().sum(1) / 2
 
     force: Force = lambda place, _: place  # noqa: E731
-    draws, accepted = sampled(cls, places, force, energy, 4, 150, **options)
+    draws, accepted = sampled(cls, places, force, energy, 4, 120, **options)
+    own = draws[20:, :, 0]
     assert 0.3 < accepted < 0.99
-    assert off(draws[30:, :, 0], 0.0) < LARGEST_Z
-    assert off(draws[30:, :, 0].square(), temperature) < LARGEST_Z
-    assert off(draws[30:, :, 0] ** 4, 3 * temperature**2) < LARGEST_Z
+    assert off(own, 0.0) < LARGEST_Z
+    assert off(own.square(), temperature) < LARGEST_Z
+    assert off(own**4, 3 * temperature**2) < LARGEST_Z
+    if cls is GGMC:
+        draws, _ = sampled(cls, places, force, energy, 4, 120, adjusted=False, **options)
+        own = draws[20:, :, 0].square()
+        assert off(own, temperature / (1 - 1.3**2 / 4)) < LARGEST_Z
+        assert off(own, temperature) > 2 * LARGEST_Z
 
 
 def quartic_moments() -> tuple[float, float]:
@@ -273,11 +279,10 @@ def test_full_gradients_have_the_exact_law_of_a_quartic(cls: Any) -> None:
         return place.double().pow(4).sum(1) / 4
 
     force: Force = lambda place, _: place**3  # noqa: E731
-    places = torch.zeros(300, 1)
     for adjusted in (True, False):
-        draws, accepted = sampled(cls, places, force, energy, 3, 160, adjusted, lr=0.55, friction=1.0)
-        own = draws[30:, :, 0]
-        assert 0.5 < accepted < 0.99
+        draws, accepted = sampled(cls, torch.zeros(1000, 1), force, energy, 3, 120, adjusted, lr=0.4, friction=1.0)
+        own = draws[20:, :, 0]
+        assert 0.9 < accepted < 0.99
         deviations = [off(own.square(), second), off(own**4, fourth)]
         assert max(deviations) < LARGEST_Z if adjusted else max(deviations) > 2 * LARGEST_Z
 
@@ -313,17 +318,17 @@ class Regression:
 
 @pytest.mark.parametrize("cls", BOTH)
 def test_mini_batch_gradients_have_the_exact_law(cls: Any) -> None:
-    """Mean and second moments of conjugate regression; unadjusted, the same steps are several percent too hot."""
-    chains = 300
+    """Mean and second moments of conjugate regression; unadjusted, the same steps are 40 percent too hot."""
+    chains = 500
     for adjusted in (True, False):
         problem = Regression(chains)
         places = torch.tensor(problem.mean).expand(chains, 2).float()
-        draws, accepted = sampled(cls, places, problem.force, problem.energy, 4, 160, adjusted, lr=0.22, friction=1.5)
+        draws, accepted = sampled(cls, places, problem.force, problem.energy, 4, 110, adjusted, lr=0.16, friction=1.5)
         centred = draws[30:].double() - torch.tensor(problem.mean)
         squares = [
             off(centred[:, :, i] * centred[:, :, j], problem.covariance[i, j]) for i, j in ((0, 0), (0, 1), (1, 1))
         ]
-        assert 0.3 < accepted < 0.97
+        assert 0.3 < accepted < 0.7
         if adjusted:
             assert max(*squares, off(centred[:, :, 0], 0.0), off(centred[:, :, 1], 0.0)) < LARGEST_Z
         else:
