@@ -144,11 +144,10 @@ class MetropolisTest(SamplerCallback):
         trajectory, sampler, chains = self._trajectory, self._sampler, self._chains
         if trajectory is None or sampler is None or chains is None:
             return
-        if batch_idx % trainer.accumulate_grad_batches:
-            return
         self._step = sampler.step_count + 1 - chains.progress.warm_steps
         position = (self._step - 1) % self._steps
-        if self._step > 0 and position == 0 and not trajectory.is_on and sampler.is_noisy(sampler.param_groups[0]):
+        begins = position == 0 and self._step > 0 and batch_idx % trainer.accumulate_grad_batches == 0
+        if begins and not trajectory.is_on and sampler.is_noisy(sampler.param_groups[0]):
             fault = fault_of_start(trainer, self._steps, batch_idx)
             if fault is not None:
                 raise ValueError(f"{fault} with MetropolisTest: let the warm start end with (an even number of) epochs")

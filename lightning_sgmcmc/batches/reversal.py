@@ -77,7 +77,8 @@ def has_short_steps(trainer: pl.Trainer) -> bool:
     epoch, accumulated = trainer.num_training_batches, trainer.accumulate_grad_batches
     if epoch % accumulated:
         return True
-    size, dataset = getattr(loader, "batch_size", None), getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
+    size = getattr(loader, "batch_size", None)
     if not size or not hasattr(dataset, "__len__") or getattr(loader, "drop_last", False):
         return False
     share = math.ceil(len(dataset) / getattr(loader, "num_replicas", 1))
