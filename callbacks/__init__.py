@@ -12,6 +12,7 @@ from lightning_sgmcmc.callbacks.deep_ensemble import DeepEnsemble
 from lightning_sgmcmc.callbacks.ewsg import EWSG
 from lightning_sgmcmc.callbacks.learning_coefficient import LearningCoefficient
 from lightning_sgmcmc.callbacks.mc_dropout import MCDropout
+from lightning_sgmcmc.callbacks.metropolis_test import MetropolisTest
 from lightning_sgmcmc.callbacks.posterior_dashboard import PosteriorDashboard
 from lightning_sgmcmc.callbacks.prediction_writer import PredictionWriter
 from lightning_sgmcmc.callbacks.replica_exchange import ReplicaExchange
@@ -38,6 +39,7 @@ __all__ = [
     "ExactResume",
     "LearningCoefficient",
     "MCDropout",
+    "MetropolisTest",
     "PosteriorDashboard",
     "PredictionWriter",
     "ReplicaExchange",

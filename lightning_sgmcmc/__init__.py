@@ -52,6 +52,8 @@ from lightning_sgmcmc.priors import (
 )
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.samplers import (
+    AMAGOLD,
+    GGMC,
     MCLMC,
     SGHMC,
     SGLD,
@@ -69,6 +71,8 @@ from lightning_sgmcmc.schedules import Annealing, Patience, PolynomialDecay
 __version__ = version("lightning-sgmcmc")
 
 __all__ = [
+    "AMAGOLD",
+    "GGMC",
     "MCLMC",
     "SGHMC",
     "SGLD",

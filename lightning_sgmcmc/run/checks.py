@@ -16,6 +16,7 @@ from lightning_sgmcmc.chains.step_sizes import is_per_chain
 from lightning_sgmcmc.checks import is_of_other_namespace
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial, repeated_batches
 from lightning_sgmcmc.samplers import SGNHT, Sampler
+from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
 
 SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
@@ -129,6 +130,19 @@ def check_thermostat(trainer: pl.Trainer, sampler: Sampler) -> None:
         rank_zero_warn(
             f"At twice the temperature SGNHT's friction grows by its initial value in {needed:.2g} steps, and the run "
             f"has {steps:.0f}, so it does not adapt to the gradient noise: {remedy}."
+        )
+
+
+def check_tested(trainer: pl.Trainer, sampler: Sampler) -> None:
+    """Warn about a sampler for trajectories in a run that does not test them; called when training starts."""
+    callbacks = callbacks_of(trainer)
+    is_probe = any(getattr(callback, "is_probe", False) for callback in callbacks)
+    if not isinstance(sampler, ReversibleLangevin) or is_trial(trainer) or is_probe:
+        return
+    if not any(getattr(callback, "setting", None) == "metropolis_test" for callback in callbacks):
+        rank_zero_warn(
+            f"{type(sampler).__name__} takes the steps of OBABO without a MetropolisTest, so its law has their error: "
+            "add MetropolisTest() to the trainer's callbacks, after the schedule."
         )
 
 

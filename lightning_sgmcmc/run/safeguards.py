@@ -10,7 +10,7 @@ from lightning_sgmcmc.chains.samples import draw_samples
 from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
 from lightning_sgmcmc.run.checkpoints import keep_constructor_arguments, protect_checkpoints
-from lightning_sgmcmc.run.checks import check_data, check_run, check_step_size, check_thermostat
+from lightning_sgmcmc.run.checks import check_data, check_run, check_step_size, check_tested, check_thermostat
 from lightning_sgmcmc.run.convolutions import FastConvolutions
 from lightning_sgmcmc.run.early_stopping import why_without_samples
 from lightning_sgmcmc.run.growth import follow_data
@@ -74,6 +74,7 @@ class Safeguards(pl.Callback):
             check_files(chains.start, chains.layout.chains)
         check_step_size(sampler)
         check_thermostat(trainer, sampler)
+        check_tested(trainer, sampler)
         chains.begin_energies(trainer)
         self._convolutions.begin(pl_module.device, trainer.train_dataloader)
         chains.counters = self._counters

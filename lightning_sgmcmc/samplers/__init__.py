@@ -5,8 +5,10 @@ injected noise.
 """
 
 from lightning_sgmcmc.samplers.adam_sgld import AdamSGLD
+from lightning_sgmcmc.samplers.amagold import AMAGOLD
 from lightning_sgmcmc.samplers.base import Sampler
 from lightning_sgmcmc.samplers.contract import check_contract
+from lightning_sgmcmc.samplers.ggmc import GGMC
 from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.samplers.mclmc import MCLMC
 from lightning_sgmcmc.samplers.pmclmc import pMCLMC
@@ -19,6 +21,8 @@ from lightning_sgmcmc.samplers.sgnht import SGNHT
 from lightning_sgmcmc.samplers.underdamped import UnderdampedLangevin
 
 __all__ = [
+    "AMAGOLD",
+    "GGMC",
     "MCLMC",
     "SGHMC",
     "SGLD",

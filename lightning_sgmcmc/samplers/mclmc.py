@@ -4,20 +4,16 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_positive
 from lightning_sgmcmc.samplers.base import Sampler
 from lightning_sgmcmc.samplers.law import StepLaw, heat_of_gradient_noise
 from lightning_sgmcmc.samplers.splitting import momentum_variance
-from lightning_sgmcmc.tensors import Control, as_rows, exp, expm1, square_root
+from lightning_sgmcmc.tensors import Control, exp, expm1, square_root
 
 SMALLEST = 1e-30
 """Least squared norm that is divided by, so that a vector of zeros has a direction of zeros."""
-
-SPLIT_BY_THREADS = 32768
-"""Size from which torch's threads share the sum of a tensor, in another order than several sums."""
 
 
 class MCLMC(Sampler):
@@ -164,19 +160,6 @@ class MCLMC(Sampler):
     def _coordinates(self, params: Sequence[Tensor]) -> int:
         """Return the number d of a chain's coordinates."""
         return sum(p.numel() for p in params) // self.num_chains
-
-    def _inner(self, params: Sequence[Tensor], first: list[Tensor], second: list[Tensor]) -> Tensor:
-        """Return the inner product over all coordinates of each chain, shape (C,)."""
-        products = list(torch._foreach_mul(first, second))
-        if products[0].device.type == "cpu":  # in the order of the sums of a chain alone
-            products = self._each(params, products)
-        return torch.stack([self._sums(as_rows(product, self.num_chains)) for product in products]).sum(0)
-
-    @staticmethod
-    def _sums(rows: Tensor) -> Tensor:
-        """Return the sum of each row, shape (C,), on a CPU bit for bit that of the row alone."""
-        splits_rows = rows.device.type == "cpu" and rows.shape[1] >= SPLIT_BY_THREADS and torch.get_num_threads() > 1
-        return torch.stack([row.sum() for row in rows]) if splits_rows else rows.sum(1)
 
     def law(self, group: dict[str, Any]) -> StepLaw:
         step, friction, temperature = group["lr"], group["friction"], group["temperature"]

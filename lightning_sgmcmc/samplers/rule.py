@@ -10,7 +10,10 @@ from torch.optim import Optimizer
 
 from lightning_sgmcmc.samplers.flat import FlatGroup, FlatParameters
 from lightning_sgmcmc.samplers.law import StepLaw
-from lightning_sgmcmc.tensors import Control, for_each_tensor
+from lightning_sgmcmc.tensors import Control, as_rows, for_each_tensor
+
+SPLIT_BY_THREADS = 32768
+"""Size from which torch's threads share the sum of a tensor, in another order than several sums."""
 
 
 class UpdateRule(Optimizer):
@@ -158,6 +161,19 @@ class UpdateRule(Optimizer):
             torch._foreach_mul_(targets, for_each_tensor(factor, targets))
         else:
             torch._foreach_mul_(targets, factor)
+
+    def _inner(self, params: Sequence[Tensor], first: list[Tensor], second: list[Tensor]) -> Tensor:
+        """Return the inner product over all coordinates of each chain, shape (C,)."""
+        products = list(torch._foreach_mul(first, second))
+        if products[0].device.type == "cpu":  # in the order of the sums of a chain alone
+            products = self._each(params, products)
+        return torch.stack([self._sums(as_rows(product, self.num_chains)) for product in products]).sum(0)
+
+    @staticmethod
+    def _sums(rows: Tensor) -> Tensor:
+        """Return the sum of each row, shape (C,), on a CPU bit for bit that of the row alone."""
+        splits_rows = rows.device.type == "cpu" and rows.shape[1] >= SPLIT_BY_THREADS and torch.get_num_threads() > 1
+        return torch.stack([row.sum() for row in rows]) if splits_rows else rows.sum(1)
 
     def _noise_variance(self, group: dict[str, Any], friction: Control = 1) -> Control:
         """Return 2·friction·lr·τ/N; 0 where the temperature is the number 0."""

@@ -111,7 +111,8 @@ class UnderdampedLangevin(Sampler):
             self._add(params, momenta, step)
             self._scale(momenta, 1 - step * friction)
             self._kick(group, momenta, grads, drag)
-            self._add_noise(group, momenta, xi)
+            if xi is not None:
+                self._add(momenta, xi, square_root(self._injected_variance(group)))
             return
         if integrator == "obabo":
             self._kick(group, momenta, grads, drag, 0.5)
@@ -144,14 +145,14 @@ class UnderdampedLangevin(Sampler):
             self._add(momenta, drag, -step)
         self._add(momenta, grads, -step * group["gradient_multiplier"] * self.num_data)
 
-    def _relax(self, group: dict[str, Any], momenta: list[Tensor], noise: list[Tensor] | None) -> None:
-        """Make the Ornstein-Uhlenbeck part of a time step, in the momenta."""
-        self._scale(momenta, exp(-group["friction"] * group["lr"]))
-        self._add_noise(group, momenta, noise)
-
-    def _add_noise(self, group: dict[str, Any], momenta: list[Tensor], noise: list[Tensor] | None) -> None:
+    def _relax(
+        self, group: dict[str, Any], momenta: list[Tensor], noise: list[Tensor] | None, share: float = 1.0
+    ) -> None:
+        """Make the Ornstein-Uhlenbeck part of a share of the time step, in the momenta."""
+        step, friction = share * group["lr"], group["friction"]
+        self._scale(momenta, exp(-friction * step))
         if noise is not None:
-            self._add(momenta, noise, square_root(self._injected_variance(group)))
+            self._add(momenta, noise, square_root(momentum_variance(step, friction, group["temperature"])))
 
     @staticmethod
     def _integrator(group: dict[str, Any]) -> str:

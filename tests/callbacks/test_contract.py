@@ -14,7 +14,15 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc import ChainStrategy, ContourRules, GaussianPrior, Patience, Posterior, UnderdampedLangevin
+from lightning_sgmcmc import (
+    AMAGOLD,
+    ChainStrategy,
+    ContourRules,
+    GaussianPrior,
+    Patience,
+    Posterior,
+    UnderdampedLangevin,
+)
 from lightning_sgmcmc.callbacks import (
     EWSG,
     SWAG,
@@ -28,6 +36,7 @@ from lightning_sgmcmc.callbacks import (
     DeepEnsemble,
     LearningCoefficient,
     MCDropout,
+    MetropolisTest,
     PosteriorDashboard,
     ReplicaExchange,
     RunSummary,
@@ -84,6 +93,11 @@ CALLBACKS = {
         )
         for loss in ("own", "full", "step")
     },
+    "MetropolisTest": Case(
+        lambda: MetropolisTest(5),
+        module={"sampler": functools.partial(AMAGOLD, friction=5.0), "lr": 0.01},
+        trainer={"accumulate_grad_batches": 8},  # an epoch is a step
+    ),
     "PosteriorDashboard": Case(lambda: PosteriorDashboard(every="end", figures=["tables"])),
     "RunSummary": Case(RunSummary),
     "ContourGradient": Case(CONTOUR),

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.samplers import (
+    AMAGOLD,
+    GGMC,
     MCLMC,
     SGHMC,
     SGLD,
@@ -56,6 +58,8 @@ SAMPLERS = [
     Rule(UnderdampedLangevin, {"friction": 1.5, "integrator": "baoab"}),
     Rule(UnderdampedLangevin, {"friction": 1.5, "integrator": "obabo"}),
     Rule(UnderdampedLangevin, {"friction": 1.5, "integrator": "ubu"}),
+    Rule(GGMC, {"friction": 1.5}),
+    Rule(AMAGOLD, {"friction": 1.5}),
     Rule(SGNHT, {"friction": 0.2, "thermal_inertia": 0.5}),
     Rule(MCLMC, {"friction": 1.5}),
     Rule(pMCLMC, {"friction": 1.5, "alpha": 0.9}),

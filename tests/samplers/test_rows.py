@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.samplers import (
+    AMAGOLD,
+    GGMC,
     MCLMC,
     SGHMC,
     SGLD,
@@ -26,6 +28,7 @@ from lightning_sgmcmc.samplers.fused import clip_rows, coefficient, sghmc_step, 
 
 RULES: list[Any] = [SGLD, pSGLD, AdamSGLD, SGHMC, pSGHMC, ScaleAdaptedSGHMC, SGNHT, MCLMC, pMCLMC, UnderdampedLangevin]
 RULES += [functools.partial(UnderdampedLangevin, integrator=name) for name in ("baoab", "obabo", "ubu")]
+RULES += [GGMC, AMAGOLD]
 SHAPES = [(4, 3), (4,), (2, 4), ()]
 
 

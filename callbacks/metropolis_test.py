@@ -1,0 +1,273 @@
+"""The Metropolis test that makes the law of GGMC and AMAGOLD exact."""
+
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_sgmcmc.batches.reversal import fault_of_start
+from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, name_after, refuse_loss_scaler
+from lightning_sgmcmc.callbacks.metropolis_checks import check_run, check_trajectories, warn_of_other_laws
+from lightning_sgmcmc.callbacks.schedule import Schedule, epoch_length, require_schedule, schedule_of
+from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.chains.state import Stage
+from lightning_sgmcmc.checks import check_count
+from lightning_sgmcmc.evaluation.full_energy import full_energies
+from lightning_sgmcmc.run.loggers import log_scalars
+from lightning_sgmcmc.run.trainer import is_trial, log_interval
+from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
+from lightning_sgmcmc.samplers.trajectory import Trajectory
+from lightning_sgmcmc.seeding import derive_seed
+
+SELDOM = 0.01
+"""Acceptance rate of a chain below which the run warns."""
+
+
+class MetropolisTest(SamplerCallback):
+    """Accepts or rejects trajectories of `GGMC` or `AMAGOLD`, so that the samples have the law exp(-U/τ) exactly.
+
+        a = exp((U(θ_0) - U(θ_K) + W)/τ)
+
+    is the acceptance probability of a trajectory of K steps from θ_0 to θ_K (where it is below 1), with U of all
+    training data in evaluation mode, and W the work of the forces that the steps have taken (see the samplers). Each
+    chain has its own test. A rejected chain returns to θ_0 with its momentum reversed. So samples are drawn after tests
+    only: a schedule that draws, or changes the step size or the temperature, within a trajectory is refused. Steps at
+    temperature 0 are not tested. The random numbers depend on (seed, chain, step).
+
+    Each test costs a pass over all training data without gradients; with trajectories of an epoch a third more time.
+
+    The gradients may be those of mini-batches, of any size, clipped or with dropout: what the test corrects is the law.
+    But they must be as likely in the opposite order, so trajectories are whole epochs in random order, parts of one, or
+    independent batches. Mini-batch noise of covariance C in ∇Ũ lowers the mean log a by K·h²·tr C/(2τ) for independent
+    batches, and by less for whole epochs. tr C grows with the number of weights, so for networks acceptance needs a
+    small h, large batches or full gradients. There the unadjusted law is good too: the test certifies it.
+
+    At a test, unless `trainer.log_every_n_steps` steps have not passed since the last log, it logs
+    `metropolis/acceptance_rate`, the mean of min(1, a) over the tests since then and over all chains, and
+    `metropolis/log_acceptance`, the mean of log a. `acceptance_rate` has the rate of each chain in the sampling stage.
+
+    Args:
+        every_n_steps: K, optimizer steps of a trajectory; None takes those of an epoch.
+
+    Raises:
+        ValueError: for an argument out of range; at setup, without a schedule before this callback, or for a loss
+            scaler; at the start of the fit, for another sampler, temperature 0, a `HierarchicalPrior`, a scheduler of
+            torch, batches in a fixed order, trajectories that cut epochs or the schedule's stages and draws, or a
+            callback that changes the sampled law or the gradients (`ContourGradient`, `ReplicaExchange`, `EWSG`,
+            `ControlVariates`, `CovarianceFriction`, `SWAG`, `MCDropout`).
+
+    Source: Zhang, Cooper & De Sa 2020 (AMAGOLD), Algorithm 2; Garriga-Alonso & Fortuin 2021 (GGMC).
+
+    Example::
+
+        module = BayesianModule(net, Gaussian(std=0.1), sampler=partial(AMAGOLD, friction=10.0), lr=0.002)
+        callbacks = [SamplingSchedule(burn_in_epochs=100, every_n_epochs=5), MetropolisTest(), SampleCollector()]
+        trainer = pl.Trainer(max_epochs=1000, callbacks=callbacks)  # trainer.fit(module, data)
+    """
+
+    setting = "metropolis_test"
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        check_count("every_n_steps", every_n_steps)
+        self.every_n_steps = every_n_steps
+        self.reset()
+
+    def reset(self) -> None:
+        self._steps = 0
+        self._step = 0
+        """Number of the coming or last step in the schedule, from 1; 0 before it."""
+        self._schedule: Schedule | None = None
+        self._chains: Chains | None = None
+        self._sampler: ReversibleLangevin | None = None
+        self._trajectory: Trajectory | None = None
+        self._energy: tuple[int, Tensor] | None = None
+        """N, and U of the chains' states at the last test, shape (C,)."""
+        self._sums: Tensor | None = None
+        """Of the tests since the last log, of each chain: min(1, a) and log a, shape (C, 2)."""
+        self._tests = 0
+        self._total: Tensor | None = None
+        """Sum of min(1, a) in the sampling stage, shape (C,)."""
+        self._sampling_tests = 0
+        self._restored: dict[str, Any] | None = None
+        self._kept: dict[str, Any] | None = None
+        """The state at an exception, with which the run may still be saved."""
+
+    @property
+    def acceptance_rate(self) -> Tensor | None:
+        """Mean of min(1, a) of each chain of this process in the sampling stage, shape (C,); None before a test."""
+        return None if self._total is None or not self._sampling_tests else self._total.cpu() / self._sampling_tests
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            return
+        require_schedule(trainer, self)
+        refuse_loss_scaler(trainer, "MetropolisTest adds up the work of the gradients")
+        name = name_after(trainer, self, (Schedule,))
+        if name is not None:
+            raise ValueError(
+                f"{name} sets the controls of a step before MetropolisTest saves its state: put MetropolisTest after "
+                f"{name} in the list of callbacks"
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        module = bayesian(pl_module, self)
+        sampler, schedule = module.sampler, schedule_of(trainer)
+        assert schedule is not None
+        if not isinstance(sampler, ReversibleLangevin):
+            raise ValueError(
+                f"MetropolisTest needs a sampler with trajectories, and {type(sampler).__name__} has none: use "
+                "sampler=AMAGOLD or sampler=GGMC"
+            )
+        self._steps = self.every_n_steps or epoch_length(trainer)
+        check_run(trainer, module, sampler, self._steps)
+        if not is_trial(trainer):
+            check_trajectories(trainer, module, sampler, schedule, self._steps)
+        warn_of_other_laws(trainer, module)
+        self._chains, self._sampler, self._schedule = module.chains, sampler, schedule
+        self._trajectory = Trajectory(sampler)
+        zeros = torch.zeros(module.num_chains, 2, dtype=torch.float64, device=module.device)
+        self._sums, self._total = zeros, zeros[:, 0].clone()
+        if self._restored is not None:
+            self._continue(self._restored, module.chains, module.device)
+            self._restored = None
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        trajectory, sampler, chains = self._trajectory, self._sampler, self._chains
+        if trajectory is None or sampler is None or chains is None:
+            return
+        self._step = sampler.step_count + 1 - chains.progress.warm_steps
+        position = (self._step - 1) % self._steps
+        begins = position == 0 and self._step > 0 and batch_idx % trainer.accumulate_grad_batches == 0
+        if begins and not trajectory.is_on and sampler.is_noisy(sampler.param_groups[0]):
+            fault = fault_of_start(trainer, self._steps, batch_idx)
+            if fault is not None:
+                raise ValueError(f"{fault} with MetropolisTest: let the warm start end with (an even number of) epochs")
+            trajectory.begin(self._present_energy(trainer, chains))
+        if trajectory.is_on:
+            trajectory.set_place(position, self._steps)
+
+    def _present_energy(self, trainer: pl.Trainer, chains: Chains) -> Tensor:
+        """Return U of the chains' states, shape (C,): that of the last test, unless the number of data has changed."""
+        if self._energy is not None and self._energy[0] == chains.observed.num_data:
+            return self._energy[1]
+        return full_energies(trainer, chains, True, "MetropolisTest")
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        trajectory, schedule, chains = self._trajectory, self._schedule, self._chains
+        if trajectory is None or schedule is None or chains is None or not trajectory.is_on:
+            return
+        if self._step % self._steps or not schedule.has_stepped(pl_module):
+            return
+        found = trajectory.end(full_energies(trainer, chains, True, "MetropolisTest"), self._log_uniforms(chains))
+        self._energy = chains.observed.num_data, trajectory.energy
+        self._count(found, chains.progress.stage is Stage.SAMPLING)
+        self._log(trainer, chains)
+
+    def _log_uniforms(self, chains: Chains) -> Tensor:
+        """Return the logarithm of a uniform number for each chain, functions of (seed, chain, step), shape (C,)."""
+        assert self._sampler is not None
+        drawn = []
+        for chain in chains.layout.chains:
+            seed = derive_seed(self._sampler.seed, "metropolis", chain, self._sampler.step_count)
+            drawn.append(torch.rand((), generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
+        return torch.stack(drawn).log().to(chains.model.device)
+
+    def _count(self, log_acceptance: Tensor, is_sampling: bool) -> None:
+        assert self._sums is not None
+        assert self._total is not None
+        probability = log_acceptance.clamp(max=0.0).exp().nan_to_num(nan=0.0)
+        self._sums += torch.stack([probability, log_acceptance], 1)
+        self._tests += 1
+        if is_sampling:
+            self._total += probability
+            self._sampling_tests += 1
+
+    def _log(self, trainer: pl.Trainer, chains: Chains) -> None:
+        assert self._sums is not None
+        if self._tests * self._steps < log_interval(trainer):
+            return
+        rate, log_acceptance = chains.layout.gather(self._sums / self._tests).mean(0).tolist()
+        scalars = {"metropolis/acceptance_rate": rate, "metropolis/log_acceptance": log_acceptance}
+        log_scalars(trainer, scalars, trainer.global_step)
+        self._sums.zero_()
+        self._tests = 0
+
+    # -- the end, checkpoints -----------------------------------------------------------------------------------------
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        rates, chains = self.acceptance_rate, self._chains
+        if rates is None or chains is None or is_trial(trainer):
+            return
+        rates = chains.layout.gather(rates)
+        worst = int(rates.argmin())
+        if rates[worst] < SELDOM:
+            rank_zero_warn(
+                f"MetropolisTest accepted {float(rates[worst]):.2g} of the trajectories of chain {worst}, which hardly "
+                "moved: use a smaller lr, larger batches or fewer steps in a trajectory (every_n_steps), and a "
+                "WarmStart, since a chain that starts far from the posterior is rejected too."
+            )
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._release()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        chains = self._chains
+        self._kept = None if chains is None or chains.layout.is_spread else self.state_dict()
+        self._release()
+
+    def _release(self) -> None:
+        """Drop the run, so that module and callback can be copied and pickled; the rates stay."""
+        if self._trajectory is not None:
+            self._trajectory.leave()
+        if self._total is not None:
+            self._total = self._total.cpu()
+        self._sampler = self._chains = self._schedule = self._trajectory = self._energy = self._sums = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts of the tests, and of an unfinished trajectory its start, of all chains of the run."""
+        if self._kept is not None:
+            return self._kept
+        chains, trajectory, sampler = self._chains, self._trajectory, self._sampler
+        state: dict[str, Any] = {"tests": self._tests, "sampling_tests": self._sampling_tests}
+        if chains is None or trajectory is None or sampler is None or self._sums is None or self._total is None:
+            return state
+        layout = chains.layout
+        state |= {"sums": layout.gather(self._sums.cpu()), "total": layout.gather(self._total.cpu())}
+        if self._energy is not None:
+            state["energy"] = (self._energy[0], layout.gather(self._energy[1].cpu()))
+        if sampler.work is not None:
+            state["work"] = layout.gather(sampler.work.cpu())
+            state["start_energy"] = layout.gather(trajectory.energy.cpu())
+            state["start"] = [layout.gather_stored(tensor.cpu()) for tensor in trajectory.tensors()]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict
+
+    def _continue(self, saved: dict[str, Any], chains: Chains, device: torch.device) -> None:
+        """Continue from a checkpoint, in the middle of a trajectory too."""
+        layout = chains.layout
+
+        def own(tensor: Tensor) -> Tensor:
+            return layout.own(tensor).to(device, copy=True)
+
+        self._tests, self._sampling_tests = saved["tests"], saved["sampling_tests"]
+        if "sums" in saved:
+            self._sums, self._total = own(saved["sums"]), own(saved["total"])
+        if "energy" in saved:
+            self._energy = saved["energy"][0], own(saved["energy"][1])
+        if "work" in saved:
+            assert self._trajectory is not None
+            start = [layout.own_stored(tensor).to(device, copy=True) for tensor in saved["start"]]
+            self._trajectory.restore(start, own(saved["start_energy"]), own(saved["work"]))
