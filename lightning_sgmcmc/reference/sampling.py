@@ -193,8 +193,13 @@ class _Run:
                 if now - told > TELL_EVERY:
                     told = now
                     rank_zero_info(self._traces.progress(self._chains, self._settings, now - begun))
-        finally:
+        except BaseException:
             self._save()
+            if self._folder is not None:
+                made = self._complete["chains"]["iteration"]
+                rank_zero_info(f"The run is saved at iteration {made}; the same call continues it.")
+            raise
+        self._save()
         problem, settings = self._problem, self._settings
         return self._traces.report(self._chains, settings, problem.initial.shape[1], problem.num_data, self._seconds)
 
