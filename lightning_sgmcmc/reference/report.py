@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_sgmcmc.diagnostics.chains import chain_diagnostics, rhat_limit
 from lightning_sgmcmc.files import read_regular, write_atomically
-from lightning_sgmcmc.posterior.display import samples_in
+from lightning_sgmcmc.posterior.manifest import MANIFEST
 
 REPORT = "reference.json"
 LARGEST_REPORT = 2**24
@@ -98,8 +98,7 @@ def read_report(path: str | Path) -> ReferenceReport:
         ValueError: if the file is damaged.
     """
     folder = Path(path)
-    folder = folder if (folder / REPORT).exists() else samples_in(folder).parent
-    file = folder / REPORT
+    file = (folder.parent if (folder / MANIFEST).exists() else folder) / REPORT
     if not file.exists():
         raise FileNotFoundError(f"there is no {REPORT} in {path}: the run has not ended, or is no reference run")
     try:

@@ -31,7 +31,7 @@ from tests.support.small_run import loader
 from tests.support.trainers import quiet_trainer
 
 NOISE = 0.5
-SHORT: dict[str, Any] = {"chains": 2, "warmup": 20, "draws": 6}
+SHORT: dict[str, Any] = {"chains": 2, "warmup": 20, "draws": 6, "max_depth": 3}
 QUIET = pytest.mark.filterwarnings("ignore:The reference draws are doubtful")
 pytestmark = QUIET
 
@@ -53,6 +53,11 @@ def network(**options: Any) -> BayesianModule:
     return regression(**({"net": nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))} | options))
 
 
+def fit_a_little(module: BayesianModule) -> None:
+    trainer = quiet_trainer(max_steps=2, callbacks=[SamplingSchedule(every_n_steps=1)])
+    trainer.fit(module, DataLoader(TensorDataset(*data())))
+
+
 def rows(posterior: Posterior) -> Tensor:
     """Return the parameters of all samples, shape (S, P)."""
     return torch.stack([torch.cat([t.reshape(-1) for t in s.parameters.values()]) for s in posterior])
@@ -66,7 +71,7 @@ def problem(module: BayesianModule, batch_size: int = 1000, dtype: torch.dtype |
 def test_the_posterior_is_the_conjugate_one(kernel: Any) -> None:
     """Means and covariances of 3 parameters from 6 chains, within 4.5 Monte-Carlo standard errors by ArviZ's effective
     size: a false alarm in 10⁴ seeds for the 9 figures together."""
-    x, y = data()
+    x, y = data(8)
     inputs = torch.cat([x, torch.ones(len(x), 1)], 1).double()
     covariance = torch.linalg.inv(inputs.T @ inputs / NOISE**2 + torch.eye(3).double())
     mean = covariance @ inputs.T @ y[:, 0].double() / NOISE**2
@@ -139,7 +144,7 @@ def test_what_is_frozen_is_shared_and_what_is_expanded_is_collapsed(tmp_path: Pa
     found = reference.sample(network(sampled=["2.*"]), data(), out=tmp_path / "frozen", **SHORT)
     loaded = Posterior.load(tmp_path / "frozen")
     assert set(loaded[0].parameters) == {"net.2.weight", "net.2.bias"}
-    assert set(loaded[0].shared) == {"net.0.weight", "net.0.bias"}
+    assert set(loaded[0].shared) == {"net.0.weight", "net.0.bias", "likelihood.log_std"}
     torch.testing.assert_close(loaded.predict(data()[0]).mean, found.predict(data()[0]).mean)
     net = expand(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)))
     expanded = reference.sample(regression(net=net), data(), **SHORT)
@@ -155,7 +160,9 @@ def test_the_module_stays_as_it_is() -> None:
     assert module.num_data is None
     assert module.num_chains == 3
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
-    quiet_trainer(max_steps=2, callbacks=[SamplingSchedule()]).fit(module, DataLoader(TensorDataset(*data())))
+    quiet_trainer(max_steps=2, callbacks=[SamplingSchedule(every_n_steps=1)]).fit(
+        module, DataLoader(TensorDataset(*data()))
+    )
 
 
 def test_data_in_any_form_are_the_same_data() -> None:
@@ -177,9 +184,9 @@ def test_a_chain_alone_is_that_chain_in_a_stack() -> None:
 
 
 def test_a_run_that_was_interrupted_continues_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {"chains": 2, "warmup": 20, "draws": 10, "every_n_draws": 2}
+    given: dict[str, Any] = {"chains": 2, "warmup": 20, "draws": 10, "every_n_draws": 2, "max_depth": 3}
     whole = reference.sample(network(), data(), **given)
-    add, calls = sampling.Traces.add_draw, []
+    add, adapt, calls = sampling.Traces.add_draw, sampling.HamiltonianChains._adapt, []
 
     def interrupted(self: Any, *values: Any) -> None:
         calls.append(0)
@@ -187,10 +194,15 @@ def test_a_run_that_was_interrupted_continues_bit_for_bit(tmp_path: Path, monkey
             raise KeyboardInterrupt
         add(self, *values)
 
+    def stopped(self: Any, acceptance: Tensor) -> None:
+        if self.iteration == 12:
+            raise KeyboardInterrupt
+        adapt(self, acceptance)
+
     for warm in (True, False):
         with monkeypatch.context() as patch:
             if warm:
-                patch.setattr(sampling.HamiltonianChains, "_adapt", _stop_at_twelve)
+                patch.setattr(sampling.HamiltonianChains, "_adapt", stopped)
             else:
                 patch.setattr(sampling.Traces, "add_draw", interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -200,15 +212,9 @@ def test_a_run_that_was_interrupted_continues_bit_for_bit(tmp_path: Path, monkey
     assert torch.equal(rows(found), rows(whole))
     assert found.report is not None
     assert whole.report is not None
-    for name in ("rhat", "divergences", "acceptance", "gradients", "step_size", "bfmi"):
-        assert getattr(found.report, name) == getattr(whole.report, name) or name == "rhat"
+    for name in ("divergences", "acceptance", "gradients", "step_size", "bfmi"):
+        assert getattr(found.report, name) == getattr(whole.report, name)
     assert [record.energy for record in found.records] == [record.energy for record in whole.records]
-
-
-def _stop_at_twelve(self: Any, acceptance: Tensor) -> None:
-    if self.iteration == 12:
-        raise KeyboardInterrupt
-    self._steps.update(acceptance)
 
 
 def test_a_run_that_has_ended_is_opened_and_continued_to_more_draws(tmp_path: Path) -> None:
@@ -305,7 +311,9 @@ def test_modules_and_data_of_other_kinds_are_refused() -> None:
     with pytest.raises(TypeError, match=r"data must be a pair of tensors \(x, y\), a data set, a loader or"):
         reference.sample(regression(), 3, **SHORT)
     fitted = regression(num_chains=2, sampler=SGLD, lr=1e-3)
-    quiet_trainer(max_steps=2, callbacks=[SamplingSchedule()]).fit(fitted, DataLoader(TensorDataset(*data())))
+    quiet_trainer(max_steps=2, callbacks=[SamplingSchedule(every_n_steps=1)]).fit(
+        fitted, DataLoader(TensorDataset(*data()))
+    )
     with pytest.raises(ValueError, match="the module holds 2 stacked chains of a fit: pass a new module"):
         reference.sample(fitted, data(), **SHORT)
 
@@ -321,7 +329,7 @@ def test_the_cost_of_a_large_network_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_one_chain_and_few_draws_are_called_doubtful() -> None:
     with pytest.warns(UserWarning, match="one chain alone cannot show that it has missed a mode"):
-        found = reference.sample(regression(), data(), chains=1, warmup=20, draws=3)
+        found = reference.sample(regression(), data(), chains=1, warmup=20, draws=3, max_depth=3)
     assert found.report is not None
     assert np.isnan(found.report.rhat)
     assert any("too few to compare chains" in text for text in found.report.warnings)
