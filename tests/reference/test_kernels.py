@@ -9,6 +9,9 @@ from torch import Tensor
 
 from lightning_sgmcmc.reference import DensityDraws, sample_density
 from lightning_sgmcmc.reference.adaptation import StepSizes, Variances, windows
+from lightning_sgmcmc.reference.hmc import hamiltonian_monte_carlo
+from lightning_sgmcmc.reference.leapfrog import Draws, Phase
+from lightning_sgmcmc.reference.nuts import no_u_turn
 from lightning_sgmcmc.reference.settings import Kernel
 from lightning_sgmcmc.simulation import LogisticRegressionSum, random_walk_metropolis
 from tests.reference.densities import Potential, banana, correlated, funnel, gaussian
@@ -49,14 +52,32 @@ def test_the_law_is_the_gaussian(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_law_is_the_banana(kernel: Kernel) -> None:
-    """E[a], E[b], E[a²], E[b²] and E[a²b] over 100 chains, within 4.9 standard errors: a false alarm in 4 of 10⁶ seeds
-    for each of 5 figures."""
-    run = sample_density(banana, starts(100, 2), kernel=kernel, warmup=60, draws=60, seed=2)
-    a, b = run.draws.unbind(-1)
-    seen = torch.stack([a, b, a.square(), b.square(), a.square() * b], -1).mean(1)
+def test_an_iteration_leaves_the_banana_as_it_is(kernel: Kernel) -> None:
+    """3000 chains begin at exact draws and make three iterations with fixed step sizes: E[a], E[b], E[a²], E[b²] and
+    E[a²b] are within 4.9 standard errors of the truth, a false alarm in 10⁶ seeds for each of 5 figures. The step is
+    so large that errors of H are: without the weights, or the test at the end, the law would be another one."""
+    generator = torch.Generator().manual_seed(2)
+    a, noise = torch.randn(2, 3000, generator=generator, dtype=torch.float64)
+    place = torch.stack([a, a.square() - 1 + 0.5 * noise], 1)
+    step, variance = torch.full_like(a, 0.35), torch.tensor([[1.0, 0.6]]).double().expand(3000, 2)
+    generators = [torch.Generator().manual_seed(chain) for chain in range(3000)]
+    state, draws = Phase(place, *banana(place), place), Draws(generators, place)
+    acceptance = 0.0
+    for _ in range(3):
+        if kernel == "nuts":
+            move = no_u_turn(banana, state, step, variance, draws, 5)
+        else:
+            move = hamiltonian_monte_carlo(banana, state, step, variance, draws, 1.5, 0.5, 100)
+        state, acceptance = move.phase, float(move.acceptance.mean())
+    assert acceptance < 0.9
+    a, b = state.place.unbind(1)
+    seen = torch.stack([a, b, a.square(), b.square(), a.square() * b], -1)
     expected = torch.tensor([0, 0, 1, 2.25, 2], dtype=torch.float64)
     assert bool((differences(seen, expected) < 4.9).all()), differences(seen, expected)
+    assert abs(float(torch.corrcoef(torch.stack([a, place[:, 0]]))[0, 1])) < 0.5  # they have moved
+    energy, gradient = banana(state.place)
+    torch.testing.assert_close(state.energy, energy)
+    torch.testing.assert_close(state.gradient, gradient)
 
 
 def test_fifty_dimensions_of_different_scales_are_learned() -> None:
@@ -75,16 +96,25 @@ def test_fifty_dimensions_of_different_scales_are_learned() -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_acceptance_is_near_its_target(kernel: Kernel) -> None:
-    """The mean over 40 chains in 20 dimensions, whose standard error is about 0.01. The averaged step size is a little
-    smaller than the one that meets the target, as Stan's is, so the acceptance is above it, by less than 0.16 after so
-    short a warm-up."""
+    """The mean over 40 chains in 20 dimensions; its standard error is about 0.01. After so short a warm-up the averaged
+    step size is smaller than the one that meets the target, so the acceptance is above it."""
     found = []
     for target in (0.65, 0.85):
         given: dict[str, Any] = {"kernel": kernel, "target_acceptance": target, "seed": 4}
-        run = sample_density(gaussian(torch.ones(20).double()), starts(40, 20), warmup=150, draws=20, **given)
+        run = sample_density(gaussian(torch.ones(20).double()), starts(40, 20), warmup=100, draws=20, **given)
         found.append(float(run.acceptance.mean()))
-        assert -0.03 < found[-1] - target < 0.16
-    assert found[1] - found[0] > 0.1
+        assert -0.03 < found[-1] - target < 0.2
+    assert found[1] - found[0] > 0.05
+
+
+@pytest.mark.parametrize("target", [0.6, 0.8, 0.95])
+def test_dual_averaging_meets_its_target(target: float) -> None:
+    """Where the acceptance is exp(-ε²) the step size that meets the target is √(-log δ)."""
+    sizes = StepSizes(torch.tensor([0.01, 3.0], dtype=torch.float64), target)
+    for _ in range(2000):
+        sizes.update((-(2 * sizes.log_step).exp()).exp())
+    expected = torch.full((2,), math.sqrt(-math.log(target)), dtype=torch.float64)
+    torch.testing.assert_close(sizes.log_average.exp(), expected, rtol=0.05, atol=0)
 
 
 def test_chains_do_not_depend_on_one_another_or_on_their_order() -> None:
@@ -129,7 +159,7 @@ def test_logistic_regression_agrees_with_random_walk_metropolis() -> None:
         return target.energy(x), target.gradient(x)
 
     ours = sample_density(potential, starts(60, 3), warmup=60, draws=60, seed=7)
-    walk = random_walk_metropolis(lambda x: -target.energy(x), starts(60, 3, 1), 3000, burn_in=1000, keep_every=10)
+    walk = random_walk_metropolis(lambda x: -target.energy(x), starts(60, 3, 1), 1500, burn_in=500, keep_every=10)
     theirs = walk.draws.transpose(0, 1)
     center = theirs.mean((0, 1))
     one, other = (torch.cat([d.mean(1), (d - center).square().mean(1)], 1) for d in (ours.draws, theirs))
