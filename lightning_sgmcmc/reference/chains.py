@@ -14,6 +14,9 @@ from lightning_sgmcmc.reference.nuts import no_u_turn
 from lightning_sgmcmc.reference.settings import Kernel, Settings
 from lightning_sgmcmc.seeding import derive_seed
 
+EARLY_DEPTH = 7
+"""Doublings of a trajectory at most before the end of the first window of the warm-up."""
+
 
 class HamiltonianChains:
     """C chains side by side, each with its own step size, inverse mass and random numbers.
@@ -75,14 +78,20 @@ class HamiltonianChains:
             self._restart_steps()
         given = self._potential, self.phase, self.step_size, self.variance, draws
         if settings.kernel == "nuts":
-            move = no_u_turn(*given, settings.max_depth)
+            move = no_u_turn(*given, self._depth)
         else:
-            move = hamiltonian_monte_carlo(*given, settings.length, settings.jitter, 2**settings.max_depth - 1)
+            move = hamiltonian_monte_carlo(*given, settings.length, settings.jitter, 2**self._depth - 1)
         self.phase = move.phase
         if self.in_warmup:
             self._adapt(move.acceptance)
         self.iteration += 1
         return move
+
+    @property
+    def _depth(self) -> int:
+        """Doublings at most: fewer while nothing is known of the scales, when long trajectories are wasted."""
+        early = bool(self._ends) and self.iteration < self._ends[0]
+        return min(self.settings.max_depth, EARLY_DEPTH) if early else self.settings.max_depth
 
     def _adapt(self, acceptance: Tensor) -> None:
         self._steps.update(acceptance)

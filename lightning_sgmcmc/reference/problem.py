@@ -77,7 +77,8 @@ class Problem:
             check_batch(self.model, None, batch)
         self.num_data = self.model.num_data = _count(module, data, length_of(self.model, batches))
         execution = self.model.chains.execution
-        temperature = float(module.temperature)  # type: ignore[arg-type]  # a number, by `_copied`
+        temperature = module.temperature
+        assert isinstance(temperature, float), "_copied has checked it"
         self.energy = FullEnergy(self.model, batches, temperature, execution in ("auto", "vmap"))
         self.scaling = TargetScaling.of_datamodule(data)
         fixed = {n: t for n, t in state_of(self.model).items() if n not in self.energy.names}

@@ -90,7 +90,8 @@ def sample(
         dtype: torch.float64 for chains in double precision; None is the module's own.
         target_acceptance: mean acceptance that the step size is adapted to; nearer to 1 is slower, with fewer
             divergences.
-        max_depth: doublings of a trajectory at most: 2^max_depth - 1 gradients; also the limit of "hmc".
+        max_depth: doublings of a trajectory at most: 2^max_depth - 1 gradients; also the limit of "hmc". Before the
+            first window of the warm-up has ended it is at most 7.
         length: mean length of a trajectory of "hmc" in units of time, where every coordinate has about the standard
             deviation 1.
         jitter: the length of "hmc" is uniform within this share of its mean.
