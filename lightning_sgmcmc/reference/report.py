@@ -84,7 +84,21 @@ class ReferenceReport:
 
 def write_report(folder: Path, report: ReferenceReport) -> None:
     """Write `reference.json` of a run's folder."""
-    write_atomically(folder / REPORT, (json.dumps(asdict(report), indent=2) + "\n").encode())
+    content = {name: _written(value) for name, value in asdict(report).items()}
+    write_atomically(folder / REPORT, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+
+
+def _written(value: Any) -> Any:
+    """Return plain data in which None takes the place of numbers that are not finite."""
+    if isinstance(value, list):
+        return [_written(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_read(one) for one in value]
+    return math.nan if value is None else value
 
 
 def read_report(path: str | Path) -> ReferenceReport:
@@ -102,8 +116,9 @@ def read_report(path: str | Path) -> ReferenceReport:
     if not file.exists():
         raise FileNotFoundError(f"there is no {REPORT} in {path}: the run has not ended, or is no reference run")
     try:
-        return ReferenceReport(**json.loads(read_regular(file, LARGEST_REPORT)))
-    except (ValueError, TypeError, OSError) as error:
+        content = json.loads(read_regular(file, LARGEST_REPORT))
+        return ReferenceReport(**{name: _read(value) for name, value in content.items()})
+    except (ValueError, TypeError, AttributeError, OSError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
 
 

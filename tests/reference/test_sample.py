@@ -327,9 +327,14 @@ def test_the_cost_of_a_large_network_is_told(monkeypatch: pytest.MonkeyPatch) ->
     assert "for 2 chains of 3 parameters, so 26 iterations of 1000000000 to" in seen[0]
 
 
-def test_one_chain_and_few_draws_are_called_doubtful() -> None:
+def test_one_chain_and_few_draws_are_called_doubtful(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="one chain alone cannot show that it has missed a mode"):
-        found = reference.sample(regression(), data(), chains=1, warmup=20, draws=3, max_depth=3)
+        found = reference.sample(regression(), data(), chains=1, warmup=20, draws=3, max_depth=3, out=tmp_path)
     assert found.report is not None
     assert np.isnan(found.report.rhat)
     assert any("too few to compare chains" in text for text in found.report.warnings)
+    assert json.loads((tmp_path / "reference.json").read_text())["rhat"] is None
+    assert np.isnan(reference.read_report(tmp_path).rhat)
+    (tmp_path / "reference.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"reference\.json is damaged"):
+        reference.read_report(tmp_path)
