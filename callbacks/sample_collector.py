@@ -1,6 +1,5 @@
 """Stores posterior samples, on disk or in memory."""
 
-import json
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,7 @@ from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.calibration import saved_calibration
-from lightning_sgmcmc.posterior.description import describe_model
+from lightning_sgmcmc.posterior.description import description_for_store
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.lagging import LaggingStore
 from lightning_sgmcmc.posterior.lock import StoreLock
@@ -122,7 +121,7 @@ class SampleCollector(SamplerCallback):
             path = self.dirpath or run_folder(trainer) / "samples"
             shared = module.chains.sharing.tensors()
             self._lock = on_rank_zero(
-                trainer, lambda: begin_store(path, _description(module), _scaling(trainer), shared)
+                trainer, lambda: begin_store(path, description_for_store(module), _scaling(trainer), shared)
             )
             self._store = LaggingStore(path)
         if isinstance(self._store, MemoryStore):
@@ -249,24 +248,3 @@ class SampleCollector(SamplerCallback):
 
 def _scaling(trainer: pl.Trainer) -> TargetScaling | None:
     return TargetScaling.of_datamodule(getattr(trainer, "datamodule", None))
-
-
-def _description(module: BayesianModule) -> Any:
-    """Return the network's description; warn if a later process cannot rebuild the network from it."""
-    with module.at_chain(0):  # samples are of one chain's network
-        description, reason = describe_model(module)
-    if reason is None:
-        if '"__main__:' in json.dumps(description):
-            argument = "model" if type(module).__module__ == "__main__" else "net"
-            rank_zero_warn(
-                "The network's class is defined in the running script, so another program can only load the samples "
-                f"with Posterior.load(path, {argument}=…): move the class to a module that both programs import."
-            )
-        return description
-    argument = "model" if description is None else "net"
-    rank_zero_warn(
-        f"The sample store cannot describe its network: {reason}. Keep the code that makes it, and load the samples "
-        f"with Posterior.load(path, {argument}=…); or stop now, and write the network as a class in a module of its "
-        "own that stores each constructor argument under the argument's name."
-    )
-    return description

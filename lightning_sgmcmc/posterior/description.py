@@ -6,6 +6,7 @@ them. Nothing is pickled: a description contains importable class names and cons
 
 import functools
 import inspect
+import json
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -82,6 +83,31 @@ def describe_model(model: nn.Module) -> tuple[Any, str | None]:
         return {"class": path_of(type(model)), "arguments": arguments | {"net": {MISSING: reason}}}, reason
     except NotDescribableError as error:
         return None, str(error)
+
+
+def description_for_store(model: EnergyModel) -> Any:
+    """Return the description of a model's network; warn if a later process cannot rebuild the network from it.
+
+    Args:
+        model: the model; of several chains the first, since samples are of one chain's network.
+    """
+    with model.at_chain(0):
+        description, reason = describe_model(model)
+    if reason is None:
+        if '"__main__:' in json.dumps(description):
+            argument = "model" if type(model).__module__ == "__main__" else "net"
+            rank_zero_warn(
+                "The network's class is defined in the running script, so another program can only load the samples "
+                f"with Posterior.load(path, {argument}=…): move the class to a module that both programs import."
+            )
+        return description
+    argument = "model" if description is None else "net"
+    rank_zero_warn(
+        f"The sample store cannot describe its network: {reason}. Keep the code that makes it, and load the samples "
+        f"with Posterior.load(path, {argument}=…); or stop now, and write the network as a class in a module of its "
+        "own that stores each constructor argument under the argument's name."
+    )
+    return description
 
 
 def build(description: Any, net: nn.Module | None = None, trust: bool = False) -> Any:

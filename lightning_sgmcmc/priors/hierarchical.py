@@ -193,6 +193,22 @@ class HierarchicalPrior(Prior):
 
         return log_prob
 
+    def log_marginal(self, parameters: Mapping[str, Tensor], chains: bool = False) -> Tensor:
+        """Return log p(θ) with the scales integrated out, shape (), or (C,) of chains, float64.
+
+            log p(θ) = Σ_g [log Γ((ν+1)·d/2) - (ν+1)·d/2·log((ν·d + S)/2)] + constant
+
+        that is a multivariate Student-t for each group.
+
+        Args:
+            parameters: as for `log_prob`, or for `log_prob_of_chains` with `chains`.
+            chains: whether they have a leading axis of chains.
+        """
+        squares = self.squares(parameters, chains)
+        shape = (self.nu + 1) * self._counts / 2
+        rest = shape.lgamma() - shape * ((self.nu * self._counts + squares) / 2).log()
+        return rest.sum(-1) + self._constant
+
     def scales(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the present standard deviation of each parameter tensor of a chain, each of shape ().
 

@@ -21,6 +21,7 @@ PACKAGES = (
     "predictions",
     "pretrained",
     "priors",
+    "reference",
     "report",
     "samplers",
     "simulation",
