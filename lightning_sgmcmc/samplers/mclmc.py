@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_positive
