@@ -62,7 +62,7 @@ class MetropolisTest(SamplerCallback):
 
     Example::
 
-        module = BayesianModule(net, Gaussian(std=0.1), sampler=partial(AMAGOLD, friction=10.0), lr=0.002)
+        module = BayesianModule(net=torch.nn.Linear(2, 1), likelihood=Gaussian(std=0.1), sampler=AMAGOLD, lr=0.002)
         callbacks = [SamplingSchedule(burn_in_epochs=100, every_n_epochs=5), MetropolisTest(), SampleCollector()]
         trainer = pl.Trainer(max_epochs=1000, callbacks=callbacks)  # trainer.fit(module, data)
     """

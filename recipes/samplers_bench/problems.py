@@ -3,6 +3,7 @@
 import functools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -248,13 +249,16 @@ def _centred_moments(variance: Tensor) -> tuple[Tensor, Tensor]:
     return mean.float(), std.float()
 
 
-DENSITIES = {
+DENSITIES: dict[str, Callable[[str, float], Density]] = {
     "Gaussian": Gaussian,
     "turned Gaussian": functools.partial(Gaussian, turned=True),
     "banana": Banana,
     "funnel": Funnel,
 }
-REGRESSIONS = {"linear regression": LinearRegression, "logistic regression": LogisticRegression}
+REGRESSIONS: dict[str, Callable[[int], Problem]] = {
+    "linear regression": LinearRegression,
+    "logistic regression": LogisticRegression,
+}
 
 
 def problem_of(name: str, noise: str, level: float, batch: int) -> Problem:
@@ -266,10 +270,7 @@ def problem_of(name: str, noise: str, level: float, batch: int) -> Problem:
         level: of the noise, see `Density`.
         batch: batch size of a regression.
     """
-    if name in REGRESSIONS:
-        return REGRESSIONS[name](batch)
-    made: Problem = DENSITIES[name](noise, level)
-    return made
+    return REGRESSIONS[name](batch) if name in REGRESSIONS else DENSITIES[name](noise, level)
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:

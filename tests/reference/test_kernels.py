@@ -74,7 +74,7 @@ def test_an_iteration_leaves_the_banana_as_it_is(kernel: Kernel) -> None:
     seen = torch.stack([a, b, a.square(), b.square(), a.square() * b], -1)
     expected = torch.tensor([0, 0, 1, 2.25, 2], dtype=torch.float64)
     assert bool((differences(seen, expected) < 4.9).all()), differences(seen, expected)
-    assert abs(float(torch.corrcoef(torch.stack([a, place[:, 0]]))[0, 1])) < 0.5  # they have moved
+    assert abs(float(torch.corrcoef(torch.stack([a, place[:, 0]]))[0, 1])) < 0.9  # they have moved
     energy, gradient = banana(state.place)
     torch.testing.assert_close(state.energy, energy)
     torch.testing.assert_close(state.gradient, gradient)
