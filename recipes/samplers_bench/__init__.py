@@ -2,16 +2,16 @@
 
 * Four densities under four kinds of gradient noise, whose root mean square is that of the gradient itself: twenty
   Gaussian coordinates of variances from 0.001 to 1, along the axes or turned; a banana; a funnel. Sixteen chains start
-  at the origin.
-* A linear and a logistic regression with mini-batches of 25, the same number of chains, from the mode.
+  around the origin, with a standard deviation of 0.1.
+* A linear and a logistic regression with mini-batches of 25, the same number of chains, from around the mode.
 * Three small networks whose functions are known from Hamiltonian Monte Carlo, by `Trainer.fit`: four chains, batches of
   a quarter of the data, after a warm start by Adam, which counts.
 
 The error is the root mean square, over x and x² of all coordinates, of the error of the draws' mean over the function's
 standard deviation; on networks the distance to the truth, as in `contour_pays`. Each sampler has the friction 0.1 a
-step. Its step size is the best of a ladder of multiples of the largest stable one, chosen by the same error on another
-seed; so the table compares samplers at their best, and nobody's budget has paid for that choice. Preconditioners adapt
-in the burn-in, of 30 % of the steps, and are then frozen. Rows "over SGHMC's" are geometric means over all problems of
+step. Its step size is the best of a ladder below the largest stable one, chosen by the same error on another seed; so
+the table compares samplers at their best, and nobody's budget has paid for that choice. Preconditioners adapt in the
+burn-in, of 30 % of the steps, and are then frozen. Rows "over SGHMC's" are geometric means over all problems of
 a kind of the ratio of a sampler's error to that of SGHMC in the same repeat; below 1 it is better. Chains that diverge
 count with an error of 10.
 
@@ -104,7 +104,7 @@ def rows_of(problem: Problem, found: dict[str, dict[str, Any]]) -> list[Row]:
     for method, outcome in found.items():
         for key in outcome["runs"][0]:
             rows.append(mean_row(f"{title}: {method}", LABELS[key], [figures[key] for figures in outcome["runs"]]))
-        rows.append(Row(f"{title}: {method}", "step size / largest stable", outcome["factor"]))
+        rows.append(Row(f"{title}: {method}", "step / largest stable", outcome["factor"]))
     return rows
 
 

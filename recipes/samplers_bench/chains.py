@@ -15,7 +15,7 @@ from lightning_sgmcmc.recipes.samplers_bench.settings import Settings
 DRAWS = 500
 """Most draws of a chain that are kept."""
 DIVERGED = 10.0
-"""The error that chains count with if they diverge."""
+"""The largest error, which chains that diverge count with."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,14 @@ def run(problem: Problem, method: str, factor: float, settings: Settings, seed: 
         seed: of the sampler's noise and of the gradients'.
     """
     known = METHODS[method]
-    lr = factor * known.largest(problem.stiffness, problem.num_data)
+    lr = known.step_size(factor, problem.stiffness, problem.num_data)
     burn_in = int(settings.burn_in * settings.gradients)
     every = max(1, (settings.gradients - burn_in) // DRAWS)
-    place = nn.Parameter(problem.start(settings.chains))
+    generator = generator_of(seed, method)
+    place = nn.Parameter(problem.start(settings.chains, generator))
     rule = known.build(lr, burn_in)(
         [place], lr=lr, num_data=problem.num_data, num_chains=settings.chains, seed=seed, noise_ahead=False
     )
-    generator = generator_of(seed, method)
     draws = []
     began = time.process_time()
     with torch.no_grad():
@@ -97,7 +97,7 @@ def run(problem: Problem, method: str, factor: float, settings: Settings, seed: 
     kept = torch.stack(draws)  # (S, C, F)
     if not bool(kept.isfinite().all()):
         return Figures(DIVERGED, 0.0, seconds)
-    return Figures(error_of(kept, problem), ess_of(kept, problem.dimension, settings.gradients), seconds)
+    return Figures(min(DIVERGED, error_of(kept, problem)), ess_of(kept, problem.dimension, settings.gradients), seconds)
 
 
 def error_of(draws: Tensor, problem: Problem) -> float:

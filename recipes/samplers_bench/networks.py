@@ -41,7 +41,7 @@ def fit(name: str, method: str, factor: float, settings: Settings, seed: int) ->
     logging.getLogger("lightning_sgmcmc").setLevel(logging.ERROR)
     torch.manual_seed(seed)
     data, known = data_of(name, seed), METHODS[method]
-    lr = factor * known.largest(STIFFNESS[name], len(data.x))
+    lr = known.step_size(factor, STIFFNESS[name], len(data.x))
     burn_in = int(settings.burn_in * settings.steps)
     every = max(1, (settings.steps - burn_in) // settings.draws)
     collector = SampleCollector(in_memory=True)

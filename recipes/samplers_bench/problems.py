@@ -34,9 +34,9 @@ class Problem(ABC):
     def gradient(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """Return the noisy gradient of the mean potential U/N of points (C, d), shape (C, d)."""
 
-    def start(self, chains: int) -> Tensor:
-        """Return the first points, shape (C, d)."""
-        return torch.zeros(chains, self.dimension)
+    def start(self, chains: int, generator: torch.Generator) -> Tensor:
+        """Return the first points, shape (C, d), around the middle, where all gradients may be zero."""
+        return 0.1 * torch.randn(chains, self.dimension, generator=generator)
 
     def observe(self, x: Tensor) -> Tensor:
         """Return x and x² of points (…, d), shape (…, 2d)."""
@@ -196,8 +196,8 @@ class LinearRegression(Problem):
         self.center = torch.tensor(center, dtype=torch.float32)
         self.mean, self.std = _centred_moments(torch.tensor(variance))
 
-    def start(self, chains: int) -> Tensor:
-        return self.center.repeat(chains, 1)
+    def start(self, chains: int, generator: torch.Generator) -> Tensor:
+        return self.center + super().start(chains, generator)
 
     def observe(self, x: Tensor) -> Tensor:
         return super().observe(x - self.center)
@@ -230,8 +230,8 @@ class LogisticRegression(Problem):
         self.mean = weights @ values
         self.std = (weights @ (values - self.mean).square()).sqrt()
 
-    def start(self, chains: int) -> Tensor:
-        return self.center.repeat(chains, 1)
+    def start(self, chains: int, generator: torch.Generator) -> Tensor:
+        return self.center + super().start(chains, generator)
 
     def observe(self, x: Tensor) -> Tensor:
         return super().observe(x - self.center)

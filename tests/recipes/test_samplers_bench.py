@@ -69,7 +69,7 @@ def test_exact_draws_have_an_error_of_their_number_and_diverging_chains_the_larg
     draws = made.observe(made.draw(100 * 16, torch.Generator().manual_seed(5))).view(100, 16, -1)
     assert error_of(draws, made) < 3 / math.sqrt(1600)
     settings = replace(read_settings(Settings, Options(tmp_path, tmp_path)), gradients=60, chains=2)
-    assert run(density("banana"), "SGHMC", 8.0, settings, 0).error == DIVERGED
+    assert run(density("banana"), "SGHMC", 4.0, settings, 0).error == DIVERGED
 
 
 def test_the_ladder_is_descended_to_a_minimum() -> None:
