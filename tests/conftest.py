@@ -1,6 +1,7 @@
 """Shared set-up: one thread, no W&B service, no chatter."""
 
 import logging
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import torch
 # Autograd starts before any compilation, which registers a device: with one it would start threads, and tests that fork
 # would fail.
 torch.ones((), requires_grad=True).backward()
+
+# A shell's background jobs ignore SIGINT, which tests send to themselves and to ranks.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
