@@ -14,7 +14,6 @@ from lightning_sgmcmc.checks import check_choice, check_count
 from lightning_sgmcmc.run.loggers import is_logged, log_cost, log_scalars
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.subsampling.ewsg import Guess, index_log_weights, metropolis_index
 from lightning_sgmcmc.subsampling.snapshot import rows_of
@@ -129,7 +128,7 @@ class EWSG(StepClaimant):
             return
         rule = type(sampler).__name__
         group = sampler.param_groups[0]
-        if sampler.law(group) is None or isinstance(sampler, PreconditionedSampler):
+        if sampler.plain_law(group) is None:
             raise ValueError(
                 f"EWSG needs the law of a step before it chooses a gradient, but {rule}'s depends on the gradient "
                 "itself: use another sampler"

@@ -1,10 +1,16 @@
-"""Checks for NaN and infinite numbers in tensors."""
+"""Checks for NaN and infinite numbers."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def finite_or_none(value: Any) -> Any:
+    """Return a value as JSON has it: None in place of a number that is NaN or infinite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:

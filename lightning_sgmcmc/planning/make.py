@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from lightning_sgmcmc.finite import finite_or_none
 from lightning_sgmcmc.planning.controls import Blocks
 from lightning_sgmcmc.planning.plan import RunPlan, TensorPlan
 from lightning_sgmcmc.planning.reach import Reached, TensorFacts, independent_draws, reach
@@ -110,7 +111,7 @@ def _with_reached(
         burn_in_relaxation_times=middle.burn_in,
         sampling_relaxation_times=middle.sampling,
         relaxation_times=middle.burn_in + middle.sampling,
-        configurational_temperature=_finite(sum(each) / len(each)),
+        configurational_temperature=finite_or_none(sum(each) / len(each)),
         independent_draws=facts.sampled_chains * independent_draws(middle.whole, draws),
         notes=(*plan.notes, FAR_START) if is_far else plan.notes,
     )
@@ -145,16 +146,12 @@ def _tensor_plan(tensor: TensorFacts, reached: Reached | None, temperature: floa
         return TensorPlan(tensor.numel, tensor.std)
     is_far = _is_far(reached.configurational, reached.from_start)
     share = math.nan if is_far else float(reached.configurational.mean())
-    return TensorPlan(tensor.numel, tensor.std, reached.burn_in + reached.sampling, _finite(share * temperature))
+    return TensorPlan(tensor.numel, tensor.std, reached.burn_in + reached.sampling, finite_or_none(share * temperature))
 
 
 def _is_far(configurational: torch.Tensor, from_start: torch.Tensor) -> bool:
     """Return whether a chain starts so far out that its way in is what would be measured."""
     return bool((from_start < -FAR * (configurational - from_start)).any())
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _largest_lr(blocks: Blocks) -> float | None:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lightning_sgmcmc.planning.recursion import LinearRule, Move
 from lightning_sgmcmc.samplers import MCLMC, SGHMC, SGNHT, Sampler, StepLaw, UnderdampedLangevin
-from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
 
 MOVES: dict[str, Move] = {"euler": "before", "baoab": "baoab", "obabo": "after", "ubu": "ubu"}
 """By integrator of `UnderdampedLangevin`."""
@@ -47,7 +46,7 @@ def _law(sampler: Sampler, group: dict[str, Any], num_data: int) -> StepLaw | No
     if isinstance(sampler, SGNHT):  # its own law reads the thermostat, and would make it
         friction, lr, temperature = group["friction"], group["lr"], group["temperature"]
         return StepLaw(friction, lr, 2 * friction * lr * temperature / num_data, lr * temperature / num_data)
-    return None if isinstance(sampler, PreconditionedSampler) else sampler.law(group)
+    return sampler.plain_law(group)
 
 
 def _move(sampler: Sampler, group: Mapping[str, Any], law: StepLaw, lr: Tensor) -> tuple[Move, Any]:

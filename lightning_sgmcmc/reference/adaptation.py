@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.reference.leapfrog import Draws, Phase, Potential, kinetic, leapfrog
+from lightning_sgmcmc.reference.leapfrog import Draws, Phase, Potential, kinetic, leapfrog, with_momenta
 
 MOST_DOUBLINGS = 60
 """Of a first step size."""
@@ -144,8 +144,7 @@ def first_step_sizes(
 
     Source: Hoffman & Gelman 2014, Algorithm 4, with Stan's 0.8 in place of 0.5.
     """
-    start = state._replace(momentum=draws.normal() / variance.sqrt())
-    hamiltonian = start.energy + kinetic(start.momentum, variance)
+    start, hamiltonian = with_momenta(state, variance, draws)
 
     def suits(index: Tensor, step: Tensor) -> Tensor:
         phase = leapfrog(potential, start.rows(index), step, variance[index])

@@ -3,7 +3,17 @@
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.reference.leapfrog import DIVERGENT, Draws, Move, Phase, Potential, chosen, kinetic, leapfrog
+from lightning_sgmcmc.reference.leapfrog import (
+    DIVERGENT,
+    Draws,
+    Move,
+    Phase,
+    Potential,
+    chosen,
+    kinetic,
+    leapfrog,
+    with_momenta,
+)
 
 
 def hamiltonian_monte_carlo(
@@ -33,8 +43,7 @@ def hamiltonian_monte_carlo(
 
     Source: Neal 2011 (MCMC using Hamiltonian dynamics), sections 3.2 and 5.4.
     """
-    start = state._replace(momentum=draws.normal() / variance.sqrt())
-    hamiltonian = start.energy + kinetic(start.momentum, variance)
+    start, hamiltonian = with_momenta(state, variance, draws)
     uniforms = draws.uniform(2)
     wanted = (length * (1 + jitter * (2 * uniforms[:, 0] - 1)) / step).round()
     steps = wanted.clamp(1, max_steps).long()

@@ -81,6 +81,18 @@ def leapfrog(potential: Potential, phase: Phase, step: Tensor, variance: Tensor)
     return Phase(place, energy, gradient, momentum - step / 2 * gradient)
 
 
+def with_momenta(state: Phase, variance: Tensor, draws: "Draws") -> tuple[Phase, Tensor]:
+    """Return the phases with momenta drawn from N(0, 1/v), and H there, shape (C,), float64.
+
+    Args:
+        state: of C chains.
+        variance: v, shape (C, P).
+        draws: the random numbers.
+    """
+    start = state._replace(momentum=draws.normal() / variance.sqrt())
+    return start, start.energy + kinetic(start.momentum, variance)
+
+
 class Move(NamedTuple):
     """What an iteration of a kernel did.
 

@@ -11,7 +11,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.reference.leapfrog import DIVERGENT, Draws, Move, Phase, Potential, chosen, kinetic, leapfrog
+from lightning_sgmcmc.reference.leapfrog import (
+    DIVERGENT,
+    Draws,
+    Move,
+    Phase,
+    Potential,
+    chosen,
+    kinetic,
+    leapfrog,
+    with_momenta,
+)
 
 
 class Segment(NamedTuple):
@@ -153,8 +163,7 @@ def no_u_turn(
 
     Source: Hoffman & Gelman 2014 (The No-U-Turn sampler), section 3.1; Betancourt 2017, appendix A.
     """
-    start = state._replace(momentum=draws.normal() / variance.sqrt())
-    hamiltonian = start.energy + kinetic(start.momentum, variance)
+    start, hamiltonian = with_momenta(state, variance, draws)
     backward = forward = sample = start
     total, log_weight = start.momentum, torch.zeros_like(hamiltonian)
     acceptance, leapfrogs = torch.zeros_like(hamiltonian), torch.zeros_like(hamiltonian, dtype=torch.long)

@@ -10,6 +10,7 @@ import numpy as np
 
 from lightning_sgmcmc.diagnostics.chains import chain_diagnostics, rhat_limit
 from lightning_sgmcmc.files import read_regular, write_atomically
+from lightning_sgmcmc.finite import finite_or_none
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 
 REPORT = "reference.json"
@@ -92,7 +93,7 @@ def _written(value: Any) -> Any:
     """Return plain data in which None takes the place of numbers that are not finite."""
     if isinstance(value, list):
         return [_written(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return finite_or_none(value)
 
 
 def _read(value: Any) -> Any:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.samplers.base import Sampler
+from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.tensors import Control, along_first_axis, as_rows, square_root
 
 ALWAYS, BURN_IN = "always", "burn-in"
@@ -71,6 +72,9 @@ class PreconditionedSampler(Sampler):
         if adapt == ALWAYS or not group["averaged"]:
             return True
         return bool(group["adapting"]) and (isinstance(adapt, str) or group["averaged"] < adapt)
+
+    def plain_law(self, group: dict[str, Any]) -> StepLaw | None:
+        return None  # `law` is in the preconditioner's metric
 
     def _average_squares(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], decay: float

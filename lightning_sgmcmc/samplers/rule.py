@@ -77,6 +77,14 @@ class UpdateRule(Optimizer):
 
     # -- the law of a step, for diagnostics, EWSG and replica exchange ------------------------------------------------
 
+    def plain_law(self, group: dict[str, Any]) -> StepLaw | None:
+        """Return `law` for a rule without a preconditioner, whose steps are so in the parameters' own coordinates.
+
+        Args:
+            group: as for `law`.
+        """
+        return self.law(group)
+
     def law(self, group: dict[str, Any]) -> StepLaw | None:
         """Return the law of the group's next step; None for a rule whose steps are not of that form.
 

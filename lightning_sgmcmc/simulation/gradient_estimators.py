@@ -15,7 +15,6 @@ from typing import get_args
 
 from lightning_sgmcmc.checks import check_choice, check_count, check_number
 from lightning_sgmcmc.samplers import UnderdampedLangevin
-from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
 from lightning_sgmcmc.simulation.gradient_runs import Gradients, OfAllData, OfBatches, SumRun, WithFriction
 from lightning_sgmcmc.subsampling.ewsg import Guess
 
@@ -117,7 +116,7 @@ class ExponentialGradient(GradientEstimator):
             )
 
     def begin(self, run: SumRun) -> "OfBatches":
-        if run.rule.law(run.group) is None or isinstance(run.rule, PreconditionedSampler):
+        if run.rule.plain_law(run.group) is None:
             raise ValueError(
                 f"{type(run.rule).__name__} has no step law of the form that EWSG's weights need: use SGLD, "
                 "SGHMC, SGNHT or UnderdampedLangevin"

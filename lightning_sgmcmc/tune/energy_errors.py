@@ -14,6 +14,7 @@ from lightning_sgmcmc.callbacks.base import bayesian
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.samplers import MCLMC
+from lightning_sgmcmc.seeding import unchanged_generators
 
 
 class EnergyErrors(SamplerCallback):
@@ -144,7 +145,7 @@ def _generator_states(device: torch.device) -> list[Tensor]:
 @contextmanager
 def _generators(states: list[Tensor], device: torch.device) -> Iterator[None]:
     """Within the context torch's default generators begin from these states."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with unchanged_generators([device]):
         torch.set_rng_state(states[0])
         if len(states) > 1:
             torch.cuda.set_rng_state(states[1], device)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.finite import finite_or_none
+
 NOISE = 1.0
 """A step is as good as the best if its NLL is larger by at most this many standard errors of the paired difference."""
 HALVINGS = 2
@@ -97,7 +99,7 @@ class Probe:
         """Return its JSON form."""
         names = ["lr", "kinetic", "configurational", "noise_share", "energy", "nll", "reason"]
         names += ["energy_variance", "friction"] if self.energy_variance is not None else []
-        return {name: _finite(getattr(self, name)) for name in names} | {
+        return {name: finite_or_none(getattr(self, name)) for name in names} | {
             "healthy": self.healthy,
             "verdict": self.verdict,
         }
@@ -144,14 +146,10 @@ class StepProposal:
             "is_healthy": self.is_healthy,
             "reason": self.reason,
             "steps_made": self.steps_made,
-            "run_steps": _finite(self.run_steps),
+            "run_steps": finite_or_none(self.run_steps),
             **({} if self.friction is None else {"friction": self.friction}),
             "probes": [probe.as_json() for probe in self.probes],
         }
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def search(probe: Callable[[float], Probe], lr: float, least: float, max_probes: int) -> list[Probe]:

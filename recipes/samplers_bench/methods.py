@@ -68,43 +68,28 @@ class Method:
         return functools.partial(self.make, **options)
 
 
-def _overdamped(stiffness: float, num_data: int) -> float:
-    return 2 * num_data / stiffness
+def _over_curvature(factor: float) -> Callable[[float, int], float]:
+    return lambda stiffness, num_data: factor * num_data / stiffness
 
 
-def _with_momentum(stiffness: float, num_data: int) -> float:
-    return 4 * num_data / stiffness
-
-
-def _time_step(stiffness: float, num_data: int) -> float:
-    return 2 / math.sqrt(stiffness)
-
-
-def _preconditioned(stiffness: float, num_data: int) -> float:
-    return 2 / math.sqrt(stiffness)
-
-
-def _preconditioned_with_momentum(stiffness: float, num_data: int) -> float:
-    return 4 / math.sqrt(stiffness)
-
-
-def _psghmc(stiffness: float, num_data: int) -> float:
-    return 4 / (FRICTION * math.sqrt(stiffness))  # its step is friction·lr·G
+def _over_root(factor: float) -> Callable[[float, int], float]:
+    return lambda stiffness, num_data: factor / math.sqrt(stiffness)
 
 
 METHODS: dict[str, Method] = {
-    "SGLD": Method(SGLD, _overdamped),
-    "SGHMC": Method(functools.partial(SGHMC, friction=FRICTION), _with_momentum, order=2),
-    "SGNHT": Method(functools.partial(SGNHT, friction=FRICTION), _with_momentum, order=2),
-    "BAOAB": Method(functools.partial(UnderdampedLangevin, integrator="baoab"), _time_step, timed=True),
-    "OBABO": Method(functools.partial(UnderdampedLangevin, integrator="obabo"), _time_step, timed=True),
-    "UBU": Method(functools.partial(UnderdampedLangevin, integrator="ubu"), _time_step, timed=True),
-    "MCLMC": Method(MCLMC, _time_step, timed=True),
-    "pMCLMC": Method(pMCLMC, _time_step, adapts=True, timed=True),
-    "pSGLD": Method(pSGLD, _preconditioned, adapts=True),
-    "AdamSGLD": Method(AdamSGLD, _preconditioned, adapts=True),
-    "pSGHMC": Method(functools.partial(pSGHMC, friction=FRICTION), _psghmc, order=2, adapts=True),
+    "SGLD": Method(SGLD, _over_curvature(2)),
+    "SGHMC": Method(functools.partial(SGHMC, friction=FRICTION), _over_curvature(4), order=2),
+    "SGNHT": Method(functools.partial(SGNHT, friction=FRICTION), _over_curvature(4), order=2),
+    "BAOAB": Method(functools.partial(UnderdampedLangevin, integrator="baoab"), _over_root(2), timed=True),
+    "OBABO": Method(functools.partial(UnderdampedLangevin, integrator="obabo"), _over_root(2), timed=True),
+    "UBU": Method(functools.partial(UnderdampedLangevin, integrator="ubu"), _over_root(2), timed=True),
+    "MCLMC": Method(MCLMC, _over_root(2), timed=True),
+    "pMCLMC": Method(pMCLMC, _over_root(2), adapts=True, timed=True),
+    "pSGLD": Method(pSGLD, _over_root(2), adapts=True),
+    "AdamSGLD": Method(AdamSGLD, _over_root(2), adapts=True),
+    # The step of pSGHMC is friction·lr·G.
+    "pSGHMC": Method(functools.partial(pSGHMC, friction=FRICTION), _over_root(4 / FRICTION), order=2, adapts=True),
     "ScaleAdaptedSGHMC": Method(
-        functools.partial(ScaleAdaptedSGHMC, friction=FRICTION), _preconditioned_with_momentum, order=2, adapts=True
+        functools.partial(ScaleAdaptedSGHMC, friction=FRICTION), _over_root(4), order=2, adapts=True
     ),
 }

@@ -82,12 +82,8 @@ class Density(Problem):
     def _distance(self, x: Tensor) -> Tensor:
         """Return each point's distance to the mean in standard deviations, over its root mean square."""
         d = self.dimension
-        place = (self.functions_of(x)[..., :d] - self.mean[:d]) / self.std[:d]
+        place = (self.observe(x)[..., :d] - self.mean[:d]) / self.std[:d]
         return place.square().mean(-1, keepdim=True).sqrt().clamp(max=3.0)
-
-    def functions_of(self, x: Tensor) -> Tensor:
-        """Return what `observe` does."""
-        return self.observe(x)
 
     def _mean_square(self) -> float:
         draws = self.draw(20_000, torch.Generator().manual_seed(0))
@@ -105,8 +101,7 @@ class Gaussian(Density):
         axes = torch.linalg.qr(torch.randn(self.dimension, self.dimension, generator=generator)).Q
         self.axes = axes if turned else torch.eye(self.dimension)
         self.precision = (self.axes / self.variances) @ self.axes.T
-        self.mean = torch.cat([torch.zeros(self.dimension), self.variances])
-        self.std = torch.cat([self.variances.sqrt(), math.sqrt(2) * self.variances])
+        self.mean, self.std = _centred_moments(self.variances)
         super().__init__(noise, level)
 
     def exact_gradient(self, x: Tensor) -> Tensor:
@@ -178,10 +173,41 @@ class Data:
         return self.x[places], self.y[places]
 
 
-class LinearRegression(Problem):
+class Regression(Problem):
+    """A generalised linear model with a Gaussian prior and mini-batches.
+
+    Attributes:
+        data: all of it.
+        size: data in a batch.
+        center: the mode, from around which chains start and which is subtracted from what is observed, shape (d,).
+        prior_variance: of each weight.
+    """
+
+    data: Data
+    size: int
+    center: Tensor
+    prior_variance: float
+
+    @abstractmethod
+    def predict(self, linear: Tensor) -> Tensor:
+        """Return the mean of the targets for xᵀθ."""
+
+    def start(self, chains: int, generator: torch.Generator) -> Tensor:
+        return self.center + super().start(chains, generator)
+
+    def observe(self, x: Tensor) -> Tensor:
+        return super().observe(x - self.center)
+
+    def gradient(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        inputs, targets = self.data.batch(len(x), self.size, generator)
+        residuals = self.predict(torch.einsum("cnd,cd->cn", inputs, x)) - targets
+        return torch.einsum("cnd,cn->cd", inputs, residuals) / self.size + x / (self.prior_variance * self.num_data)
+
+
+class LinearRegression(Regression):
     """Conjugate regression of 10 weights on 500 data, with correlated inputs of scales from 0.3 to 1."""
 
-    dimension, num_data = 10, 500
+    dimension, num_data, prior_variance = 10, 500, 1.0
 
     def __init__(self, batch: int) -> None:
         rng = np.random.default_rng(0)
@@ -196,22 +222,14 @@ class LinearRegression(Problem):
         self.center = torch.tensor(center, dtype=torch.float32)
         self.mean, self.std = _centred_moments(torch.tensor(variance))
 
-    def start(self, chains: int, generator: torch.Generator) -> Tensor:
-        return self.center + super().start(chains, generator)
-
-    def observe(self, x: Tensor) -> Tensor:
-        return super().observe(x - self.center)
-
-    def gradient(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        inputs, targets = self.data.batch(len(x), self.size, generator)
-        residuals = torch.einsum("cnd,cd->cn", inputs, x) - targets
-        return torch.einsum("cnd,cn->cd", inputs, residuals) / self.size + x / self.num_data
+    def predict(self, linear: Tensor) -> Tensor:
+        return linear
 
 
-class LogisticRegression(Problem):
+class LogisticRegression(Regression):
     """Logistic regression of 8 weights and a constant on 400 synthetic data; its moments by importance sampling."""
 
-    dimension, num_data, PROPOSALS = 9, 400, 60_000
+    dimension, num_data, prior_variance, PROPOSALS = 9, 400, 9.0, 60_000
 
     def __init__(self, batch: int) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -220,7 +238,7 @@ class LogisticRegression(Problem):
         x[:, -1] = 1
         weights = torch.randn(self.dimension, generator=generator, dtype=torch.float64)
         y = (torch.rand(self.num_data, generator=generator, dtype=torch.float64) < (x @ weights).sigmoid()).double()
-        self.posterior = LogisticPosterior(x, y, 3.0)
+        self.posterior = LogisticPosterior(x, y, math.sqrt(self.prior_variance))
         mode, factor = self.posterior.laplace
         self.center, self.size = mode.float(), batch
         self.stiffness = float(1 / torch.linalg.eigvalsh(factor @ factor.T).min())
@@ -230,16 +248,8 @@ class LogisticRegression(Problem):
         self.mean = weights @ values
         self.std = (weights @ (values - self.mean).square()).sqrt()
 
-    def start(self, chains: int, generator: torch.Generator) -> Tensor:
-        return self.center + super().start(chains, generator)
-
-    def observe(self, x: Tensor) -> Tensor:
-        return super().observe(x - self.center)
-
-    def gradient(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        inputs, labels = self.data.batch(len(x), self.size, generator)
-        residuals = torch.einsum("cnd,cd->cn", inputs, x).sigmoid() - labels
-        return torch.einsum("cnd,cn->cd", inputs, residuals) / self.size + x / (9.0 * self.num_data)
+    def predict(self, linear: Tensor) -> Tensor:
+        return linear.sigmoid()
 
 
 def _centred_moments(variance: Tensor) -> tuple[Tensor, Tensor]:
