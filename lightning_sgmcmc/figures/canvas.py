@@ -21,6 +21,9 @@ DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1
 SAMPLE_COLOUR, AVERAGE_COLOUR, SINGLE_COLOUR, SHADE = COLOURS[1], COLOURS[0], "#7F7F7F", "0.92"
 PAGE_WIDTH = 5.5
 """Width of a figure in inches: the text of a page in one column."""
+AXIS_LABELS = 0.7
+"""Inches left of a figure's axes, for ticks and label."""
+LEGEND_SIZE = 8
 PRINT_DPI = 300
 STYLE: Mapping[str, Any] = MappingProxyType(
     {
@@ -29,7 +32,7 @@ STYLE: Mapping[str, Any] = MappingProxyType(
         "axes.titlesize": 9,
         "xtick.labelsize": 8,
         "ytick.labelsize": 8,
-        "legend.fontsize": 8,
+        "legend.fontsize": LEGEND_SIZE,
         "axes.linewidth": 0.7,
         "axes.spines.top": False,
         "axes.spines.right": False,
@@ -134,26 +137,38 @@ def save_figure(figure: "Figure", path: Path) -> None:
 
 
 def legend_above(axes: "Axes", columns: int = 3) -> None:
-    """Put the legend, if any, above the axes, where it covers no data."""
-    handles, _ = axes.get_legend_handles_labels()
+    """Put the legend, if any, above the axes, where it covers no data, in as many columns as fit, `columns` at most."""
+    handles, labels = axes.get_legend_handles_labels()
     if handles:
         axes.legend(
             loc="lower left",
             bbox_to_anchor=(0, 1),
-            ncols=min(columns, len(handles)),
+            ncols=_fitting_columns(axes.figure.get_figwidth() - AXIS_LABELS, labels, columns),
             frameon=False,
             borderaxespad=0.2,
-            fontsize=8,
+            fontsize=LEGEND_SIZE,
         )
 
 
 def legend_below(figure: "Figure", axes: "Axes", columns: int = 4) -> None:
-    """Put one axes' legend, if any, below all panels of the figure."""
+    """Put one axes' legend, if any, below all panels, in as many columns as fit, `columns` at most."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=min(columns, len(labels)), frameon=False, fontsize=8
-        )
+        fitting = _fitting_columns(figure.get_figwidth(), labels, columns)
+        figure.legend(handles, labels, loc="outside lower center", ncols=fitting, frameon=False, fontsize=LEGEND_SIZE)
+
+
+def _fitting_columns(width: float, labels: Sequence[str], most: int) -> int:
+    """Return how many columns of a legend fit in a width in inches, one at least."""
+    from matplotlib.textpath import TextPath
+
+    widths = [TextPath((0, 0), label, size=LEGEND_SIZE).get_extents().width / 72 for label in labels]
+    handle, gap = 2.8 * LEGEND_SIZE / 72, 2 * LEGEND_SIZE / 72  # matplotlib's defaults, in font sizes
+    for columns in range(min(most, len(labels)), 1, -1):
+        widest = [part.max() for part in np.array_split(widths, columns)]
+        if sum(widest) + columns * (handle + gap) - gap <= width:
+            return columns
+    return 1
 
 
 def shade_cycles(axes: "Axes", cycles: Sequence[tuple[float, float]]) -> None:

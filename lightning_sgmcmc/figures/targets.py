@@ -156,13 +156,13 @@ def progress_figure(
         y_label: label of the values.
         log_x: whether the x-axis is logarithmic too.
     """
-    figure, (axes,) = canvas(height=3.8)
+    figure, (axes,) = canvas(height=3 + 0.08 * len(curves))
     for index, (name, (places, repeats)) in enumerate(curves.items()):
         draw_band(axes, places, repeats, index, name, is_positive=True)
     axes.set_yscale("log")
     if log_x:
         axes.set_xscale("log")
     axes.set_xlabel(x_label)
-    axes.set_ylabel(f"{y_label}; bands: {INTERVAL}")
+    axes.set_ylabel(f"{y_label}\n{INTERVAL}")
     legend_above(axes, columns=4)
     return figure

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_sgmcmc import figures
 from lightning_sgmcmc.figures import samples as figures_samples
+from lightning_sgmcmc.figures.canvas import canvas, legend_above, legend_below
 
 
 def lines(axes: Any) -> dict[str, Any]:
@@ -174,3 +175,23 @@ def test_temperatures_leave_out_what_there_is_not_and_the_nearest_of_too_many() 
 @pytest.mark.filterwarnings("error")
 def test_the_smallest_runs_are_drawn_without_a_warning(make: Callable[[], Any]) -> None:
     draw(make())
+
+
+@pytest.mark.parametrize("place", ["above", "below"])
+@pytest.mark.parametrize("width", [4.0, 8.0])
+def test_a_legend_of_long_names_stays_within_the_figure(place: str, width: float) -> None:
+    figure, (axes,) = canvas(width=width)
+    for index in range(12):
+        name = f"sampler {index}" + ", from a start at random" * (index % 2)
+        axes.plot([0, 400000], [0, 1], label=name)
+    if place == "above":
+        legend_above(axes, columns=4)
+    else:
+        legend_below(figure, axes, columns=4)
+    draw(figure)
+    legend = axes.get_legend() or figure.legends[0]
+    box, whole = legend.get_window_extent(), figure.bbox
+    assert whole.x0 <= box.x0 and box.x1 <= whole.x1
+    columns = len({round(text.get_window_extent().x0) for text in legend.get_texts()})
+    assert columns == 1 if width < 5 else columns > 1
+    assert axes.get_window_extent().width > 0.7 * whole.width
