@@ -191,7 +191,8 @@ def test_a_legend_of_long_names_stays_within_the_figure(place: str, width: float
     draw(figure)
     legend = axes.get_legend() or figure.legends[0]
     box, whole = legend.get_window_extent(), figure.bbox
-    assert whole.x0 <= box.x0 and box.x1 <= whole.x1
+    assert whole.x0 <= box.x0
+    assert box.x1 <= whole.x1
     columns = len({round(text.get_window_extent().x0) for text in legend.get_texts()})
     assert columns == 1 if width < 5 else columns > 1
     assert axes.get_window_extent().width > 0.7 * whole.width
