@@ -165,6 +165,7 @@ def proposal() -> Any:
     return tuned(ROWS)
 
 
+@pytest.mark.slow
 def test_the_proposal_has_the_wanted_energy_variance(proposal: Any) -> None:
     """Within 20 % in long runs of 100 chains of their own, whose bias is that of the law; the friction is √(τ/s²)."""
     assert proposal.limit is Limit.ENERGY_ERROR
@@ -178,6 +179,7 @@ def test_the_proposal_has_the_wanted_energy_variance(proposal: Any) -> None:
     assert proposal.as_json()["friction"] == proposal.friction
 
 
+@pytest.mark.slow
 def test_the_proposal_gets_smaller_as_the_gradient_noise_grows(proposal: Any) -> None:
     """By the batch's own potential: the gradient of a batch of 4 has 16 times the square, which alone makes the step
     smaller by 16^(-1/6) = 0.63, and its curvature differs between directions."""

@@ -100,6 +100,8 @@ def learning_curves(curves: dict[str, list[Curve]]) -> Any:
     Args:
         curves: those of each method's repeats.
     """
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     figure, ((whole, later),) = panels(1, 2, 7.5, 3.4)
     for index, (method, own) in enumerate(curves.items()):
         for axes, parts in ((whole, ("burn_in", "average")), (later, ("average",))):
@@ -108,9 +110,12 @@ def learning_curves(curves: dict[str, list[Curve]]) -> Any:
                 place, errors = paths[0, :, 0].tolist(), paths[:, :, 1]
                 style: dict[str, Any] = {"linestyle": ":", "marker": ""} if part == "burn_in" else {}
                 draw_band(axes, place, errors, index, None if part == "burn_in" else method, **style)
+    means = [line.get_ydata() for line in whole.get_lines()]
     whole.set_yscale("log")
+    whole.set_ylim(0.8 * min(map(min, means)), 1.5 * max(map(max, means)))  # a band of few repeats may reach far
+    whole.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     whole.yaxis.set_major_formatter("{x:g}")
-    whole.yaxis.set_minor_formatter("{x:g}")
+    whole.yaxis.set_minor_formatter(NullFormatter())
     whole.set_title("states (dotted), and the average over samples", fontsize=9)
     later.set_title("the average over samples", fontsize=9)
     for axes in (whole, later):

@@ -1,7 +1,8 @@
 """Learning coefficients of linear networks beside closed forms: `python -m tests.benchmarks.learning_coefficient`.
 
 Prints a table: size, number of weights, λ, the estimate with its standard error, seconds, and the same of devinterp
-where that package is installed, on the same network with the same n·β, γ, chains, steps and draws.
+where that package is installed (1.3.2 is the last version that takes any loss: `uv run --with devinterp==1.3.2 python
+-m …`), on the same network with the same n·β, γ, chains, steps and draws.
 """
 
 import argparse
@@ -60,18 +61,32 @@ class HalfSquares(nn.Module):
         return (output - target).square().sum(1).mean() / 2
 
 
+class Whole(torch.utils.data.Dataset[Any]):
+    """All data as one item, so that no rows are collated, in the form from which devinterp reads a batch size."""
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, ...]]:
+        return [self.tensors]
+
+
 def devinterp(problem: LinearNetworkProblem, steps: int, seed: int) -> tuple[str, float]:
     """Return the estimate of devinterp 1.x by SGLD as text, and seconds; its step is ε = 2·lr/(n·β)."""
     from devinterp.optim.sgld import SGLD as TheirSGLD  # type: ignore[import-not-found]
     from devinterp.slt.sampler import estimate_learning_coeff_with_summary  # type: ignore[import-not-found]
 
-    loss, data = HalfSquares(), torch.utils.data.TensorDataset(*problem.data())
-    whole = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(data), problem.num_data, drop_last=False)
+    loss = HalfSquares()
+    data = Whole(problem.data())
+    loader = torch.utils.data.DataLoader(data, batch_size=len(data))
     begun = time.perf_counter()
     found = estimate_learning_coeff_with_summary(
         copy.deepcopy(problem.network()),
-        loader=torch.utils.data.DataLoader(data, sampler=whole, batch_size=None),
-        evaluate=lambda model, batch: loss(model(batch[0]), batch[1]),
+        loader=loader,
+        evaluate=lambda model, batch: loss(model(batch[0][0]), batch[1][0]),
         sampling_method=TheirSGLD,
         optimizer_kwargs={"lr": 2 * SAMPLERS["SGLD"][1] / NBETA, "localization": GAMMA, "nbeta": NBETA},
         num_chains=CHAINS,

@@ -24,7 +24,7 @@ from lightning_sgmcmc.recipes.shared.pages import write_pages
 from lightning_sgmcmc.recipes.shared.records import Recording
 from lightning_sgmcmc.recipes.shared.results import mean_row, write_results
 from lightning_sgmcmc.recipes.shared.settings import read_settings
-from lightning_sgmcmc.recipes.shared.store import JobStore
+from lightning_sgmcmc.recipes.shared.store import JobStore, program
 from lightning_sgmcmc.recipes.shared.trainers import kept_samples, quiet_trainer, resumed_fit, silence_lightning
 from lightning_sgmcmc.samplers import SGHMC
 from tests.recipes.test_jobs import waited_for
@@ -50,6 +50,27 @@ def test_a_finished_job_is_not_repeated_and_a_failure_stops_no_other(tmp_path: P
         assert in_turn(square, [(2,)], other, 2.0) == {(2,): 4}
     assert in_turn(square, [(2,)], options, 3.0) == {(2,): 8}
     assert computed(options).count(2) == 4
+
+
+def test_a_job_with_tensors_has_the_same_name_for_the_same_values(tmp_path: Path) -> None:
+    """Pickles of equal tensors differ, so a run that began again found no job."""
+
+    def name(shift: float) -> str:
+        tensors = {"weights": torch.arange(3.0) + shift, "more": [torch.ones(2, dtype=torch.int64)]}
+        return JobStore(square, (2.0, tensors), Options(tmp_path, tmp_path)).path((torch.zeros(2), 1)).name
+
+    assert name(0) == name(0)
+    assert name(0) != name(1)
+
+
+def test_a_docstring_or_comment_makes_no_other_jobs_and_a_number_does() -> None:
+    source = '"""Text."""\n\ndef one(x: int) -> int:\n    """More."""\n    return x + 1  # why\n'
+    same = (
+        source.replace("Text", "Other text").replace("More", "Less").replace("  # why", "").replace("x + 1", "(x + 1)")
+    )
+    assert program(source) == program(same)
+    assert program(source) != program(source.replace("x + 1", "x + 2"))
+    assert program("def one():\n    '''Only text.'''\n") == program("def one():\n    '''Other.'''\n")
 
 
 def test_a_damaged_outcome_is_computed_again(tmp_path: Path) -> None:
