@@ -15,6 +15,9 @@ FEWEST = 8
 """Blocks of a chain below which nothing is concluded."""
 LARGEST_RHAT = 1.1
 FALSE_ALARM_RATE = 0.01
+SPIKE_NATS, SPIKE_DEVIATIONS = 50.0, 20.0
+"""Nats and median absolute deviations by which a draw may be above the median: beyond those of a Gamma law, whose tail
+is exponential, and 13 standard deviations of normal noise."""
 DEPTH = 0.1
 """Share of the coefficient (or nats, if that is more) by which a loss may be below the centre's."""
 
@@ -146,6 +149,29 @@ def drift(values: Tensor) -> Finding | None:
         f"energy: n·β·(L - L(w*)) drifts from {first.mean:.3g} in the earlier half to {second.mean:.3g} in the later",
         side="above" if change > 0 else "below",
         remedy="lengthen the burn-in; if the loss rises without end, use a smaller lr",
+    )
+
+
+def spikes(values: Tensor) -> Finding | None:
+    """Return the finding that single draws are far above the others, as a step too large makes them, or None.
+
+    At large n·β the values have nearly the Gamma law of shape λ (Watanabe 2009), so x above the median has the
+    probability exp(-x) at most, up to a power; noise of batches is of the size of their absolute deviations.
+
+    Args:
+        values: the draws, shape (C, B).
+    """
+    middle = float(values.median())
+    spread = float((values - middle).abs().median())
+    limit = middle + SPIKE_NATS + SPIKE_DEVIATIONS * spread
+    highest = float(values.max())
+    if not highest > limit:
+        return None
+    return Finding(
+        FindingKind.DIVERGENCE,
+        f"divergence: n·β·(L - L(w*)) has a median of {middle:.3g} and rises to {highest:.3g} in single draws",
+        side="above",
+        remedy="use a smaller lr, and do not trust the mean of these draws",
     )
 
 

@@ -17,6 +17,7 @@ from lightning_sgmcmc.diagnostics.local import (
     disagreement,
     drift,
     epoch_means,
+    spikes,
 )
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def estimate_of(
     findings: list[Finding | None] = [*notes]
     if values.shape[1] >= FEWEST:
         lowest = float(values.min()) if loss == "full" else None
-        findings += [below_center(found, lowest), disagreement(found, values), drift(values)]
+        findings += [below_center(found, lowest), disagreement(found, values), drift(values), spikes(values)]
     return LearningCoefficientEstimate(
         value=found.mean,
         standard_error=found.error,

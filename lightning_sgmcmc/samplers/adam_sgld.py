@@ -83,7 +83,7 @@ class AdamSGLD(PreconditionedSampler):
 
     def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
         squares = self._buffers(params, "square_avg")
-        inverse = self._inverse(self.param_groups[0], squares, [torch.empty_like(square) for square in squares])
+        inverse = self._inverse(self._group_of(params), squares, [torch.empty_like(square) for square in squares])
         return list(torch._foreach_reciprocal(inverse))
 
     @staticmethod

@@ -76,6 +76,10 @@ class PreconditionedSampler(Sampler):
     def plain_law(self, group: dict[str, Any]) -> StepLaw | None:
         return None  # `law` is in the preconditioner's metric
 
+    def _group_of(self, params: Sequence[Tensor]) -> dict[str, Any]:
+        """Return the parameter group that has the first of `params`."""
+        return next(group for group in self.param_groups if any(p is params[0] for p in group["params"]))
+
     def _average_squares(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], decay: float
     ) -> list[Tensor]:

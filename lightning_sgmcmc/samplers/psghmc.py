@@ -78,7 +78,9 @@ class pSGHMC(PreconditionedSampler):
 
     def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
         squares = self._buffers(params, "square_avg")
-        inverse = self._inverse(self.param_groups[0], squares, [torch.empty_like(square) for square in squares], params)
+        inverse = self._inverse(
+            self._group_of(params), squares, [torch.empty_like(square) for square in squares], params
+        )
         return list(torch._foreach_reciprocal(inverse))
 
     def _inverse(

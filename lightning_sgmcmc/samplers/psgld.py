@@ -79,5 +79,5 @@ class pSGLD(PreconditionedSampler):
 
     def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
         inverse = torch._foreach_sqrt(self._buffers(params, "square_avg"))
-        torch._foreach_add_(inverse, self.param_groups[0]["eps"])
+        torch._foreach_add_(inverse, self._group_of(params)["eps"])
         return list(torch._foreach_reciprocal(inverse))

@@ -121,5 +121,5 @@ class ScaleAdaptedSGHMC(PreconditionedSampler):
 
     def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
         inverse = [square.clone() for square in self._buffers(params, "square_avg")]
-        self._root_with_floor(params, inverse, self.param_groups[0]["floor"])
+        self._root_with_floor(params, inverse, self._group_of(params)["floor"])
         return list(torch._foreach_reciprocal(inverse))

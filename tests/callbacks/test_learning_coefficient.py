@@ -158,6 +158,17 @@ def test_linear_networks(problem: LinearNetworkProblem) -> None:
     assert found.verdict == "ok"
 
 
+@pytest.mark.slow
+def test_a_step_that_is_nearly_too_large_is_warned_of() -> None:
+    """Four layers at lr = 0.02 have single losses of thousands of nats and a mean far from λ; half of it gives λ."""
+    make = functools.partial(UnderdampedLangevin, integrator="baoab", friction=5.0)
+    large, small = (of_linear_network(DEEP[4], 1500, make, lr, 4000.0) for lr in (0.02, 0.01))
+    assert large.verdict == "warning"
+    assert "smaller lr" in large.advice
+    assert small.verdict == "ok"
+    assert abs(small.value - 8.5) < 3 * small.standard_error
+
+
 def test_a_singular_network_is_below_its_number_of_parameters() -> None:
     """λ = 2.5 of 10 parameters, where d/2 = 5: within 4 standard errors (1 in 16,000), and far from d/2."""
     problem = REDUCED_RANK[0]

@@ -109,6 +109,23 @@ def test_a_frozen_chain_has_the_exact_law_of_its_diagonal(make: Any, lr: float, 
 
 
 @pytest.mark.parametrize(("make", "lr"), FROZEN)
+def test_each_group_has_the_preconditioner_of_its_own_options(make: Any, lr: float) -> None:
+    option = "floor" if make.func in (pSGHMC, ScaleAdaptedSGHMC) else "eps"
+    first, second, alone = (nn.Parameter(torch.linspace(1, 2, 5, dtype=torch.float64)) for _ in range(3))
+    groups = [{"params": [first]}, {"params": [second], option: 0.5}]
+    both, one = make(groups, lr=lr, num_data=N, temperature=0.0), make([alone], lr=lr, num_data=N, temperature=0.0)
+    one.param_groups[0][option] = 0.5
+    for _ in range(3):
+        for place in (first, second, alone):
+            place.grad = place.detach().clone()
+        both.step()
+        one.step()
+    assert torch.equal(second, alone)
+    assert torch.equal(both.preconditioner([second])[0], one.preconditioner([alone])[0])
+    assert not torch.equal(both.preconditioner([second])[0], both.preconditioner([first])[0])
+
+
+@pytest.mark.parametrize(("make", "lr"), FROZEN)
 def test_the_bias_of_a_frozen_chain_is_of_first_order(make: Any, lr: float) -> None:
     """The slope of log bias over log lr with one frozen diagonal, exactly computed."""
     places, sampler = walked(make, lr, ADAPT, count=200, adapt=ADAPT)

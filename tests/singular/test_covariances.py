@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc import Gaussian, Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
-from lightning_sgmcmc.diagnostics.local import chain_mean, covariance, disagreement, drift, epoch_means
+from lightning_sgmcmc.diagnostics.local import chain_mean, covariance, disagreement, drift, epoch_means, spikes
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.singular import influence, localized, sample_losses, susceptibility
 from tests.support.trainers import quiet_trainer
@@ -173,6 +173,19 @@ def test_means_over_epochs_cancel_the_noise_of_batches() -> None:
     assert means.shape == (1, 8)
     torch.testing.assert_close(means, constants.mean().expand(1, 8))
     assert epoch_means(trace[:, :20], places[:20], counts[:20]).shape == (1, 20)  # too few epochs
+
+
+@pytest.mark.parametrize("shape", [0.5, 2.5, 10.0, 100.0])
+@pytest.mark.parametrize("noise", [0.0, 20.0], ids=["exact", "noisy"])
+def test_one_draw_far_above_the_others_is_found(shape: float, noise: float) -> None:
+    """The law at large n·β is Gamma(λ), here with noise of batches; 50 nats above its median have about e⁻⁴⁰."""
+    torch.manual_seed(0)
+    values = torch.distributions.Gamma(shape, 1.0).sample((8, 2000)) + noise * torch.randn(8, 2000)
+    assert spikes(values) is None
+    values[3, 700] = shape + 60 + 20 * (noise + shape**0.5)
+    found = spikes(values)
+    assert found is not None
+    assert "smaller lr" in found.remedy
 
 
 def test_findings_on_chains() -> None:
