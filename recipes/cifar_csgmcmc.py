@@ -13,17 +13,17 @@ SGDM and Snapshot-SGDM, which the program lacks, have the same here. β is the p
 on CIFAR-100). Samples are spread evenly over the sampling stage; the program takes the ends of the last three epochs.
 Its mistake in the last step of two cycles, a step size of 0.5, is not reproduced.
 
-Measured (quick, 3 seeds of the network on the same images, standard errors; test error % of the average): SGD 24.7 ±
-2.1, SGDM 26.1 ± 2.1, SGLD 24.7 ± 2.1, SGHMC 25.8 ± 2.2; Snapshot-SGD 22.6 ± 1.3, Snapshot-SGDM 23.1 ± 1.7, cSGLD 22.9 ±
-1.4, cSGHMC 23.4 ± 2.1; at τ = 1 cSGLD 25.1 ± 0.9, cSGHMC 23.9 ± 1.5; four chains of cSGHMC 15.5 ± 0.3. Four chains are
-best by far, and cycles are better than none by about 2 points, both as in the paper; the latter difference is at most
-one standard error. The paper's cyclical samplers beat Snapshot ensembles by 0.1 to 0.3 points. Here they are 0.3 worse,
-well within the errors: at 1/N the noise has almost no effect, and at τ = 1, which is much noise for N = 1,000, a single
-sample is 5 points worse. The gap between one chain and four is wider than the paper's (0.3 and 1.3). On the segments
-between samples of two cycles the error falls evenly, without the paper's spike: seven epochs do not take a chain out of
-its basin. Between two chains it rises to 90 %. The multidimensional scaling does show one group for each cycle.
-Momentum 0.9 at this lr₀ is better here (one seed: 16.1 for cSGHMC), also without a spike. `full` has not been run: no
-GPU was available.
+Measured (quick, 3 seeds of the network on the same images, standard errors; test error % of the average): SGD 25.7 ±
+1.6, SGDM 24.3 ± 2.1, SGLD 25.6 ± 1.6, SGHMC 24.4 ± 2.2; Snapshot-SGD 23.1 ± 1.2, Snapshot-SGDM 24.0 ± 1.8, cSGLD 23.7 ±
+1.5, cSGHMC 24.2 ± 2.1; at τ = 1 cSGLD 25.1 ± 1.1, cSGHMC 24.9 ± 1.6; four chains of cSGHMC 15.6 ± 0.4, at four times
+the cost. Cycles are better than none by 2 points or less, as in the paper, and by 0.06 nats of NLL; the difference of
+errors is at most one standard error. The paper's cyclical samplers beat Snapshot ensembles by 0.1 to 0.3 points. Here
+they are 0.3 to 0.6 worse, well within the errors: at 1/N the noise has almost no effect, and at τ = 1, which is much
+noise for N = 1,000, a single sample is 4 to 5 points worse. The gap between one chain and four is wider than the
+paper's (0.3 and 1.3). On the segments between samples of two cycles the error falls evenly, without the paper's spike:
+seven epochs do not take a chain out of its basin. Between two chains it rises to 90 %. The multidimensional scaling
+does show one group for each cycle. Momentum 0.9 at this lr₀ is better here (one seed: 16.1 for cSGHMC), also without a
+spike. `full` has not been run: no GPU was available.
 """
 
 import functools
