@@ -43,7 +43,7 @@ from environments import default_folder, prepare  # noqa: E402
 from stationary import variance  # noqa: E402
 from turns import Case  # noqa: E402
 
-CHAINS, BATCH, STEPS, EVERY = 16, 25, 4 * CHUNK, 16
+BATCH, STEPS, EVERY = 25, 4 * CHUNK, 16
 GAUSSIAN, REGRESSION = "Gaussian", "linear regression"
 Pause = Callable[[], None]
 
@@ -72,8 +72,8 @@ COMPARISONS = (
     Comparison("SGHMC", GAUSSIAN, 0.08, compiled=True),
     Comparison("SGHMC", GAUSSIAN, 0.2, compiled=True),
     Comparison("BAOAB", GAUSSIAN, 0.2, compiled=True),
-    Comparison("SGNHT", GAUSSIAN, 0.08),
-    Comparison("MCLMC", GAUSSIAN, 0.08, noisy=False),
+    Comparison("SGNHT", GAUSSIAN, 0.08, compiled=True),
+    Comparison("MCLMC", GAUSSIAN, 0.08, compiled=True, noisy=False),
     Comparison("SGLD", REGRESSION, 0.2),
     Comparison("SGHMC", REGRESSION, 0.08),
     Comparison("BAOAB", REGRESSION, 0.2),
@@ -177,10 +177,12 @@ class Blocks:
         return error_of(problem.observe(torch.cat(self.places[1:])), problem)
 
 
-def compare(one: Comparison, peers: list[PeerProcess], rounds: int, folder: Path) -> tuple[Problem, dict[str, Blocks]]:
+def compare(
+    one: Comparison, peers: list[PeerProcess], rounds: int, chains: int, folder: Path
+) -> tuple[Problem, dict[str, Blocks]]:
     """Run a comparison and return its problem, and the programs' blocks."""
     problem = Gaussian("isotropic", 1.0) if one.problem == GAUSSIAN else LinearRegression(BATCH)
-    start = problem.start(CHAINS, torch.Generator().manual_seed(1))
+    start = problem.start(chains, torch.Generator().manual_seed(1))
     scale = problem._scale if isinstance(problem, Gaussian) and one.noisy else 0.0
     arrays = {"start": start.numpy(), "scale": np.float32(scale)}
     if isinstance(problem, Gaussian):
@@ -223,7 +225,7 @@ def ours(one: Comparison, problem: Problem, start: Tensor, scale: float, steps: 
     sampler = known.build(lr, 1)
     if isinstance(problem, LinearRegression):
         target, marks = RegressionSum(problem, pause), range(EVERY, steps + 1, EVERY)
-        options: dict[str, Any] = {"lr": lr, "num_steps": steps, "num_chains": CHAINS, "initial": start, "seed": 1}
+        options: dict[str, Any] = {"lr": lr, "num_steps": steps, "num_chains": len(start), "initial": start, "seed": 1}
         return sample_sum(target, sampler, UniformGradient(BATCH), at_steps=marks, **options).positions
     assert isinstance(problem, Gaussian)
 
@@ -237,7 +239,7 @@ def ours(one: Comparison, problem: Problem, start: Tensor, scale: float, steps: 
         sampler,
         lr=at,
         num_steps=steps,
-        num_chains=CHAINS,
+        num_chains=len(start),
         gradient_noise=scale,
         initial=start,
         keep_every=EVERY,
@@ -261,7 +263,7 @@ def variances_of(one: Comparison, problem: Problem, program: str, blocks: Blocks
     step = step_of(one, problem)
     known = [variance(program, one.sampler, 1 / float(v), scale, step, FRICTION) / float(v) for v in exact]
     of_chains = (torch.cat(blocks.places[1:]).double().square().mean(0) / exact).mean(1)  # (C,)
-    error = float(of_chains.std() / CHAINS**0.5)
+    error = float(of_chains.std() / len(of_chains) ** 0.5)
     formula = "" if np.isnan(known).any() else "unstable" if np.isinf(known).any() else f"{np.mean(known):.3f}"
     measured = f"{float(of_chains.mean()):.3f} ± {error:.3f}" if np.isfinite(error) and error < 1e3 else "diverged"
     return formula, measured
@@ -302,7 +304,8 @@ def rows_of(one: Comparison, problem: Problem, found: dict[str, Blocks]) -> list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", help="a sampler")
+    parser.add_argument("--chains", type=int, default=16)
+    parser.add_argument("--only", nargs="+", help="parts of the comparisons' names: samplers, or problems")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--out", type=Path, help="write the rows and versions there as JSON")
     options = parser.parse_args()
@@ -313,11 +316,11 @@ def main() -> None:
         peers = [PeerProcess(peer, folder) for peer in ("blackjax", "posteriors")]
         versions = {name: v for peer in peers for name, v in peer.description["versions"].items()}
         for one in COMPARISONS:
-            if options.only not in (None, one.sampler):
+            if options.only and not any(part in f"{one.problem}, {one.sampler}" for part in options.only):
                 continue
             own = [peer for peer in peers if one.sampler in peer.description["samplers"]]
             chosen = Comparison(**asdict(one) | {"compiled": one.compiled and not options.eager})
-            rows += rows_of(chosen, *compare(chosen, own, options.rounds, folder))
+            rows += rows_of(chosen, *compare(chosen, own, options.rounds, options.chains, folder))
             print(*("| " + " | ".join(row) + " |" for row in rows[-len(own) - 1 :]), sep="\n", flush=True)
             if options.out is not None:
                 content = {"versions": versions, "header": HEADER, "rows": rows}

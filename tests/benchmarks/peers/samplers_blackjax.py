@@ -119,6 +119,7 @@ def blocks(case: Case, step: Step, state: Any, place: Any, gradients: int = 1) -
 
     compiled = jax.jit(run, static_argnums=(2, 3))
     key = jax.random.key(case.seed)
+    state, _ = compiled(state, key, 1, 1)  # a start's numbers are of weak types, with which a block would compile twice
 
     def block(steps: int, every: int) -> Any:
         nonlocal state, key
