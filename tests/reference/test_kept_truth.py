@@ -7,7 +7,7 @@ from lightning_sgmcmc.recipes.shared.network_truth import truth
 from lightning_sgmcmc.recipes.shared.small_networks import NETWORKS
 from lightning_sgmcmc.reference import sample
 
-WARM_UP, DRAWS = 300, 500
+WARM_UP, DRAWS = 150, 150
 
 
 @pytest.mark.slow
