@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sgmcmc.checks import check_positive, check_within
 from lightning_sgmcmc.samplers.base import Sampler
 from lightning_sgmcmc.samplers.law import StepLaw
-from lightning_sgmcmc.tensors import as_rows, square_root
+from lightning_sgmcmc.tensors import square_root
 
 
 class SGNHT(Sampler):
@@ -107,9 +107,4 @@ class SGNHT(Sampler):
     def _mean_square(self, params: Sequence[Tensor], velocities: list[Tensor]) -> Tensor:
         """Return the mean of v² over all coordinates of each chain, shape (C,)."""
         count = sum(v.numel() for v in velocities) // self.num_chains
-        if velocities[0].device.type != "cpu":
-            return torch.stack([as_rows(v, self.num_chains).square().sum(1) for v in velocities]).sum(0) / count
-        # Bit for bit as each chain alone.
-        velocities = self._each(params, velocities)
-        chains = [velocities] if self.num_chains == 1 else zip(*(v.unbind(0) for v in velocities), strict=True)
-        return torch.stack([torch.stack(torch._foreach_norm(list(own))).square_().sum() for own in chains]) / count
+        return self._inner(params, velocities, velocities) / count

@@ -72,7 +72,8 @@ class TargetSteps:
             self.state = contour.initial_state(len(place), place.device)
             self.edges = contour.contour.partition.edges(place.device)
         self.group = dict(rule.param_groups[0])
-        self.group["lr"] = self.group["temperature"] = torch.zeros((), dtype=place.dtype, device=place.device)
+        self.group["lr"] = torch.zeros((), dtype=place.dtype, device=place.device)
+        self.group["temperature"] = torch.ones_like(self.group["lr"])  # at 0 MCLMC's momenta have no length
         # One update with zero force and step size creates the rule's buffers; it moves nothing.
         zero = torch.zeros_like(place)
         with torch.no_grad():

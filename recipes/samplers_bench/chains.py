@@ -8,14 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.diagnostics.samples import autocorrelation_time
-from lightning_sgmcmc.recipes.samplers_bench.methods import METHODS
+from lightning_sgmcmc.recipes.samplers_bench.methods import METHODS, NUTS
 from lightning_sgmcmc.recipes.samplers_bench.problems import Problem, generator_of, problem_of
 from lightning_sgmcmc.recipes.samplers_bench.settings import Settings
+from lightning_sgmcmc.reference.chains import HamiltonianChains
+from lightning_sgmcmc.reference.settings import Settings as ReferenceSettings
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
+from lightning_sgmcmc.samplers.trajectory import Trajectory
 
 DRAWS = 500
 """Most draws of a chain that are kept."""
 DIVERGED = 10.0
 """The largest error, which chains that diverge count with."""
+TRAJECTORY = 10
+"""Steps of a trajectory on which a Metropolis test decides."""
+ITERATION = 100.0
+"""Gradients of an iteration of NUTS that its warm-up is planned with: about a tree on the Gaussians, the longest."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +43,16 @@ class Figures:
     seconds: float
 
 
-def best_runs(problem: str, noise: str, method: str, settings: Settings, seed: int) -> tuple[float, list[Figures]]:
+def best_runs(
+    problem: str, noise: str, method: str, settings: Settings, seed: int
+) -> tuple[float | None, list[Figures]]:
     """Return a method's best step size on a problem, over the largest stable one, and its runs at that.
 
-    The step size is chosen by the error of runs with the seed after those of the repeats.
+    The step size is chosen by the error of runs with the seed after those of the repeats. NUTS has none.
     """
     made = problem_of(problem, noise, settings.noise, settings.batch)
+    if method == NUTS:
+        return None, [run_nuts(made, settings, seed + repeat) for repeat in range(settings.repeats)]
     factor = best_of(settings.factors, lambda one: run(made, method, one, settings, seed + settings.repeats).error)
     return factor, [run(made, method, factor, settings, seed + repeat) for repeat in range(settings.repeats)]
 
@@ -77,27 +90,115 @@ def run(problem: Problem, method: str, factor: float, settings: Settings, seed: 
         seed: of the sampler's noise and of the gradients'.
     """
     known = METHODS[method]
+    length, steps = 1, settings.gradients
+    if known.tested:  # a trajectory costs U of all data once
+        length = TRAJECTORY
+        steps = max(2, int(settings.gradients / (length + problem.full_cost))) * length
+    burn_in = int(settings.burn_in * steps) // length * length
+    every = max(1, (steps - burn_in) // DRAWS // length) * length
     lr = known.step_size(factor, problem.stiffness, problem.num_data)
-    burn_in = int(settings.burn_in * settings.gradients)
-    every = max(1, (settings.gradients - burn_in) // DRAWS)
     generator = generator_of(seed, method)
     place = nn.Parameter(problem.start(settings.chains, generator))
     rule = known.build(lr, burn_in)(
         [place], lr=lr, num_data=problem.num_data, num_chains=settings.chains, seed=seed, noise_ahead=False
     )
+    tests = Tests(rule, problem, place, generator) if known.tested else None
     draws = []
     began = time.process_time()
     with torch.no_grad():
-        for step in range(settings.gradients):
+        for step in range(steps):
+            if tests is not None:
+                tests.before(step)
             place.grad = problem.gradient(place, generator)
             rule.step()
+            if tests is not None:
+                tests.after(step)
             if step >= burn_in and (step - burn_in + 1) % every == 0:
                 draws.append(problem.observe(place.detach()))
-    seconds = (time.process_time() - began) / settings.gradients
+    seconds = (time.process_time() - began) / steps
+    return figures_of(draws, problem, settings.gradients, seconds)
+
+
+class Tests:
+    """Decides on the trajectories of a sampler's chains, as the callback `MetropolisTest` does in a fit.
+
+    Args:
+        rule: the sampler.
+        problem: has U of all data.
+        place: the chains' positions, shape (C, d).
+        generator: of the tests' numbers.
+    """
+
+    def __init__(self, rule: Sampler, problem: Problem, place: nn.Parameter, generator: torch.Generator) -> None:
+        assert isinstance(rule, ReversibleLangevin)
+        self._trajectory, self._problem, self._place = Trajectory(rule), problem, place
+        self._generator = generator
+        self._energy = self._of_all()
+
+    def _of_all(self) -> Tensor:
+        return self._problem.energy(self._place.detach()).double()
+
+    def before(self, step: int) -> None:
+        """Begin a trajectory if one begins with this step, and tell the sampler the step's place in it."""
+        position = step % TRAJECTORY
+        if position == 0:
+            self._trajectory.begin(self._energy)
+        self._trajectory.set_place(position, TRAJECTORY)
+
+    def after(self, step: int) -> None:
+        """Test the trajectory that ends with this step."""
+        if step % TRAJECTORY == TRAJECTORY - 1:
+            uniforms = torch.rand(len(self._place), generator=self._generator, dtype=torch.float64)
+            self._trajectory.end(self._of_all(), uniforms.log())
+            self._energy = self._trajectory.energy
+
+
+def run_nuts(problem: Problem, settings: Settings, seed: int) -> Figures:
+    """Run NUTS with the full gradient for as much data as the samplers take, and return its figures.
+
+    A gradient of all data counts as `problem.full_cost` gradients, those of the warm-up and of its search for step
+    sizes too; chains that trees leave idle cost nothing. The last iteration may exceed the budget, and one draw of each
+    chain is made in any case.
+
+    Args:
+        problem: the posterior.
+        settings: the recipe's.
+        seed: of starts and draws.
+    """
+    budget, spent = settings.gradients / problem.full_cost, 0.0
+
+    def potential(x: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal spent
+        spent += len(x) / settings.chains
+        return problem.energy(x).double(), problem.exact_gradient(x)
+
+    warmup = max(5, int(settings.burn_in * budget / ITERATION))
+    of_run = ReferenceSettings(warmup=warmup, draws=settings.gradients, seed=seed)
+    began = time.process_time()
+    chains = HamiltonianChains(potential, problem.start(settings.chains, generator_of(seed, NUTS)), of_run)
+    draws: list[Tensor] = []
+    while not draws or spent < budget:
+        is_draw = not chains.in_warmup
+        place = chains.advance().phase.place
+        if is_draw:
+            draws.append(problem.observe(place))
+    seconds = (time.process_time() - began) / max(1.0, spent)
+    return figures_of(draws, problem, settings.gradients, seconds)
+
+
+def figures_of(draws: list[Tensor], problem: Problem, gradients: int, seconds: float) -> Figures:
+    """Return the figures of a run.
+
+    Args:
+        draws: of each time, the values of the functions, shape (C, F).
+        problem: the posterior.
+        gradients: the budget of each chain.
+        seconds: processor time of a step.
+    """
     kept = torch.stack(draws)  # (S, C, F)
     if not bool(kept.isfinite().all()):
         return Figures(DIVERGED, 0.0, seconds)
-    return Figures(min(DIVERGED, error_of(kept, problem)), ess_of(kept, problem.dimension, settings.gradients), seconds)
+    return Figures(min(DIVERGED, error_of(kept, problem)), ess_of(kept, problem.dimension, gradients), seconds)
 
 
 def error_of(draws: Tensor, problem: Problem) -> float:
@@ -112,7 +213,8 @@ def error_of(draws: Tensor, problem: Problem) -> float:
 
 
 def ess_of(draws: Tensor, dimension: int, gradients: int) -> float:
-    """Return the effective draws of all chains for 1,000 gradients, the median over coordinates; 0 if one stands still.
+    """Return the effective draws of all chains for 1,000 gradients, the median over coordinates; 0 if one stands still,
+    or of fewer than four draws.
 
     Args:
         draws: values of the functions, shape (S, C, F), the coordinates first.
@@ -120,7 +222,7 @@ def ess_of(draws: Tensor, dimension: int, gradients: int) -> float:
         gradients: gradient evaluations of each chain, burn-in included.
     """
     coordinates = draws[..., :dimension]
-    if not bool((coordinates.std(0) > 0).all()):
+    if len(draws) < 4 or not bool((coordinates.std(0) > 0).all()):
         return 0.0
     times = autocorrelation_time(coordinates)  # (C, d)
     effective = (len(draws) / times).sum(0)

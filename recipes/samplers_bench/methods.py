@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_sgmcmc.samplers import (
+    AMAGOLD,
+    GGMC,
     MCLMC,
     SGHMC,
     SGLD,
@@ -22,6 +24,8 @@ from lightning_sgmcmc.samplers import (
 
 FRICTION = 0.1
 """Of the samplers with a momentum: the share that a step takes from it."""
+NUTS = "NUTS"
+"""The reference's name: it has full gradients, and finds its step sizes itself."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Method:
         order: power of a time step that lr is, 2 for a chain with momentum whose lr is not the time step itself.
         adapts: whether it has a preconditioner, which is frozen behind the burn-in.
         timed: whether lr is a time step and the friction is per unit of time.
+        tested: whether a Metropolis test decides on its trajectories.
     """
 
     make: Callable[..., Sampler]
@@ -42,6 +47,7 @@ class Method:
     order: int = 1
     adapts: bool = False
     timed: bool = False
+    tested: bool = False
 
     def step_size(self, factor: float, stiffness: float, num_data: int) -> float:
         """Return lr for a factor on the largest stable time step, or on the largest stable lr without momentum.
@@ -83,6 +89,9 @@ METHODS: dict[str, Method] = {
     "BAOAB": Method(functools.partial(UnderdampedLangevin, integrator="baoab"), _over_root(2), timed=True),
     "OBABO": Method(functools.partial(UnderdampedLangevin, integrator="obabo"), _over_root(2), timed=True),
     "UBU": Method(functools.partial(UnderdampedLangevin, integrator="ubu"), _over_root(2), timed=True),
+    # Without the test both are OBABO.
+    "GGMC": Method(GGMC, _over_root(2), timed=True, tested=True),
+    "AMAGOLD": Method(AMAGOLD, _over_root(2), timed=True, tested=True),
     "MCLMC": Method(MCLMC, _over_root(2), timed=True),
     "pMCLMC": Method(pMCLMC, _over_root(2), adapts=True, timed=True),
     "pSGLD": Method(pSGLD, _over_root(2), adapts=True),

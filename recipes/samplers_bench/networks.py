@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_sgmcmc.batches import ResumableLoader
-from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule, WarmStart
+from lightning_sgmcmc.callbacks import MetropolisTest, SampleCollector, SamplingSchedule, WarmStart
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.recipes.samplers_bench.chains import best_of
 from lightning_sgmcmc.recipes.samplers_bench.methods import METHODS
@@ -20,6 +20,8 @@ from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 STIFFNESS = {"smallest": 2_500.0, "classification": 110.0, "regression": 280_000.0}
 """Largest curvature of U at an optimized network, rounded: the scale of the step sizes that are tried."""
 CHAINS = 4
+BATCHES = 4
+"""Batches of the data."""
 DIVERGED = {"distance": 10.0, "nll": 10.0}
 """What chains count with if they diverge."""
 
@@ -42,19 +44,26 @@ def fit(name: str, method: str, factor: float, settings: Settings, seed: int) ->
     torch.manual_seed(seed)
     data, known = data_of(name, seed), METHODS[method]
     lr = known.step_size(factor, STIFFNESS[name], len(data.x))
-    burn_in = int(settings.burn_in * settings.steps)
-    every = max(1, (settings.steps - burn_in) // settings.draws)
+    # A trajectory is an epoch, and its test costs as much data again.
+    length = BATCHES if known.tested else 1
+    steps = max(2, settings.steps // (2 * length)) * length if known.tested else settings.steps
+    warm_start = settings.warm_start // length * length
+    burn_in = int(settings.burn_in * steps) // length * length
+    every = max(1, (steps - burn_in) // settings.draws // length) * length
     collector = SampleCollector(in_memory=True)
     callbacks: list[Any] = [
-        WarmStart(lr=0.01, steps=settings.warm_start),
+        WarmStart(lr=0.01, steps=warm_start),
         SamplingSchedule(burn_in_steps=burn_in, every_n_steps=every),
+        *([MetropolisTest()] if known.tested else []),
         collector,
     ]
     sampler: Any = known.build(lr, burn_in)
     module = NETWORKS[name].module(sampler=sampler, lr=lr, num_chains=CHAINS, chain_execution="vmap", seed=seed)
-    loader = ResumableLoader(TensorBatches(data.x, data.y), batch_size=len(data.x) // 4, seed=seed)
+    loader = ResumableLoader(
+        TensorBatches(data.x, data.y), batch_size=len(data.x) // BATCHES, seed=seed, drop_last=known.tested
+    )
     trainer = quiet_trainer(
-        max_steps=settings.steps + settings.warm_start,
+        max_steps=steps + warm_start,
         accelerator="cpu",
         callbacks=callbacks,
         enable_checkpointing=False,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from lightning_sgmcmc.recipes.shared.logistic import LogisticPosterior, importance_draws
 from lightning_sgmcmc.seeding import derive_seed
@@ -21,14 +22,24 @@ class Problem(ABC):
         dimension: d.
         num_data: N, 1 for a density.
         stiffness: largest curvature of U where most of the mass is.
+        full_cost: gradients of a step that take as much data as U or its gradient of all data.
         mean, std: exact mean and standard deviation of each of the functions that `observe` returns, shape (F,).
     """
 
     dimension: int
     num_data: int = 1
     stiffness: float
+    full_cost: float = 1.0
     mean: Tensor
     std: Tensor
+
+    @abstractmethod
+    def energy(self, x: Tensor) -> Tensor:
+        """Return U of points (C, d) with all data, up to a constant, shape (C,), in nats."""
+
+    @abstractmethod
+    def exact_gradient(self, x: Tensor) -> Tensor:
+        """Return ∇U of points (C, d) with all data, shape (C, d)."""
 
     @abstractmethod
     def gradient(self, x: Tensor, generator: torch.Generator) -> Tensor:
@@ -54,10 +65,6 @@ class Density(Problem):
     def __init__(self, noise: str, level: float) -> None:
         self.noise, self.level = noise, level
         self._scale = level * self._mean_square() ** 0.5
-
-    @abstractmethod
-    def exact_gradient(self, x: Tensor) -> Tensor:
-        """Return ∇U of points (…, d)."""
 
     @abstractmethod
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
@@ -104,6 +111,9 @@ class Gaussian(Density):
         self.mean, self.std = _centred_moments(self.variances)
         super().__init__(noise, level)
 
+    def energy(self, x: Tensor) -> Tensor:
+        return (x * (x @ self.precision)).sum(-1) / 2
+
     def exact_gradient(self, x: Tensor) -> Tensor:
         return x @ self.precision
 
@@ -127,6 +137,10 @@ class Banana(Density):
         self.std = torch.tensor([1.0, square**0.5, 2**0.5, (fourth - square**2) ** 0.5])
         super().__init__(noise, level)
 
+    def energy(self, x: Tensor) -> Tensor:
+        first, second = x.unbind(-1)
+        return (first.square() + ((second - first.square() + 1) / self.WIDTH).square()) / 2
+
     def exact_gradient(self, x: Tensor) -> Tensor:
         first, second = x.unbind(-1)
         rest = (second - first.square() + 1) / self.WIDTH**2
@@ -148,6 +162,10 @@ class Funnel(Density):
         self.mean = torch.tensor([0.0] * self.dimension + [1.0] + [square] * others)
         self.std = torch.tensor([1.0] + [square**0.5] * others + [2**0.5] + [(fourth - square**2) ** 0.5] * others)
         super().__init__(noise, level)
+
+    def energy(self, x: Tensor) -> Tensor:
+        v, others = x[..., 0], x[..., 1:]
+        return (v.square() + (self.dimension - 1) * v + others.square().sum(-1) * (-v).exp()) / 2
 
     def exact_gradient(self, x: Tensor) -> Tensor:
         v, others = x[..., :1], x[..., 1:]
@@ -192,11 +210,23 @@ class Regression(Problem):
     def predict(self, linear: Tensor) -> Tensor:
         """Return the mean of the targets for xᵀθ."""
 
+    @abstractmethod
+    def integral(self, linear: Tensor) -> Tensor:
+        """Return the integral of `predict`: -log p(y|xᵀθ) is that less y·xᵀθ."""
+
     def start(self, chains: int, generator: torch.Generator) -> Tensor:
         return self.center + super().start(chains, generator)
 
     def observe(self, x: Tensor) -> Tensor:
         return super().observe(x - self.center)
+
+    def energy(self, x: Tensor) -> Tensor:
+        linear = x @ self.data.x.T
+        fit = (self.integral(linear) - linear * self.data.y).double().sum(1)
+        return fit + x.double().square().sum(1) / (2 * self.prior_variance)
+
+    def exact_gradient(self, x: Tensor) -> Tensor:
+        return (self.predict(x @ self.data.x.T) - self.data.y) @ self.data.x + x / self.prior_variance
 
     def gradient(self, x: Tensor, generator: torch.Generator) -> Tensor:
         inputs, targets = self.data.batch(len(x), self.size, generator)
@@ -217,13 +247,17 @@ class LinearRegression(Regression):
         precision = x.T @ x + np.eye(self.dimension)
         covariance = np.linalg.inv(precision)
         center, variance = covariance @ x.T @ y, np.diag(covariance)
-        self.size, self.stiffness = batch, float(np.linalg.eigvalsh(precision).max())
+        self.size, self.full_cost = batch, self.num_data / batch
+        self.stiffness = float(np.linalg.eigvalsh(precision).max())
         self.data = Data(*(torch.tensor(part, dtype=torch.float32) for part in (x, y)))
         self.center = torch.tensor(center, dtype=torch.float32)
         self.mean, self.std = _centred_moments(torch.tensor(variance))
 
     def predict(self, linear: Tensor) -> Tensor:
         return linear
+
+    def integral(self, linear: Tensor) -> Tensor:
+        return linear.square() / 2
 
 
 class LogisticRegression(Regression):
@@ -240,7 +274,7 @@ class LogisticRegression(Regression):
         y = (torch.rand(self.num_data, generator=generator, dtype=torch.float64) < (x @ weights).sigmoid()).double()
         self.posterior = LogisticPosterior(x, y, math.sqrt(self.prior_variance))
         mode, factor = self.posterior.laplace
-        self.center, self.size = mode.float(), batch
+        self.center, self.size, self.full_cost = mode.float(), batch, self.num_data / batch
         self.stiffness = float(1 / torch.linalg.eigvalsh(factor @ factor.T).min())
         self.data = Data(x.float(), y.float())
         points, log_weights = importance_draws(self.posterior, self.PROPOSALS, seed=3)
@@ -250,6 +284,9 @@ class LogisticRegression(Regression):
 
     def predict(self, linear: Tensor) -> Tensor:
         return linear.sigmoid()
+
+    def integral(self, linear: Tensor) -> Tensor:
+        return softplus(linear)
 
 
 def _centred_moments(variance: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ class Settings:
         burn_in: share of the steps before the first draw.
         noise: standard deviation of the noise of gradients, over the root mean square of the target's gradient.
         batch: batch size of the regressions.
+        noises: kinds of the gradients' noise on densities.
         networks: those that are sampled.
         steps: of each of four chains on a network, behind the warm start.
         warm_start: steps of Adam on a network.
@@ -28,6 +29,7 @@ class Settings:
     burn_in: float
     noise: float
     batch: int
+    noises: tuple[str, ...]
     networks: tuple[str, ...]
     steps: int
     warm_start: int
@@ -39,4 +41,5 @@ class Settings:
     def work(self) -> float:
         """The steps of all runs; a step of a network takes as long as about twenty others."""
         runs = self.repeats + 4  # about four choose the step size
-        return float(runs * (18 * self.gradients + 20 * len(self.networks) * (self.steps + self.warm_start)))
+        problems = 4 * len(self.noises) + 2
+        return float(runs * (problems * self.gradients + 20 * len(self.networks) * (self.steps + self.warm_start)))

@@ -6,12 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_sgmcmc.recipes import samplers_bench
-from lightning_sgmcmc.recipes.samplers_bench import NOISES
-from lightning_sgmcmc.recipes.samplers_bench.chains import DIVERGED, best_of, error_of, run
-from lightning_sgmcmc.recipes.samplers_bench.methods import METHODS
-from lightning_sgmcmc.recipes.samplers_bench.problems import DENSITIES, Density, LogisticRegression, problem_of
+from lightning_sgmcmc.recipes.samplers_bench import BATCHES, NOISES
+from lightning_sgmcmc.recipes.samplers_bench.chains import DIVERGED, best_of, error_of, run, run_nuts
+from lightning_sgmcmc.recipes.samplers_bench.methods import METHODS, NUTS
+from lightning_sgmcmc.recipes.samplers_bench.problems import (
+    DENSITIES,
+    REGRESSIONS,
+    Density,
+    LogisticRegression,
+    problem_of,
+)
 from lightning_sgmcmc.recipes.samplers_bench.settings import Settings
 from lightning_sgmcmc.recipes.shared.logistic import full_gradient_reference
 from lightning_sgmcmc.recipes.shared.options import Options
@@ -41,6 +48,61 @@ def test_the_gradient_is_that_of_the_density_which_is_drawn(name: str) -> None:
     for values, expected in ((gradient, 0.0), (gradient * x, 1.0)):
         errors = (values.mean(0) - expected) / (values.std(0) / math.sqrt(len(x)))
         assert errors.abs().max() < 5
+
+
+@pytest.mark.parametrize("name", [*DENSITIES, *REGRESSIONS])
+def test_the_exact_gradient_is_that_of_the_energy_and_the_mean_of_the_noisy_ones(name: str) -> None:
+    """The mean of 20,000 gradients within five standard errors (false alarms: 6e-7 for each of at most 20 means)."""
+    made = problem_of(name, "isotropic", 1.0, 25)
+    x = made.start(3, torch.Generator().manual_seed(6)).requires_grad_()
+    (found,) = torch.autograd.grad(made.energy(x).sum(), x)
+    exact = made.exact_gradient(x.detach())
+    torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-2)
+    same = x.detach()[:1].expand(20_000, -1)
+    noisy = made.num_data * made.gradient(same, torch.Generator().manual_seed(7))
+    assert ((noisy.mean(0) - exact[0]).abs() < 5 * noisy.std(0) / math.sqrt(len(noisy)) + 1e-2).all()
+
+
+@pytest.mark.parametrize("method", ["GGMC", "AMAGOLD"])
+def test_the_tested_trajectories_have_no_error_of_the_step_size(method: str) -> None:
+    """At h² = 1 OBABO's variance of a unit Gaussian is 4/3, an error of 0.17; 64 chains' own is about 0.01."""
+
+    class Unit(Density):
+        dimension, stiffness = 2, 1.0
+        mean, std = torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.tensor([1.0, 1.0, 2**0.5, 2**0.5])
+
+        def energy(self, x: Tensor) -> Tensor:
+            return x.square().sum(-1) / 2
+
+        def exact_gradient(self, x: Tensor) -> Tensor:
+            return x
+
+        def draw(self, count: int, generator: torch.Generator) -> Tensor:
+            return torch.randn(count, self.dimension, generator=generator)
+
+    settings = replace(read_settings(Settings, Options(Path(), Path())), gradients=2000, chains=64)
+    quiet = Unit("isotropic", 0.0)
+    assert run(quiet, "OBABO", 0.5, settings, 0).error > 0.13
+    assert run(quiet, method, 0.5, settings, 0).error < 0.05
+    # Noise of a fifth of the gradient: the test takes the noisy gradients as they are.
+    assert run(Unit("isotropic", 0.2), method, 0.5, settings, 0).error < 0.05
+
+
+def test_nuts_spends_the_data_of_the_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last iteration of a regression, of at most 15 gradients in such a budget, may exceed it."""
+    made = problem_of("linear regression", BATCHES, 1.0, 25)
+    assert made.full_cost == 20
+    settings = replace(read_settings(Settings, Options(Path(), Path())), gradients=6000, chains=4)
+    rows = []
+    exact = made.exact_gradient
+
+    def counted(x: Tensor) -> Tensor:
+        rows.append(len(x))
+        return exact(x)
+
+    monkeypatch.setattr(made, "exact_gradient", counted)
+    assert run_nuts(made, settings, 0).error < 0.2
+    assert 300 <= sum(rows) / settings.chains < 300 + 31
 
 
 @pytest.mark.parametrize("noise", NOISES)
@@ -91,12 +153,12 @@ def test_every_sampler_runs_on_a_density_and_a_regression(tmp_path: Path) -> Non
     for name, noise in (("funnel", "correlated"), ("linear regression", samplers_bench.BATCHES)):
         of_methods = {
             method: samplers_bench.one(name, noise, method, 0, 1, settings, Options(tmp_path, tmp_path))
-            for method in METHODS
+            for method in (*METHODS, NUTS)
         }
         found[name] = of_methods
         rows = samplers_bench.rows_of((name, noise), of_methods)
-        assert {row.method.split(": ")[1] for row in rows} == set(METHODS)
+        assert {row.method.split(": ")[1] for row in rows} == {*METHODS, NUTS}
         assert all(math.isfinite(row.value) for row in rows)
     ratios = samplers_bench.summary("both", list(found.values()))
-    assert [row.method for row in ratios] == [f"both: {method}" for method in METHODS if method != "SGHMC"]
+    assert [row.method for row in ratios] == [f"both: {method}" for method in (*METHODS, NUTS) if method != "SGHMC"]
     assert all(row.value > 0 for row in ratios)

@@ -9,7 +9,7 @@ import torch
 
 from lightning_sgmcmc.contour import Contour, ContourRules, ContourState, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
-from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, UnderdampedLangevin, pSGLD
+from lightning_sgmcmc.samplers import MCLMC, SGHMC, SGLD, SGNHT, UnderdampedLangevin, pSGLD
 from lightning_sgmcmc.simulation import ContourRun, FullGradient, GaussianSum, sample_sum, simulate
 from lightning_sgmcmc.simulation import steps as simulation_steps
 from lightning_sgmcmc.simulation.steps import has_compiler
@@ -51,6 +51,12 @@ def test_a_rule_with_two_normals_a_step_has_its_exact_law(compile: bool) -> None
     summed = sample_sum(target, UBU, FullGradient(), lr=1.2, num_steps=40, num_chains=4000, seed=1)
     moved = summed.last - target.mean
     assert moved.square().mean().item() == pytest.approx(wanted, rel=4.5 * math.sqrt(2 / 8000))
+
+
+def test_momenta_of_a_constant_length_have_the_law() -> None:
+    """8,000 draws as above: 4.5 standard errors are 7 %, and the error of order h² is below 1 %."""
+    run = simulate(NORMAL, MCLMC, lr=0.2, num_steps=100, num_chains=4000, seed=1)
+    assert run.last.double().square().mean().item() == pytest.approx(1.0, rel=0.08)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
