@@ -140,10 +140,11 @@ def legend_above(axes: "Axes", columns: int = 3) -> None:
     """Put the legend, if any, above the axes, where it covers no data, in as many columns as fit, `columns` at most."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
+        width = axes.figure.bbox.width / axes.figure.dpi - AXIS_LABELS
         axes.legend(
             loc="lower left",
             bbox_to_anchor=(0, 1),
-            ncols=_fitting_columns(axes.figure.get_figwidth() - AXIS_LABELS, labels, columns),
+            ncols=_fitting_columns(width, labels, columns),
             frameon=False,
             borderaxespad=0.2,
             fontsize=LEGEND_SIZE,

@@ -66,8 +66,8 @@ def run(options: Options) -> list[Row]:
     jobs = [(*problem, method, options.seed, repeats) for problem, own in of_problem.items() for method in own]
     found = run_jobs(one, jobs, options, settings)
     by_problem = {
-        problem: {method: found[(*problem, method, options.seed, repeats)] for method in own}
-        for problem, own in of_problem.items()
+        (name, noise): {method: found[name, noise, method, options.seed, repeats] for method in own}
+        for (name, noise), own in of_problem.items()
     }
     rows = []
     for kind, members in kinds.items():
