@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,11 +74,12 @@ def callbacks_of(method: Method, settings: Settings) -> list[Any]:
         return [DeepEnsemble()]
     if method.kind == "cyclical":
         return [CyclicalSchedule(settings.cycles, EXPLORED, settings.draws // settings.cycles)]
-    left = settings.steps - settings.warm_start
+    warm_start = int(settings.warm_start * settings.steps)
+    left = settings.steps - warm_start
     burn_in = int(settings.burn_in * left)
     draws = settings.draws * (settings.chains if method.kind == "exchange" else 1)  # only the coldest slot's are kept
     found: list[Any] = [
-        WarmStart(lr=settings.warm_lr, steps=settings.warm_start),
+        WarmStart(lr=settings.warm_lr, steps=warm_start),
         SamplingSchedule(burn_in_steps=burn_in, every_n_steps=max(1, (left - burn_in) // draws)),
     ]
     if method.kind == "contour":
@@ -130,7 +131,7 @@ class Found:
     Attributes:
         lr: the step size with the least NLL of the validation data.
         fits: the fits at it, one for each seed.
-        tried: the fits of the whole ladder with the first seed, by step size.
+        tried: the fits of the whole ladder with the first seed and the share `trial` of the steps, by step size.
     """
 
     lr: float
@@ -144,9 +145,11 @@ def fits_of(name: str, seed: int, settings: Settings, options: Options) -> Found
     Raises:
         RuntimeError: if the fits of all step sizes diverge.
     """
-    tried = {lr: fit(name, lr, seed, settings, options) for lr in settings.lr[name]}
+    short = replace(settings, steps=round(settings.trial * settings.steps))
+    tried = {lr: fit(name, lr, seed, short, options) for lr in settings.lr[name]}
     best = min(tried, key=lambda lr: tried[lr].validation_nll)
     if not math.isfinite(tried[best].validation_nll):
         raise RuntimeError(f"{name} diverges at all of {list(tried)}: pass smaller step sizes as lr")
+    first = tried[best] if settings.trial == 1 else fit(name, best, seed, settings, options)
     others = [fit(name, best, seed + repeat, settings, options) for repeat in range(1, settings.seeds)]
-    return Found(best, (tried[best], *others), {lr: one for lr, one in tried.items() if len(one.probabilities)})
+    return Found(best, (first, *others), {lr: one for lr, one in tried.items() if len(one.probabilities)})

@@ -26,7 +26,8 @@ TINY: dict[str, Any] = {
     "truth": replace(QUICK.truth, chains=4, warmup=4, draws=4, max_depth=3),
     "seeds": 1,
     "steps": 60,
-    "warm_start": 12,
+    "warm_start": 0.1,
+    "burn_in": 0.5,
     "draws": 4,
     "batch": 20,
     "cycles": 2,
@@ -34,8 +35,12 @@ TINY: dict[str, Any] = {
 }
 
 
-def small(settings: Settings, **changes: Any) -> Settings:
-    tiny = replace(settings, **TINY | changes)
+LONG_ENOUGH = 180
+"""Steps whose burn-in gives a contour the hundred energies that it needs."""
+
+
+def small(settings: Settings, name: str, **changes: Any) -> Settings:
+    tiny = replace(settings, **TINY | changes | ({"steps": LONG_ENOUGH} if name.startswith("contour") else {}))
     return replace(tiny, lr={name: ladder[:1] for name, ladder in tiny.lr.items()})
 
 
@@ -137,7 +142,7 @@ def test_every_method_on_digits(name: str, tmp_path: Path, monkeypatch: pytest.M
     """One chain alone has all steps; with the file of a reference there are no rows on its chains."""
     file = tmp_path / "probs.npy"
     np.save(file, np.full((12, 10), 0.1))
-    monkeypatch.setattr(hmc_fidelity, "read_settings", lambda *given: small(QUICK, reference=str(file)))
+    monkeypatch.setattr(hmc_fidelity, "read_settings", lambda *given: small(QUICK, name, reference=str(file)))
     monkeypatch.setattr(hmc_fidelity, "run_jobs", in_turn)
     rows = hmc_fidelity.run(Options(tmp_path, tmp_path, methods=(name,)))
     found = {(row.method, row.metric): row.value for row in rows}
@@ -153,7 +158,7 @@ def test_every_method_on_digits(name: str, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", METHODS)
 def test_full_runs_on_synthetic_images(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of `full` but its size: ResNet-20-FRN-Swish, its own HMC, its step sizes."""
-    settings = small(FULL, data="synthetic", width=2, steps=30, warm_start=6)
+    settings = small(FULL, name, data="synthetic", width=2, steps=30, trial=1.0)
     monkeypatch.setattr(hmc_fidelity, "read_settings", lambda *given: settings)
     monkeypatch.setattr(hmc_fidelity, "run_jobs", in_turn)
     rows = hmc_fidelity.run(Options(tmp_path, tmp_path, full=True, methods=(name,), device="cpu"))
