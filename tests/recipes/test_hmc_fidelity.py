@@ -106,6 +106,27 @@ def test_chains_of_one_law_agree_and_one_elsewhere_does_not() -> None:
     assert truth.in_function_space(logits.softmax(-1), targets)[0] > limit
 
 
+def test_the_halves_of_the_reference_are_of_different_chains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, sample = [], truth.sample
+
+    def kept(*given: Any, **options: Any) -> Any:
+        drawn.append(sample(*given, **options))
+        return drawn[0]
+
+    monkeypatch.setattr(truth, "sample", kept)
+    options, settings = Options(tmp_path, tmp_path), small(QUICK, "")
+    found = truth.truth(0, settings, options)
+    data = problems.datamodule(settings, options)
+    data.setup("fit")
+    members = scores.members_of(drawn[0], data.splits[2], data)
+    chains = torch.tensor([one.chain for one in drawn[0]])
+    assert found.halves is not None
+    for half, own in zip(found.halves, (chains < 2, chains >= 2), strict=True):
+        assert torch.allclose(half, members[own].mean(0), atol=1e-5)
+    assert not torch.allclose(*found.halves, atol=1e-3)
+    assert torch.allclose(found.scores.probabilities, members.mean(0), atol=1e-5)
+
+
 def test_the_images_of_the_published_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training images are the first in the order of TensorFlow Datasets, and validation images the next."""
     images = np.arange(50, dtype=np.uint8)[:, None, None, None] * np.ones((1, 3, 32, 32), np.uint8)
