@@ -149,3 +149,68 @@ def resnet18(classes: int = 10, width: int = 64) -> nn.Module:
         width: channels of the first stage; each other has twice as many as the one before.
     """
     return staged(_ProjectedBlock, width, (width, 2 * width, 4 * width, 8 * width), 2, classes)
+
+
+class FilterResponseNorm(nn.Module):
+    """Filter response normalisation with its thresholded activation, each image and channel by itself.
+
+        max(γ·x/√(ν² + 1e-6) + β, t),   ν² the mean of x² over the places of an image
+
+    Args:
+        channels: C of inputs (n, C, height, width); γ, β and t have one number for each.
+
+    Source: Singh & Krishnan 2020 (Filter response normalization layer), with a constant in place of a learned ε.
+    """
+
+    EPSILON = 1e-6
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.scale, self.shift, self.threshold = (nn.Parameter(torch.empty(channels, 1, 1)) for _ in range(3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set γ to 1, and β and t to 0."""
+        nn.init.ones_(self.scale)
+        nn.init.zeros_(self.shift)
+        nn.init.zeros_(self.threshold)
+
+    def forward(self, x: Tensor) -> Tensor:
+        square = x.square().mean((-2, -1), keepdim=True)
+        return torch.maximum(self.scale * x * (square + self.EPSILON).rsqrt() + self.shift, self.threshold)
+
+
+def _filtered(inputs: int, outputs: int, stride: int = 1, size: int = 3) -> nn.Sequential:
+    """Return a convolution, with biases, and its `FilterResponseNorm`."""
+    return nn.Sequential(nn.Conv2d(inputs, outputs, size, stride, padding=size // 2), FilterResponseNorm(outputs))
+
+
+class _FilteredBlock(nn.Module):
+    """A block with `FilterResponseNorm` and Swish, whose shortcut is a 1×1 convolution if the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first, self.second = _filtered(inputs, outputs, stride), _filtered(outputs, outputs)
+        same = stride == 1 and inputs == outputs
+        self.shortcut = nn.Identity() if same else _filtered(inputs, outputs, stride, size=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        swish = nn.functional.silu
+        return swish(self.second(swish(self.first(x))) + self.shortcut(x))
+
+
+def resnet20_frn(classes: int = 10, width: int = 16) -> nn.Module:
+    """Return the ResNet-20-FRN-Swish of Izmailov et al. 2021: filter response normalisation, Swish, no batch effects.
+
+    Args:
+        classes: K.
+        width: channels of the first stage.
+    """
+    layers: list[nn.Module] = [_filtered(3, width), nn.SiLU()]
+    inputs = width
+    for stage in range(3):
+        for index in range(3):
+            outputs = width * 2**stage
+            layers.append(_FilteredBlock(inputs, outputs, 2 if index == 0 and stage > 0 else 1))
+            inputs = outputs
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))

@@ -65,6 +65,17 @@ TINY: dict[str, dict[str, str]] = {
     "ewsg_gaussian": {"draws": "2", "chains": "20", "passes": "2", "marks": "[0.5, 1, 1.5, 2]"},
     "ewsg_vr_logistic": {"splits": "2", "chains": "4", "passes": "{pima: 2, parkinsons: 2}", "full_steps": "100"},
     "gaussian_mixture": {"steps": "2000", "repeats": "2", "shared_steps": "1000"},
+    "hmc_fidelity": {
+        "sizes": "[40, 10, 12]",
+        "truth": "{chains: 4, warmup: 4, draws: 4, length: 1.5, max_depth: 3}",
+        "seeds": "1",
+        "steps": "200",
+        "burn_in": "0.5",
+        "warm_start": "0.1",
+        "draws": "4",
+        "batch": "20",
+        "cycles": "2",
+    },
     "last_layer": {
         "seeds": "1",
         "trunk_images": "300",
