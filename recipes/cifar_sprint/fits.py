@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior
-from lightning_sgmcmc.callbacks import (
-    CyclicalSchedule,
-    DeepEnsemble,
-    SampleCollector,
-)
+from lightning_sgmcmc.callbacks import CyclicalSchedule, DeepEnsemble, SampleCollector
 from lightning_sgmcmc.diagnostics.metrics import classification_metrics, out_of_distribution_metrics
 from lightning_sgmcmc.recipes.cifar_sprint.clock import TIMED, UNTIMED, Clock
 from lightning_sgmcmc.recipes.cifar_sprint.network import WHITENED_IMAGES, SprintNetwork, whitening_filters
@@ -27,20 +23,24 @@ from lightning_sgmcmc.samplers import SGHMC
 
 CYCLICAL = ("chains", "snapshots")
 """The methods with cycles; the others are trained to the end of one cosine."""
+
 Point = tuple[float, dict[str, float]]
-"""Seconds of training, and the figures of the average of all networks drawn until then."""
+"""Seconds of training, and the figures of the average after the drawing at that time."""
 
 
 def datamodules(settings: Settings, options: Options) -> tuple[Any, Any]:
     """Return the images, and those of unknown classes; None if there are none."""
-    count, tested = settings.num_data, settings.num_test
-    if settings.data == SYNTHETIC and settings.folder is None:
-        how: dict[str, Any] = {"seed": options.seed, "strength": settings.strength}
-        known = SyntheticImages(settings.batch, sizes=(count, 0, tested), augment=settings.augment, **how)
-        return known, SyntheticImages(1000, sizes=(1, 0, tested), unknown=True, **how)
     sizes: dict[str, Any] = {"size": settings.size, "limit": settings.limit}
-    known = photographs(settings.folder or settings.data, options, settings.batch, augment=settings.augment, **sizes)
-    return known, unknown_images(options, settings.outside_folder, **sizes)
+    unknown = functools.partial(unknown_images, options, settings.outside_folder, **sizes)
+    data = settings.folder or settings.data
+    if data != SYNTHETIC:
+        return photographs(data, options, settings.batch, augment=settings.augment, **sizes), unknown()
+    count, tested = settings.num_data, settings.num_test
+    how: dict[str, Any] = {"seed": options.seed, "strength": settings.strength}
+    known = SyntheticImages(settings.batch, sizes=(count, 0, tested), augment=settings.augment, **how)
+    if settings.outside_folder is not None:
+        return known, unknown()
+    return known, SyntheticImages(1000, sizes=(1, 0, tested), unknown=True, **how)
 
 
 def module_of(method: str, chains: int, data: Any, settings: Settings) -> BayesianModule:
