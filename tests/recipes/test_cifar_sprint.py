@@ -177,7 +177,7 @@ def test_the_averages_are_those_of_the_library(tmp_path: Path) -> None:
 
 def test_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All methods: as many points as drawings, equal steps, and the differences of the figures."""
-    seen = {}
+    seen: dict[Any, Any] = {}
 
     def in_turn(function: Any, jobs: Any, options: Options, *shared: Any, **how: Any) -> dict[Any, Any]:
         seen.update({job: function(*job, *shared, options) for job in jobs})
