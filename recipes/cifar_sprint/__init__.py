@@ -1,4 +1,54 @@
-"""A fast network on CIFAR-10 by stacked cyclical chains, beside an ensemble of such networks at equal seconds."""
+"""A fast network on CIFAR-10 by stacked cyclical chains, beside an ensemble of such networks at equal seconds.
+
+The speed runs on CIFAR-10 train one network to 94.0 % in 2.59 s on one A100 (airbench, Jordan 2024); a ResNet-18 takes
+seven minutes for 96 %. The question here is what a posterior predictive of four to sixteen such networks is worth in a
+minute. The network and its pipeline are our own, in their manner: frozen whitening filters, three short stages, images
+that stay on the device and are augmented there by batch, and all chains of a fit as one compiled function in bfloat16.
+Its normalisation is over groups of channels of one image. BatchNorm, which the speed runs use, makes p(y|x, θ) depend
+on the batch, and its running statistics lag behind a chain that moves by noise.
+
+* `chains`: C chains of cyclical SGHMC. The average is over the newer half of all draws, so it can be read after each.
+* `snapshots`: the same at temperature 0, so the difference is the noise.
+* `ensemble`: C networks by SGD with momentum and one cosine, stacked in one fit by the same code; their last states.
+* `network`: one such network.
+
+Every fit has the same seconds. On a CPU, which computes the chains one after another, they follow from the same number
+of passes over the images by all chains together; in `full` they are the budget, and a trial of sixty steps gives the
+speed of each number of chains. An ensemble and a network are trained for several lengths, each to its own end, since
+their states on the way are worth less; the chains have one fit. The seconds are those of training, on a CPU of the
+processor, without the first steps, in which the network is compiled. A prediction of the chains takes as many more
+networks as the table says, and its time is not counted. The error, the NLL and the ECE are of the test images, the
+AUROC is against SVHN, or against images with other patterns or of `--set outside_folder=DIR`. `--set folder=DIR` takes
+the images of DIR/train/<class>/ and DIR/test/<class>/.
+
+The temperature is below 1, as in the programs of cSG-MCMC and CSGLD on augmented CIFAR, so these are cold chains and
+not the posterior itself.
+
+The temperature, the cycles, the share of the draws and the strength of the patterns of quick were chosen after
+fourteen fits with the seed 100. The first seven of them had quick's own images with weaker patterns, the others had
+other images. Averages over all draws were far worse, since early cycles leave the networks unfinished; the temperature
+0.1 had a higher NLL and AUROC than 0.01, and two cycles were like four. The ensemble has the same step size and prior,
+which were tuned for nobody.
+
+Measured (quick, two seeds, synthetic images of 16×16 pixels, four chains, one core of a busy machine, standard
+errors):
+
+    method       error %       NLL             ECE             AUROC           seconds
+    chains ×4    2.90 ± 0.10   0.197 ± 0.011   0.115 ± 0.005   0.934 ± 0.009   29.7 ± 2.0
+    snapshots ×4 3.55 ± 0.15   0.207 ± 0.006   0.112 ± 0.002   0.932 ± 0.001   28.3 ± 1.1
+    ensemble ×4  3.00 ± 0.00   0.195 ± 0.003   0.109 ± 0.003   0.933 ± 0.006   24.3 ± 0.5
+    one network  6.85 ± 0.15   0.221 ± 0.018   0.023 ± 0.006   0.883 ± 0.001   30.3 ± 0.3
+
+The chains do not beat the ensemble at equal steps: the NLL differs by 0.002 ± 0.015, the error by -0.10 ± 0.10 % and
+the AUROC by 0.001 ± 0.015. They took about a fifth more seconds for these steps, so at equal seconds they are rather
+worse, and six times as many networks for a prediction. The noise helps a little against snapshots (error -0.65 ± 0.05
+%, NLL -0.009 ± 0.006). The one network is the best calibrated by far: averages of networks that are trained so briefly
+are underconfident. This is an order on easy images and says nothing about CIFAR.
+
+`full`, sixteen chains on CIFAR-10 in 60 s of one GPU, was never run: no GPU was available. Its step size, temperature
+and widths are guesses. What was checked is that the parts of such a fit run on a CPU in small, and that a step of
+sixteen chains waits for nothing on the stand-in device of `tests/cuda`.
+"""
 
 from typing import Any
 
