@@ -61,7 +61,7 @@ from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.evaluation import entropy_figure, growth_figure
 from lightning_sgmcmc.recipes.shared import resnet
 from lightning_sgmcmc.recipes.shared.costs import forward_flops
-from lightning_sgmcmc.recipes.shared.image_sets import Outside, ResizedSVHN, photographs, svhn_is_in
+from lightning_sgmcmc.recipes.shared.image_sets import photographs, unknown_images
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.logit_average import logit_average
 from lightning_sgmcmc.recipes.shared.needs import require
@@ -214,13 +214,9 @@ def datamodules(setting: Settings, options: Options) -> tuple[Any, Any]:
     else:
         kwargs: dict[str, Any] = {"erasing": 0.5, "size": setting.size, "limit": setting.limit}
         known = photographs(setting.data, options, setting.batch, **kwargs)
-    if setting.outside_folder is not None:
-        return known, Outside(setting.outside_folder, setting.size, setting.limit)
-    if setting.data == "synthetic":
+    if setting.data == "synthetic" and setting.outside_folder is None:
         return known, SyntheticImages(1000, options.seed, sizes=(1, 0, setting.num_test), unknown=True)
-    if options.full or svhn_is_in(options.data_root):
-        return known, ResizedSVHN(options.data_root, setting.size, setting.limit)
-    return known, None
+    return known, unknown_images(options, setting.outside_folder, setting.size, setting.limit)
 
 
 def one(network: str, method: str, seed: int, setting: Settings, options: Options) -> dict[str, Any]:

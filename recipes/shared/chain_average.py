@@ -1,5 +1,6 @@
-"""Predictions averaged over the samples of one chain of several."""
+"""Predictions averaged over some of a posterior's samples: those of each chain, or of each step."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,16 +22,30 @@ def chain_probabilities(module: BayesianModule, loader: Any, device: Any) -> tup
         loader: the data, in a fixed order.
         device: where to compute.
     """
+    return grouped_probabilities(module, loader, device, lambda sample: sample.chain)
+
+
+def grouped_probabilities(
+    module: BayesianModule, loader: Any, device: Any, group: Callable[[Any], int]
+) -> tuple[list[Tensor], Tensor]:
+    """Return the class probabilities of groups of samples, the uniform average of each group, and the labels.
+
+    Args:
+        module: the module with its posterior.
+        loader: the data, in a fixed order.
+        device: where to compute.
+        group: the number of a sample's group; the groups come in the order of their numbers.
+    """
     assert module.posterior is not None
     batches = [tuple(part.to(device) for part in batch) for batch in loader]
-    by_chain: dict[int, list[Any]] = {}
+    groups: dict[int, list[Any]] = {}
     for sample in module.posterior:
-        by_chain.setdefault(sample.chain, []).append(sample.state)
+        groups.setdefault(group(sample), []).append(sample.state)
     scorer = Scorer(module)
     averages: list[Tensor] = []
     with evaluation_mode(module.to(device)):
-        for chain in sorted(by_chain):
-            total, states = torch.zeros(()), by_chain[chain]
+        for number in sorted(groups):
+            total, states = torch.zeros(()), groups[number]
             for first in range(0, len(states), AT_ONCE):
                 own = [{name: value.to(device) for name, value in s.items()} for s in states[first : first + AT_ONCE]]
                 for terms, _, _ in scorer(own, batches):

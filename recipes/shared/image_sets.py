@@ -118,6 +118,20 @@ class ResizedSVHN(SVHNDataModule):
         return none, none, Split(images, test.targets[: self.limit])
 
 
+def unknown_images(options: Options, folder: str | None, size: int, limit: int | None = None) -> ArrayDataModule | None:
+    """Return images of classes that a network does not know; None for a quick run without SVHN's files.
+
+    Args:
+        options: the recipe's options.
+        folder: take all images in this folder instead of SVHN.
+        size: height and width of the images.
+        limit: number of images; None takes all.
+    """
+    if folder is not None:
+        return Outside(folder, size, limit)
+    return ResizedSVHN(options.data_root, size, limit) if options.full or svhn_is_in(options.data_root) else None
+
+
 def svhn_is_in(root: Path) -> bool:
     """Return whether SVHN's files are in a folder of data sets.
 

@@ -15,6 +15,8 @@ from lightning_sgmcmc import BayesianModule, Categorical, ContourRules, Resumabl
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.datamodules.augmentation import Augmentation
 from lightning_sgmcmc.datamodules.loading import evaluation_loader
+from lightning_sgmcmc.recipes.cifar_sprint.clock import Clock
+from lightning_sgmcmc.recipes.cifar_sprint.network import SprintNetwork, whitening_filters
 from lightning_sgmcmc.recipes.shared.resnet import resnet
 from tests.cuda.record import Record
 from tests.cuda.stand_in import StandIn
@@ -67,6 +69,8 @@ class Case:
     nonfinite: str = "stop"
     schedule: str = "cyclical"
     """Or "sampling": a sample every five steps, at the module's temperature."""
+    sprint: bool = False
+    """Whether the network and the clock are those of the recipe `cifar_sprint`."""
     steps: int = STEPS
     seed: int = 1
     other: str = ""
@@ -157,6 +161,9 @@ def loaders(case: Case) -> tuple[Any, Any]:
 def network(case: Case) -> nn.Module:
     """Return the network on the CPU; ResNet-20 has three blocks a stage."""
     torch.manual_seed(0)
+    if case.sprint:
+        filters = whitening_filters(torch.rand(20, 3, 8, 8), 12, 3)
+        return SprintNetwork(CLASSES, filters, (8, 16, 16), groups=2, scale=0.5)
     net = resnet(case.blocks, case.width, CLASSES)
     if case.dropout:
         net.insert(len(net) - 1, nn.Dropout(case.dropout))  # type: ignore[operator]
@@ -213,6 +220,8 @@ def callbacks_for(case: Case, folder: Path) -> list[pl.Callback]:
         ]
         if not case.replica_exchange:  # its chains have temperatures of their own
             made.append(callbacks.ChainHealth(every_n_steps=case.health, warn=False))
+    if case.sprint:
+        made.append(Clock())
     return made
 
 

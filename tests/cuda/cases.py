@@ -31,6 +31,7 @@ FITS: dict[str, dict[str, Any]] = {
     "ResNet-20, four chains": {},
     "ResNet-20, contour and clipping": {"interacting": True, "clip": 1.0, "usual": False},
     "ResNet-20, sixteen chains": {"chains": 16, "usual": False},
+    "cifar_sprint, sixteen chains": {"chains": 16, "sprint": True, "usual": False},
     "one chain": SMALL | {"chains": 1},
     "own contour": SMALL | {"contour": True},
     "interacting contour": SMALL | {"interacting": True},

@@ -8,6 +8,7 @@ LAUNCHES = {
     "ResNet-20, four chains": 20,
     "ResNet-20, contour and clipping": 27,
     "ResNet-20, sixteen chains": 32,
+    "cifar_sprint, sixteen chains": 32,
     "one chain": 17,
     "one chain, contour": 25,
     "own contour": 26,

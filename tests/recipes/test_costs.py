@@ -10,6 +10,7 @@ from lightning_sgmcmc.recipes import (
     cifar100_uncertainty,
     cifar_csghmc,
     cifar_csgmcmc,
+    cifar_sprint,
     mnist_bnn,
     mnist_modes,
     mnist_ood,
@@ -25,7 +26,7 @@ def test_operations_by_hand() -> None:
     assert forward_flops(lambda: nn.Conv2d(3, 4, 3), (3, 10, 10)) == 2 * 64 * 4 * 27
 
 
-RECIPES = (cifar100_uncertainty, cifar_csghmc, cifar_csgmcmc, mnist_bnn, mnist_modes, mnist_ood)
+RECIPES = (cifar100_uncertainty, cifar_csghmc, cifar_csgmcmc, cifar_sprint, mnist_bnn, mnist_modes, mnist_ood)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__.rpartition(".")[2])
