@@ -81,7 +81,10 @@ def run(options: Options) -> list[Row]:
     outcomes = run_jobs(one, jobs, options, settings, in_turn=options.full)
     found = {}
     for case in cases:
-        by_length = [[outcomes[(*case, length, seed)] for seed in seeds] for length in lengths_of(case[0], settings)]
+        method, chains = case
+        by_length = [
+            [outcomes[method, chains, length, seed] for seed in seeds] for length in lengths_of(method, settings)
+        ]
         found[case] = [joined(fits) for fits in zip(*by_length, strict=True)]
     save_figure(picture({name_of(case): curves for case, curves in found.items()}), options.out / "curves.png")
     rows = [row for case in cases for row in rows_of(name_of(case), found[case])]
