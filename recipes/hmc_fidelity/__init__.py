@@ -39,8 +39,8 @@ ensemble 0.071, PX-SGHMC 0.081. Chains of 1,000 steps are short, so a part of a 
 Agreement says little here: the two baselines have as much (0.986 and 0.989) as the two halves (0.989). NLL says
 nothing: that of the truth is 0.282, and the baselines', 0.21, is better. For all samplers but PX-SGHMC the step size by
 NLL is the best by the truth too. The ladders of pSGLD, pSMILE, SGLD, PX-SGHMC and cyclical SGHMC were moved to smaller
-values, and the number of data, the width and the length of the chains were chosen, after short trials of 300 steps, of
-which NLL was seen but no distance to the truth.
+values, and the number of data, the width and the length of the chains were chosen, after trials of 60 to 1,000 steps,
+of which NLL was seen but no distance to the truth.
 """
 
 import math
