@@ -85,7 +85,7 @@ def run(options: Options) -> list[Row]:
         by_length = [
             [outcomes[method, chains, length, seed] for seed in seeds] for length in lengths_of(method, settings)
         ]
-        found[case] = [joined(fits) for fits in zip(*by_length, strict=True)]
+        found[case] = [joined(list(fits)) for fits in zip(*by_length, strict=True)]
     save_figure(picture({name_of(case): curves for case, curves in found.items()}), options.out / "curves.png")
     rows = [row for case in cases for row in rows_of(name_of(case), found[case])]
     return rows + comparisons(found)

@@ -188,11 +188,11 @@ def figures_of_draws(
         return [torch.stack(some).mean(0) for some in known], labels
 
     of_known, labels = averages(data.test_dataloader())
-    found = []
+    found: list[dict[str, float]] = []
     for probabilities in of_known:
         metrics = classification_metrics(probabilities, labels)
-        own = {"error %": 100 * (1 - metrics["accuracy"]), "NLL (nats)": metrics["nll"], "ECE": metrics["ece"]}
-        found.append({name: float(value) for name, value in own.items()})
+        shown = {"error %": 100 * (1 - metrics["accuracy"]), "NLL (nats)": metrics["nll"], "ECE": metrics["ece"]}
+        found.append({name: float(value) for name, value in shown.items()})
     if unknown is not None:
         unknown.setup("test")
         unknown.normalise_as(data)
