@@ -40,6 +40,7 @@ def test_intervals_are_those_of_student() -> None:
     assert pages._number_with_interval(2.0, 3**-0.5, 3) == "2.0 [-0.5, 4.5]"
     assert pages._number_with_interval(2.0, 0.5, None) == "2 ± 0.5"
     assert pages._cell([2.0, 1.0], 3, True) == "2.0 [-0.5, 4.5]"
+    assert pages._number_with_interval(0.22, 2e-17, 8) == "0.22"
 
 
 @pytest.mark.parametrize("name", sorted(ENTRIES))

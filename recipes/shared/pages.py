@@ -11,6 +11,8 @@ from lightning_sgmcmc.recipes.shared.expected import VERDICTS, all_expected, kep
 from lightning_sgmcmc.recipes.shared.listing import RECIPES, description, source
 
 UNKNOWN = "not recorded"
+ROUNDING = 1e-12
+"""A relative error below this is that of floating-point sums of equal values."""
 LONG_TABLE = 30
 """Longer tables are folded."""
 NOTE = "<!-- Written by `python -m docs.generate` from recipes/expected/: change the data, not this page. -->\n\n"
@@ -231,7 +233,7 @@ def _number_with_interval(value: float | None, error: float | None, count: int |
     """Return a number with the 95 % interval of a mean over repeats, or ± its standard error if n is not known."""
     if value is None:
         return ""
-    if error is None or not math.isfinite(error):
+    if error is None or not math.isfinite(error) or 0 < error < ROUNDING * abs(value):
         return f"{value:.4g}"
     if not count or count < 2:
         return f"{value:.4g} ± {error:.2g}"
