@@ -1,6 +1,7 @@
 """The verdict on a run: temperatures, mini-batch noise, energies, predictions; ranked findings and one advice."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
+from lightning_sgmcmc.callbacks.metropolis_test import MetropolisTest
 from lightning_sgmcmc.callbacks.schedule import is_optimization
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.state import Stage
@@ -28,8 +30,8 @@ from lightning_sgmcmc.samplers import StepLaw
 
 URGENT = (FindingKind.DIVERGENCE, FindingKind.AT_CHANCE, FindingKind.CLIPPING)
 """Findings that deserve a warning before the end of the run; heat does too."""
-WARNED_ELSEWHERE = (FindingKind.CONTOUR,)
-"""Findings of which another callback, `ContourGradient`, warns as soon as they are there."""
+WARNED_ELSEWHERE = (FindingKind.CONTOUR, FindingKind.ACCEPTANCE)
+"""Findings of which other callbacks warn, `ContourGradient` and `MetropolisTest`."""
 QUARTER_MORE = 1.25
 """Growth factor of the number of observations after which a validation reports again."""
 
@@ -44,7 +46,8 @@ class ChainHealth(StepClaimant):
     more heat than the data can hold, how many relaxation times a stage covers and, at the end and with a
     `BayesianModelAverage`, whether the chains' predictions agree and whether the average gets worse with more samples;
     and with a contour, whether it does nothing or gives one sample all the weight.
-    A preconditioner that adapts while samples are drawn is a note.
+    A preconditioner that adapts while samples are drawn is a note. With a `MetropolisTest`, which makes the law exact,
+    the heat of its steps is no finding, but a low acceptance is.
     A configurational temperature below the target's is a note in a cyclical run: its samples are a cold ensemble.
 
     The callback reports at the end of every sampling stage, after a validation with a quarter more observations, and
@@ -231,10 +234,18 @@ class ChainHealth(StepClaimant):
         seen = observer.observations(allowance, of_chains, of_energies)
         evaluation = module.evaluations.get("val") if is_final else None
         contour = None if module.contour is None else module.contour.use()
-        facts = facts_of(module.chains, evaluation, module.plan, contour, is_optimization(trainer, module), sampler)
+        accepted = None if has_diverged else self._acceptance(trainer, of_chains)
+        cold = is_optimization(trainer, module)
+        facts = facts_of(module.chains, evaluation, module.plan, contour, cold, sampler, accepted)
         report = assess(seen, sampler.step_count, self.tolerance, self.false_alarm_rate, facts)
         module.health = report = report.with_divergence() if has_diverged else report
         self._publish(trainer, report, is_final or has_diverged)
+
+    @staticmethod
+    def _acceptance(trainer: pl.Trainer, of_chains: Callable[[Tensor], Tensor]) -> float | None:
+        """Return the mean acceptance probability of the run's `MetropolisTest` so far, None without."""
+        rates = next((c.acceptance_rate for c in callbacks_of(trainer) if isinstance(c, MetropolisTest)), None)
+        return None if rates is None else float(of_chains(rates.mean().reshape(1)))
 
     def _publish(self, trainer: pl.Trainer, report: HealthReport, is_final: bool) -> None:
         # One finding, the most urgent: the remedies of others may contradict its own.

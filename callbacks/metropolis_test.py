@@ -14,15 +14,13 @@ from lightning_sgmcmc.callbacks.schedule import Schedule, epoch_length, require_
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count
+from lightning_sgmcmc.diagnostics.verdict import SELDOM_ACCEPTED
 from lightning_sgmcmc.evaluation.full_energy import full_energies
 from lightning_sgmcmc.run.loggers import log_scalars
-from lightning_sgmcmc.run.trainer import is_trial, log_interval
+from lightning_sgmcmc.run.trainer import is_probe, is_trial, log_interval
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
 from lightning_sgmcmc.samplers.trajectory import Trajectory
 from lightning_sgmcmc.seeding import derive_seed
-
-SELDOM = 0.01
-"""Acceptance rate of a chain below which the run warns."""
 
 
 class MetropolisTest(SamplerCallback):
@@ -207,14 +205,14 @@ class MetropolisTest(SamplerCallback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         rates, chains = self.acceptance_rate, self._chains
-        if rates is None or chains is None or is_trial(trainer):
+        if rates is None or chains is None or is_trial(trainer) or is_probe(trainer):
             return
         rates = chains.layout.gather(rates)
         worst = int(rates.argmin())
-        if rates[worst] < SELDOM:
+        if rates[worst] < SELDOM_ACCEPTED:
             rank_zero_warn(
-                f"MetropolisTest accepted {float(rates[worst]):.2g} of the trajectories of chain {worst}, which hardly "
-                "moved: use a smaller lr, larger batches or fewer steps in a trajectory (every_n_steps), and a "
+                f"MetropolisTest accepted {float(rates[worst]):.2g} of the trajectories of chain {worst}, which moved "
+                "seldom: use a smaller lr, larger batches or fewer steps in a trajectory (every_n_steps), and a "
                 "WarmStart, since a chain that starts far from the posterior is rejected too."
             )
 

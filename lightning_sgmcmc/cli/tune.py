@@ -78,13 +78,15 @@ def tune(trainer: pl.Trainer, make_trainer: Callable[..., pl.Trainer], model: Ba
 def _table(proposal: StepProposal, path: Path) -> Table:
     table = Table(title="Short runs by step size", caption=str(path), padding=(0, 1, 0, 0))
     has_errors = any(probe.energy_variance is not None for probe in proposal.probes)
-    for column in ("lr", "val nll", "ΔE var." if has_errors else "kinetic", "config.", "noise", "energy"):
+    has_tests = any(probe.acceptance is not None for probe in proposal.probes)
+    own = "ΔE var." if has_errors else "accepted" if has_tests else "kinetic"
+    for column in ("lr", "val nll", own, "config.", "noise", "energy"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for probe in proposal.probes:
         numbers = (
             probe.nll,
-            probe.energy_variance if has_errors else probe.kinetic,
+            probe.energy_variance if has_errors else probe.acceptance if has_tests else probe.kinetic,
             probe.configurational,
             probe.noise_share,
         )

@@ -17,6 +17,7 @@ class FindingKind(str, Enum):
     DIVERGENCE = "divergence"
     AT_CHANCE = "at chance"
     CLIPPING = "clipping"
+    ACCEPTANCE = "acceptance"
     KINETIC = "kinetic temperature"
     CONFIGURATIONAL = "configurational temperature"
     GRADIENT_NOISE = "gradient noise"

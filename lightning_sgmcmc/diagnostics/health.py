@@ -73,6 +73,7 @@ class RunMeasures:
         prior_norm: mean of ‖θ‖²/(d·σ²), σ the prior's standard deviation; τ at equilibrium where the prior decides.
         rhat: split R-hat of the predictions, the worst over some data.
         ess: bulk effective sample size of the predictions, the worst over some data.
+        acceptance: mean acceptance probability of a `MetropolisTest` in the sampling stages.
     """
 
     nll: float | None = None
@@ -82,6 +83,7 @@ class RunMeasures:
     prior_norm: float | None = None
     rhat: float | None = None
     ess: float | None = None
+    acceptance: float | None = None
 
 
 @dataclass(frozen=True)

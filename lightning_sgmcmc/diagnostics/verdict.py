@@ -21,6 +21,8 @@ LOST_SHARE = 0.25
 """A target is too hot for its data if it takes up `HOT_SHARE` of the energy of chance, and its samples lose this."""
 LEAST_SHARE = 2e-3
 """A configurational temperature below this share of τ is called near 0, and measures no relaxation time."""
+SELDOM_ACCEPTED = 0.1
+"""Trajectories of a `MetropolisTest` are seldom accepted if a smaller share than this is."""
 WORSE_BY = 0.1
 """The average is worse with more samples if it loses this share of what averaging gains."""
 TREND = 3.0
@@ -68,6 +70,8 @@ class RunFacts:
         baseline: what a baseline calls itself, None for a run that samples.
         is_full_batch: whether a batch has all data and the network drops nothing out, so gradients have no noise.
         adapting: the sampler whose preconditioner adapts while samples are drawn, None without.
+        acceptance: mean acceptance probability of a `MetropolisTest`, None without. The test makes the law exact, so
+            no heat or clipping of the steps is a finding.
     """
 
     temperature: float | None = None
@@ -86,6 +90,7 @@ class RunFacts:
     baseline: str | None = None
     is_full_batch: bool = False
     adapting: str | None = None
+    acceptance: float | None = None
 
     @property
     def is_flattened(self) -> bool:
@@ -145,6 +150,7 @@ def judge(report: HealthReport, facts: RunFacts, estimates: Estimates | None) ->
     if estimates is not None:
         report = report.with_findings(_at_chance(report, facts, estimates), _target(report, facts, estimates))
         report = report.with_findings(_preconditioner(facts))
+    report = report.with_findings(_acceptance(facts))
     return report.with_findings(*contour_findings(facts.contour), _chains(report, facts), _average(facts))
 
 
@@ -163,6 +169,7 @@ def _measures(report: HealthReport, facts: RunFacts, estimates: Estimates | None
         prior_norm=norm,
         rhat=found.rhat if found is not None and math.isfinite(found.rhat) else None,
         ess=found.ess_bulk if found is not None and math.isfinite(found.ess_bulk) else None,
+        acceptance=facts.acceptance,
     )
 
 
@@ -276,6 +283,14 @@ def _preconditioner(facts: RunFacts) -> Finding | None:
     )
     remedy = "pass adapt='burn-in' to the sampler, which freezes it in the sampling stages"
     return Finding(FindingKind.PRECONDITIONER, sentence, remedy=remedy, severity="note")
+
+
+def _acceptance(facts: RunFacts) -> Finding | None:
+    if facts.acceptance is None or facts.acceptance >= SELDOM_ACCEPTED:
+        return None
+    sentence = f"acceptance: MetropolisTest accepted {facts.acceptance:.2g} of the trajectories, so chains move seldom"
+    remedy = f"{SMALLER_LR}, larger batches or fewer steps in a trajectory, and a WarmStart"
+    return Finding(FindingKind.ACCEPTANCE, sentence, "below", remedy=remedy)
 
 
 def _is_worsening(single: np.ndarray) -> bool:

@@ -14,7 +14,7 @@ from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.step_sizes import is_per_chain
 from lightning_sgmcmc.checks import is_of_other_namespace
-from lightning_sgmcmc.run.trainer import callbacks_of, is_trial, repeated_batches
+from lightning_sgmcmc.run.trainer import callbacks_of, is_probe, is_trial, repeated_batches
 from lightning_sgmcmc.samplers import SGNHT, Sampler
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
 
@@ -135,11 +135,9 @@ def check_thermostat(trainer: pl.Trainer, sampler: Sampler) -> None:
 
 def check_tested(trainer: pl.Trainer, sampler: Sampler) -> None:
     """Warn about a sampler for trajectories in a run that does not test them; called when training starts."""
-    callbacks = callbacks_of(trainer)
-    is_probe = any(getattr(callback, "is_probe", False) for callback in callbacks)
-    if not isinstance(sampler, ReversibleLangevin) or is_trial(trainer) or is_probe:
+    if not isinstance(sampler, ReversibleLangevin) or is_trial(trainer) or is_probe(trainer):
         return
-    if not any(getattr(callback, "setting", None) == "metropolis_test" for callback in callbacks):
+    if not any(getattr(callback, "setting", None) == "metropolis_test" for callback in callbacks_of(trainer)):
         rank_zero_warn(
             f"{type(sampler).__name__} takes the steps of OBABO without a MetropolisTest, so its law has their error: "
             "add MetropolisTest() to the trainer's callbacks, after the schedule."
@@ -174,8 +172,7 @@ def _check_windows(trainer: pl.Trainer, order: BatchOrder) -> None:
 
     Trials and the short runs of a tuner, whose steps may have the batches of several ranks, are not checked.
     """
-    is_probe = any(getattr(callback, "is_probe", False) for callback in callbacks_of(trainer))
-    if not getattr(order, "repeats", False) or is_trial(trainer) or is_probe:
+    if not getattr(order, "repeats", False) or is_trial(trainer) or is_probe(trainer):
         return
     counts = {trainer.accumulate_grad_batches}
     for callback in callbacks_of(trainer):

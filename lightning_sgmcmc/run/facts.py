@@ -30,6 +30,7 @@ def facts_of(
     contour: ContourUse | None = None,
     is_optimization: bool = False,
     sampler: Sampler | None = None,
+    acceptance: float | None = None,
 ) -> RunFacts:
     """Return what is known of a running fit besides its steps.
 
@@ -40,6 +41,7 @@ def facts_of(
         contour: what the run's contour did, None without one.
         is_optimization: whether the samples are states at temperature 0.
         sampler: the run's, None if unknown.
+        acceptance: mean acceptance probability of the run's `MetropolisTest`, None without.
     """
     predictions, limit = _predictions(evaluation)
     return RunFacts(
@@ -58,6 +60,7 @@ def facts_of(
         baseline=None if plan is None else plan.label,
         is_full_batch=sees_all_data(chains),
         adapting=adapting_name(sampler),
+        acceptance=acceptance,
     )
 
 

@@ -190,6 +190,8 @@ def _notes(trainer: pl.Trainer, module: Any, sampler: Sampler, approximate: bool
         notes.append("A contour scales the gradient; the plan is for the unflattened target.")
     if _part(trainer, "replica_exchange") is not None:
         notes.append("The plan is for the coldest slot of the ladder, without swaps.")
+    if _part(trainer, "metropolis_test") is not None:
+        notes.append("The plan is as if MetropolisTest accepted all trajectories; its energies are no gradients.")
     if hasattr(getattr(trainer, "datamodule", None), "append"):
         notes.append(f"The data may grow; the plan has N = {module.num_data:,}, that of the start.")
     return notes
@@ -264,7 +266,7 @@ def _memory(trainer: pl.Trainer, module: Any, sampler: Sampler) -> int:
     for callback in callbacks_of(trainer):
         copies += 3 if type(callback).__name__ == "ChainHealth" else 0
         copies += getattr(callback, "num_proposals", -1) + 1 if type(callback).__name__ == "EWSG" else 0
-        copies += 3 if getattr(callback, "setting", None) == "control_variates" else 0
+        copies += {"control_variates": 3, "metropolis_test": 2}.get(getattr(callback, "setting", None) or "", 0)
     return _bytes([*module.parameters(), *module.buffers()]) + copies * own
 
 

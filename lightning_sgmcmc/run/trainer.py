@@ -20,6 +20,11 @@ def is_trial(trainer: pl.Trainer) -> bool:
     return bool(cast(Any, trainer).fast_dev_run)
 
 
+def is_probe(trainer: pl.Trainer) -> bool:
+    """Return whether this is a short fit of a tuner."""
+    return any(getattr(callback, "is_probe", False) for callback in callbacks_of(trainer))
+
+
 def repeated_batches(trainer: pl.Trainer) -> float:
     """Return `overfit_batches`."""
     return float(cast(Any, trainer).overfit_batches)

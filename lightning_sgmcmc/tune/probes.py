@@ -1,7 +1,7 @@
 """A short run at a step size, and what limits it."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
@@ -27,6 +27,12 @@ REPEATS = 1
 """Further runs of a probe in which only positions are hot, each from the end of the last."""
 KEPT_SHARE = 0.5
 """The share of what was learned that an exploration stage must keep."""
+LEAST_ACCEPTED = 0.65
+"""Mean acceptance probability of a `MetropolisTest` from which on a probe is healthy (Beskos et al. 2013, for HMC)."""
+LEAST_TRAJECTORIES = 8
+"""Of a probe with a `MetropolisTest`."""
+REFUSED = "refused: "
+"""Beginning of the reason of a probe that did not start."""
 
 
 @dataclass
@@ -73,11 +79,15 @@ class Prober:
         module.health, module.evaluations = None, {}
         health = ChainHealth(every_n_steps=max(1, min(20, self.steps // 100)), tolerance=self.tolerance, warn=False)
         first = self._first_steps()
-        schedule = self.form.short(self.steps, first)
+        trajectory = self.runs.trajectory
+        steps = self.steps
+        if trajectory > 1:
+            steps = trajectory * max(LEAST_TRAJECTORIES, math.ceil(steps / trajectory))
+        schedule = self.form.short(steps, first, trajectory)
         try:
-            found = self._fit(schedule, len(first) + self.steps, health)
+            found = self._fit(schedule, len(first) + steps, health)
         except ValueError as error:  # the sampler refuses the step
-            return Probe(lr, limit=Limit.DISCRETIZATION, reason=f"refused: {error}")
+            return Probe(lr, limit=Limit.DISCRETIZATION, reason=f"{REFUSED}{error}")
         except NonFiniteEnergyError as error:
             exploring = module.chains.progress.stage is Stage.EXPLORATION
             limit = Limit.EXPLORATION if exploring else Limit.DISCRETIZATION
@@ -108,14 +118,23 @@ class Prober:
         report = self.runs.module.health
         assert report is not None
         total = report.total or Temperatures()
-        limit, reason = self._exploration(found) or self._heat(report, total) or (None, "")
+        heat = self._heat(report, total) if self.runs.acceptance is None else self._rejections()
+        limit, reason = self._exploration(found) or heat or self._chance(report) or (None, "")
         share = max(report.gradient_noise_share.values(), default=None)
         nll, density = self._validation()
         if self.form.is_steady:
             density = None  # a smaller step leaves the chain colder, so validation data would choose a temperature
         energies = found.of(Stage.SAMPLING)
         energy = float(energies.mean()) if len(energies) else None
-        return Probe(lr, total.kinetic, total.configurational, share, energy, nll, limit, reason, density)
+        probe = Probe(lr, total.kinetic, total.configurational, share, energy, nll, limit, reason, density)
+        return replace(probe, acceptance=self.runs.acceptance)
+
+    def _rejections(self) -> tuple[Limit, str] | None:
+        """Return whether the run's test, which makes the law exact at any heat of the steps, rejects too many."""
+        rate = self.runs.acceptance
+        if rate is None or rate >= LEAST_ACCEPTED:
+            return None
+        return Limit.ACCEPTANCE, f"acceptance: {rate:.2g} of the trajectories, wanted {LEAST_ACCEPTED:g}"
 
     def _validation(self) -> tuple[float | None, Tensor | None]:
         evaluation = self.runs.module.evaluations.get("val")
@@ -182,5 +201,9 @@ class Prober:
             if energy.mean - energy.std > highest:
                 reason = f"energy: {energy.mean:.6g} is above the expected {highest:.6g}"
                 return Limit.DISCRETIZATION, reason
+        return None
+
+    def _chance(self, report: HealthReport) -> tuple[Limit, str] | None:
+        """Return whether the model is at chance."""
         chance = next((f for f in report.findings if f.kind is FindingKind.AT_CHANCE), None)
         return None if chance is None else (Limit.CHANCE, chance.sentence)

@@ -30,6 +30,7 @@ class Limit(str, Enum):
     CHANCE = "at chance"
     VALIDATION = "validation"
     ENERGY_ERROR = "energy error"
+    ACCEPTANCE = "acceptance"
     TRIED = "largest tried"
 
     def __str__(self) -> str:
@@ -43,6 +44,8 @@ SENTENCES = {
     Limit.CHANCE: "At a larger lr the model does no better than chance.",
     Limit.VALIDATION: "A larger lr is healthy, but its average predicts the validation data worse.",
     Limit.ENERGY_ERROR: "At a larger lr the energy errors of MCLMC's steps have more than the wanted variance.",
+    Limit.ACCEPTANCE: "At a larger lr MetropolisTest rejects too many trajectories: larger batches, or fewer steps "
+    "in a trajectory, allow one.",
     Limit.TRIED: "It is the largest lr tried: a larger one may be healthy too (more probes find out).",
 }
 
@@ -63,6 +66,7 @@ class Probe:
         log_density: log density of the average at each validation datum, for paired comparisons.
         energy_variance: variance of a step's energy error for each coordinate, of MCLMC only.
         friction: MCLMC's friction at which the momentum forgets its direction over the width of the positions.
+        acceptance: mean acceptance probability of `MetropolisTest`, None without.
     """
 
     lr: float
@@ -76,6 +80,7 @@ class Probe:
     log_density: Tensor | None = field(default=None, repr=False, compare=False)
     energy_variance: float | None = None
     friction: float | None = None
+    acceptance: float | None = None
 
     @property
     def healthy(self) -> bool:
@@ -99,6 +104,7 @@ class Probe:
         """Return its JSON form."""
         names = ["lr", "kinetic", "configurational", "noise_share", "energy", "nll", "reason"]
         names += ["energy_variance", "friction"] if self.energy_variance is not None else []
+        names += ["acceptance"] if self.acceptance is not None else []
         return {name: finite_or_none(getattr(self, name)) for name in names} | {
             "healthy": self.healthy,
             "verdict": self.verdict,

@@ -12,7 +12,7 @@ from lightning_sgmcmc.checks import check_count, check_positive
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.samplers.base import NO_COLD_LIMIT
 from lightning_sgmcmc.tune.energy_search import EnergyProber, choose_by_energy, solve
-from lightning_sgmcmc.tune.probes import Prober
+from lightning_sgmcmc.tune.probes import REFUSED, Prober
 from lightning_sgmcmc.tune.proposal import (
     Limit,
     Probe,
@@ -59,6 +59,7 @@ def propose_lr(
 
     * if the first steps from the run's start raise the energy, or the exploration stage (the full lr at temperature 0)
       diverges or ends with less than half of what had been learned ("exploration");
+    * if a `MetropolisTest` accepts less than 0.65 of the trajectories ("acceptance");
     * if `ChainHealth` finds heat in the sampling stage, if the estimate of a tensor's mini-batch noise is above
       tolerance times the injected noise, the kinetic temperature of all tensors together above τ·(1 + tolerance), or
       the energy above that of d harmonic coordinates, U_0 + τ·(1 + tolerance)·d/2, with U_0 the energy of the
@@ -93,7 +94,8 @@ def propose_lr(
             keyword arguments replace its own.
 
     Raises:
-        ValueError: for an argument out of range, a module at temperature 0, or a schedule that the sampler refuses.
+        ValueError: for an argument out of range, a module at temperature 0, a schedule that the sampler refuses, or a
+            run of which no probe could begin.
         TypeError: if the module is not a `BayesianModule`.
     """
     _check_arguments(module, steps, burn_in_steps, tolerance, max_probes)
@@ -126,6 +128,7 @@ def propose_lr(
         longer = replace(prober, steps=max(length, min(LONGER * length, form.stage_end)))
         if longer.steps > length:
             probes = repeat_longer(probes, longer, least, training.lr)
+        _check_refusals(probes)
         lr, limit, is_healthy, reason = choose(probes, least, training.lr)
         return _proposal(runs, setting, lr, limit, is_healthy, reason, probes)
 
@@ -165,6 +168,13 @@ def _check_arguments(
     numbers = [number for number in values_of(module.lr) if number is not None]
     if any(number == 0 for number in numbers):
         raise ValueError("lr is 0: set the module's lr to a step size to start the search from")
+
+
+def _check_refusals(probes: Sequence[Probe]) -> None:
+    """Raise if the smallest step is refused too: then the reason is not the step."""
+    smallest = min(probes, key=lambda probe: probe.lr)
+    if smallest.reason.startswith(REFUSED) and not any(probe.healthy for probe in probes):
+        raise ValueError(f"no short run could begin: {smallest.reason.removeprefix(REFUSED)}")
 
 
 def _check_stages(form: RunForm, runs: ShortRuns) -> None:

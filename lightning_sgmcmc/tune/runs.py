@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks import ContourGradient, SamplerCallback
+from lightning_sgmcmc.callbacks import ContourGradient, MetropolisTest, SamplerCallback
 from lightning_sgmcmc.callbacks.schedule import FirstStage, RunLength, Schedule, epoch_length, schedule_of
 from lightning_sgmcmc.chains.graphs import graphs_kept
 from lightning_sgmcmc.chains.state import Stage
@@ -80,6 +80,7 @@ class ShortRuns:
         has_preconditioner: whether the sampler's state has an average of squared gradients, after `look`.
         is_microcanonical: whether the sampler is MCLMC, whose energies choose its step size, after `look`.
         training_controls: of the steps that lower the energy: at temperature 0, if the sampler makes such steps.
+        acceptance: mean acceptance probability of the last fit's `MetropolisTest`, None without.
     """
 
     def __init__(self, module: BayesianModule, data: dict[str, Any], make_trainer: Callable[..., pl.Trainer]) -> None:
@@ -99,6 +100,13 @@ class ShortRuns:
         self.has_preconditioner = False
         self.is_microcanonical = False
         self.training_controls = COLD
+        self.acceptance: float | None = None
+
+    @property
+    def trajectory(self) -> int:
+        """Steps of a trajectory of the run's `MetropolisTest`, after a fit; 1 without."""
+        test = next((c for c in self._gradient if isinstance(c, MetropolisTest)), None)
+        return 1 if test is None else test.every_n_steps or max(1, self.length.steps_per_epoch)
 
     def fit(
         self, schedule: Schedule, steps: int, *callbacks: pl.Callback, with_noise: bool = False, clips: bool = True
@@ -119,6 +127,8 @@ class ShortRuns:
             trainer.fit(self.module, **self._data)
         self.steps_made += steps
         self._learn(trainer)
+        rates = next((c.acceptance_rate for c in own if isinstance(c, MetropolisTest)), None)
+        self.acceptance = None if rates is None else float(rates.mean())
         return energies
 
     def _trainer(self, steps: int, callbacks: list[pl.Callback], clips: bool) -> pl.Trainer:

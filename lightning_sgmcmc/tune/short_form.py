@@ -132,20 +132,22 @@ class RunForm:
         factors = [self.schedule.controls(step).lr_factor for step in range(1, last + 1, stride)]
         return sum(factors) / max(len(factors), 1) * last
 
-    def short(self, steps: int, first: Sequence[StepControls] = ()) -> FixedControls:
+    def short(self, steps: int, first: Sequence[StepControls] = (), trajectory: int = 1) -> FixedControls:
         """Return the schedule of a short run: the run's first stages, linearly shortened.
 
         Args:
-            steps: its length.
+            steps: its length, a multiple of trajectory.
             first: the controls of steps before it.
+            trajectory: steps that have the same controls, and after which a sample may be drawn.
         """
-        lead = self._first_sampling - 1
-        before = min(lead, round(steps * (EXPLORATION_SHARE if self.explores else BURN_IN_SHARE)))
-        noisy = steps - before
+        lead, parts = self._first_sampling - 1, steps // trajectory
+        share = EXPLORATION_SHARE if self.explores else BURN_IN_SHARE
+        before = min(math.ceil(lead / trajectory), round(parts * share))
+        noisy = parts - before
         start, last = self._sampling
         places = [1 + j * lead // before for j in range(before)]
         places += [start + j * (last - start + 1) // noisy for j in range(noisy)]
-        controls = [self.schedule.controls(place) for place in places]
+        controls = [self.schedule.controls(place) for place in places for _ in range(trajectory)]
         count = min(MAX_SAMPLES, noisy)
-        samples = [len(first) + before + round(noisy * (j + 1) / count) for j in range(count)]
+        samples = [len(first) + trajectory * (before + round(noisy * (j + 1) / count)) for j in range(count)]
         return FixedControls([*first, *controls], samples, self.schedule.temperature, self.schedule.sets_lr)

@@ -233,12 +233,14 @@ def _number_with_interval(value: float | None, error: float | None, count: int |
     """Return a number with the 95 % interval of a mean over repeats, or ± its standard error if n is not known."""
     if value is None:
         return ""
-    if error is None or not math.isfinite(error) or 0 < error < ROUNDING * abs(value):
+    if error is None or not math.isfinite(error):
         return f"{value:.4g}"
+    if error <= ROUNDING * abs(value):
+        return f"{value:.6g}"
     if not count or count < 2:
         return f"{value:.4g} ± {error:.2g}"
     half = float(half_width(error, count))
-    digits = max(0, 1 - math.floor(math.log10(half))) if half > 0 else 3
+    digits = max(0, 1 - math.floor(math.log10(half)))
     return f"{value:.{digits}f} [{value - half:.{digits}f}, {value + half:.{digits}f}]"
 
 

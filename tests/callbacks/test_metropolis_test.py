@@ -29,6 +29,7 @@ from lightning_sgmcmc import (
 )
 from lightning_sgmcmc.callbacks import (
     EWSG,
+    ChainHealth,
     ContourGradient,
     ControlVariates,
     CyclicalSchedule,
@@ -216,9 +217,18 @@ def test_the_rates_are_logged_at_tests(tmp_path: Path) -> None:
     assert all(float(row["metropolis/log_acceptance"]) < 5 for row in rows)
 
 
-def test_a_chain_that_hardly_moves_is_warned_of() -> None:
-    with pytest.warns(match=r"MetropolisTest accepted .* hardly moved: use a smaller lr"):
+def test_a_chain_that_moves_seldom_is_warned_of() -> None:
+    with pytest.warns(match=r"MetropolisTest accepted .* moved seldom: use a smaller lr"):
         fit(regression(lr=0.9), SamplingSchedule(every_n_epochs=1), MetropolisTest())
+
+
+def test_chain_health_reports_the_acceptance() -> None:
+    callback = MetropolisTest()
+    module = regression(chains=3)
+    fit(module, SamplingSchedule(burn_in_epochs=2, every_n_epochs=1), callback, ChainHealth(every_n_steps=1))
+    assert callback.acceptance_rate is not None
+    assert module.health is not None
+    assert module.health.run.acceptance == pytest.approx(float(callback.acceptance_rate.mean()))
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

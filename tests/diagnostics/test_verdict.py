@@ -79,6 +79,18 @@ def test_one_advice_the_cause_comes_first() -> None:
     assert [finding.rank for finding in report.findings] == sorted(finding.rank for finding in report.findings)
 
 
+def test_a_test_of_trajectories_removes_the_heat_of_their_steps() -> None:
+    """Mini-batch noise heats the momenta between tests, and the law of the tested states stays; unless none passes."""
+    hot = seen(kinetic=1.8, noise=0.8)
+    assert assess(hot, 1, facts=facts()).verdict == "warning"
+    report = assess(hot, 1, facts=facts(acceptance=0.7))
+    assert (report.verdict, report.findings, report.run.acceptance) == ("ok", (), 0.7)
+    seldom = assess(hot, 1, facts=facts(acceptance=0.02))
+    assert [finding.kind for finding in seldom.findings] == [FindingKind.ACCEPTANCE]
+    assert "accepted 0.02 of the trajectories" in seldom.findings[0].text
+    assert HealthReport.from_json(seldom.as_json()) == seldom
+
+
 @pytest.mark.parametrize(("tau", "cyclical"), [(1.0, True), (1e-4, False)])
 def test_a_cold_ensemble_is_a_note(tau: float, cyclical: bool) -> None:
     report = assess(seen(configurational=0.04, tau=tau), 1, facts=facts(is_cyclical=cyclical))
