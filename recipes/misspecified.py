@@ -12,19 +12,19 @@ That program's bound uses the farthest datum's error constant M for all data, al
 variants are here. Its M also changes with the proposal, so it leaves no joint density invariant. Ours holds in a fixed
 region, and the lights are drawn from their law at the start, whereas the program switches on a tenth of them.
 
-Measured (quick, 4 data sets):
+Measured (full, 20 data sets; ± one standard error):
 
-- FlyMC with one M behaves as in the paper: 10.24 ± 0.04 % of the data used (10.9), an autocorrelation of μ of 0.57 ±
-  0.10 at lag 500, a time of 1,600 ± 290 iterations, its mean 1.2 ± 0.2 sds from the truth. With one M for each datum,
-  hardly a light is on (0.07 in an iteration). The times are 37 ± 4 (μ) and 5.2 ± 0.3 (log σ), like random-walk
+- FlyMC with one M behaves as in the paper: 11.1 ± 0.8 % of the data used (10.9), an autocorrelation of μ of 0.53 ±
+  0.04 at lag 500, a time of 1,500 ± 140 iterations, its mean 1.2 ± 0.3 sds from the truth. With one M for each datum,
+  hardly a light is on (0.07 in an iteration). The times are 36 ± 2 (μ) and 5.6 ± 0.1 (log σ), like random-walk
   Metropolis' 18 and 7, and mean and variance are right: the loose bound is slow, not FlyMC on a wrong model.
-- EWSG's autocorrelation is gone at lag 500, as in the paper; its times (235 ± 30 and 43 ± 1) are those of its step and
-  friction and are the same with full gradients; FlyMC with one M for each datum is six to eight times faster per
-  iteration, with half the data. Its stationary law is wrong: log σ spreads 3.0 ± 0.4 times as wide as the posterior,
-  and its mean is 1.0 ± 0.4 sds too high. Uniform batches of the same passes spread 3.7 ± 0.3 times, without a shift
-  (0.05 ± 0.09); with full gradients the ratio is 1.00 ± 0.01, so the cause is the batches' noise and not h. EWSG
-  removes a part of it at the price of a shift: it prefers the larger of two gradients, and heavy tails make gradients
-  of log σ skewed. The paper shows a scatter around the mode without the posterior's scale.
+- EWSG's autocorrelation is gone at lag 500, as in the paper; its times (236 ± 14 and 43 ± 1) are those of its step and
+  friction and are about the same with full gradients; FlyMC with one M for each datum is seven to eight times faster
+  per iteration, with half the data. Its stationary law is wrong: log σ spreads 3.5 ± 0.3 times as wide as the
+  posterior, and its mean is 1.5 ± 0.4 sds too high. Uniform batches of the same passes spread 4.2 ± 0.3 times, without
+  a shift (0.09 ± 0.07); with full gradients the ratio is 1.03 ± 0.01, so the cause is the batches' noise and not h.
+  EWSG removes a part of it at the price of a shift: it prefers the larger of two gradients, and heavy tails make
+  gradients of log σ skewed. The paper shows a scatter around the mode without the posterior's scale.
 """
 
 import functools
