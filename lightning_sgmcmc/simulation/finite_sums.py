@@ -126,7 +126,7 @@ class LogisticRegressionSum(FiniteSum):
         chains, batches, size = indices.shape
         chosen = indices.reshape(-1)
         inputs = self.inputs.index_select(0, chosen).view(chains, batches * size, self.dimension)
-        logits = (inputs @ x[:, :, None])[:, :, 0]
+        logits = torch.linalg.vecdot(inputs, x[:, None])  # a product of many small matrices is slower
         residuals = logits.sigmoid() - self.labels.index_select(0, chosen).view(chains, batches * size)
         if size == 1:
             data = residuals[:, :, None] * inputs

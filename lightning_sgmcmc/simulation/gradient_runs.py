@@ -55,6 +55,19 @@ class Gradients(ABC):
         """Share of proposed candidates accepted so far, over all chains; None without proposals."""
         return None
 
+    @property
+    def is_memoryless(self) -> bool:
+        """Whether `take` is `at` the chains' places of what `draw` returns, so that blocks of steps compile."""
+        return False
+
+    def draw(self, steps: int) -> Tensor:
+        """Return the random numbers of some steps' gradients, shape (K, …)."""
+        raise NotImplementedError
+
+    def at(self, place: Tensor, drawn: Tensor) -> Tensor:
+        """Return the gradient at places (C, d) with a step's numbers of `draw`."""
+        raise NotImplementedError
+
 
 class OfAllData(Gradients):
     """∇U of all data at each step."""
@@ -68,6 +81,16 @@ class OfAllData(Gradients):
 
     def take(self) -> Tensor:
         return self._run.target.gradient(self._run.place)
+
+    @property
+    def is_memoryless(self) -> bool:
+        return True
+
+    def draw(self, steps: int) -> Tensor:
+        return self._run.place.new_empty(steps, 0)
+
+    def at(self, place: Tensor, drawn: Tensor) -> Tensor:
+        return self._run.target.gradient(place)
 
 
 class OfBatches(Gradients):
@@ -110,7 +133,7 @@ class OfBatches(Gradients):
         if self._is_due():
             self._snapshot, self._full = place.detach().clone(), target.gradient(place)
         self._step += 1
-        indices = torch.randint(target.num_data, self.shape, generator=self._batches, device=place.device)
+        (indices,) = self.draw(1)
         candidates = target.batch_gradients(place, indices)
         if self._every is not None:
             candidates += self._full[:, None] - target.batch_gradients(self._snapshot, indices)
@@ -120,6 +143,17 @@ class OfBatches(Gradients):
         chains, chosen = torch.arange(self.shape[0], device=place.device), self._choose(candidates)
         self.indices = indices[chains, chosen]
         return candidates[chains, chosen]
+
+    @property
+    def is_memoryless(self) -> bool:
+        return self._every is None and self.shape[1] == 1
+
+    def draw(self, steps: int) -> Tensor:
+        place, shape = self._run.place, (steps, *self.shape)
+        return torch.randint(self._run.target.num_data, shape, generator=self._batches, device=place.device)
+
+    def at(self, place: Tensor, drawn: Tensor) -> Tensor:
+        return self._run.target.batch_gradients(place, drawn)[:, 0]
 
     def _choose(self, candidates: Tensor) -> Tensor:
         """Return the index of each chain's candidate, shape (C,)."""

@@ -18,11 +18,15 @@ from lightning_sgmcmc.simulation.contour_run import ContourRun
 from lightning_sgmcmc.simulation.exchange_run import ExchangeRun, Ladders
 from lightning_sgmcmc.simulation.results import DrawRecorder, Recording, Simulation
 from lightning_sgmcmc.simulation.starts import draw_starting_places, starting_places
-from lightning_sgmcmc.simulation.steps import CHUNK, ChainNoise, NoiseLevels, TargetSteps, has_compiler
+from lightning_sgmcmc.simulation.steps import (
+    CHUNK,
+    WORTH_COMPILING,
+    ChainNoise,
+    NoiseLevels,
+    TargetSteps,
+    has_compiler,
+)
 from lightning_sgmcmc.simulation.targets import Density
-
-WORTH_COMPILING = 200_000
-"""Steps below which compiling (about 20 to 40 s, less when cached) costs more than it saves."""
 
 Schedule: TypeAlias = "float | Callable[[int], float]"
 """A number, or a function of the step k = 1, 2, …"""

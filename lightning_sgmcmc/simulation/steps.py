@@ -19,6 +19,8 @@ from lightning_sgmcmc.simulation.targets import Density
 CHUNK = 1024
 """Steps whose noise is drawn at once; it affects a seed's results, since normal_ depends on the tensor's length."""
 BLOCK = 16
+WORTH_COMPILING = 200_000
+"""Steps below which compiling (about 20 to 40 s, less when cached) costs more than it saves."""
 CONTOUR_BLOCK = 8
 """Steps unrolled into one compiled function; twice as many are no faster, and take twice as long to compile."""
 

@@ -17,8 +17,9 @@ from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.finite_sums import FiniteSum
 from lightning_sgmcmc.simulation.gradient_estimators import GradientEstimator
-from lightning_sgmcmc.simulation.gradient_runs import Gradients, SumRun
+from lightning_sgmcmc.simulation.gradient_runs import SumRun
 from lightning_sgmcmc.simulation.starts import starting_places
+from lightning_sgmcmc.simulation.sum_steps import SumSteps, steps_of
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def sample_sum(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    compile: bool | None = None,
 ) -> SumSamples:
     """Run chains on a posterior.
 
@@ -88,10 +90,12 @@ def sample_sum(
             chain's law does not depend on the number of chains, but its numbers do.
         dtype: dtype of the positions.
         device: device of all tensors.
+        compile: whether to compile blocks of steps, for `FullGradient` or `UniformGradient`; None compiles runs of
+            200,000 steps or more if there is a C++ compiler. The numbers of a seed change by rounding only.
 
     Raises:
         ValueError: for an argument out of range or of the wrong shape, a sampler that the estimator does not support,
-            or a final position that is not finite.
+            compile=True with an estimator that chooses or corrects gradients, or a final position that is not finite.
     """
     _check_budget(num_passes, num_steps, num_chains, lr, temperature, at_passes, at_steps)
     device = torch.device(device)
@@ -102,10 +106,12 @@ def sample_sum(
     place = nn.Parameter(starting_places(initial, num_chains, target.dimension, dtype, device))
     rule = sampler([place], lr=lr, num_data=1, temperature=temperature, num_chains=num_chains, seed=seed)
     run = SumRun(target, rule, rule.param_groups[0], place, seed)
-    steps = _SumSteps(run, gradient.begin(run))
-    recorder = _MarkRecorder(observe, place)
-    marks, at_steps_set = [round(p * target.num_data) for p in at_passes], set(at_steps)
+    gradients = gradient.begin(run)
     budget = None if num_passes is None else round(num_passes * target.num_data)
+    planned = num_steps if budget is None else budget // gradients.cost
+    steps = steps_of(run, gradients, planned or 0, compile)
+    recorder = _MarkRecorder(observe)
+    marks, at_steps_set = [round(p * target.num_data) for p in at_passes], set(at_steps)
     with torch.no_grad():
         while True:
             after = steps.spent + steps.gradients.cost
@@ -117,43 +123,17 @@ def sample_sum(
             if steps.count == num_steps or (budget is not None and after > budget):
                 break
             steps.step()
-            recorder.observe()
-    if not bool(place.isfinite().all()):
+            recorder.observe(steps)
+    if not bool(steps.place.isfinite().all()):
         raise ValueError(f"a chain diverged to infinity within {steps.count} steps: use a smaller lr")
     return recorder.result(steps)
-
-
-class _SumSteps:
-    """The steps of all chains."""
-
-    def __init__(self, run: SumRun, gradients: Gradients) -> None:
-        self.run = run
-        self.gradients = gradients
-        self.count = 0
-        self.spent = 0
-        self._noise = run.generator("noise")
-        self._is_noisy = run.group["temperature"] > 0
-
-    def step(self) -> None:
-        """Make one step."""
-        run = self.run
-        self.spent += self.gradients.cost
-        gradient = self.gradients.take()
-        noise = None
-        if self._is_noisy:
-            shape, dtype, device = gradient.shape, gradient.dtype, gradient.device
-            draws = range(run.rule.draws)
-            noise = [torch.randn(shape, generator=self._noise, dtype=dtype, device=device) for _ in draws]
-        run.rule.update(run.group, [run.place], [gradient], noise)
-        self.count += 1
 
 
 class _MarkRecorder:
     """Records positions and running averages at the marks."""
 
-    def __init__(self, observe: Callable[[Tensor], Tensor] | None, place: nn.Parameter) -> None:
+    def __init__(self, observe: Callable[[Tensor], Tensor] | None) -> None:
         self._observe = observe
-        self._place = place
         self._sum: Tensor | None = None
         self._count = 0
         self.steps: list[int] = []
@@ -161,26 +141,26 @@ class _MarkRecorder:
         self._positions: list[Tensor] = []
         self._averages: list[Tensor] = []
 
-    def observe(self) -> None:
+    def observe(self, steps: SumSteps) -> None:
         """Add the current places to the running averages."""
         if self._observe is None:
             return
-        seen = self._observe(self._place.detach()).double()
+        seen = self._observe(steps.place).double()
         self._sum = seen if self._sum is None else self._sum.add_(seen)
         self._count += 1
 
-    def record(self, steps: _SumSteps, passes: float) -> None:
+    def record(self, steps: SumSteps, passes: float) -> None:
         """Record a mark."""
         self.steps.append(steps.count)
         self._passes.append(passes)
-        self._positions.append(self._place.detach().clone())
+        self._positions.append(steps.place.clone())
         if self._observe is not None:
-            empty = torch.full_like(self._observe(self._place.detach()), torch.nan).double()
+            empty = torch.full_like(self._observe(steps.place), torch.nan).double()
             self._averages.append(empty if self._sum is None else self._sum / self._count)
 
-    def result(self, steps: _SumSteps) -> SumSamples:
+    def result(self, steps: SumSteps) -> SumSamples:
         """Return the run's results."""
-        last = self._place.detach().clone()
+        last = steps.place.clone()
         chains = len(last)
         averages = self._averages or [last.new_zeros(chains, 0).double()] * len(self.steps)
         return SumSamples(

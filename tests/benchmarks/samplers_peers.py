@@ -34,6 +34,7 @@ from lightning_sgmcmc.recipes.samplers_bench.chains import error_of
 from lightning_sgmcmc.recipes.samplers_bench.methods import FRICTION, METHODS
 from lightning_sgmcmc.recipes.samplers_bench.problems import Gaussian, LinearRegression, Problem
 from lightning_sgmcmc.simulation import FiniteSum, UniformGradient, sample_sum, simulate
+from lightning_sgmcmc.simulation.gradient_runs import OfBatches, SumRun
 from lightning_sgmcmc.simulation.steps import CHUNK
 
 PEERS = Path(__file__).parent / "peers"
@@ -56,7 +57,7 @@ class Comparison:
         sampler: our name.
         problem: "Gaussian" or "linear regression".
         factor: the step over the largest stable one, see `METHODS`.
-        compiled: whether the light loop compiles; its blocks on sums of data never do.
+        compiled: whether the light loop compiles.
         noisy: whether the gradient has noise.
     """
 
@@ -74,28 +75,25 @@ COMPARISONS = (
     Comparison("BAOAB", GAUSSIAN, 0.2, compiled=True),
     Comparison("SGNHT", GAUSSIAN, 0.08, compiled=True),
     Comparison("MCLMC", GAUSSIAN, 0.08, compiled=True, noisy=False),
-    Comparison("SGLD", REGRESSION, 0.2),
-    Comparison("SGHMC", REGRESSION, 0.08),
-    Comparison("BAOAB", REGRESSION, 0.2),
-    Comparison("SGNHT", REGRESSION, 0.08),
+    Comparison("SGLD", REGRESSION, 0.2, compiled=True),
+    Comparison("SGHMC", REGRESSION, 0.08, compiled=True),
+    Comparison("BAOAB", REGRESSION, 0.2, compiled=True),
+    Comparison("SGNHT", REGRESSION, 0.08, compiled=True),
 )
 
 
 class RegressionSum(FiniteSum):
-    """The recipe's conjugate regression for the light loop; it calls `pause` behind each block of steps."""
+    """The recipe's conjugate regression for the light loop."""
 
-    def __init__(self, problem: LinearRegression, pause: Pause) -> None:
+    def __init__(self, problem: LinearRegression) -> None:
         self.inputs, self.targets = problem.data.x, problem.data.y
-        self.num_data, self.dimension, self.pause, self.count = problem.num_data, problem.dimension, pause, 0
+        self.num_data, self.dimension = problem.num_data, problem.dimension
 
     def batch_gradients(self, x: Tensor, indices: Tensor) -> Tensor:
-        if self.count and self.count % STEPS == 0:
-            self.pause()
-        self.count += 1
         chains, _, size = indices.shape
         chosen = indices.reshape(-1)
         inputs = self.inputs.index_select(0, chosen).view(chains, size, self.dimension)
-        residuals = (inputs @ x[:, :, None])[:, :, 0] - self.targets.index_select(0, chosen).view(chains, size)
+        residuals = torch.linalg.vecdot(inputs, x[:, None]) - self.targets.index_select(0, chosen).view(chains, size)
         data = residuals[:, None] @ inputs
         return data * (self.num_data / size) + x[:, None]
 
@@ -104,6 +102,30 @@ class RegressionSum(FiniteSum):
 
     def energy(self, x: Tensor) -> Tensor:
         return ((x @ self.inputs.T - self.targets).square().sum(1) + x.square().sum(1)) / 2
+
+
+@dataclass(frozen=True)
+class PausedGradient(UniformGradient):
+    """The gradient of a uniform batch; it calls `pause` behind each block of steps."""
+
+    pause: Pause = lambda: None
+
+    def begin(self, run: SumRun) -> OfBatches:
+        return PausedBatches(run, self.batch_size, self.pause)
+
+
+class PausedBatches(OfBatches):
+    """The batches of a `PausedGradient`."""
+
+    def __init__(self, run: SumRun, batch_size: int, pause: Pause) -> None:
+        super().__init__(run, batch_size)
+        self.pause, self.drawn = pause, 0
+
+    def draw(self, steps: int) -> Tensor:
+        if (self.drawn + steps - 1) // STEPS > (self.drawn - 1) // STEPS and self.drawn:
+            self.pause()
+        self.drawn += steps
+        return super().draw(steps)
 
 
 class Diagonal:
@@ -224,9 +246,10 @@ def ours(one: Comparison, problem: Problem, start: Tensor, scale: float, steps: 
     lr = known.step_size(one.factor, problem.stiffness, 1)
     sampler = known.build(lr, 1)
     if isinstance(problem, LinearRegression):
-        target, marks = RegressionSum(problem, pause), range(EVERY, steps + 1, EVERY)
+        target, marks = RegressionSum(problem), range(EVERY, steps + 1, EVERY)
         options: dict[str, Any] = {"lr": lr, "num_steps": steps, "num_chains": len(start), "initial": start, "seed": 1}
-        return sample_sum(target, sampler, UniformGradient(BATCH), at_steps=marks, **options).positions
+        estimator = PausedGradient(BATCH, pause)
+        return sample_sum(target, sampler, estimator, at_steps=marks, compile=one.compiled, **options).positions
     assert isinstance(problem, Gaussian)
 
     def at(step: int) -> float:  # asked for whole chunks of steps, as each begins

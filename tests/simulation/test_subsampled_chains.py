@@ -20,7 +20,9 @@ from lightning_sgmcmc.simulation.gradient_estimators import (
     UniformGradient,
 )
 from lightning_sgmcmc.simulation.gradient_runs import OfBatches, SumRun, WithFriction
+from lightning_sgmcmc.simulation.steps import has_compiler
 from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
+from lightning_sgmcmc.simulation.sum_steps import BlockSteps
 from lightning_sgmcmc.subsampling.ewsg import Guess
 
 
@@ -413,3 +415,31 @@ def test_bad_combinations_are_refused() -> None:
         run(SGLD, FullGradient(), initial=torch.zeros(3))
     with pytest.raises(ValueError, match="infinity"):
         run(SGLD, FullGradient(), lr=1e6, num_steps=60)
+
+
+COMPILED = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+
+
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=[pytest.mark.slow, COMPILED])])
+@pytest.mark.parametrize("sampler", [SGLD, functools.partial(SGNHT, friction=1.0)])
+@pytest.mark.parametrize("gradient", [UniformGradient(5), FullGradient()])
+def test_blocks_are_the_eager_steps(
+    sampler: Any, gradient: GradientEstimator, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same random numbers, at marks within blocks of 16 steps and between them."""
+    if not is_compiled:
+        monkeypatch.setattr(BlockSteps, "_compiled", lambda steps: steps.run_block)
+    options: dict[str, Any] = {"lr": 0.01, "num_chains": 3, "num_steps": 40, "at_steps": [0, 1, 2, 17, 18, 40]}
+    eager, compiled = (
+        sample_sum(LOGISTIC, sampler, gradient, observe=torch.square, compile=compile, seed=3, **options)
+        for compile in (False, True)
+    )
+    torch.testing.assert_close(compiled.positions, eager.positions, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(compiled.averages, eager.averages, rtol=1e-4, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(compiled.last, eager.last, rtol=1e-4, atol=1e-5)
+    assert (compiled.num_steps, compiled.evaluations) == (eager.num_steps, eager.evaluations)
+
+
+def test_blocks_need_gradients_without_a_memory() -> None:
+    with pytest.raises(ValueError, match="compile=True needs FullGradient or UniformGradient"):
+        sample_sum(GAUSSIAN, SGLD, ControlVariateGradient(), lr=0.01, num_steps=2, compile=True)
