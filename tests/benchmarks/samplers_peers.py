@@ -119,10 +119,11 @@ class PausedBatches(OfBatches):
 
     def __init__(self, run: SumRun, batch_size: int, pause: Pause) -> None:
         super().__init__(run, batch_size)
-        self.pause, self.drawn = pause, 0
+        self.pause, self.drawn, self.blocks = pause, 0, 0
 
     def draw(self, steps: int) -> Tensor:
-        if (self.drawn + steps - 1) // STEPS > (self.drawn - 1) // STEPS and self.drawn:
+        if self.drawn // STEPS > self.blocks:
+            self.blocks += 1
             self.pause()
         self.drawn += steps
         return super().draw(steps)
