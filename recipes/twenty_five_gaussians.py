@@ -11,8 +11,8 @@ they give the paper's figures.
 
 In the paper's table four chains of SGLD cover 18 modes; its Figure 2 shows 4. Measured (full, ten groups): 3.9 ± 0.1
 for SGLD and 24.9 ± 0.1 for cSGLD with four chains, 1.0 and 17.6 ± 0.3 with one; by the program's settings 4.1 ± 0.2 and
-25.0, 1.08 ± 0.04 and 18.1 ± 0.2. So SGLD is as in the figure: a chain stays in its first mode. One chain of cSGLD covers far
-more than the table's 6.7.
+25.0, 1.08 ± 0.04 and 18.1 ± 0.2. So SGLD is as in the figure: a chain stays in its first mode. One chain of cSGLD
+covers far more than the table's 6.7.
 """
 
 from collections.abc import Callable

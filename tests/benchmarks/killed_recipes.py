@@ -196,7 +196,7 @@ def compared(name: str, data: Path, generator: random.Random) -> str:
         attempt(name, folder / "whole", data, math.inf)
         whole = time.monotonic() - start
         kills = 0
-        while kills < KILLS and not attempt(name, folder / "killed", data, whole * generator.uniform(0.05, 0.6)):
+        while kills < KILLS and not attempt(name, folder / "killed", data, whole * generator.uniform(0.02, 0.15)):
             kills += 1
         if kills == KILLS:
             attempt(name, folder / "killed", data, math.inf)
