@@ -44,7 +44,7 @@ TINY: dict[str, dict[str, str]] = {
         "sets": "[{data: synthetic, num_data: 1000, epochs: 8, batch: 50, exploration: 0.8, friction: 0.9, seeds: 1}]",
         "limit": "200",
     },
-    "cifar_sprint": {"epochs": "48", "num_data": "200", "num_test": "100", "seeds": "1", "lengths": "[1]"},
+    "cifar_sprint": {"epochs": "80", "num_data": "200", "num_test": "100", "seeds": "1", "lengths": "[1]"},
     "contour_pays": {
         "networks": f"{{smallest: {NETWORK}, classification: {NETWORK}, regression: {GENTLE}, digits: {NETWORK}}}",
         "plane_steps": "1000",

@@ -62,6 +62,8 @@ class Case:
     replica_exchange: bool = False
     ewsg: int = 0
     """Proposals of EWSG; 0 for none."""
+    metropolis: int = 0
+    """Steps of a trajectory of `MetropolisTest`; 0 for none."""
     control_variates: bool = False
     variance_reduced: bool = False
     covariance_friction: bool = False
@@ -205,6 +207,8 @@ def callbacks_for(case: Case, folder: Path) -> list[pl.Callback]:
         made.append(callbacks.ReplicaExchange([1.0 + slot for slot in range(case.chains)]))
     if case.ewsg:
         made.append(callbacks.EWSG(case.ewsg))
+    if case.metropolis:
+        made.append(callbacks.MetropolisTest(case.metropolis))
     if case.control_variates:
         made.append(callbacks.ControlVariates(energy=True))
     if case.variance_reduced:

@@ -64,6 +64,10 @@ FITS: dict[str, dict[str, Any]] = {
         | {"sampler": "UnderdampedLangevin", "options": {"integrator": name}, "clip": 1.0}
         for name in ("obabo", "ubu")
     },
+    **{
+        f"{sampler}, tested": SMALL_ALONE | {"sampler": sampler, "metropolis": 5, "schedule": "sampling"}
+        for sampler in ("AMAGOLD", "GGMC")
+    },
     "MCLMC": SMALL_ALONE | {"sampler": "MCLMC", "clip": 1.0, "schedule": "sampling"},
     "pMCLMC": SMALL_ALONE | {"sampler": "pMCLMC", "options": {"adapt": "always"}, "clip": 1.0, "schedule": "sampling"},
 }

@@ -53,6 +53,10 @@ def resumes_replica_exchange(device: StandIn) -> None:
     _resumes(device, dataclasses.replace(SMALL, replica_exchange=True))
 
 
+def resumes_a_metropolis_test(device: StandIn) -> None:
+    _resumes(device, dataclasses.replace(SMALL, sampler="GGMC", metropolis=5))
+
+
 def starts_on_the_device_are_drawn_by_chain(device: StandIn) -> None:
     """Parameters that are made on the device start from a stream of (seed, chain), whatever was drawn before."""
     starts = []
@@ -131,6 +135,7 @@ SAME: dict[str, dict[str, Any]] = {
     "one chain": {"chains": 1, "clip": 1.0},
     "one chain, contour": {"chains": 1, "contour": True},
     "replica exchange": {"replica_exchange": True},
+    "GGMC, tested": {"sampler": "GGMC", "metropolis": 5},
     "EWSG": {"ewsg": 1, "sampler": "UnderdampedLangevin"},
     "scalar parameters": {"scalar": True},
 }
@@ -166,6 +171,7 @@ CHECKS: dict[str, Callable[[StandIn], Any]] = {
         resumes_with_an_lr_for_each_chain,
         resumes_with_contour_and_all_callbacks,
         resumes_replica_exchange,
+        resumes_a_metropolis_test,
         samples_are_the_chains_states,
     )
 }

@@ -38,6 +38,8 @@ LAUNCHES = {
     "ScaleAdaptedSGHMC": 45,
     "UnderdampedLangevin, obabo": 26,
     "UnderdampedLangevin, ubu": 27,
+    "AMAGOLD, tested": 106,  # the step that begins a trajectory and copies the state
+    "GGMC, tested": 82,
     "MCLMC": 84,
     "pMCLMC": 107,
     "AutoSampling": 39,
@@ -55,6 +57,8 @@ WAITS_OF_A_DRAW = 3
 MORE_WAITS_OF_A_DRAW = {
     "replica exchange": 4,  # a logged step too, as in the next
     "replica exchange, reduced variance": 4,
+    "AMAGOLD, tested": 6,  # a test too, with the energies of all data
+    "GGMC, tested": 6,
     "AutoSampling": 5,
     "a contour that learns its range": 6,
     "MCDropout": 51,  # masks for each sample
