@@ -208,7 +208,7 @@ def accepted(lr: Any, **options: Any) -> float:
     """The mean acceptance probability of a run of sixteen chains, 600 steps in trajectories of ten."""
     test = MetropolisTest()
     schedule = SamplingSchedule(burn_in_steps=200, every_n_steps=10)
-    module = PROBLEM.module(lr=lr, seed=1, num_chains=16, **options)
+    module = PROBLEM.module(lr=lr, seed=1, num_chains=16, chain_start="same", **options)
     quiet_trainer(max_steps=600, callbacks=[schedule, test]).fit(module, PROBLEM.loader(20, seed=1))
     assert test.acceptance_rate is not None
     return float(test.acceptance_rate.mean())
@@ -233,16 +233,16 @@ def test_probes_of_a_metropolis_test_have_whole_trajectories(capsys: pytest.Capt
 
 @pytest.mark.slow
 def test_most_trajectories_of_a_metropolis_test_are_accepted() -> None:
-    """At the largest lr that has 0.65: at twice that, runs of their own seeds have less. The limits leave 0.15 to the
-    noise: a test has 0.35, a probe 128 of them and a run 640, and the largest of several probes is chosen."""
+    """At the largest lr that has 0.65; runs of their own seeds have about 0.7 there and 0.35 at twice that. The limits
+    leave 0.1 to the noise: a test has 0.35, a probe 128 of them and a run 640, so it is three standard errors or more."""
     options = {"sampler": functools.partial(GGMC, friction=1.0)}
     callbacks = [SamplingSchedule(burn_in_steps=200, every_n_steps=10), MetropolisTest()]
     trainer = functools.partial(quiet_trainer, max_steps=600, callbacks=callbacks)
-    module = PROBLEM.module(lr=0.01, seed=0, num_chains=16, **options)
+    module = PROBLEM.module(lr=0.01, seed=0, num_chains=16, chain_start="same", **options)
     proposal = propose_lr(module, PROBLEM.loader(20), steps=100, burn_in_steps=100, make_trainer=trainer)
     assert (proposal.limit, proposal.is_healthy) == (Limit.ACCEPTANCE, True)
-    assert accepted(proposal.lr, **options) > 0.5
-    assert accepted(2 * proposal.lr, **options) < 0.6
+    assert accepted(proposal.lr, **options) > 0.6
+    assert accepted(2 * proposal.lr, **options) < 0.5
     probe = next(probe for probe in proposal.probes if probe.lr == proposal.lr)
     assert probe.as_json()["acceptance"] == probe.acceptance > 0.65
 

@@ -23,6 +23,8 @@ LEAST_SHARE = 2e-3
 """A configurational temperature below this share of τ is called near 0, and measures no relaxation time."""
 SELDOM_ACCEPTED = 0.1
 """Trajectories of a `MetropolisTest` are seldom accepted if a smaller share than this is."""
+OFTEN_ACCEPTED = 0.65
+"""Where a smaller share of trajectories is accepted, rejections slow a chain down (Beskos et al. 2013, for HMC)."""
 WORSE_BY = 0.1
 """The average is worse with more samples if it loses this share of what averaging gains."""
 TREND = 3.0
@@ -107,9 +109,10 @@ class RunFacts:
     def covered(self, total: Temperatures | None, tau: float) -> float | None:
         """Return the relaxation times of the plan, else those that the measured temperature shows.
 
-        A chain that starts at an optimum has T = τ·(1 - e^(-2t)) after t relaxation times.
+        The plan knows nothing of a test's rejections, so with a test it is the measured ones. A chain that starts at an
+        optimum has T = τ·(1 - e^(-2t)) after t relaxation times.
         """
-        if self.relaxation_times is not None:
+        if self.relaxation_times is not None and self.acceptance is None:
             return self.relaxation_times
         if total is None or total.configurational is None or total.configurational_interval is None:
             return None
@@ -124,6 +127,11 @@ class RunFacts:
             reached: its configurational temperature.
             heat: τ·d/2 in nats.
         """
+        if self.acceptance is not None and self.acceptance < OFTEN_ACCEPTED:
+            return (
+                f"use a smaller lr or larger batches, since MetropolisTest accepts {self.acceptance:.2g} of the "
+                "trajectories and each rejection turns the chain back, or no MetropolisTest"
+            )
         at = "near 0" if reached <= 0 else f"{reached:.2g}"
         cold = f"call the samples a cold ensemble of temperature {at}"
         chance = self.chance_energy

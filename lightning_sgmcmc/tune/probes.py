@@ -12,6 +12,7 @@ from lightning_sgmcmc.callbacks.schedule import StepControls
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.diagnostics.findings import FindingKind
 from lightning_sgmcmc.diagnostics.health import HealthReport, Temperatures
+from lightning_sgmcmc.diagnostics.verdict import OFTEN_ACCEPTED
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.tune.proposal import Limit, Probe, tail_mean
 from lightning_sgmcmc.tune.runs import Energies, ShortRuns, State
@@ -27,8 +28,6 @@ REPEATS = 1
 """Further runs of a probe in which only positions are hot, each from the end of the last."""
 KEPT_SHARE = 0.5
 """The share of what was learned that an exploration stage must keep."""
-LEAST_ACCEPTED = 0.65
-"""Mean acceptance probability of a `MetropolisTest` from which on a probe is healthy (Beskos et al. 2013, for HMC)."""
 LEAST_TRAJECTORIES = 8
 """Of a probe with a `MetropolisTest`."""
 REFUSED = "refused: "
@@ -45,6 +44,7 @@ class Prober:
         form: the run's stages.
         steps: optimizer steps of a probe.
         tolerance: accepted relative deviation of temperatures.
+        tested: whether the run's `MetropolisTest` takes part.
     """
 
     runs: ShortRuns
@@ -52,6 +52,7 @@ class Prober:
     form: RunForm
     steps: int
     tolerance: float
+    tested: bool = True
 
     def __call__(self, lr: float) -> Probe:
         """Return the probe of a step size."""
@@ -79,7 +80,7 @@ class Prober:
         module.health, module.evaluations = None, {}
         health = ChainHealth(every_n_steps=max(1, min(20, self.steps // 100)), tolerance=self.tolerance, warn=False)
         first = self._first_steps()
-        trajectory = self.runs.trajectory
+        trajectory = self.runs.trajectory if self.tested else 1
         steps = self.steps
         if trajectory > 1:
             steps = trajectory * max(LEAST_TRAJECTORIES, math.ceil(steps / trajectory))
@@ -99,7 +100,8 @@ class Prober:
         return [STILL] * STILL_STEPS if self.runs.has_preconditioner else []
 
     def _fit(self, schedule: FixedControls, steps: int, health: ChainHealth) -> Energies:
-        return self.runs.fit(schedule, steps, BayesianModelAverage(), health, with_noise=True)
+        callbacks = [BayesianModelAverage(), health]
+        return self.runs.fit(schedule, steps, *callbacks, with_noise=True, tested=self.tested)
 
     def _is_passing(self, probe: Probe) -> bool:
         """Return whether only positions are hot: that may be the memory of the start.
@@ -132,9 +134,9 @@ class Prober:
     def _rejections(self) -> tuple[Limit, str] | None:
         """Return whether the run's test, which makes the law exact at any heat of the steps, rejects too many."""
         rate = self.runs.acceptance
-        if rate is None or rate >= LEAST_ACCEPTED:
+        if rate is None or rate >= OFTEN_ACCEPTED:
             return None
-        return Limit.ACCEPTANCE, f"acceptance: {rate:.2g} of the trajectories, wanted {LEAST_ACCEPTED:g}"
+        return Limit.ACCEPTANCE, f"acceptance: {rate:.2g} of the trajectories, wanted {OFTEN_ACCEPTED:g}"
 
     def _validation(self) -> tuple[float | None, Tensor | None]:
         evaluation = self.runs.module.evaluations.get("val")

@@ -59,7 +59,8 @@ def propose_lr(
 
     * if the first steps from the run's start raise the energy, or the exploration stage (the full lr at temperature 0)
       diverges or ends with less than half of what had been learned ("exploration");
-    * if a `MetropolisTest` accepts less than 0.65 of the trajectories ("acceptance");
+    * if a `MetropolisTest` accepts less than 0.65 of the trajectories ("acceptance"), where the chains sample: they are
+      moved there without it, at the largest step that is right without it;
     * if `ChainHealth` finds heat in the sampling stage, if the estimate of a tensor's mini-batch noise is above
       tolerance times the injected noise, the kinetic temperature of all tensors together above τ·(1 + tolerance), or
       the energy above that of d harmonic coordinates, U_0 + τ·(1 + tolerance)·d/2, with U_0 the energy of the
@@ -124,7 +125,10 @@ def propose_lr(
             return _proposal(runs, setting, lr, Limit.ENERGY_ERROR, is_healthy, reason, probes, friction)
         prober = Prober(runs, training, form, length, tolerance)
         least = training.time / form.lead if form.lead > 1 else 0.0
-        probes = search(prober, training.lr, least, max_probes)
+        first = training.lr
+        if runs.trajectory > 1:
+            first = _heat(prober, least, max_probes)
+        probes = search(prober, first, least, max_probes)
         longer = replace(prober, steps=max(length, min(LONGER * length, form.stage_end)))
         if longer.steps > length:
             probes = repeat_longer(probes, longer, least, training.lr)
@@ -168,6 +172,23 @@ def _check_arguments(
     numbers = [number for number in values_of(module.lr) if number is not None]
     if any(number == 0 for number in numbers):
         raise ValueError("lr is 0: set the module's lr to a step size to start the search from")
+
+
+def _heat(prober: Prober, least: float, max_probes: int) -> float:
+    """Move the chains from the optimum towards typical states without their test; return the largest right step.
+
+    At an optimum the mini-batch noise is smaller than where a chain samples, so a test would accept more.
+    """
+    runs, training = prober.runs, prober.training
+    untested = replace(prober, tested=False)
+    lr, *_ = choose(search(untested, training.lr, least, max_probes), least, training.lr)
+    runs.set_state(training.state)
+    training.set_lr(lr)
+    steps = LONGER * prober.steps
+    energies = runs.fit(prober.form.steady(steps), steps, with_noise=True, tested=False)
+    training.state, training.energy = runs.state(), tail_mean(energies.of())
+    rank_zero_info(f"Without MetropolisTest at lr={lr:.3g}: energy {training.energy:.6g} nats.")
+    return lr
 
 
 def _check_refusals(probes: Sequence[Probe]) -> None:

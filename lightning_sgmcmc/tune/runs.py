@@ -64,6 +64,13 @@ class Energies(SamplerCallback):
         return torch.stack(found).float().cpu() if found else torch.zeros(0, 1)
 
 
+class HotMomenta(SamplerCallback):
+    """Begins with momenta of their law, since they take long to heat up, and a test rejects few cold ones."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        pl_module.sampler.draw_momenta()
+
+
 class ShortRuns:
     """Makes short fits with the run's trainer, in one process.
 
@@ -109,7 +116,13 @@ class ShortRuns:
         return 1 if test is None else test.every_n_steps or max(1, self.length.steps_per_epoch)
 
     def fit(
-        self, schedule: Schedule, steps: int, *callbacks: pl.Callback, with_noise: bool = False, clips: bool = True
+        self,
+        schedule: Schedule,
+        steps: int,
+        *callbacks: pl.Callback,
+        with_noise: bool = False,
+        clips: bool = True,
+        tested: bool = True,
     ) -> Energies:
         """Fit for some steps from the module's present state; return the energies.
 
@@ -119,11 +132,14 @@ class ShortRuns:
             callbacks: of the fit, besides.
             with_noise: whether the run's callbacks that change the gradient take part.
             clips: whether the run's clipping of gradients takes part.
+            tested: whether a `MetropolisTest` is among the callbacks that take part.
         """
         energies = Energies()
-        own = [copy.copy(callback) for callback in self._gradient] if with_noise else []
+        chosen = [c for c in self._gradient if tested or not isinstance(c, MetropolisTest)] if with_noise else []
+        own = [copy.copy(callback) for callback in chosen]
         with silenced(*REPEATED):
-            trainer = self._trainer(steps, [schedule, *own, *callbacks, energies], clips)
+            momenta = [HotMomenta()] if any(isinstance(c, MetropolisTest) for c in own) else []
+            trainer = self._trainer(steps, [schedule, *momenta, *own, *callbacks, energies], clips)
             trainer.fit(self.module, **self._data)
         self.steps_made += steps
         self._learn(trainer)

@@ -132,6 +132,11 @@ class RunForm:
         factors = [self.schedule.controls(step).lr_factor for step in range(1, last + 1, stride)]
         return sum(factors) / max(len(factors), 1) * last
 
+    def steady(self, steps: int) -> FixedControls:
+        """Return the schedule of n steps with the controls of the run's first sampling step."""
+        controls = self.schedule.controls(self._first_sampling)
+        return FixedControls([controls], [steps], self.schedule.temperature, self.schedule.sets_lr)
+
     def short(self, steps: int, first: Sequence[StepControls] = (), trajectory: int = 1) -> FixedControls:
         """Return the schedule of a short run: the run's first stages, linearly shortened.
 

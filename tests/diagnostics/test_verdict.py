@@ -89,6 +89,9 @@ def test_a_test_of_trajectories_removes_the_heat_of_their_steps() -> None:
     assert [finding.kind for finding in seldom.findings] == [FindingKind.ACCEPTANCE]
     assert "accepted 0.02 of the trajectories" in seldom.findings[0].text
     assert HealthReport.from_json(seldom.as_json()) == seldom
+    cold = assess(seen(configurational=0.04), 1, facts=facts(acceptance=0.2, relaxation_times=5.0))
+    assert cold.run.relaxation_times == pytest.approx(0.02, rel=0.05), "the plan knows no rejections"
+    assert "MetropolisTest accepts 0.2 of the trajectories" in cold.advice
 
 
 @pytest.mark.parametrize(("tau", "cyclical"), [(1.0, True), (1e-4, False)])
