@@ -234,7 +234,7 @@ def test_probes_of_a_metropolis_test_have_whole_trajectories(capsys: pytest.Capt
 @pytest.mark.slow
 def test_most_trajectories_of_a_metropolis_test_are_accepted() -> None:
     """At the largest lr that has 0.65; runs of their own seeds have about 0.7 there and 0.35 at twice that. The limits
-    leave 0.1 to the noise: a test has 0.35, a probe 128 of them and a run 640, so it is three standard errors or more."""
+    leave 0.1 to the noise: a test has 0.35, a probe 128 of them and a run 640, so it is three standard errors."""
     options = {"sampler": functools.partial(GGMC, friction=1.0)}
     callbacks = [SamplingSchedule(burn_in_steps=200, every_n_steps=10), MetropolisTest()]
     trainer = functools.partial(quiet_trainer, max_steps=600, callbacks=callbacks)
