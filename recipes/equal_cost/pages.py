@@ -131,7 +131,7 @@ def picture(compared: Mapping[str, Mapping[str, Difference]]) -> "Figure":
         axes.set_yticks(range(len(rows)), list(rows), fontsize=7)
         axes.invert_yaxis()
         axes.set_title(data, fontsize=9)
-        axes.set_xlabel("ΔNLL from ensemble (nats), 95 %")
     for axes in list(grid.flat)[len(compared) :]:
         axes.set_visible(False)
+    figure.supxlabel("NLL - ensemble's NLL (nats), 95 % interval", fontsize=9)
     return figure
