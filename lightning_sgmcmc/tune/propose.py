@@ -10,6 +10,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from lightning_sgmcmc.chains.step_sizes import values_of
 from lightning_sgmcmc.checks import check_count, check_positive
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.samplers.base import NO_COLD_LIMIT
 from lightning_sgmcmc.tune.energy_search import EnergyProber, choose_by_energy, solve
 from lightning_sgmcmc.tune.probes import REFUSED, Prober
@@ -125,9 +126,7 @@ def propose_lr(
             return _proposal(runs, setting, lr, Limit.ENERGY_ERROR, is_healthy, reason, probes, friction)
         prober = Prober(runs, training, form, length, tolerance)
         least = training.time / form.lead if form.lead > 1 else 0.0
-        first = training.lr
-        if runs.trajectory > 1:
-            first = _heat(prober, least, max_probes)
+        first = _heat(prober, least, max_probes) if runs.is_tested else training.lr
         probes = search(prober, first, least, max_probes)
         longer = replace(prober, steps=max(length, min(LONGER * length, form.stage_end)))
         if longer.steps > length:
@@ -185,7 +184,10 @@ def _heat(prober: Prober, least: float, max_probes: int) -> float:
     runs.set_state(training.state)
     training.set_lr(lr)
     steps = LONGER * prober.steps
-    energies = runs.fit(prober.form.steady(steps), steps, with_noise=True, tested=False)
+    try:
+        energies = runs.fit(prober.form.steady(steps), steps, with_noise=True, tested=False)
+    except NonFiniteEnergyError:  # no step was healthy
+        return lr
     training.state, training.energy = runs.state(), tail_mean(energies.of())
     rank_zero_info(f"Without MetropolisTest at lr={lr:.3g}: energy {training.energy:.6g} nats.")
     return lr

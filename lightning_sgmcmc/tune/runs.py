@@ -108,11 +108,17 @@ class ShortRuns:
         self.is_microcanonical = False
         self.training_controls = COLD
         self.acceptance: float | None = None
+        self._test = next((c for c in self._gradient if isinstance(c, MetropolisTest)), None)
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether the run has a `MetropolisTest`."""
+        return self._test is not None
 
     @property
     def trajectory(self) -> int:
         """Steps of a trajectory of the run's `MetropolisTest`, after a fit; 1 without."""
-        test = next((c for c in self._gradient if isinstance(c, MetropolisTest)), None)
+        test = self._test
         return 1 if test is None else test.every_n_steps or max(1, self.length.steps_per_epoch)
 
     def fit(
