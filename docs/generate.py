@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_sgmcmc.recipes.shared.expected import keep
+from lightning_sgmcmc.recipes.shared.expected import keep, kept
 from lightning_sgmcmc.recipes.shared.pages import pages as pages_of_recipes
 from lightning_sgmcmc.recipes.shared.pages import table_of
 
@@ -25,7 +25,9 @@ def main(arguments: Sequence[str]) -> int:
     """Write the pages, or check them."""
     parser = argparse.ArgumentParser(prog="python -m docs.generate", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--take", metavar="RUN", type=Path, nargs="+", default=[], help="folders of recipes' runs")
-    parser.add_argument("--picture", metavar="NAME", help="the run's picture; without it the first one by name")
+    parser.add_argument(
+        "--picture", metavar="NAME", help="the run's picture; without it that of the kept run, or the first"
+    )
     parser.add_argument("--check", action="store_true", help="fail if a page is out of date")
     options = parser.parse_args(arguments)
     for run in options.take:
@@ -48,9 +50,11 @@ def take(run: Path, name: str | None = None) -> None:
 
     Args:
         run: the run's folder.
-        name: stem of the picture to keep; None keeps the first by name.
+        name: stem of the picture to keep; None keeps that of an earlier kept run, or the first by name.
     """
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
+    earlier = kept(results["recipe"])["runs"].values()
+    name = name or next((own["picture"] for own in earlier if own.get("picture")), None)
     chosen = run / f"{name}.png" if name else next(iter(sorted(run.glob("*.png"))), None)
     if chosen is not None and not chosen.exists():
         chosen = None

@@ -13,15 +13,16 @@ chains are computed one after another, so the first one is bit for bit the fit a
 The paper gives a figure and no numbers: its order, from few to many predictions of low entropy, is cSGHMC and cSGLD,
 Snapshot, SGHMC and SGLD, SGDM and SGD.
 
-Measured (quick, 6 epochs, 3 repeats, 694 s of processor time on a busy machine): share of notMNIST images with an
-entropy below 0.5 nats, SGD 0.57, SGLD 0.55, Snapshot-SGD 0.37, cSGLD 0.37; SGDM 0.59, SGHMC 0.55, Snapshot-SGDM 0.37,
-cSGHMC 0.38 (at temperature 1). Methods of one repeat have the same start and batches, so differences are more precise
-than these shares, whose standard errors are 0.02 to 0.08. Cycles without noise lower the share by 0.204 ± 0.004 (SGD)
-and 0.213 ± 0.010 (SGDM), noise without cycles by 0.027 ± 0.006 and 0.031 ± 0.005, both as in the paper. Noise in cycles
-lowers it by 0.005 ± 0.009 and -0.013 ± 0.010: the paper's gap between Snapshot and cyclical samplers does not show. In
-a run with 16 epochs and two repeats it did, about as large as its error. At 1/N the noise has no effect: SGLD and SGHMC
-with one cycle equal their optimizers to 0.002, cSGLD and cSGHMC Snapshot to 0.01. Snapshots cost accuracy: 97.9 and
-98.2 % against 98.3 and 98.4 % of one network, whose one cycle is four times as long.
+Measured (quick, 6 epochs, 3 repeats, 376 s of processor time): share of notMNIST images with an entropy below 0.5 nats,
+SGD 0.58, SGLD 0.56, Snapshot-SGD 0.36, cSGLD 0.36; SGDM 0.59, SGHMC 0.57, Snapshot-SGDM 0.37, cSGHMC 0.37 (at
+temperature 1). Methods of one repeat have the same start and batches, so differences are more precise than these
+shares, whose standard errors are 0.01 to 0.07. Cycles without noise lower the share by 0.21 ± 0.03 (SGD) and 0.21 ±
+0.02 (SGDM), noise without cycles by 0.020 ± 0.003 and 0.019 ± 0.004, both as in the paper. Noise in cycles lowers it by
+0.001 ± 0.014 and 0.000 ± 0.020: the paper's gap between Snapshot and cyclical samplers does not show. An earlier run,
+with other random numbers, had 0.20, 0.03 and 0.005 ± 0.009; one with 16 epochs and two repeats had a gap about as large
+as its error. At 1/N the noise has no effect: SGLD and SGHMC with one cycle equal their optimizers to 0.002, cSGLD and
+cSGHMC Snapshot to 0.006. Snapshots cost accuracy: 98.0 and 98.2 % against 98.2 and 98.4 % of one network, whose one
+cycle is four times as long.
 """
 
 import functools
