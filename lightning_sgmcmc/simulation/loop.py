@@ -18,14 +18,7 @@ from lightning_sgmcmc.simulation.contour_run import ContourRun
 from lightning_sgmcmc.simulation.exchange_run import ExchangeRun, Ladders
 from lightning_sgmcmc.simulation.results import DrawRecorder, Recording, Simulation
 from lightning_sgmcmc.simulation.starts import draw_starting_places, starting_places
-from lightning_sgmcmc.simulation.steps import (
-    CHUNK,
-    WORTH_COMPILING,
-    ChainNoise,
-    NoiseLevels,
-    TargetSteps,
-    has_compiler,
-)
+from lightning_sgmcmc.simulation.steps import CHUNK, ChainNoise, NoiseLevels, TargetSteps, is_worth_compiling
 from lightning_sgmcmc.simulation.targets import Density
 
 Schedule: TypeAlias = "float | Callable[[int], float]"
@@ -99,7 +92,7 @@ def simulate(
     steps = TargetSteps(target, rule, place, levels, contour, ladders)
     noise = ChainNoise(seed, place, levels, rule.draws)
     if compile is None:
-        compile = num_steps >= WORTH_COMPILING and (device.type != "cpu" or has_compiler())
+        compile = is_worth_compiling(num_steps, device)
     block = steps.compiled() if compile else steps.run
     recorder = DrawRecorder(recording, None if contour is None else contour.contour)
     length = steps.block_length

@@ -150,10 +150,7 @@ class TargetSteps:
 
     def compiled(self) -> Callable[..., tuple[Tensor, ...]]:
         """Return `run`, compiled."""
-        options: dict[str, Any] = {"cpp_wrapper": True} if self.place.device.type == "cpu" else {}
-        # A separate code object, since torch limits the number of compilations of each.
-        own = FunctionType(TargetSteps.run.__code__.replace(), TargetSteps.run.__globals__, "run")
-        return torch.compile(MethodType(own, self), dynamic=False, fullgraph=True, options=options)
+        return compiled_block(self.run, self.place.device)
 
 
 class ChainNoise:
@@ -198,6 +195,27 @@ class ChainNoise:
             if generators:
                 turned.copy_(rows.view(len(rows), CHUNK, *turned.shape[2:]).transpose(0, 1))
         return [turned for _, _, turned in self._parts]
+
+
+def compiled_block(method: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Return a bound method that makes a block of steps, compiled.
+
+    Args:
+        method: the method.
+        device: of its tensors.
+    """
+    assert isinstance(method, MethodType)
+    options: dict[str, Any] = {"cpp_wrapper": True} if device.type == "cpu" else {}
+    # A separate code object, since torch limits the number of compilations of each.
+    function = method.__func__
+    assert isinstance(function, FunctionType)
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return torch.compile(MethodType(own, method.__self__), dynamic=False, fullgraph=True, options=options)
+
+
+def is_worth_compiling(steps: int, device: torch.device) -> bool:
+    """Return whether a run of so many steps is long enough to compile them, and there is a compiler."""
+    return steps >= WORTH_COMPILING and (device.type != "cpu" or has_compiler())
 
 
 def has_compiler() -> bool:

@@ -1,14 +1,12 @@
 """The steps of all chains of a light loop on a sum, one by one or in compiled blocks."""
 
 from collections.abc import Callable
-from types import FunctionType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_sgmcmc.simulation.gradient_runs import Gradients, SumRun
-from lightning_sgmcmc.simulation.steps import BLOCK, WORTH_COMPILING, has_compiler
+from lightning_sgmcmc.simulation.steps import BLOCK, compiled_block, is_worth_compiling
 
 
 class SumSteps:
@@ -89,10 +87,7 @@ class BlockSteps(SumSteps):
         return torch.stack(places)
 
     def _compiled(self) -> Callable[..., Tensor]:
-        options: dict[str, Any] = {"cpp_wrapper": True} if self.run.place.device.type == "cpu" else {}
-        # A separate code object, since torch limits the number of compilations of each.
-        own = FunctionType(BlockSteps.run_block.__code__.replace(), BlockSteps.run_block.__globals__, "run_block")
-        return torch.compile(own.__get__(self), dynamic=False, fullgraph=True, options=options)
+        return compiled_block(self.run_block, self.run.place.device)
 
 
 def steps_of(run: SumRun, gradients: Gradients, planned: int, compile: bool | None) -> SumSteps:
@@ -113,6 +108,5 @@ def steps_of(run: SumRun, gradients: Gradients, planned: int, compile: bool | No
             "pass compile=None"
         )
     if compile is None:
-        is_long = planned >= WORTH_COMPILING and gradients.is_memoryless
-        compile = is_long and (run.place.device.type != "cpu" or has_compiler())
+        compile = gradients.is_memoryless and is_worth_compiling(planned, run.place.device)
     return BlockSteps(run, gradients) if compile else SumSteps(run, gradients)

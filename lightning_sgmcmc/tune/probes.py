@@ -81,9 +81,7 @@ class Prober:
         health = ChainHealth(every_n_steps=max(1, min(20, self.steps // 100)), tolerance=self.tolerance, warn=False)
         first = self._first_steps()
         trajectory = self.runs.trajectory if self.tested else 1
-        steps = self.steps
-        if trajectory > 1:
-            steps = trajectory * max(LEAST_TRAJECTORIES, math.ceil(steps / trajectory))
+        steps = trajectory * max(LEAST_TRAJECTORIES, math.ceil(self.steps / trajectory))
         schedule = self.form.short(steps, first, trajectory)
         try:
             found = self._fit(schedule, len(first) + steps, health)
