@@ -7,7 +7,6 @@ ensemble have a quarter each. `ensemble_4x` makes four times as many. What a met
 and `ensemble_tuned` have settings for each data set, from an earlier grid on other seeds that was free of charge
 (`equal_cost.yaml`).
 
-`cells/` has a file for each (data set, method, seed), and a recipe that was interrupted continues with the others.
 `page.md` has the tables: metrics, cost, and paired differences from `ensemble` and from `ensemble_tuned`, with 95 %
 intervals of a bootstrap over seeds and test data. It ends with sentences on where `auto` wins and loses.
 
@@ -15,13 +14,10 @@ Quick is one seed on two data sets (`python -m recipes equal_cost --data-root DI
 mnist_cnn, which `--set chosen_sets=[mnist_cnn]` adds.
 """
 
-import json
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
-from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.recipes.equal_cost.settings import Settings
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
@@ -42,15 +38,13 @@ def run(options: Options) -> list[Row]:
     for name in sets:
         require(Problem(name, settings.sets[name], options.data_root, options.seed))
     jobs = [(data, method, seed) for seed in seeds for data in sets for method in methods]
-    missing = [job for job in jobs if _saved(*job, settings, options) is None]
-    missing.sort(key=lambda job: (job[2], job[1] != "ensemble_4x"))  # whole seeds first, and of each the longest jobs
-    run_jobs(one, missing, options, settings, keep=False)  # the cells are the outcomes
-    cells = [cell for job in jobs if (cell := _saved(*job, settings, options)) is not None]
-    return write_page(cells, settings, len(seeds), options)
+    longest_first = sorted(jobs, key=lambda job: (job[2], job[1] != "ensemble_4x"))  # of each seed
+    cells = run_jobs(one, longest_first, options, settings)
+    return write_page([cells[job] for job in jobs], settings, len(seeds), options)
 
 
-def one(data: str, method: str, seed: int, settings: Settings, options: Options) -> None:
-    """Fit and score one method on one data set, and write its cell: the method's row and those derived from it."""
+def one(data: str, method: str, seed: int, settings: Settings, options: Options) -> dict[str, Any]:
+    """Fit and score one method on one data set; return its cell: the method's row and those derived from it."""
     import pytorch_lightning as pl
 
     from lightning_sgmcmc import NonFiniteEnergyError
@@ -64,7 +58,7 @@ def one(data: str, method: str, seed: int, settings: Settings, options: Options)
     problem.setup("fit")
     pl.seed_everything(seed, verbose=False)
     cell: dict[str, Any] = {"data": data, "method": method, "seed": seed, "rows": {}}
-    cell["settings"] = _settings_of(data, method, settings)
+    cell["settings"] = {"set": dict(settings.sets[data]), "method": dict(setting_of(settings, data, method))}
     try:
         fit = METHODS[method](problem, setting_of(settings, data, method))
         trainer = quiet_trainer(
@@ -91,25 +85,4 @@ def one(data: str, method: str, seed: int, settings: Settings, options: Options)
             cell["rows"][row] = {"metrics": found.metrics, **shown}
     except NonFiniteEnergyError as error:
         cell["failed"] = str(error)
-    path = _path(data, method, seed, options)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json.dumps(cell) + "\n").encode())
-
-
-def _path(data: str, method: str, seed: int, options: Options) -> Path:
-    return options.out / "cells" / data / f"{method}-{seed}.json"
-
-
-def _settings_of(data: str, method: str, settings: Settings) -> dict[str, Any]:
-    from lightning_sgmcmc.recipes.equal_cost.methods import setting_of
-
-    return {"set": dict(settings.sets[data]), "method": dict(setting_of(settings, data, method))}
-
-
-def _saved(data: str, method: str, seed: int, settings: Settings, options: Options) -> dict[str, Any] | None:
-    """Return the cell that a run with the same settings has written, None if there is none."""
-    try:
-        cell: dict[str, Any] = json.loads(_path(data, method, seed, options).read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-    return cell if cell["settings"] == _settings_of(data, method, settings) else None
+    return cell

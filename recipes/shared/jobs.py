@@ -50,7 +50,6 @@ def run_jobs(
     options: Options,
     *shared: Any,
     in_turn: bool = False,
-    keep: bool = True,
 ) -> dict[Job, Any]:
     """Return what `function(*job, *shared, options)` returns, by job.
 
@@ -65,7 +64,6 @@ def run_jobs(
         shared: arguments that all jobs have.
         in_turn: run one after the other in this process, as for a single device; otherwise as many at a time as there
             are cores, each on one thread.
-        keep: False if the function itself writes what it returns, and jobs are those that have to run.
 
     Raises:
         Planned: in a dry run.
@@ -73,7 +71,7 @@ def run_jobs(
     """
     in_turn = in_turn or options.device == "gpu" or options.executor == HERE
     store = JobStore(function, shared, options)
-    done = {job: finished for job in jobs if keep and (finished := store.read(job)) is not None}
+    done = {job: finished for job in jobs if (finished := store.read(job)) is not None}
     missing = [job for job in jobs if job not in done]
     if options.dry_run:
         raise Planned(len(jobs), [one.seconds for one in done.values()], 1 if in_turn else usable_cores())
@@ -82,8 +80,7 @@ def run_jobs(
     failed: dict[Job, BaseException] = {}
     for job, result in _completed(call, missing, store, options, in_turn):
         if isinstance(result, Finished):
-            if keep:
-                store.write(job, result)
+            store.write(job, result)
             done[job] = result
             progress.report()
         else:

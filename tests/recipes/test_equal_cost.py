@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,38 +55,24 @@ def _made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_made_up")
-def test_a_recipe_that_was_interrupted_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All of a run: cells, page, sentences, rows. Later runs fit what is lost and what has another setting."""
+def test_page_rows_and_picture_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "AutoSampling", functools.partial(AutoSampling, num_draws=4))
     chosen = ("sgd", "ensemble", "auto")
     monkeypatch.setattr(methods, "METHODS", {name: methods.METHODS[name] for name in chosen})
-    options, settings = Options(tmp_path, ROOT), small(pima="pima", energy="energy")
-    monkeypatch.setattr(equal_cost, "read_settings", lambda *_: settings)
-    rows = equal_cost.run(options)
-    cells = sorted((tmp_path / "cells").rglob("*.json"))
-    assert len(cells) == 2 * len(chosen) * 2
+    monkeypatch.setattr(equal_cost, "read_settings", lambda *_: small(pima="pima", energy="energy"))
+    rows = equal_cost.run(Options(tmp_path, ROOT))
     page = (tmp_path / "page.md").read_text()
     assert "| sgd_temperature |" in page
     assert "* `auto` has a lower NLL than `ensemble` on " in page
     assert (tmp_path / "nll.png").exists()
-    assert len((tmp_path / "cells.jsonl").read_text().splitlines()) == len(cells)
-    assert all("loss" not in line for line in (tmp_path / "cells.jsonl").read_text().splitlines())
+    cells = [json.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines()]
+    order = [(cell["data"], cell["method"], cell["seed"]) for cell in cells]
+    assert order == [(data, method, seed) for seed in (0, 1) for data in ("pima", "energy") for method in chosen]
+    assert all("loss" not in row for cell in cells for row in cell["rows"].values())
     labels = {row.method for row in rows}
     assert {"pima: sgd", "pima: ensemble_temperature", "energy: sgd_temperature"} <= labels
     assert {row.value for row in rows if row.metric == "gradient evaluations"} == {80 * 8}
     assert "above the budget" not in page
-    (tmp_path / "cells" / "energy" / "ensemble-1.json").unlink()
-    fitted: list[Any] = []
-    monkeypatch.setattr(equal_cost, "one", lambda *job: fitted.append(job[:3]))
-    equal_cost.run(options)
-    assert fitted == [("energy", "ensemble", 1)]
-    shutil.copy(tmp_path / "cells" / "energy" / "ensemble-0.json", tmp_path / "cells" / "energy" / "ensemble-1.json")
-    fitted.clear()
-    settings.methods["sgd"] = {"classification": {"lr": 1}, "regression": {"lr": 1}}
-    equal_cost.run(options)
-    assert set(fitted) == {(data, "sgd", seed) for data in ("pima", "energy") for seed in (0, 1)}
 
 
 @pytest.mark.usefixtures("_made_up")
