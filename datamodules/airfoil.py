@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.arrays import one_line
 from lightning_sgmcmc.datamodules.base import (
     ArrayDataModule,
@@ -32,6 +33,7 @@ class AirfoilDataModule(ArrayDataModule):
         val_fraction: share of the training rows held back for validation, in [0, 1).
         seed: seed of the split.
         drop_last: leave out the last batch of an epoch if it is smaller.
+        order: makes the order of the training data, such as `CyclicOrder` (see `ResumableLoader`).
 
     Raises:
         ValueError: for an argument out of range; at setup, if the file holds something else.
@@ -47,8 +49,9 @@ class AirfoilDataModule(ArrayDataModule):
         val_fraction: float = 0.0,
         seed: int = 0,
         drop_last: bool = False,
+        order: MakeOrder = BatchOrder,
     ) -> None:
-        super().__init__(batch_size, drop_last, seed)
+        super().__init__(batch_size, drop_last, seed, order=order)
         check_fractions(val_fraction)
         self.root = Path(root)
         self.val_fraction = val_fraction

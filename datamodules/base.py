@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
+from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder, check_order
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.checks import check_count, check_within
 from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader
@@ -36,9 +36,11 @@ class ArrayDataModule(pl.LightningDataModule):
         batch_size: data per batch, > 0.
         drop_last: leave out the last batch of an epoch if it is smaller; N stays the whole training part.
         seed: seed of a random split.
+        order: makes the order of the training data, such as `CyclicOrder` (see `ResumableLoader`).
 
     Raises:
         ValueError: if batch_size is below 1.
+        TypeError: if order cannot be called.
     """
 
     num_classes: int | None = None
@@ -51,17 +53,15 @@ class ArrayDataModule(pl.LightningDataModule):
     """Mean and standard deviation by which `load` standardised the inputs, of the shape of one input or broadcast to
     it; None if `load` does not tell, or if each batch is normalised by `transform`."""
 
-    order: Callable[[OrderSpec], BatchOrder]
-    """Makes the order of the training data; assign another one to change it (see `ResumableLoader`)."""
-
-    def __init__(self, batch_size: int, drop_last: bool = False, seed: int = 0) -> None:
+    def __init__(self, batch_size: int, drop_last: bool = False, seed: int = 0, order: MakeOrder = BatchOrder) -> None:
         super().__init__()
         check_count("batch_size", batch_size, optional=False)
         check_count("seed", seed, least=0, optional=False)
+        check_order(order)
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.seed = seed
-        self.order = BatchOrder
+        self.order = order
         self._splits: tuple[Split, Split, Split] | None = None
 
     @abstractmethod

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.arrays import one_line, read_arrays, to_labels
 from lightning_sgmcmc.datamodules.base import (
     ArrayDataModule,
@@ -46,6 +47,7 @@ class CovertypeDataModule(ArrayDataModule):
         standardise_indicators: standardise the indicators as well.
         intercept: prepend a column of ones to the inputs.
         drop_last: leave out the last batch of an epoch if it is smaller.
+        order: makes the order of the training data, such as `CyclicOrder` (see `ResumableLoader`).
 
     Raises:
         ValueError: for an argument out of range; at setup, if the file is damaged or holds something else.
@@ -67,8 +69,9 @@ class CovertypeDataModule(ArrayDataModule):
         standardise_indicators: bool = False,
         intercept: bool = False,
         drop_last: bool = False,
+        order: MakeOrder = BatchOrder,
     ) -> None:
-        super().__init__(batch_size, drop_last, seed)
+        super().__init__(batch_size, drop_last, seed, order=order)
         check_fractions(val_fraction, test_fraction)
         self.root = Path(root)
         self.full = full

@@ -2,6 +2,7 @@
 
 import torch
 
+from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fractions, random_split
 
 
@@ -15,6 +16,7 @@ class DigitsDataModule(ArrayDataModule):
         seed: seed of the split, which is stratified by class.
         flatten: inputs of shape (n, 64) instead of (n, 1, 8, 8).
         drop_last: leave out the last batch of an epoch if it is smaller.
+        order: makes the order of the training data, such as `CyclicOrder` (see `ResumableLoader`).
 
     Raises:
         ValueError: for an argument out of range.
@@ -30,8 +32,9 @@ class DigitsDataModule(ArrayDataModule):
         seed: int = 0,
         flatten: bool = True,
         drop_last: bool = False,
+        order: MakeOrder = BatchOrder,
     ) -> None:
-        super().__init__(batch_size, drop_last, seed)
+        super().__init__(batch_size, drop_last, seed, order=order)
         check_fractions(val_fraction, test_fraction)
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction

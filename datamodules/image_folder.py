@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.datamodules.arrays import one_line
 from lightning_sgmcmc.datamodules.augmentation import Augmentation, check_probability
@@ -49,6 +50,7 @@ class ImageFolderDataModule(ImageDataModule):
         drop_last: leave out the last batch of an epoch if it is smaller.
         device_resident: keep the images on the trainer's device; "auto" does on CUDA if they are small there.
         limit: number of images read of each folder, equally many of each class and chosen at random; None reads all.
+        order: makes the order of the training data, such as `CyclicOrder` (see `ResumableLoader`).
 
     Raises:
         ValueError: for an argument out of range; at setup for fewer than two classes, a class without images in one
@@ -80,8 +82,9 @@ class ImageFolderDataModule(ImageDataModule):
         drop_last: bool = False,
         device_resident: Resident = "auto",
         limit: int | None = None,
+        order: MakeOrder = BatchOrder,
     ) -> None:
-        super().__init__(batch_size, drop_last, seed, False, device_resident)
+        super().__init__(batch_size, drop_last, seed, False, device_resident, order=order)
         check_count("size", size, optional=False)
         check_count("limit", limit)
         check_fractions(val_fraction, test_fraction)

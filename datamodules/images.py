@@ -9,6 +9,7 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split
 from lightning_sgmcmc.files import megabytes
 
@@ -31,6 +32,7 @@ class ImageDataModule(ArrayDataModule):
         device_resident: keep the images on the trainer's device, and index, augment and normalise batches there. Each
             part moves there when its loader is first created, and takes num_data·C·H·W bytes. "auto" does so on a CUDA
             device if all parts take less than a quarter of its free memory.
+        order: makes the order of the training data, such as `CyclicOrder` (see `ResumableLoader`).
 
     Raises:
         ValueError: if batch_size is below 1.
@@ -47,8 +49,9 @@ class ImageDataModule(ArrayDataModule):
         seed: int = 0,
         flatten: bool = False,
         device_resident: Resident = "auto",
+        order: MakeOrder = BatchOrder,
     ) -> None:
-        super().__init__(batch_size, drop_last, seed)
+        super().__init__(batch_size, drop_last, seed, order=order)
         if not isinstance(device_resident, bool) and device_resident != "auto":
             raise TypeError(f"device_resident must be True, False or 'auto', got {device_resident!r}")
         self.flatten = flatten

@@ -17,6 +17,7 @@ class MNISTDataModule(TorchvisionDataModule):
         flatten: inputs of shape (n, 784) instead of (n, 1, 28, 28).
         drop_last: leave out the last batch of an epoch if it is smaller.
         device_resident: keep the images on the trainer's device; "auto" does on CUDA if they are small there.
+        order: makes the order of the training data, such as `CyclicOrder` (see `ResumableLoader`).
 
     Raises:
         ValueError: for an argument out of range; at setup, if the files are damaged or hold something else.
@@ -43,6 +44,7 @@ class FashionMNISTDataModule(TorchvisionDataModule):
         flatten: inputs of shape (n, 784) instead of (n, 1, 28, 28).
         drop_last: leave out the last batch of an epoch if it is smaller.
         device_resident: keep the images on the trainer's device; "auto" does on CUDA if they are small there.
+        order: makes the order of the training data, such as `CyclicOrder` (see `ResumableLoader`).
 
     Raises:
         ValueError: for an argument out of range; at setup, if the files are damaged or hold something else.

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.arrays import one_line
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fractions, find_file, random_split
 from lightning_sgmcmc.files import megabytes
@@ -37,6 +38,7 @@ class MushroomDataModule(ArrayDataModule):
         test_fraction: share of the data for testing, in [0, 1).
         seed: seed of the split, which is stratified by class.
         drop_last: leave out the last batch of an epoch if it is smaller.
+        order: makes the order of the training data, such as `CyclicOrder` (see `ResumableLoader`).
 
     Raises:
         ValueError: for an argument out of range; at setup, if the file is damaged or holds something else.
@@ -55,8 +57,9 @@ class MushroomDataModule(ArrayDataModule):
         test_fraction: float = 0.2,
         seed: int = 0,
         drop_last: bool = False,
+        order: MakeOrder = BatchOrder,
     ) -> None:
-        super().__init__(batch_size, drop_last, seed)
+        super().__init__(batch_size, drop_last, seed, order=order)
         check_fractions(val_fraction, test_fraction)
         self.root = Path(root)
         self.val_fraction = val_fraction

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.arrays import read_arrays, to_images, to_labels
 from lightning_sgmcmc.datamodules.base import Split, find_file, random_split
 from lightning_sgmcmc.datamodules.images import ImageDataModule, Normalise, Resident
@@ -27,6 +28,7 @@ class NotMNISTDataModule(ImageDataModule):
         flatten: inputs of shape (n, 784) instead of (n, 1, 28, 28).
         drop_last: leave out the last batch of an epoch if it is smaller.
         device_resident: keep the images on the trainer's device; "auto" does on CUDA if they are small there.
+        order: makes the order of the training data, such as `CyclicOrder` (see `ResumableLoader`).
 
     Raises:
         ValueError: for an argument out of range; at setup, if the file is damaged or holds something else.
@@ -50,8 +52,9 @@ class NotMNISTDataModule(ImageDataModule):
         flatten: bool = False,
         drop_last: bool = False,
         device_resident: Resident = "auto",
+        order: MakeOrder = BatchOrder,
     ) -> None:
-        super().__init__(batch_size, drop_last, seed, flatten, device_resident)
+        super().__init__(batch_size, drop_last, seed, flatten, device_resident, order=order)
         for name, size in (("test_size", test_size), ("val_size", val_size)):
             if size is not None and size < 0:
                 raise ValueError(f"{name} must not be negative, got {size}")

@@ -1,6 +1,5 @@
 """Training data that arrive during the run."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
+from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder, check_order
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.datamodules.base import replica_of
 from lightning_sgmcmc.datamodules.loading import TensorBatches
@@ -33,6 +32,7 @@ class StreamDataModule(pl.LightningDataModule):
         batch_size: data per batch, at most as many as there are when the fit begins.
         batches_per_epoch: steps of an epoch.
         capacity: the largest N; None keeps all data.
+        order: makes the order of the data, such as `CyclicOrder` (see `ResumableLoader`).
 
     Raises:
         ValueError: if a number is below 1, if the tensors of `append` do not fit together, or if a fit begins with
@@ -49,13 +49,20 @@ class StreamDataModule(pl.LightningDataModule):
     restores_data = True
     """Whether the data are part of a checkpoint, so that a resumed run has them."""
 
-    def __init__(self, batch_size: int, batches_per_epoch: int, capacity: int | None = None) -> None:
+    def __init__(
+        self,
+        batch_size: int,
+        batches_per_epoch: int,
+        capacity: int | None = None,
+        order: MakeOrder = BatchOrder,
+    ) -> None:
         super().__init__()
         check_count("batch_size", batch_size)
         check_count("batches_per_epoch", batches_per_epoch)
         check_count("capacity", capacity, least=batch_size)
+        check_order(order)
         self.batch_size = batch_size
-        self.order: Callable[[OrderSpec], BatchOrder] = BatchOrder
+        self.order = order
         self.batches_per_epoch = batches_per_epoch
         self.capacity = capacity
         self._held = TensorBatches(torch.empty(0))

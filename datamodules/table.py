@@ -8,6 +8,7 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fractions, random_split, standardise
 
 
@@ -29,6 +30,7 @@ class TableDataModule(ArrayDataModule):
         target: the column of a pandas frame x with the targets; the others are the inputs.
         splits: the numbers of the training, validation and test rows, instead of random shares; any may be empty but
             the first, and rows in none are left out.
+        order: makes the order of the training data, such as `CyclicOrder` (see `ResumableLoader`).
 
     Raises:
         ValueError: for arrays of other shapes or lengths, values that are not finite, labels below 0, a fraction out
@@ -53,8 +55,9 @@ class TableDataModule(ArrayDataModule):
         drop_last: bool = False,
         target: Hashable | None = None,
         splits: Sequence[Any] | None = None,
+        order: MakeOrder = BatchOrder,
     ) -> None:
-        super().__init__(batch_size, drop_last, seed)
+        super().__init__(batch_size, drop_last, seed, order=order)
         check_fractions(val_fraction, test_fraction)
         x, y = _apart(x, y, target)
         self.columns: tuple[Hashable, ...] | None = tuple(x.columns) if _is_frame(x) else None

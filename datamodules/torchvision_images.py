@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.arrays import one_line, read_arrays, to_images, to_labels
 from lightning_sgmcmc.datamodules.augmentation import Augmentation, check_probability
 from lightning_sgmcmc.datamodules.base import Split, random_split
@@ -31,6 +32,7 @@ class TorchvisionDataModule(ImageDataModule):
         flatten: inputs of shape (n, C·H·W) instead of (n, C, H, W).
         drop_last: leave out the last batch of an epoch if it is smaller.
         device_resident: keep the images on the trainer's device; "auto" does on CUDA if they are small there.
+        order: makes the order of the training data, such as `CyclicOrder` (see `ResumableLoader`).
 
     Raises:
         ValueError: for an argument out of range; at setup, if the files are damaged or hold something else.
@@ -51,8 +53,9 @@ class TorchvisionDataModule(ImageDataModule):
         flatten: bool = False,
         drop_last: bool = False,
         device_resident: Resident = "auto",
+        order: MakeOrder = BatchOrder,
     ) -> None:
-        super().__init__(batch_size, drop_last, seed, flatten, device_resident)
+        super().__init__(batch_size, drop_last, seed, flatten, device_resident, order=order)
         if not 0 <= val_size < self.train_size:
             raise ValueError(f"val_size must be between 0 and {self.train_size - 1}, got {val_size}")
         self.root = Path(root)
@@ -160,6 +163,7 @@ class AugmentedDataModule(TorchvisionDataModule):
             normalisation (Zhong et al. 2020).
         drop_last: leave out the last batch of an epoch if it is smaller.
         device_resident: keep the images on the trainer's device; "auto" does on CUDA if they are small there.
+        order: makes the order of the training data, such as `CyclicOrder` (see `ResumableLoader`).
 
     Raises:
         ValueError: for an argument out of range; at setup, if the files are damaged or hold something else.
@@ -181,8 +185,9 @@ class AugmentedDataModule(TorchvisionDataModule):
         random_erasing: float = 0.0,
         drop_last: bool = False,
         device_resident: Resident = "auto",
+        order: MakeOrder = BatchOrder,
     ) -> None:
-        super().__init__(root, batch_size, val_size, seed, False, drop_last, device_resident)
+        super().__init__(root, batch_size, val_size, seed, False, drop_last, device_resident, order=order)
         check_probability("random_erasing", random_erasing)
         self.augment = augment
         self.random_erasing = random_erasing

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.arrays import read_arrays
 from lightning_sgmcmc.datamodules.base import (
     ArrayDataModule,
@@ -37,6 +38,7 @@ class UCIRegressionDataModule(ArrayDataModule):
         val_fraction: share of the training rows held back for validation, in [0, 1).
         seed: seed of the validation rows.
         drop_last: leave out the last batch of an epoch if it is smaller.
+        order: makes the order of the training data, such as `CyclicOrder` (see `ResumableLoader`).
 
     Raises:
         ValueError: for an argument out of range or an unknown name.
@@ -54,8 +56,9 @@ class UCIRegressionDataModule(ArrayDataModule):
         val_fraction: float = 0.0,
         seed: int = 0,
         drop_last: bool = False,
+        order: MakeOrder = BatchOrder,
     ) -> None:
-        super().__init__(batch_size, drop_last, seed)
+        super().__init__(batch_size, drop_last, seed, order=order)
         _check_name(name, REGRESSION)
         check_fractions(val_fraction)
         if not 0 <= split < SPLITS:
@@ -93,6 +96,7 @@ class UCIClassificationDataModule(ArrayDataModule):
         seed: seed of the split.
         intercept: add a column of ones to the inputs.
         drop_last: leave out the last batch of an epoch if it is smaller.
+        order: makes the order of the training data, such as `CyclicOrder` (see `ResumableLoader`).
 
     Raises:
         ValueError: for an argument out of range or an unknown name.
@@ -111,8 +115,9 @@ class UCIClassificationDataModule(ArrayDataModule):
         seed: int = 0,
         intercept: bool = False,
         drop_last: bool = False,
+        order: MakeOrder = BatchOrder,
     ) -> None:
-        super().__init__(batch_size, drop_last, seed)
+        super().__init__(batch_size, drop_last, seed, order=order)
         _check_name(name, CLASSIFICATION)
         check_fractions(val_fraction, test_fraction)
         self.table = name

@@ -7,7 +7,7 @@ import pytorch_lightning as pl
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_sgmcmc.batches.loader import ResumableLoader, as_is
-from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
+from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder, check_order
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.datamodules.base import replica_of
 from lightning_sgmcmc.datamodules.loading import TensorBatches
@@ -49,7 +49,7 @@ class DatasetDataModule(pl.LightningDataModule):
         num_workers: int = 0,
         num_data: int | None = None,
         drop_last: bool = False,
-        order: Callable[[OrderSpec], BatchOrder] = BatchOrder,
+        order: MakeOrder = BatchOrder,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         super().__init__()
@@ -58,8 +58,7 @@ class DatasetDataModule(pl.LightningDataModule):
         check_count("num_data", num_data)
         for name, part in (("train", train), ("val", val), ("test", test)):
             _check_data_set(name, part)
-        if not callable(order):
-            raise TypeError(f"order must be a function that makes an order of the data, got {order!r}: pass BatchOrder")
+        check_order(order)
         length = len(train) if hasattr(train, "__len__") else None
         if length is None and num_data is None:
             raise ValueError("the training data have no length: give num_data, the number of data N")

@@ -15,7 +15,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec, batches_per_epoch
+from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder, OrderSpec, batches_per_epoch, check_order
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything
@@ -68,7 +68,7 @@ class ResumableLoader:
         num_replicas: int | None = None,
         rank: int | None = None,
         pin_memory: bool = False,
-        order: Callable[[OrderSpec], BatchOrder] = BatchOrder,
+        order: MakeOrder = BatchOrder,
         batches_per_epoch: int | None = None,
     ) -> None:
         if not hasattr(dataset, "__len__"):
@@ -87,8 +87,7 @@ class ResumableLoader:
         check_count("chain", chain, least=0, optional=False)
         check_count("num_replicas", num_replicas)
         check_count("rank", rank, least=0)
-        if not callable(order):
-            raise TypeError(f"order must be a function that makes an order of the data, got {order!r}: pass BatchOrder")
+        check_order(order)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.dataset = dataset
         self.batch_size = batch_size

@@ -1,8 +1,9 @@
 """The order of the data: batch indices as a function of seed, chain, epoch and position."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -73,6 +74,20 @@ class BatchOrder:
         if missing:
             order = torch.cat([order, order.repeat(math.ceil(missing / spec.num_data))[:missing]])
         return order[spec.rank :: spec.num_replicas]
+
+
+MakeOrder = Callable[[OrderSpec], BatchOrder]
+"""Makes a chain's order of the data: a class such as `BatchOrder`, or `functools.partial` of one."""
+
+
+def check_order(order: Any) -> None:
+    """Raise unless an order of the data can be made.
+
+    Raises:
+        TypeError: if it cannot be called.
+    """
+    if not callable(order):
+        raise TypeError(f"order must be a function that makes an order of the data, got {order!r}: pass BatchOrder")
 
 
 def batches_per_epoch(num_data: int, batch_size: int, drop_last: bool = False, num_replicas: int = 1) -> int:

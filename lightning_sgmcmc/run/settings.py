@@ -149,7 +149,8 @@ def text_of(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"tensor(shape={tuple(value.shape)}, sum={value.double().sum().item():.9g})"
     if isinstance(value, functools.partial):
-        return f"{name_of(value)}({', '.join(f'{k}={text_of(v)}' for k, v in sorted(value.keywords.items()))})"
+        chosen = ", ".join(f"{k}={text_of(v)}" for k, v in sorted(value.keywords.items()))
+        return f"{name_of(value)}({chosen})" if chosen else name_of(value)
     if isinstance(value, type) or inspect.isroutine(value):
         return value.__qualname__
     cls = type(value)

@@ -1,5 +1,6 @@
 """Datamodules: N, splits and statistics."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sgmcmc import BayesianModule, Gaussian
+from lightning_sgmcmc import BayesianModule, CyclicOrder, Gaussian, datamodules
+from lightning_sgmcmc.batches.order import BatchOrder
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import (
     ArrayDataModule,
@@ -82,6 +84,20 @@ def test_standardise_uses_the_training_part_and_survives_constants() -> None:
     assert torch.equal(a[:, 1], torch.zeros(30))
     assert b.isfinite().all()
     torch.testing.assert_close(b.double() * std + mean, other, rtol=1e-5, atol=1e-4)
+
+
+MODULES = [made for name in datamodules.__all__ if name.endswith("DataModule") for made in [getattr(datamodules, name)]]
+
+
+@pytest.mark.parametrize("module", [made for made in MODULES if made is not datamodules.CorruptedDataModule])
+def test_every_datamodule_takes_an_order(module: type[Any]) -> None:
+    assert inspect.signature(module).parameters["order"].default is BatchOrder
+
+
+def test_the_training_loader_has_the_order() -> None:
+    loader = prepared(DigitsDataModule(order=CyclicOrder)).train_dataloader()
+    passes = [torch.cat([loader.order_of(0).indices(batch + start) for batch in range(13)]) for start in (0, 13)]
+    assert torch.equal(*passes)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

@@ -72,6 +72,7 @@ MODULES: list[tuple[Made, dict[str, Any], type[Exception], str]] = [
         "order must be a function that makes an order of the data, got 'x'",
     ),
     (DigitsDataModule, {"batch_size": 1.5}, TypeError, "batch_size must be a whole number, got 1.5 of type float"),
+    (DigitsDataModule, {"order": "x"}, TypeError, "order must be a function that makes an order of the data, got 'x'"),
     (DigitsDataModule, {"seed": -1}, ValueError, "seed must be at least 0, got -1"),
     (DigitsDataModule, {"val_fraction": -1}, ValueError, "val_fraction must be in [0, 1), got -1"),
     (

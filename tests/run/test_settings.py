@@ -1,5 +1,6 @@
 """A run resumes only with the settings of its checkpoint, unless the user allows a change."""
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,22 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from jsonargparse import ArgumentParser
 from torch.utils.data import TensorDataset
 
-from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, GaussianPrior
+from lightning_sgmcmc import (
+    SGHMC,
+    BayesianModule,
+    Categorical,
+    CyclicOrder,
+    GaussianPrior,
+    SwitchingOrder,
+    SymmetricOrder,
+)
 from lightning_sgmcmc.batches.loader import ResumableLoader
+from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
 from lightning_sgmcmc.callbacks import CyclicalSchedule, ExactResume, SampleCollector
+from lightning_sgmcmc.datamodules import DigitsDataModule
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.run import resume
 from lightning_sgmcmc.run.fingerprint import fingerprint, is_same_data
@@ -136,10 +148,32 @@ def test_fingerprints_of_data() -> None:
     assert fingerprint([1, 2]) == {"length": None, "numbers": []}
 
 
+@pytest.mark.parametrize(
+    ("words", "order"),
+    [
+        ([], BatchOrder),
+        (["SymmetricOrder"], SymmetricOrder),
+        (
+            ["SwitchingOrder", "switching_time=0.1", "time_step=0.01"],
+            functools.partial(SwitchingOrder, switching_time=0.1, time_step=0.01),
+        ),
+    ],
+)
+def test_an_order_is_the_same_from_a_configuration_and_from_python(words: list[str], order: Any) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(DigitsDataModule, "data")
+    given = [f"--data.order{'=' if place == 0 else '.'}{word}" for place, word in enumerate(words)]
+    instance = parser.instantiate_classes(parser.parse_args(given)).data
+    assert text_of(instance.order) == text_of(order)
+    spec = OrderSpec(num_data=20, batch_size=5, seed=3)
+    assert all(torch.equal(instance.order(spec).indices(batch), order(spec).indices(batch)) for batch in range(9))
+
+
 def test_texts_of_objects_are_the_same_in_every_process() -> None:
     class Plain:
         def __init__(self, scale: float) -> None:
             self.scale, self._cache = scale, object()
 
     assert text_of(Plain(2.0)) == "Plain(scale=2.0)"
+    assert text_of(CyclicOrder) == text_of(functools.partial(CyclicOrder)) == "CyclicOrder"
     assert " at 0x" not in text_of([Plain(1.0), network(), lambda: 0])
