@@ -230,8 +230,7 @@ class BayesianModule(EnergyModel):
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass; gather and correct the gradients once the batch is complete."""
-        loss.backward(*args, **kwargs)
-        self.chains.gather_gradients()
+        self.chains.backward(loss, *args, **kwargs)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None

@@ -15,6 +15,7 @@ from lightning_sgmcmc.chains.energies import ChainEnergies, Execution
 from lightning_sgmcmc.chains.first_batches import FirstBatches
 from lightning_sgmcmc.chains.gradients import ChainGradients
 from lightning_sgmcmc.chains.graphs import free_graphs
+from lightning_sgmcmc.chains.layers import prepare_layers
 from lightning_sgmcmc.chains.layout import ChainLayout, layout_of
 from lightning_sgmcmc.chains.sharing import Sharing
 from lightning_sgmcmc.chains.stacked import StackedChains
@@ -115,6 +116,7 @@ class Chains(ChainGradients):
         self.layout = layout_of(trainer, self.num_chains)
         if self.stacked is None:
             self.sharing.begin()
+            prepare_layers(self.model)
         if self._started is None:
             self._start(trainer, initialise)
         elif self._started != self.layout.chains:

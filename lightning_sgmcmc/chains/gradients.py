@@ -1,5 +1,7 @@
 """Gradients of a process's chains: where they arrive, how they reach the parameters, and their clipping."""
 
+from typing import Any
+
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
@@ -7,6 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_sgmcmc.chains.claims import Claims
 from lightning_sgmcmc.chains.energies import ChainEnergies, Execution
+from lightning_sgmcmc.chains.layers import explained
 from lightning_sgmcmc.chains.stacked import StackedChains, clip_each_chain
 from lightning_sgmcmc.chains.state import Accumulation, Pulse
 from lightning_sgmcmc.compiling import Compile, is_compiled
@@ -84,6 +87,20 @@ class ChainGradients:
         return [p.grad for p in self.trainable.values() if p.grad is not None]
 
     # -- a step -------------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass, and gather its gradients.
+
+        Args:
+            loss: the loss.
+            args, kwargs: passed to `Tensor.backward`.
+
+        Raises:
+            RuntimeError: for a network of several chains that computes activations again.
+        """
+        with explained(self.num_chains):
+            loss.backward(*args, **kwargs)
+        self.gather_gradients()
 
     def gather_gradients(self) -> None:
         """Gather the gradients after a backward pass; correct them once the batch is complete."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sgmcmc.chains.layers import mask_padding
 from lightning_sgmcmc.chains.stateless import homes_of
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.samplers.flat import FlatParameters
@@ -40,6 +41,7 @@ class StackedChains:
         """For each tensor, parameters first, where the module keeps it."""
         self.names = list(homes)
         self.num_parameters = sum(1 for name, _ in module.named_parameters() if name not in shared)
+        mask_padding(module)
         given = [tensor.detach().clone() for tensor in self._present()]
         starts = []
         for chain in range(num_chains):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.chains.layers import mask_padding
 from lightning_sgmcmc.chains.stateless import StatelessCall
 from lightning_sgmcmc.model import EnergyModel, check_shape, named_trainable, overrides
 from lightning_sgmcmc.priors import HierarchicalPrior
@@ -50,6 +51,8 @@ class FullEnergy:
         self._vmapped = vmapped
         self._shapes = [tensor.shape for tensor in named.values()]
         self._flat = FlatParameters([list(named.values())], 1)
+        if vmapped:
+            mask_padding(model)
         self._likelihood = StatelessCall(model, type(model).log_likelihood)
         self._has_own_prior = overrides(model, "log_prior")
         if self._has_own_prior and isinstance(model.prior, HierarchicalPrior):
