@@ -19,6 +19,8 @@ PARTS = ("parameters", "buffers", "scales")
 class FlatStates:
     """Copies of the states of C chains: for each dtype one tensor (C, P), with a row for each chain.
 
+    Each tensor begins at an even column, so that pairs of numbers in its last axis can be viewed as complex ones.
+
     Args:
         parts: parameters, buffers and scales of all chains by name, with a leading chain axis where C > 1.
         num_chains: C.
@@ -34,7 +36,8 @@ class FlatStates:
         rows: dict[torch.dtype, list[Tensor]] = {}
         for part in PARTS:
             for name, tensor in parts[part].items():
-                rows.setdefault(tensor.dtype, []).append(as_rows(tensor.detach(), num_chains))
+                row = as_rows(tensor.detach(), num_chains)
+                rows.setdefault(tensor.dtype, []).extend([row, row[:, :1]] if row.shape[1] % 2 else [row])
                 shape = tensor.shape[1:] if num_chains > 1 else tensor.shape
                 self._names.setdefault(tensor.dtype, []).append((part, name, shape))
             for dtype, pieces in rows.items():
@@ -51,9 +54,10 @@ class FlatStates:
         flat = self.flat if flat is None else flat
         found: Parts = {part: {} for part in PARTS}
         for dtype, names in self._names.items():
-            pieces = flat[dtype][row].split([shape.numel() for _, _, shape in names])
-            for (part, name, shape), piece in zip(names, pieces, strict=True):
-                found[part][name] = piece.view(shape)
+            sizes = [shape.numel() for _, _, shape in names]
+            pieces = flat[dtype][row].split([size + size % 2 for size in sizes])
+            for (part, name, shape), size, piece in zip(names, sizes, pieces, strict=True):
+                found[part][name] = piece[:size].view(shape)
         return {part: {name: found[part][name] for name in names} for part, names in self._order.items()}
 
     def suspects(self) -> Tensor:

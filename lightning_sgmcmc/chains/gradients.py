@@ -61,7 +61,7 @@ class ChainGradients:
         groups = [group["params"] for group in sampler.param_groups]
         fused = self.model.device.type == "cuda" and is_compiled(self.compiled, self.model.device)
         gains = self.stacked is not None or fused
-        if gains and not wrapped and FlatParameters.suits([p for group in groups for p in group]):
+        if gains and not wrapped and FlatParameters.suits([p for group in groups for p in group], self.num_chains):
             self.flat = sampler.flat = FlatParameters(groups, self.num_chains, fused)
 
     def unflatten(self, sampler: Sampler | None) -> None:

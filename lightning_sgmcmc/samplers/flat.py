@@ -4,6 +4,7 @@ A step over a network then costs one operation where it would cost one for each 
 """
 
 from collections.abc import MutableMapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -116,11 +117,17 @@ class FlatParameters:
         self._of_values = {id(group.values): group for group in self.groups}
 
     @staticmethod
-    def suits(parameters: Sequence[Tensor]) -> bool:
+    def suits(parameters: Sequence[Tensor], num_chains: int) -> bool:
         """Return whether parameters can be views of one tensor: whether each lies in memory in the order of its axes,
-        and no two share memory."""
+        no two share memory, and pairs of numbers in their last axes can be viewed as complex ones.
+
+        Args:
+            parameters: in the order of the columns; with C > 1 each has a leading axis of size C.
+            num_chains: C.
+        """
         pointers = {p.data_ptr() for p in parameters if p.numel()}
-        return all(p.is_contiguous() and p.numel() for p in parameters) and len(pointers) == len(parameters)
+        ordered = all(p.is_contiguous() and p.numel() for p in parameters) and len(pointers) == len(parameters)
+        return ordered and not _splits_pairs(parameters, num_chains)
 
     def group_of(self, tensors: Sequence[Tensor]) -> FlatGroup | None:
         """Return the group whose `values` are the only tensor of a list, or None."""
@@ -180,3 +187,18 @@ class FlatParameters:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copied module has parameters with memory of their own
+
+
+def _splits_pairs(parameters: Sequence[Tensor], num_chains: int) -> bool:
+    """Return whether rows would begin a parameter at an odd place that a network may view as complex numbers.
+
+    Such are those of three axes or more with two numbers in the last, as of a convolution in Fourier space; a matrix of
+    two columns is a layer of two inputs.
+    """
+    sizes = [p.numel() // num_chains for p in parameters]
+    columns = sum(sizes) if num_chains > 1 else 0
+    for parameter, start in zip(parameters, accumulate(sizes, initial=0), strict=False):
+        axes = parameter.dim() - (num_chains > 1)
+        if axes > 2 and parameter.shape[-1] == 2 and (start % 2 or columns % 2):
+            return True
+    return False

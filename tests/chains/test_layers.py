@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, FlatPrior
-from lightning_sgmcmc.callbacks import SamplingSchedule
+from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from lightning_sgmcmc.reference.energies import FullEnergy
 from tests.support.trainers import quiet_trainer
@@ -38,12 +38,12 @@ class Texts(nn.Module):
         return checkpoint(lambda x: self.last(x).tanh(), features, use_reentrant=False)
 
 
-def fitted(net: nn.Module, chains: int = CHAINS, **options: Any) -> BayesianModule:
+def fitted(net: nn.Module, chains: int = CHAINS, *callbacks: Any, **options: Any) -> BayesianModule:
     """Return a module after eight steps."""
     torch.manual_seed(0)
     settings: dict[str, Any] = {"sampler": SGHMC, "lr": 0.1, "seed": 1, "chain_start": "same", "num_chains": chains}
     module = BayesianModule(copy.deepcopy(net), Categorical(), **(settings | options))
-    trainer = quiet_trainer(max_steps=8, callbacks=[SamplingSchedule(every_n_steps=4)])
+    trainer = quiet_trainer(max_steps=8, callbacks=[SamplingSchedule(every_n_steps=4), *callbacks])
     trainer.fit(module, DatasetDataModule(TensorDataset(IDS, LABELS), batch_size=12))
     return module
 
@@ -122,6 +122,34 @@ class Fails(Texts):
 def test_other_errors_of_the_backward_pass_are_their_own() -> None:
     with pytest.raises(RuntimeError, match=r"^a fault of the network's own"):
         fitted(Fails())
+
+
+class Spectral(nn.Module):
+    """A convolution in Fourier space, with complex weights as pairs of numbers behind a tensor of odd size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 5)
+        self.waves = nn.Parameter(torch.randn(1, 3, 2))
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        waves = torch.fft.rfft(self.first(ids.float())) * torch.view_as_complex(self.waves)
+        output: Tensor = self.last(torch.fft.irfft(waves, 5))
+        return output
+
+
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+@pytest.mark.parametrize("chains", [1, 3])
+def test_pairs_of_numbers_may_be_viewed_as_complex_ones(chains: int, execution: str) -> None:
+    """In training, and in samples, which predict what the chains' own states do."""
+    collector = SampleCollector(in_memory=True)
+    module = fitted(Spectral(), chains, collector, chain_execution=execution)
+    assert collector.posterior is not None
+    sampled = collector.posterior[-1:].predict(IDS).probabilities
+    with module.at_chain(chains - 1), torch.no_grad():
+        torch.testing.assert_close(sampled, module(IDS).softmax(1).to(sampled))
 
 
 def with_sparse_buffer() -> nn.Module:

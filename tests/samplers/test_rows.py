@@ -141,9 +141,9 @@ def test_parameters_get_their_own_memory_back() -> None:
 
 def test_rows_of_shared_or_transposed_memory_are_not_made() -> None:
     base = torch.randn(2, 3, 4)
-    assert FlatParameters.suits([base, base.clone()])
-    assert not FlatParameters.suits([base, base])
-    assert not FlatParameters.suits([base.mT])
+    assert FlatParameters.suits([base, base.clone()], 1)
+    assert not FlatParameters.suits([base, base], 1)
+    assert not FlatParameters.suits([base.mT], 1)
 
 
 @pytest.mark.parametrize("chains", [1, 3])
