@@ -57,10 +57,10 @@ def _changes_the_chain(entry: Any) -> bool:
 
 
 def write_repeating_configuration(trainer: pl.Trainer) -> None:
-    """Complete `auto.yaml` in the run's folder: the run's configuration with the choices that were made."""
+    """Complete `auto.yaml` in the folder of a run of `AutoSampling`: its configuration with the choices it made."""
     folder = run_folder(trainer)
-    auto = next(c for c in callbacks_of(trainer) if isinstance(c, AutoSampling))
-    if trainer.is_global_zero and (folder / NAME).exists() and auto.chosen:
+    auto = next((c for c in callbacks_of(trainer) if isinstance(c, AutoSampling)), None)
+    if auto is not None and trainer.is_global_zero and (folder / NAME).exists() and auto.chosen:
         _complete(folder, auto.as_configuration())
 
 

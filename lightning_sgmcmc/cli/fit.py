@@ -126,8 +126,7 @@ class SamplingCLI(LightningCLI):
             NoSamplesError: if the fit drew no sample.
         """
         module = self.model
-        if self.config.fit.auto:
-            write_repeating_configuration(self.trainer)
+        write_repeating_configuration(self.trainer)
         if samples_drawn(self.trainer) == 0 and not is_trial(self.trainer):
             steps = self.trainer.global_step
             why = "it made no step; raise max_epochs or max_time"

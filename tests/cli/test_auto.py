@@ -41,6 +41,15 @@ def test_auto_writes_the_configuration_that_repeats_it() -> None:
     assert results[0]["kind"] == "cold ensemble"
 
 
+@pytest.mark.slow
+def test_a_configuration_with_the_callback_is_repeated_too() -> None:
+    configuration = str(Path(RECIPE).with_name("digits_auto.yaml"))
+    main(["fit", "--config", configuration, "--trainer.max_epochs=10", "--trainer.enable_progress_bar=false"])
+    first, second = Path("runs/digits_auto/version_0"), Path("runs/digits_auto/version_1")
+    main(["fit", "--config", str(first / "auto.yaml")])
+    assert Posterior.load(first).records == Posterior.load(second).records
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
