@@ -1,5 +1,6 @@
 """Exponentially weighted stochastic gradients under a trainer."""
 
+import functools
 from typing import Any, get_args
 
 import pytorch_lightning as pl
@@ -203,7 +204,7 @@ class EWSG(StepClaimant):
             return self._log_weights_of(groups[0], candidates)
         sizes = [sum(p.numel() for p in group["params"]) // len(candidates) for group in groups]
         parts = zip(groups, candidates.split(sizes, -1), strict=True)
-        return torch.stack([self._log_weights_of(group, part) for group, part in parts]).sum(0)
+        return functools.reduce(torch.add, (self._log_weights_of(group, part) for group, part in parts))
 
     def _log_weights_of(self, group: dict[str, Any], gradients: Tensor) -> Tensor:
         law = self._sampler.law(group)

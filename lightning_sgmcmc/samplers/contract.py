@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.samplers.base import Sampler
 
-SHAPES: tuple[tuple[int, ...], ...] = ((), (4, 3), (5,))
+SHAPES: tuple[tuple[int, ...], ...] = ((), (4, 3), (5,), (2,), (3, 3), (1,), (2, 2), (7,))
 NUM_DATA, CHAINS, STEPS = 20, 3, 8
 DRAWN, CURVATURES = 4000, (0.5, 1.0)
 """Coordinates of each curvature of the mean potential, in the check of the law."""

@@ -175,7 +175,8 @@ class UpdateRule(Optimizer):
         products = list(torch._foreach_mul(first, second))
         if products[0].device.type == "cpu":  # in the order of the sums of a chain alone
             products = self._each(params, products)
-        return torch.stack([self._sums(as_rows(product, self.num_chains)) for product in products]).sum(0)
+        # The sum of a row is that of the row alone; the sum of a column depends on how many there are.
+        return torch.stack([self._sums(as_rows(product, self.num_chains)) for product in products], 1).sum(1)
 
     @staticmethod
     def _sums(rows: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ SAMPLERS = [
     Rule(pMCLMC, {"friction": 1.5, "alpha": 0.9, "adapt": 4}),
 ]
 
-SHAPES: list[tuple[int, ...]] = [(), (4, 3), (5,)]
+SHAPES: list[tuple[int, ...]] = [(), (4, 3), (5,), (2,), (3, 3), (1,), (2, 2), (7,)]
 NUM_DATA, CHAINS = 20, 3
 LRS = (0.1, 0.05, 0.2, 0.1, 0.02, 0.1, 0.1, 0.05)
 TEMPERATURES = (0.0, 0.0, 1.0, 0.5, 0.0, 0.0, 1.0, 2.0)
