@@ -352,7 +352,8 @@ def test_kill_9_of_one_rank_of_four(tmp_path: Path, strategy: str) -> None:
         command = [sys.executable, "run.py", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=300).returncode
 
-    assert run() not in (0, -signal.SIGKILL)
+    # The launcher of subprocesses kills the first rank if it finds another one dead before gloo tells that rank.
+    assert run() not in ((0,) if strategy == "chains" else (0, -signal.SIGKILL))
     assert (tmp_path / "killed").exists()
     checkpoint = "checkpoints/step=20.ckpt"
     if strategy == "chains":
