@@ -90,6 +90,8 @@ def explained(num_chains: int) -> Iterator[None]:
     """
     try:
         yield
+    except torch.cuda.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         if num_chains == 1 or not _passes(error, checkpoint.checkpoint):
             raise
