@@ -20,6 +20,8 @@ VERDICTS = {
     "no paper": "an experiment of our own, or an example",
 }
 """What a verdict says."""
+DIGITS, LINE = 9, 240
+"""Significant digits of kept numbers, and the longest line of a kept list or row."""
 TIMES = ("second", "time")
 """Words in the names of figures that a machine decides, which are not compared."""
 
@@ -53,8 +55,41 @@ def keep(results: Mapping[str, Any], picture: str | None) -> None:
     if picture is not None:
         own["picture"] = picture
     entry["runs"][results["scale"]] = own
-    path = FOLDER / f"{results['recipe']}.json"
-    path.write_text(json.dumps(entry, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write(results["recipe"], entry)
+
+
+def write(name: str, entry: Mapping[str, Any]) -> None:
+    """Write what is kept of a recipe, each row on a line and its figures to nine digits.
+
+    Args:
+        name: the recipe.
+        entry: what `kept` returns.
+    """
+    runs = {scale: {**run, "rows": _rounded(run["rows"])} for scale, run in entry["runs"].items()}
+    (FOLDER / f"{name}.json").write_text(_text({**entry, "runs": runs}) + "\n", encoding="utf-8")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_rounded(part) for part in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def _text(value: Any, indent: str = "") -> str:
+    """Return JSON like that of `json.dumps` with an indent of 1, but for containers that fit on a line."""
+    if not isinstance(value, dict | list):
+        return json.dumps(value, ensure_ascii=False)
+    inner = indent + " "
+    if isinstance(value, dict):
+        parts, (first, last) = [f"{json.dumps(key)}: {_text(part, inner)}" for key, part in value.items()], "{}"
+    else:
+        parts, (first, last) = [_text(part, inner) for part in value], "[]"
+    line = first + ", ".join(parts) + last
+    if "\n" not in line and len(indent + line) <= LINE:
+        return line
+    return f"{first}\n{inner}" + f",\n{inner}".join(parts) + f"\n{indent}{last}"
 
 
 def differences(name: str, results: Mapping[str, Any]) -> list[str]:

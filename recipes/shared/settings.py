@@ -26,6 +26,8 @@ def settings_file(module: str) -> Path:
 def read_settings(kind: type[Settings], options: Options) -> Settings:
     """Return a recipe's settings: the file's values, those of its section `quick` or `full`, and those of `--set`.
 
+    A name with a dot, such as `fit.members`, is a part of a setting, in a section and in `--set`.
+
     Args:
         kind: a dataclass of the recipe's module.
         options: the recipe's options.

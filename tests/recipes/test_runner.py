@@ -214,11 +214,20 @@ def test_a_killed_recipe_keeps_what_had_ended(tmp_path: Path) -> None:
 
 
 @dataclass(frozen=True)
+class Noise:
+    """A part of the settings."""
+
+    mean: float
+    std: float = 3.0
+
+
+@dataclass(frozen=True)
 class Settings:
     """Settings of this file's tests, with a name beside it."""
 
     epochs: int
     lr: dict[str, float]
+    noise: Noise
     names: tuple[str, ...] = ("a",)
 
 
@@ -228,15 +237,18 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Set
     from lightning_sgmcmc.recipes.shared import settings
 
     file = tmp_path / "here.yaml"
-    file.write_text("quick: {epochs: 3}\nfull: {epochs: 100, names: [a, b]}\nlr: {first: 1e-3}\n")
+    scales = "quick: {epochs: 3, noise.std: 2.0}\nfull: {epochs: 100, names: [a, b]}\n"
+    file.write_text(f"{scales}lr: {{first: 1e-3}}\nnoise: {{mean: 0.5, std: 1.0}}\n")
     monkeypatch.setattr(settings, "settings_file", lambda module: file)
     return lambda full=False, **changed: read_settings(Settings, Options(tmp_path, tmp_path, full, changed=changed))
 
 
 def test_settings(beside: Callable[..., Settings]) -> None:
-    assert beside() == Settings(3, {"first": 1e-3})
-    assert beside(full=True) == Settings(100, {"first": 1e-3}, ("a", "b"))
-    assert beside(epochs="7", names="[c]") == Settings(7, {"first": 1e-3}, ("c",))
+    lr, quick, full = {"first": 1e-3}, Noise(0.5, std=2.0), Noise(0.5, std=1.0)
+    assert beside() == Settings(3, lr, quick)
+    assert beside(full=True) == Settings(100, lr, full, ("a", "b"))
+    assert beside(epochs="7", names="[c]") == Settings(7, lr, quick, ("c",))
+    assert beside(**{"noise.mean": "4"}) == Settings(3, lr, Noise(4.0, std=2.0))
     with pytest.raises(ValueError, match=r"here\.yaml"):
         beside(epochs="many")
     with pytest.raises(ValueError, match=r"here\.yaml.*epoch"):
@@ -262,8 +274,12 @@ def test_results_are_complete_and_compared_with_the_kept(tmp_path: Path, monkeyp
     assert (results["rows"][0]["n"], results["rows"][0]["values"]) == (3, [1.0, 2.0, 3.0])
     assert results["hardware"]["cores"] >= 1
     assert results["origin"]["versions"]["torch"]
+    results["rows"][0]["paper"] = 1 / 3
     expected.keep(results, None)
     assert expected.differences("uci_regression", results) == []
+    text = (tmp_path / "uci_regression.json").read_text()
+    assert '"paper": 0.333333333,' in next(line for line in text.splitlines() if '"nll"' in line)
+    assert expected.kept("uci_regression")["runs"]["quick"]["settings"] == {"epochs": 3}
     assert expected.differences("uci_regression", written(tmp_path, [4.0, 5.0, 6.0])) == []
     (line,) = expected.differences("uci_regression", written(tmp_path, [5.0, 6.0, 7.0]))
     assert line == "SGLD nll is 6, kept 2, allowed ± 3.3"

@@ -30,6 +30,7 @@ from lightning_sgmcmc.samplers import (
     pSGHMC,
     pSGLD,
 )
+from lightning_sgmcmc.samplers.contract import SHAPES
 from tests.support.comparisons import assert_same
 from tests.support.trainers import fit_in_layout
 
@@ -66,7 +67,6 @@ SAMPLERS = [
     Rule(pMCLMC, {"friction": 1.5, "alpha": 0.9, "adapt": 4}),
 ]
 
-SHAPES: list[tuple[int, ...]] = [(), (4, 3), (5,), (2,), (3, 3), (1,), (2, 2), (7,)]
 NUM_DATA, CHAINS = 20, 3
 LRS = (0.1, 0.05, 0.2, 0.1, 0.02, 0.1, 0.1, 0.05)
 TEMPERATURES = (0.0, 0.0, 1.0, 0.5, 0.0, 0.0, 1.0, 2.0)
