@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sgmcmc import BayesianModule, Gaussian, GaussianPrior
 from lightning_sgmcmc.callbacks import CyclicalSchedule, SamplingSchedule
 from lightning_sgmcmc.cli.tune import _print_setting, _table
+from lightning_sgmcmc.diagnostics import autocorrelation_time
 from lightning_sgmcmc.samplers import MCLMC, pMCLMC
 from lightning_sgmcmc.tune import Limit, propose_lr
 from lightning_sgmcmc.tune.energy_search import WANTED, choose_by_energy, corrected, solve
@@ -197,6 +198,28 @@ def test_a_preconditioned_form_is_tuned_in_its_coordinates(proposal: Any) -> Non
     scaled = tuned(ROWS, functools.partial(pMCLMC, friction=8.0))
     assert 0.6 < scaled.lr / proposal.lr < 1.1
     assert scaled.is_healthy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("condition", [1.0, 100.0, 10_000.0])
+def test_the_friction_of_the_width_is_near_that_of_autocorrelation_times(condition: float) -> None:
+    """Robnik et al. find γ in a third stage, as 1/(0.4·h·t) with t the mean autocorrelation time of the coordinates.
+
+    At γ = √(τ/s²), with s² the target's own mean variance, that changes γ by less than a factor of 1.5.
+    """
+    chains, dimension, steps = 8, 50, 6000
+    curvature = torch.logspace(0, math.log10(condition), dimension, dtype=torch.float64)
+    lr, friction = 0.7 / math.sqrt(condition), float(curvature.reciprocal().mean().rsqrt())
+    p = nn.Parameter(torch.randn(chains, dimension, generator=torch.Generator().manual_seed(1)) / curvature.sqrt())
+    rule = MCLMC([p], lr=lr, friction=friction, num_data=1, num_chains=chains, seed=0)
+    rule.draw_momenta()
+    draws = torch.empty(steps, *p.shape)
+    for place in draws:
+        p.grad = curvature * p.detach()
+        rule.step()
+        place.copy_(p.detach())
+    time = float(autocorrelation_time(draws).mean())
+    assert 1 / 1.5 < 1 / (0.4 * lr * time) / friction < 1.5
 
 
 def test_a_cold_stage_is_refused() -> None:
