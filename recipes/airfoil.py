@@ -39,8 +39,8 @@ class Settings:
 
     @property
     def work(self) -> float:
-        """The seeds, which have the same work."""
-        return float(self.seeds)
+        """The steps of all seeds' networks."""
+        return float(self.seeds * self.fit.steps)
 
 
 PUBLISHED = {

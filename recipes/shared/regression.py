@@ -57,6 +57,11 @@ class Setting:
     burn_in: float = 0.25
     samples: int = 400
 
+    @property
+    def steps(self) -> int:
+        """The steps of all networks of both methods."""
+        return self.members * self.warm_steps + self.chains * (self.warm_steps + self.sampling_steps)
+
 
 def fit_and_score(data: "MakeData", method: str, setting: Setting, seed: int) -> dict[str, float]:
     """Return the metrics of the average on the test data, in the target's own units, and the fits' cost.
