@@ -1,0 +1,218 @@
+"""Damaged, foreign, lost and limited stores: what is kept, and what the user reads."""
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from safetensors.torch import load_file, save_file
+
+from lightning_sgmcmc import Posterior
+from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
+from lightning_sgmcmc.posterior.manifest import MANIFEST
+from tests.support.faults import STEPS, fit, loader, module
+from tests.support.recorders import Each
+from tests.support.trainers import quiet_trainer
+
+# -- damaged and foreign stores ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    fit(tmp_path, keep=False)
+    return tmp_path / "samples"
+
+
+def file_of(step: int) -> str:
+    return f"sample-{step:08d}-chain-000.safetensors"
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(bytes(content))
+
+
+def rename(path: Path) -> None:
+    path.write_bytes((path.parent / file_of(6)).read_bytes())
+
+
+def rewrite(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    """Return what changes a file's tensors and makes the manifest agree, as a foreign program would."""
+
+    def damage(path: Path) -> None:
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, {"step": "4", "chain": "0"})
+        lines = (path.parent / MANIFEST).read_text().splitlines()
+        lines = [line if '"step": 4,' not in line else _without_checksum(line) for line in lines]
+        (path.parent / MANIFEST).write_text("\n".join(lines) + "\n")
+
+    return damage
+
+
+def _without_checksum(line: str) -> str:
+    record = json.loads(line)
+    record.pop("checksum")
+    return json.dumps(record)
+
+
+WEIGHT = "parameter.net.0.weight"
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "cut": (cut, "is missing or damaged: its checksum differs from the manifest"),
+    "flipped": (flip, "is missing or damaged: its checksum differs from the manifest"),
+    "missing": (lambda path: path.unlink(), "is missing or damaged: .*No such file"),
+    "renamed": (rename, "is missing or damaged: its checksum differs from the manifest"),
+    "shape": (
+        rewrite(lambda t: t.update({WEIGHT: torch.zeros(3, 2)})),
+        r"'net.0.weight' has shape \(3, 2\) in the samples and \(8, 2\) in the model",
+    ),
+    "dtype": (
+        rewrite(lambda t: t.update({WEIGHT: t[WEIGHT].long()})),
+        "'net.0.weight' has type int64 in the samples and float32 in the model",
+    ),
+    "missing key": (
+        rewrite(lambda t: t.pop(WEIGHT)),
+        "'net.0.weight' has shape none in the samples",
+    ),
+    "extra key": (
+        rewrite(lambda t: t.update({"parameter.more": torch.zeros(2)})),
+        r"'more' has shape \(2,\) in the samples and none in the model",
+    ),
+    "nan": (
+        rewrite(lambda t: t[WEIGHT].view(-1)[0].fill_(float("nan"))),
+        "sample of step 4, chain 0 has NaN or infinite numbers in 'net.0.weight'",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_sample_is_named_and_the_rest_can_be_had(kind: str, store: Path) -> None:
+    damage, message = DAMAGES[kind]
+    damage(store / file_of(4))
+    before = sorted(path.name for path in store.iterdir())
+    x = torch.zeros(3, 2)
+    with pytest.raises(ValueError, match=message) as caught:
+        Posterior.load(store).predict(x)
+    assert "\n" not in str(caught.value)
+    assert "skip_damaged=True" in str(caught.value)
+    with pytest.warns(UserWarning, match=r"1 of 12 samples .* skipped, the first since .*"):
+        rest = Posterior.load(store, skip_damaged=True)
+    assert [r.step for r in rest.records] == [2, *range(6, STEPS + 1, 2)]
+    assert rest.predict(x).probabilities.isfinite().all()  # type: ignore[union-attr]
+    assert sorted(path.name for path in store.iterdir()) == before, "nothing is deleted"
+
+
+def test_a_damaged_line_in_the_middle(store: Path) -> None:
+    lines = (store / MANIFEST).read_text().splitlines()
+    lines[3] = lines[3][:20]
+    (store / MANIFEST).write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=r"line 4 of .*manifest.jsonl .*damaged.*skip_damaged=True"):
+        Posterior.load(store)
+    with pytest.warns(UserWarning, match="1 of 12 samples .* skipped"):
+        rest = Posterior.load(store, skip_damaged=True)
+    assert [r.step for r in rest.records] == [2, 4, *range(8, STEPS + 1, 2)]
+
+
+def test_a_sound_store_is_loaded_without_a_word(store: Path, recwarn: pytest.WarningsRecorder) -> None:
+    assert len(Posterior.load(store, skip_damaged=True)) == 12
+    assert not [w for w in recwarn if "skipped" in str(w.message)]
+
+
+def test_a_store_from_before_there_were_checksums(store: Path) -> None:
+    lines = (store / MANIFEST).read_text().splitlines()
+    (store / MANIFEST).write_text("\n".join([lines[0], *map(_without_checksum, lines[1:])]) + "\n")
+    assert Posterior.load(store).predict(torch.zeros(1, 2)).probabilities is not None
+    rename(store / file_of(4))
+    with pytest.raises(ValueError, match="it holds step 6, chain 0, but the manifest has step 4, chain 0"):
+        Posterior.load(store)[1]
+
+
+def test_a_store_of_another_network(store: Path) -> None:
+    message = (
+        r"samples belong to another network than the model: 'net.0.bias' has shape \(8,\) in the samples and \(5,\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        Posterior.load(store, model=module(width=5))
+
+
+@pytest.mark.parametrize("make", [lambda p: p.write_text(""), lambda p: (p.parent / "x").write_text("")])
+def test_a_folder_that_cannot_be_written_is_seen_before_the_first_step(make: Any, tmp_path: Path) -> None:
+    """(Permissions do not stop root, so the folder is a file, or lies in one.)"""
+    path = tmp_path / "samples"
+    make(path)
+    count = Each("on_train_batch_start", lambda *args: 1)
+    where = path if path.exists() else tmp_path / "x" / "samples"
+    with pytest.raises(OSError, match=rf"no sample store can be created at {where}: .*pass another dirpath"):
+        quiet_trainer(max_steps=4, callbacks=[SamplingSchedule(every_n_steps=1), SampleCollector(where), count]).fit(
+            module(), loader()
+        )
+    assert not count.seen
+
+
+def test_no_permission_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(PermissionError, match=r"no sample store can be created at .*: Permission denied"):
+        fit(tmp_path, keep=False)
+
+
+def test_a_store_that_is_gone_on_resume(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="stop here"):
+        fit(tmp_path, FailAt(10))
+    (tmp_path / "samples").rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"checkpoint refers to 4 samples in .*, which holds 0: restore the folder"):
+        fit(tmp_path, ckpt_path="last")
+
+
+class FailAt(pl.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            raise ValueError("stop here")
+
+
+# -- a limited number of samples --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fail", [9, 15])
+def test_samples_that_were_pushed_out_come_back_on_resume(fail: int, tmp_path: Path) -> None:
+    """The posterior of a resumed run is that of one without a stop, also where the limit pushed samples out since."""
+
+    def run(folder: Path, *callbacks: pl.Callback, **options: Any) -> Posterior:
+        collector = SampleCollector(folder / "samples", max_samples=3)
+        keep = pl.callbacks.ModelCheckpoint(folder, save_last=True, every_n_train_steps=6)
+        own = [SamplingSchedule(every_n_steps=1), collector, keep, *callbacks]
+        trainer = quiet_trainer(max_steps=18, callbacks=own, enable_checkpointing=True)
+        trainer.fit(module(), loader(), **options)
+        return Posterior.load(folder / "samples")
+
+    whole = run(tmp_path / "whole")
+    with pytest.raises(ValueError, match="stop here"):
+        run(tmp_path / "stopped", FailAt(fail))
+    store = tmp_path / "stopped" / "samples"
+    assert [r.step for r in Posterior.load(store).records] == [fail - 3, fail - 2, fail - 1]
+    seen: list[list[int]] = []
+
+    class AtStart(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            seen.append([r.step for r in pl_module.posterior.records])
+
+    again = run(tmp_path / "stopped", AtStart(), ckpt_path="last")
+    checkpoint = fail // 6 * 6
+    assert seen == [[checkpoint - 2, checkpoint - 1, checkpoint]]
+    assert again.records == whole.records
+    assert len(list(store.glob("*.safetensors"))) == 3, "what is no longer wanted is gone"
