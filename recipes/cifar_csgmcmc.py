@@ -3,8 +3,8 @@
 `full` is the paper's setting, for a GPU: 200 epochs of all training images, cropped and flipped, batch 64, lr₀ = 0.5 of
 the mean loss, M = 4 cycles with β = 0.8 (CIFAR-10) or 0.94 (CIFAR-100), 3 samples in each; samplers without cycles
 follow one cosine, with noise and 20 samples in its last quarter. Test errors are of the uniform average of
-probabilities. `quick` (7 minutes of one core, so about 4 on two) is the same table on 1,000 synthetic images of 16×16
-pixels, a residual network of 19,000 weights and 28 epochs. `--set folder=DIR` takes the images of DIR/train/<class>/
+probabilities. `quick` (3 minutes on two cores) is the same table on 1,000 synthetic images of 16×16
+pixels, a residual network of 19,000 weights and 20 epochs. `--set folder=DIR` takes the images of DIR/train/<class>/
 and DIR/test/<class>/ instead, at the first entry's settings, and N is their number.
 
 Where paper and program differ: the paper states the temperature 1; the program uses τ = 1/N, which produced the paper's
@@ -13,17 +13,17 @@ SGDM and Snapshot-SGDM, which the program lacks, have the same here. β is the p
 on CIFAR-100). Samples are spread evenly over the sampling stage; the program takes the ends of the last three epochs.
 Its mistake in the last step of two cycles, a step size of 0.5, is not reproduced.
 
-Measured (quick, 3 seeds of the network on the same images, standard errors; test error % of the average): SGD 25.7 ±
-1.6, SGDM 24.3 ± 2.1, SGLD 25.6 ± 1.6, SGHMC 24.4 ± 2.2; Snapshot-SGD 23.1 ± 1.2, Snapshot-SGDM 24.0 ± 1.8, cSGLD 23.7 ±
-1.5, cSGHMC 24.2 ± 2.1; at τ = 1 cSGLD 25.1 ± 1.1, cSGHMC 24.9 ± 1.6; four chains of cSGHMC 15.6 ± 0.4, at four times
-the cost. Cycles are better than none by 2 points or less, as in the paper, and by 0.06 nats of NLL; the difference of
-errors is at most one standard error. The paper's cyclical samplers beat Snapshot ensembles by 0.1 to 0.3 points. Here
-they are 0.3 to 0.6 worse, well within the errors: at 1/N the noise has almost no effect, and at τ = 1, which is much
-noise for N = 1,000, a single sample is 4 to 5 points worse. The gap between one chain and four is wider than the
+Measured (quick, 3 seeds of the network on the same images, standard errors; test error % of the average): SGD 27.0 ±
+2.3, SGDM 25.9 ± 1.2, SGLD 27.0 ± 2.2, SGHMC 26.0 ± 1.1; Snapshot-SGD 25.4 ± 2.7, Snapshot-SGDM 24.7 ± 2.1, cSGLD 25.2 ±
+2.5, cSGHMC 24.1 ± 1.4; at τ = 1 cSGLD 26.1 ± 2.0, cSGHMC 25.3 ± 1.2; four chains of cSGHMC 17.0 ± 0.7, at four times
+the cost. Cycles are better than none by 1 to 2 points, as in the paper (cSGLD - SGLD -1.9 ± 0.5, cSGHMC - SGHMC -1.9 ±
+0.8). The paper's cyclical samplers beat Snapshot ensembles by 0.1 to 0.3 points. Here they are better by 0.2 ± 0.3 and
+0.6 ± 0.9 (in an earlier run of 28 epochs worse by as much): at 1/N the noise has almost no effect, and at τ = 1, which
+is much noise for N = 1,000, a single sample is 3 points worse. The gap between one chain and four is wider than the
 paper's (0.3 and 1.3). On the segments between samples of two cycles the error falls evenly, without the paper's spike:
-seven epochs do not take a chain out of its basin. Between two chains it rises to 90 %. The multidimensional scaling
-does show one group for each cycle. Momentum 0.9 at this lr₀ is better here (one seed: 16.1 for cSGHMC), also without a
-spike. `full` has not been run: no GPU was available.
+so few epochs do not take a chain out of its basin. Between two chains it rises to 90 %. The multidimensional scaling
+does show one group for each cycle. Momentum 0.9 at this lr₀ is better here (one seed of 28 epochs: 16.1 for cSGHMC),
+also without a spike. `full` has not been run: no GPU was available.
 """
 
 import functools
