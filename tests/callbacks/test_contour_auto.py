@@ -23,7 +23,7 @@ from lightning_sgmcmc.callbacks import (
 )
 from lightning_sgmcmc.contour import ContourGoals, choose_contour
 from lightning_sgmcmc.diagnostics.findings import FindingKind
-from tests.callbacks.test_contour_gradient import SaveAt, fit
+from tests.support.contour_fits import SaveAt, fit
 from tests.support.problems import ConjugateRegression, Data, network
 from tests.support.trainers import quiet_trainer
 
