@@ -15,10 +15,10 @@ seconds of one thread, measured in turns. The chains share their batch and the f
 nothing is shared, and four chains cost four networks. Bytes: a sample's file beside the sampled numbers. Memory: the
 module's tensors with four chains beside those of one network.
 
-Measured: a step of one chain costs 0.96 to 0.99 (on a busier machine 1.13), of four 1.79 to 1.94 of plain LoRA's;
-a sample's file has 1.019 times the sampled numbers' bytes, and the module of four chains 1.003 times one network's. The
-quick setting is for these figures: in its few steps the trunk learns too little to help, and all methods stay near
-chance on the new classes (accuracy 0.23 to 0.28 of four, NLL 1.57 of one network, 1.43 of four, 1.51 of the samples).
+Measured: a step of one chain costs 0.96 to 1.04 (on a busier machine 1.13), of four 1.79 to 1.94 of plain LoRA's; a
+sample's file has 1.019 times the sampled numbers' bytes, and the module of four chains 1.003 times one network's. The
+quick setting is for these figures: in its few steps the trunk learns too little to help, and all methods stay at chance
+on the new classes (accuracy 0.25 to 0.28, NLL 1.39 to 1.40; four classes alike have 1.386).
 """
 
 import statistics
