@@ -22,6 +22,8 @@ VERDICTS = {
 """What a verdict says."""
 DIGITS, LINE = 9, 240
 """Significant digits of kept numbers, and the longest line of a kept list or row."""
+OPTIONAL = ("error", "paper", "paper_error")
+"""Parts of a row that may be None."""
 TIMES = ("second", "time")
 """Words in the names of figures that a machine decides, which are not compared."""
 
@@ -39,6 +41,8 @@ def kept(name: str) -> dict[str, Any]:
     """
     content = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     assert isinstance(content, dict), name
+    for run in content["runs"].values():
+        run["rows"] = [{**dict.fromkeys(OPTIONAL), **row} for row in run.get("rows", ())]
     return content
 
 
@@ -59,13 +63,19 @@ def keep(results: Mapping[str, Any], picture: str | None) -> None:
 
 
 def write(name: str, entry: Mapping[str, Any]) -> None:
-    """Write what is kept of a recipe, each row on a line and its figures to nine digits.
+    """Write what is kept of a recipe: each row on a line, its figures to nine digits, without empty `OPTIONAL` parts.
 
     Args:
         name: the recipe.
         entry: what `kept` returns.
     """
-    runs = {scale: {**run, "rows": _rounded(run["rows"])} for scale, run in entry["runs"].items()}
+    runs = {}
+    for scale, run in entry["runs"].items():
+        rows = [
+            {key: value for key, value in row.items() if value is not None or key not in OPTIONAL}
+            for row in run["rows"]
+        ]
+        runs[scale] = {**run, "rows": _rounded(rows)}
     (FOLDER / f"{name}.json").write_text(_text({**entry, "runs": runs}) + "\n", encoding="utf-8")
 
 
