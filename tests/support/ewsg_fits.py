@@ -7,13 +7,8 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc import (
-    BayesianModule,
-    UnderdampedLangevin,
-)
-from lightning_sgmcmc.callbacks import (
-    SamplerCallback,
-)
+from lightning_sgmcmc import BayesianModule, UnderdampedLangevin
+from lightning_sgmcmc.callbacks import SamplerCallback
 from tests.support.problems import Data, Even, Plain
 from tests.support.trainers import quiet_trainer
 
