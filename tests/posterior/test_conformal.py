@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
 from lightning_sgmcmc.posterior.store import MemoryStore, TargetScaling
-from tests.posterior.test_posterior import filled, in_memory
+from tests.support.posteriors import filled, in_memory
 
 DRAWS, CALIBRATION, NEW, LEVEL = 60, 49, 400, 0.9
 

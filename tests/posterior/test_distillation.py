@@ -14,7 +14,7 @@ from lightning_sgmcmc.posterior import Distillation
 from lightning_sgmcmc.posterior.distillation import distillation_loss, prediction_of
 from lightning_sgmcmc.posterior.store import MemoryStore, TargetScaling
 from lightning_sgmcmc.predictions import ClassPrediction, RegressionPrediction
-from tests.posterior.test_posterior import filled, in_memory
+from tests.support.posteriors import filled, in_memory
 
 
 def posterior_of(kind: str) -> Posterior:

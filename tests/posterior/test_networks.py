@@ -17,8 +17,8 @@ from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.posterior.store import MemoryStore, TargetScaling
 from lightning_sgmcmc.predictions import ClassPrediction
-from tests.posterior.test_posterior import MODULES, classifier, convolutional, filled, in_memory, inputs, states
 from tests.pretrained.networks import Sentences, encoder, lora
+from tests.support.posteriors import MODULES, classifier, convolutional, filled, in_memory, inputs, states
 from tests.support.small_run import loader
 from tests.support.trainers import quiet_trainer
 

@@ -11,7 +11,7 @@ from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.chains import together
 from lightning_sgmcmc.posterior import disk, predictive
 from lightning_sgmcmc.posterior.disk import DiskStore
-from tests.posterior.test_posterior import MODULES, classifier, filled, in_memory, inputs
+from tests.support.posteriors import MODULES, classifier, filled, in_memory, inputs
 
 
 @pytest.fixture

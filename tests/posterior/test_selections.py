@@ -12,7 +12,7 @@ from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.store import MemoryStore, TargetScaling
-from tests.posterior.test_posterior import classifier, filled, in_memory, inputs
+from tests.support.posteriors import classifier, filled, in_memory, inputs
 
 
 def drawn(values: np.ndarray, log_weights: np.ndarray | None = None) -> Posterior:
