@@ -151,7 +151,7 @@ def test_the_time_to_a_nll() -> None:
     assert cifar_sprint.first_time(curve, 0.1) is None
 
 
-def test_the_averages_are_those_of_the_library(tmp_path: Path) -> None:
+def test_the_averages_are_those_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a burn-in the figures after each drawing are those of `BayesianModelAverage`, ECE and AUROC too."""
     from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector
 
@@ -159,6 +159,7 @@ def test_the_averages_are_those_of_the_library(tmp_path: Path) -> None:
     data, unknown = fits.datamodules(SMALL, options)
     data.setup("fit")
     torch.manual_seed(0)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # else the chains' seed is of the system
     module = fits.module_of("chains", 2, data, SMALL)
     average = BayesianModelAverage(ood={"other": unknown})
     callbacks = [fits.schedule_of("chains", SMALL), SampleCollector(in_memory=True), average]
