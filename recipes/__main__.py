@@ -23,6 +23,7 @@ from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.pages import write_pages
 from lightning_sgmcmc.recipes.shared.results import markdown, write_results
 from lightning_sgmcmc.recipes.shared.settings import plain_settings, read_settings
+from lightning_sgmcmc.recipes.shared.workers import LastingWorkers
 from lightning_sgmcmc.run.origin import origin_of_run
 
 FOLDER = Path(__file__).parent
@@ -178,7 +179,8 @@ def run_recipe(arguments: Sequence[str] | None = None, program: str = "python -m
         given.dry_run,
     )
     folders = {given.name: options.out} if given.name != ALL else {name: options.out / name for name in known}
-    failed = _run_each(folders, options, alone=given.name != ALL)
+    with LastingWorkers():
+        failed = _run_each(folders, options, alone=given.name != ALL)
     if given.check and not given.dry_run:
         failed |= any([_differs(name, folder) for name, folder in folders.items()])
     if given.report is not None and not given.dry_run:

@@ -1,21 +1,17 @@
 """Many runs of a recipe: side by side on a CPU's cores or on several machines, or one after the other on a GPU."""
 
 import functools
-import multiprocessing
-import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.store import Finished, JobStore, name_of
 from lightning_sgmcmc.recipes.shared.trainers import within_job
+from lightning_sgmcmc.recipes.shared.workers import usable_cores, workers
 
 HERE = "here"
 Job = TypeVar("Job", bound=tuple[Any, ...])
@@ -100,11 +96,6 @@ SECONDS: list[float] = []
 """Processor time of the jobs of this process's recipe, for its results."""
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-
-
 class Progress:
     """Prints how many jobs have ended, and the time left, at most every ten seconds.
 
@@ -154,48 +145,10 @@ def _completed(
         return
     if not jobs:
         return  # a cluster is not needed
-    with _executor(options) as pool:
+    with workers(options.executor) as pool:
         futures = {pool.submit(call, job, store.path(job)): job for job in jobs}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.exception() or future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-@contextmanager
-def _executor(options: Options) -> Iterator[Executor]:
-    """Return processes of this machine, or the workers of a dask.distributed cluster."""
-    if options.executor is None:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(usable_cores(), context, initializer=_end_with_the_parent) as pool:
-            yield pool
-        return
-    try:
-        from distributed import Client
-    except ImportError as error:
-        raise ImportError("--executor needs dask.distributed: pip install 'lightning-sgmcmc[cluster]'") from error
-    with Client(options.executor, set_as_default=False) as client:
-        threads = client.nthreads()
-        if any(count != 1 for count in threads.values()):
-            raise ValueError(
-                f"the cluster {options.executor} has workers with {max(threads.values())} threads, and jobs of one "
-                "process share torch's generators: start them by `dask worker ADDRESS --nworkers N --nthreads 1`"
-            )
-        yield client.get_executor(pure=False)
-
-
-def _end_with_the_parent() -> None:
-    """End this worker when the recipe's process ends, also by a signal that lets it clean up nothing."""
-    parent = multiprocessing.parent_process()
-
-    def wait() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(128 + signal.SIGTERM)
-
-    threading.Thread(target=wait, daemon=True).start()
+        for future in as_completed(futures):
+            yield futures[future], future.exception() or future.result()
 
 
 def _call(

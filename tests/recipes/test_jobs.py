@@ -7,11 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
 
-from lightning_sgmcmc.recipes.shared import jobs
+from lightning_sgmcmc.recipes.shared import workers as recipe_workers
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
@@ -24,7 +25,7 @@ def busy(name: object, options: object) -> None:
 
 
 def worker() -> None:
-    jobs._end_with_the_parent()
+    recipe_workers.end_with_the_parent()
     Path(f"worker-{os.getpid()}").touch()
     time.sleep(600)
 
@@ -53,6 +54,28 @@ def waited_for(what: Callable[[], bool], seconds: float = 120) -> bool:
 
 def workers() -> list[int]:
     return [int(path.name.partition("-")[2]) for path in Path.cwd().glob("worker-*")]
+
+
+def test_calls_share_their_processes_until_one_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that dies fails the jobs of its call, and the next call has new ones."""
+    monkeypatch.setattr(recipe_workers, "START", "fork")  # fast, and nothing here uses torch
+
+    def processes(job: Callable[..., object] = os.getpid, *arguments: object) -> set[object]:
+        with recipe_workers.workers(None) as pool:
+            return {pool.submit(job, *arguments).result() for _ in range(4)}
+
+    with recipe_workers.LastingWorkers():
+        first = processes()
+        assert first & processes()
+        with pytest.raises(BrokenProcessPool):
+            processes(os._exit, 3)
+        second = processes()
+        assert not second & first
+        with pytest.raises(ZeroDivisionError):
+            processes(divmod, 1, 0)
+        assert processes()
+    assert recipe_workers.LastingWorkers.current is None
+    assert not processes() & second
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
