@@ -14,7 +14,7 @@ from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.contour_run import ContourRun
 from lightning_sgmcmc.simulation.exchange_run import Ladders
-from lightning_sgmcmc.simulation.targets import Density
+from lightning_sgmcmc.simulation.targets import Density, Target
 
 CHUNK = 1024
 """Steps whose noise is drawn at once; it affects a seed's results, since normal_ depends on the tensor's length."""
@@ -63,7 +63,7 @@ class TargetSteps:
         contour: ContourRun | None = None,
         ladders: Ladders | None = None,
     ) -> None:
-        self.target = target
+        self.target = target.to(place) if isinstance(target, Target) else target
         self.rule = rule
         self.place = place
         self.levels = levels

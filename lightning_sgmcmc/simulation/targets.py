@@ -4,11 +4,12 @@ A target is `p(x) ∝ exp(-U(x)/τ)` of x in d dimensions (one or two). Energies
 coordinates, along any leading axes, so that thousands of chains are computed at once.
 """
 
+import copy
 import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,11 @@ from lightning_sgmcmc.contour.partition import bin_index
 GRID_1D = 1_000_000
 GRID_2D = 2_000
 """Cells of the quadrature along each axis."""
+QUADRATURE_PART = 2**14
+"""Cells whose energies are computed at once, which bounds the memory of a mixture of many components."""
+
+
+Of = TypeVar("Of", bound="Target")
 
 
 class Density(Protocol):
@@ -51,6 +57,14 @@ class Target(ABC):
     def modes(self) -> Tensor:
         """All modes, shape (M, d), float64."""
 
+    def to(self: Of, like: Tensor) -> Of:
+        """Return this target with its tensors on the device of another one and in its type, for many steps."""
+        moved = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(moved, name, value.to(like))
+        return moved
+
     # -- the truth, by quadrature -------------------------------------------------------------------------------------
 
     def cells(self, count: int | None = None) -> Tensor:
@@ -70,7 +84,7 @@ class Target(ABC):
     def _quadrature(self) -> tuple[Tensor, Tensor]:
         """The cells' centres and energies."""
         cells = self.cells()
-        return cells, self.energy(cells)
+        return cells, torch.cat([self.energy(part) for part in cells.split(QUADRATURE_PART)])
 
     def expectation(self, function: Callable[[Tensor], Tensor], temperature: float = 1.0) -> Tensor:
         """Return E[f(x)], shape (F…), for a function from (n, d) to (n, F…)."""
@@ -140,8 +154,7 @@ class GaussianMixture(Target):
         reach = 10 * math.sqrt(variance)
         self.bounds = (float(self.means.min()) - reach, float(self.means.max()) + reach)
         constant = 0.5 * self.dimension * math.log(2 * math.pi * variance)
-        # Plain numbers, so that they are constants in compiled loops, whatever the device and type of x.
-        self._terms = list(zip((self.weights.log() - constant).tolist(), self.means.tolist(), strict=True))
+        self._logs = self.weights.log() - constant
 
     @classmethod
     def two_modes(cls, heavy: float = 0.6) -> "GaussianMixture":
@@ -154,31 +167,23 @@ class GaussianMixture(Target):
         axis = (-4.0, -2.0, 0.0, 2.0, 4.0)
         return cls([1.0] * 25, [[a, b] for a in axis for b in axis], 0.03)
 
-    def _relative_parts(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the largest log component max_j log(w_j·N(x; μ_j, σ²I)), and all components relative to it; pointwise,
-        so that compiled steps become one loop."""
-        logs = []
-        for log_weight, mean in self._terms:
-            square = (x[..., 0] - mean[0]) ** 2
-            for i in range(1, self.dimension):
-                square = square + (x[..., i] - mean[i]) ** 2
-            logs.append(log_weight - square / (2 * self.variance))
-        largest = functools.reduce(torch.maximum, logs)
-        return largest, [(part - largest).exp() for part in logs]
+    def _log_parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log(w_j·N(x; μ_j, σ²I)), shape (M, …), and the coordinates of the means, shape (d, M, 1, …).
+
+        Chains are the last axes, along which a compiled loop is vectorised.
+        """
+        ones = [1] * (x.dim() - 1)
+        means, logs = self.means.T.to(x).reshape(self.dimension, -1, *ones), self._logs.to(x).reshape(-1, *ones)
+        squares = sum((x[..., i] - means[i]).square() for i in range(self.dimension))
+        return logs - squares / (2 * self.variance), means
 
     def energy(self, x: Tensor) -> Tensor:
-        largest, parts = self._relative_parts(x)
-        return -largest - functools.reduce(torch.add, parts).log()
+        return -self._log_parts(x)[0].logsumexp(0)
 
     def gradient(self, x: Tensor) -> Tensor:
-        _, parts = self._relative_parts(x)
-        total = functools.reduce(torch.add, parts)
-        means = [mean for _, mean in self._terms]
-        centres = [
-            functools.reduce(torch.add, (part * mean[i] for part, mean in zip(parts, means, strict=True))) / total
-            for i in range(self.dimension)
-        ]
-        return (x - torch.stack(centres, -1)) / self.variance
+        logs, means = self._log_parts(x)
+        shares = logs.softmax(0)
+        return (x - torch.stack([(shares * mean).sum(0) for mean in means], -1)) / self.variance
 
     @property
     def mean(self) -> Tensor:

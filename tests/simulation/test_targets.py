@@ -93,3 +93,16 @@ def test_bad_mixtures_are_refused() -> None:
         GaussianMixture([1.0, 1.0], [[0.0]])
     with pytest.raises(ValueError, match="weights must be positive"):
         GaussianMixture([1.0, -1.0], [[0.0], [1.0]])
+
+
+def test_a_mixture_has_torchs_density_and_moves_with_its_tensors() -> None:
+    target = TARGETS["asymmetric"]
+    assert isinstance(target, GaussianMixture)
+    parts = torch.distributions.Normal(target.means[:, 0], math.sqrt(target.variance))
+    mixture = torch.distributions.MixtureSameFamily(torch.distributions.Categorical(target.weights), parts)
+    x = torch.linspace(-30, 30, 1001).double()[:, None]
+    torch.testing.assert_close(target.energy(x), -mixture.log_prob(x[:, 0]))
+    single = target.to(torch.zeros(1))
+    assert single.means.dtype == torch.float32
+    assert target.means.dtype == torch.float64
+    torch.testing.assert_close(single.energy(x.float()), target.energy(x).float())
