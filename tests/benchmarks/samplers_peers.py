@@ -8,8 +8,7 @@ count. Seconds are of the processor, one thread each, batches' draws included, s
 The peers' step sizes are those of U itself, which is the form of the light loop: ε of SGLD, h of a sampler with a
 momentum, α = η/h (`peers/turns.py`). On the Gaussian each program's stationary variance is compared with that of its
 own update rule (`peers/stationary.py`), so an error in this map would show. Rules differ: ours moves the place by the
-new momentum, theirs by the old one; blackjax's SGHMC draws new momenta, and one batch, for each eight steps. So it has
-two rows on each problem: beside ours with a batch for each step, and with one for each eight.
+new momentum, theirs by the old one; blackjax's SGHMC draws new momenta, and one batch, for each eight steps.
 
 Needs uv, which makes the peers' environments in the user's cache.
 """
@@ -34,8 +33,7 @@ from torch import Tensor
 from lightning_sgmcmc.recipes.samplers_bench.chains import error_of
 from lightning_sgmcmc.recipes.samplers_bench.methods import FRICTION, METHODS
 from lightning_sgmcmc.recipes.samplers_bench.problems import Gaussian, LinearRegression, Problem
-from lightning_sgmcmc.simulation import FiniteSum, sample_sum, simulate
-from lightning_sgmcmc.simulation.gradient_estimators import GradientEstimator
+from lightning_sgmcmc.simulation import FiniteSum, UniformGradient, sample_sum, simulate
 from lightning_sgmcmc.simulation.gradient_runs import OfBatches, SumRun
 from lightning_sgmcmc.simulation.steps import CHUNK
 
@@ -44,7 +42,7 @@ sys.path.insert(0, str(PEERS))
 from environments import PEERS as KNOWN  # noqa: E402
 from environments import default_folder, prepare  # noqa: E402
 from stationary import variance  # noqa: E402
-from turns import INNER_STEPS, Case  # noqa: E402
+from turns import Case  # noqa: E402
 
 BATCH, STEPS, EVERY = 25, 4 * CHUNK, 16
 GAUSSIAN, REGRESSION = "Gaussian", "linear regression"
@@ -61,7 +59,6 @@ class Comparison:
         factor: the step over the largest stable one, see `METHODS`.
         compiled: whether the light loop compiles.
         noisy: whether the gradient has noise.
-        held: steps of ours that share a batch, or the gradient's noise.
     """
 
     sampler: str
@@ -69,20 +66,17 @@ class Comparison:
     factor: float
     compiled: bool = False
     noisy: bool = True
-    held: int = 1
 
 
 COMPARISONS = (
     Comparison("SGLD", GAUSSIAN, 0.2, compiled=True),
     Comparison("SGHMC", GAUSSIAN, 0.08, compiled=True),
-    Comparison("SGHMC", GAUSSIAN, 0.08, compiled=True, held=INNER_STEPS),
     Comparison("SGHMC", GAUSSIAN, 0.2, compiled=True),
     Comparison("BAOAB", GAUSSIAN, 0.2, compiled=True),
     Comparison("SGNHT", GAUSSIAN, 0.08, compiled=True),
     Comparison("MCLMC", GAUSSIAN, 0.08, compiled=True, noisy=False),
     Comparison("SGLD", REGRESSION, 0.2, compiled=True),
     Comparison("SGHMC", REGRESSION, 0.08, compiled=True),
-    Comparison("SGHMC", REGRESSION, 0.08, compiled=True, held=INNER_STEPS),
     Comparison("BAOAB", REGRESSION, 0.2, compiled=True),
     Comparison("SGNHT", REGRESSION, 0.08, compiled=True),
 )
@@ -110,75 +104,42 @@ class RegressionSum(FiniteSum):
         return ((x @ self.inputs.T - self.targets).square().sum(1) + x.square().sum(1)) / 2
 
 
-class Diagonal(FiniteSum):
-    """The recipe's Gaussian along the axes, for the light loops."""
+@dataclass(frozen=True)
+class PausedGradient(UniformGradient):
+    """The gradient of a uniform batch; it calls `pause` behind each block of steps."""
 
-    num_data = 1
+    pause: Pause = lambda: None
+
+    def begin(self, run: SumRun) -> OfBatches:
+        return PausedBatches(run, self.batch_size, self.pause)
+
+
+class PausedBatches(OfBatches):
+    """The batches of a `PausedGradient`."""
+
+    def __init__(self, run: SumRun, batch_size: int, pause: Pause) -> None:
+        super().__init__(run, batch_size)
+        self.pause, self.drawn, self.blocks = pause, 0, 0
+
+    def draw(self, steps: int) -> Tensor:
+        if self.drawn // STEPS > self.blocks:
+            self.blocks += 1
+            self.pause()
+        self.drawn += steps
+        return super().draw(steps)
+
+
+class Diagonal:
+    """The recipe's Gaussian along the axes, for the light loop."""
 
     def __init__(self, variances: Tensor) -> None:
         self.variances, self.dimension = variances, len(variances)
-
-    def batch_gradients(self, x: Tensor, indices: Tensor) -> Tensor:
-        return self.gradient(x)[:, None]
 
     def gradient(self, x: Tensor) -> Tensor:
         return x / self.variances
 
     def energy(self, x: Tensor) -> Tensor:
         return (x.square() / self.variances).sum(-1) / 2
-
-
-@dataclass(frozen=True)
-class PausedGradient(GradientEstimator):
-    """A uniform batch's gradient, or that of all data with noise; it calls `pause` after each block of steps.
-
-    Args:
-        scale: standard deviation of the noise; None draws batches.
-        held: steps that share a batch, or noise.
-        pause: what is called.
-    """
-
-    scale: float | None
-    held: int
-    pause: Pause
-
-    def begin(self, run: SumRun) -> OfBatches:
-        return PausedBatches(run, self) if self.scale is None else PausedNoise(run, self)
-
-
-class PausedBatches(OfBatches):
-    """The batches of a `PausedGradient`."""
-
-    def __init__(self, run: SumRun, estimator: PausedGradient) -> None:
-        super().__init__(run, BATCH)
-        self.estimator, self.drawn, self.blocks = estimator, 0, 0
-
-    def draw(self, steps: int) -> Tensor:
-        held = self.estimator.held
-        if self.drawn // STEPS > self.blocks:
-            self.blocks += 1
-            self.estimator.pause()
-        self.drawn += steps
-        own = self.numbers(max(1, steps // held))
-        return own if held == 1 else own.repeat_interleave(min(held, steps), 0)
-
-    def numbers(self, count: int) -> Tensor:
-        """Return the random numbers of so many steps with their own."""
-        return super().draw(count)
-
-
-class PausedNoise(PausedBatches):
-    """The noise of a `PausedGradient`."""
-
-    def numbers(self, count: int) -> Tensor:
-        return torch.randn(count, *self._run.place.shape, generator=self._batches)
-
-    def at(self, place: Tensor, drawn: Tensor) -> Tensor:
-        assert self.estimator.scale is not None
-        return self._run.target.gradient(place) + self.estimator.scale * drawn
-
-    def take(self) -> Tensor:
-        return self.at(self._run.place, self.draw(1)[0])
 
 
 class PeerProcess:
@@ -285,12 +246,10 @@ def ours(one: Comparison, problem: Problem, start: Tensor, scale: float, steps: 
     known = METHODS[one.sampler]
     lr = known.step_size(one.factor, problem.stiffness, 1)
     sampler = known.build(lr, 1)
-    if isinstance(problem, LinearRegression) or one.held > 1:
-        regression = isinstance(problem, LinearRegression)
-        target = RegressionSum(problem) if isinstance(problem, LinearRegression) else Diagonal(problem.variances)
+    if isinstance(problem, LinearRegression):
+        target, marks = RegressionSum(problem), range(EVERY, steps + 1, EVERY)
         options: dict[str, Any] = {"lr": lr, "num_steps": steps, "num_chains": len(start), "initial": start, "seed": 1}
-        estimator = PausedGradient(None if regression else scale, one.held, pause)
-        marks = range(EVERY, steps + 1, EVERY)
+        estimator = PausedGradient(BATCH, pause)
         return sample_sum(target, sampler, estimator, at_steps=marks, compile=one.compiled, **options).positions
     assert isinstance(problem, Gaussian)
 
@@ -326,7 +285,7 @@ def variances_of(one: Comparison, problem: Problem, program: str, blocks: Blocks
     exact = problem.variances.double()
     scale = problem._scale if one.noisy else 0.0
     step = step_of(one, problem)
-    known = [variance(program, one.sampler, 1 / float(v), scale, step, FRICTION, one.held) / float(v) for v in exact]
+    known = [variance(program, one.sampler, 1 / float(v), scale, step, FRICTION) / float(v) for v in exact]
     of_chains = (torch.cat(blocks.places[1:]).double().square().mean(0) / exact).mean(1)  # (C,)
     error = float(of_chains.std() / len(of_chains) ** 0.5)
     formula = "" if np.isnan(known).any() else "unstable" if np.isinf(known).any() else f"{np.mean(known):.3f}"
@@ -359,7 +318,6 @@ def rows_of(one: Comparison, problem: Problem, found: dict[str, Blocks]) -> list
             times = [a / b for a, b in zip(mine.seconds[1:], blocks.seconds[1:], strict=True)]
             ratios = [spread([a / b for a, b in both]) if np.isfinite(error) else "0", spread(times)]
         what = f"{one.sampler}, {one.factor:g}" + (", full gradient" if not one.noisy else "")
-        what += f", a batch for {one.held} steps" if one.held > 1 else ""
         label = program + (", compiled" if program == "ours" and one.compiled else "")
         shown = f"{error:.3f}" if np.isfinite(error) and error < 1e3 else "diverged"
         micro = f"{1e6 * statistics.median(blocks.seconds[1:]):.0f}"
@@ -385,7 +343,6 @@ def main() -> None:
             if options.only and not any(part in f"{one.problem}, {one.sampler}" for part in options.only):
                 continue
             own = [peer for peer in peers if one.sampler in peer.description["samplers"]]
-            own = [peer for peer in own if one.held == 1 or peer.name == "blackjax"]
             chosen = Comparison(**asdict(one) | {"compiled": one.compiled and not options.eager})
             rows += rows_of(chosen, *compare(chosen, own, options.rounds, options.chains, folder))
             print(*("| " + " | ".join(row) + " |" for row in rows[-len(own) - 1 :]), sep="\n", flush=True)

@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 Matrix = NDArray[np.float64]
 
 
-def variance(
-    program: str, sampler: str, curvature: float, noise: float, step: float, friction: float, held: int = 1
-) -> float:
+def variance(program: str, sampler: str, curvature: float, noise: float, step: float, friction: float) -> float:
     """Return the stationary variance of x, infinite if the chain is not stable; NaN if there is no formula.
 
     Args:
@@ -22,7 +20,6 @@ def variance(
         noise: σ.
         step: ε of SGLD, h² of a sampler with a momentum.
         friction: η, the share of its momentum that a step takes.
-        held: steps of our SGHMC that share a batch; x is that before the last of them.
     """
     h = step**0.5
     if sampler == "SGLD":
@@ -39,8 +36,7 @@ def variance(
         return float("nan")
     kick_with_drag = np.array([[1, 0], [-h * curvature, 1 - friction]])
     if program == "ours":  # the momentum first, then the place by the new momentum
-        through, unit = drift @ kick_with_drag, drift @ heat @ drift.T
-        return _held(through, 2 * friction * unit, (h * noise) ** 2 * unit, held)
+        return solved(drift @ kick_with_drag, (2 * friction + (h * noise) ** 2) * drift @ heat @ drift.T)
     at_once = drift + kick_with_drag - np.eye(2)  # the place by the old momentum
     if program == "posteriors":
         return solved(at_once, (2 * friction + (h * noise) ** 2) * heat)
@@ -56,34 +52,8 @@ def solved(matrix: Matrix, added: Matrix) -> float:
     """
     if np.abs(np.linalg.eigvals(matrix)).max() >= 1:
         return float("inf")
-    return float(_covariance(matrix, added)[0, 0])
-
-
-def _covariance(matrix: Matrix, added: Matrix) -> Matrix:
     size = len(matrix)
-    return np.linalg.solve(np.eye(size**2) - np.kron(matrix, matrix), added.reshape(-1)).reshape(size, size)
-
-
-def _held(matrix: Matrix, heat: Matrix, batch: Matrix, held: int) -> float:
-    """Return the variance of x before the last step of those that share a batch.
-
-    Args:
-        matrix: A of a step.
-        heat: covariance that a step adds.
-        batch: covariance that a batch adds in one step.
-        held: steps that share a batch.
-    """
-    if np.abs(np.linalg.eigvals(matrix)).max() >= 1:
-        return float("inf")
-
-    def after(start: Matrix, steps: int) -> Matrix:
-        powers = [np.linalg.matrix_power(matrix, k) for k in range(steps + 1)]
-        of_batch = sum(powers[:-1], np.zeros_like(matrix))
-        added = [one @ heat @ one.T for one in powers[:-1]]
-        return sum(added, powers[-1] @ start @ powers[-1].T + of_batch @ batch @ of_batch.T)
-
-    stationary = _covariance(np.linalg.matrix_power(matrix, held), after(np.zeros_like(matrix), held))
-    return float(after(stationary, held - 1)[0, 0])
+    return float(np.linalg.solve(np.eye(size**2) - np.kron(matrix, matrix), added.reshape(-1))[0])
 
 
 def _refreshed(matrix: Matrix, heat: float, batch_noise: float) -> float:
