@@ -23,7 +23,7 @@ warm-up and search for step sizes included. It has no row on networks, whose tru
 budget ends within its warm-up. Parameter expansion (`expand`) has no row: densities and regressions have no products of
 matrices, and on networks its prior on the factors makes another posterior, whose distance to this truth says nothing.
 
-quick is one repeat of short chains with two of the noises and the smallest network; full has two repeats, all noises
+quick is one repeat of short chains with one of the noises and the smallest network; full has two repeats, all noises
 and three networks.
 """
 
