@@ -12,12 +12,12 @@ of -0.903 ± 0.025, and 90.8 ± 0.4 % of the targets in its 90 % intervals, in 3
 0.153 ± 0.009, -0.600 ± 0.079 and 78.1 ± 0.6 %, in 234. On the same splits the posterior's RMSE is lower by 0.0134 ±
 0.0018, and its NLL by 0.30 ± 0.07. The published 0.1215 ± 0.0042 and -0.9126 took 2,410 seconds. So the NLL is as the
 published one, and the RMSE above it. Split 0, on which our random forest has the published 0.256, is easier than the
-others: 0.126 and -0.986 there (quick, in 175 seconds: 0.132 and -1.007, the ensemble 0.156 and -0.716 in 120).
+others: 0.126 and -0.986 there (quick, with half the steps: 0.136 and -0.970, the ensemble 0.166 and -0.638).
 
 Tried and worse: one noise for all inputs with networks of 128x3 (0.161, -0.44); in a plain loop of the same rule, a
 time step half as large again, at which chains leave their mode (0.140, -0.85), or a prior std of 1 (0.134, -0.97).
 
-quick is the split 0 with about half the steps (`python -m recipes airfoil --data-root DIR`), full five splits.
+quick is the split 0 with half the steps or less (`python -m recipes airfoil --data-root DIR`), full five splits.
 """
 
 from dataclasses import dataclass

@@ -114,8 +114,9 @@ def _counted(number: int | str, plural: str) -> str:
 def _time(run: dict[str, Any]) -> str:
     if "hardware" not in run:
         return f"{run['seconds']:,.0f} s on two busy CPU cores"
-    cores = run["hardware"]["cores"]
+    cores, instructions = run["hardware"]["cores"], run["hardware"].get("instructions")
     place = run["hardware"]["gpu"] or f"a machine with {cores} CPU {'core' if cores == 1 else 'cores'}"
+    place += f" ({instructions})" if instructions and not run["hardware"]["gpu"] else ""
     return f"{run['seconds']:,.0f} s of processor time, on {place}"
 
 

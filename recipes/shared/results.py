@@ -90,10 +90,12 @@ def write_results(
 
 
 def hardware() -> dict[str, Any]:
-    """Return the number of this machine's cores that may be used, and the name of its GPU, None without one."""
+    """Return the number of this machine's cores that may be used, the vector instructions that torch uses on them
+    ("AVX2"), which tell slow machines from fast ones, and the name of its GPU, None without one."""
     import torch
 
-    return {"cores": usable_cores(), "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"cores": usable_cores(), "instructions": torch.backends.cpu.get_cpu_capability(), "gpu": gpu}
 
 
 def _plain(row: Row) -> dict[str, Any]:

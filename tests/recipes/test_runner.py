@@ -273,6 +273,7 @@ def test_results_are_complete_and_compared_with_the_kept(tmp_path: Path, monkeyp
     assert results["error"].startswith("standard error")
     assert (results["rows"][0]["n"], results["rows"][0]["values"]) == (3, [1.0, 2.0, 3.0])
     assert results["hardware"]["cores"] >= 1
+    assert results["hardware"]["instructions"] == torch.backends.cpu.get_cpu_capability()
     assert results["origin"]["versions"]["torch"]
     results["rows"][0]["paper"] = 1 / 3
     expected.keep(results, None)
