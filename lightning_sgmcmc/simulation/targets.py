@@ -19,6 +19,8 @@ from lightning_sgmcmc.contour.partition import bin_index
 GRID_1D = 1_000_000
 GRID_2D = 2_000
 """Cells of the quadrature along each axis."""
+FEW = 4
+"""Components of a mixture up to which writing them out makes the fastest compiled loop."""
 QUADRATURE_PART = 2**14
 """Cells whose energies are computed at once, which bounds the memory of a mixture of many components."""
 
@@ -155,6 +157,8 @@ class GaussianMixture(Target):
         self.bounds = (float(self.means.min()) - reach, float(self.means.max()) + reach)
         constant = 0.5 * self.dimension * math.log(2 * math.pi * variance)
         self._logs = self.weights.log() - constant
+        # Plain numbers, so that they are constants in compiled loops, whatever the device and type of x.
+        self._terms = list(zip(self._logs.tolist(), self.means.tolist(), strict=True))
 
     @classmethod
     def two_modes(cls, heavy: float = 0.6) -> "GaussianMixture":
@@ -167,23 +171,41 @@ class GaussianMixture(Target):
         axis = (-4.0, -2.0, 0.0, 2.0, 4.0)
         return cls([1.0] * 25, [[a, b] for a in axis for b in axis], 0.03)
 
-    def _log_parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log(w_j·N(x; μ_j, σ²I)), shape (M, …), and the coordinates of the means, shape (d, M, 1, …).
+    def _relative_parts(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the largest log component max_j log(w_j·N(x; μ_j, σ²I)), and all components relative to it; pointwise,
+        so that compiled steps become one loop."""
+        logs = []
+        for log_weight, mean in self._terms:
+            square = (x[..., 0] - mean[0]) ** 2
+            for i in range(1, self.dimension):
+                square = square + (x[..., i] - mean[i]) ** 2
+            logs.append(log_weight - square / (2 * self.variance))
+        largest = functools.reduce(torch.maximum, logs)
+        return largest, [(part - largest).exp() for part in logs]
 
-        Chains are the last axes, along which a compiled loop is vectorised.
-        """
-        ones = [1] * (x.dim() - 1)
-        means, logs = self.means.T.to(x).reshape(self.dimension, -1, *ones), self._logs.to(x).reshape(-1, *ones)
-        squares = sum((x[..., i] - means[i]).square() for i in range(self.dimension))
-        return logs - squares / (2 * self.variance), means
+    def _log_parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log(w_j·N(x; μ_j, σ²I)), shape (…, M), and the means in the type of x, shape (M, d)."""
+        means, logs = self.means.to(x), self._logs.to(x)
+        return logs - (x[..., None, :] - means).square().sum(-1) / (2 * self.variance), means
 
     def energy(self, x: Tensor) -> Tensor:
-        return -self._log_parts(x)[0].logsumexp(0)
+        if len(self.means) > FEW:
+            return -self._log_parts(x)[0].logsumexp(-1)
+        largest, parts = self._relative_parts(x)
+        return -largest - functools.reduce(torch.add, parts).log()
 
     def gradient(self, x: Tensor) -> Tensor:
-        logs, means = self._log_parts(x)
-        shares = logs.softmax(0)
-        return (x - torch.stack([(shares * mean).sum(0) for mean in means], -1)) / self.variance
+        if len(self.means) > FEW:
+            logs, places = self._log_parts(x)
+            return (x - (logs.softmax(-1)[..., None] * places).sum(-2)) / self.variance
+        _, parts = self._relative_parts(x)
+        total = functools.reduce(torch.add, parts)
+        means = [mean for _, mean in self._terms]
+        centres = [
+            functools.reduce(torch.add, (part * mean[i] for part, mean in zip(parts, means, strict=True))) / total
+            for i in range(self.dimension)
+        ]
+        return (x - torch.stack(centres, -1)) / self.variance
 
     @property
     def mean(self) -> Tensor:
