@@ -1,14 +1,16 @@
 """Tensors of several chains, and controls: numbers with one value for all chains, or one for each chain."""
 
+import copy
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 Control: TypeAlias = float | Tensor
 """A number, or a tensor of shape () or (C,) on the parameters' device: one value for all chains or one for each."""
+Holder = TypeVar("Holder")
 
 
 def along_first_axis(values: Tensor, dim: int) -> Tensor:
@@ -69,6 +71,21 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def with_moved_tensors(holder: Holder, device: torch.device | str | None, dtype: torch.dtype | None) -> Holder:
+    """Return a shallow copy of an object whose tensors are on a device and in a dtype; None keeps the current one.
+
+    Args:
+        holder: an object with tensors among its attributes.
+        device: where its tensors go.
+        dtype: of its tensors.
+    """
+    moved = copy.copy(holder)
+    for name, value in vars(holder).items():
+        if isinstance(value, Tensor):
+            setattr(moved, name, value.to(device=device, dtype=dtype))
+    return moved
 
 
 def square_root(value: Control) -> Control:

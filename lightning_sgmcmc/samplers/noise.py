@@ -1,6 +1,5 @@
 """Injected Gaussian noise: one flat buffer that is reused, one generator per chain."""
 
-import os
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.cores import usable_cores
 from lightning_sgmcmc.seeding import derive_seed
 
 WORTH_A_THREAD = 20_000
@@ -143,6 +143,5 @@ class ChainNoise:
 
 def _core_to_spare() -> bool:
     """Return whether this process has at least two cores, with the machine's cores split evenly over the processes."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return cores // (torch.distributed.get_world_size() if distributed else 1) >= 2
+    return usable_cores() // (torch.distributed.get_world_size() if distributed else 1) >= 2

@@ -6,7 +6,6 @@ A batch's gradient is (N/b)·Σ_{i in batch} ∇U_i(x) - ∇log p(x): the prior 
 closed; x has shape (C, d), one row per chain.
 """
 
-import copy
 from abc import ABC, abstractmethod
 from typing import TypeVar
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from lightning_sgmcmc.subsampling.moments import GradientMoments, square_of
+from lightning_sgmcmc.tensors import with_moved_tensors
 
 CHUNK = 2**22
 """Largest number of elements of an intermediate tensor; with more, chains are computed in parts."""
@@ -48,11 +48,7 @@ class FiniteSum(ABC):
 
     def to(self: Sum, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Sum:
         """Return this sum with its data on a device and in a dtype; None keeps the current one."""
-        moved = copy.copy(self)
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                setattr(moved, name, value.to(device=device, dtype=dtype))
-        return moved
+        return with_moved_tensors(self, device, dtype)
 
 
 class GaussianSum(FiniteSum):

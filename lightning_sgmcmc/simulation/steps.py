@@ -63,7 +63,7 @@ class TargetSteps:
         contour: ContourRun | None = None,
         ladders: Ladders | None = None,
     ) -> None:
-        self.target = target.to(place) if isinstance(target, Target) else target
+        self.target = target.to(place.device, place.dtype) if isinstance(target, Target) else target
         self.rule = rule
         self.place = place
         self.levels = levels

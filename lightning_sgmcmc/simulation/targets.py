@@ -4,7 +4,6 @@ A target is `p(x) ∝ exp(-U(x)/τ)` of x in d dimensions (one or two). Energies
 coordinates, along any leading axes, so that thousands of chains are computed at once.
 """
 
-import copy
 import functools
 import math
 from abc import ABC, abstractmethod
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.contour.partition import bin_index
+from lightning_sgmcmc.tensors import with_moved_tensors
 
 GRID_1D = 1_000_000
 GRID_2D = 2_000
@@ -23,8 +23,6 @@ FEW = 4
 """Components of a mixture up to which writing them out makes the fastest compiled loop."""
 QUADRATURE_PART = 2**14
 """Cells whose energies are computed at once, which bounds the memory of a mixture of many components."""
-
-
 Of = TypeVar("Of", bound="Target")
 
 
@@ -59,13 +57,9 @@ class Target(ABC):
     def modes(self) -> Tensor:
         """All modes, shape (M, d), float64."""
 
-    def to(self: Of, like: Tensor) -> Of:
-        """Return this target with its tensors on the device of another one and in its type, for many steps."""
-        moved = copy.copy(self)
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                setattr(moved, name, value.to(like))
-        return moved
+    def to(self: Of, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Of:
+        """Return this target with its tensors on a device and in a dtype; None keeps the current one."""
+        return with_moved_tensors(self, device, dtype)
 
     # -- the truth, by quadrature -------------------------------------------------------------------------------------
 

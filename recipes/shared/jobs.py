@@ -8,10 +8,11 @@ from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning_sgmcmc.cores import usable_cores
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.store import Finished, JobStore, name_of
 from lightning_sgmcmc.recipes.shared.trainers import within_job
-from lightning_sgmcmc.recipes.shared.workers import usable_cores, workers
+from lightning_sgmcmc.recipes.shared.workers import workers
 
 HERE = "here"
 Job = TypeVar("Job", bound=tuple[Any, ...])

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_sgmcmc.cores import usable_cores
 from lightning_sgmcmc.recipes.shared.options import Options
-from lightning_sgmcmc.recipes.shared.workers import usable_cores
 from lightning_sgmcmc.run import results as run_results
 from lightning_sgmcmc.run.origin import origin_of_run
 

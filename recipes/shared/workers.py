@@ -9,13 +9,10 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 
+from lightning_sgmcmc.cores import usable_cores
+
 START = "spawn"
 """How processes begin: torch's threads do not survive a fork."""
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 class LastingWorkers:

@@ -95,14 +95,28 @@ def test_bad_mixtures_are_refused() -> None:
         GaussianMixture([1.0, -1.0], [[0.0], [1.0]])
 
 
-def test_a_mixture_has_torchs_density_and_moves_with_its_tensors() -> None:
-    target = TARGETS["asymmetric"]
-    assert isinstance(target, GaussianMixture)
-    parts = torch.distributions.Normal(target.means[:, 0], math.sqrt(target.variance))
-    mixture = torch.distributions.MixtureSameFamily(torch.distributions.Categorical(target.weights), parts)
-    x = torch.linspace(-30, 30, 1001).double()[:, None]
-    torch.testing.assert_close(target.energy(x), -mixture.log_prob(x[:, 0]))
-    single = target.to(torch.zeros(1))
+MIXTURES = {"asymmetric": TARGETS["asymmetric"], "25 gaussians": TARGETS["25 gaussians"]}
+"""One whose components are written out, and one whose components are computed at once."""
+
+
+@pytest.mark.parametrize("target", MIXTURES.values(), ids=MIXTURES.keys())
+def test_a_mixture_has_torchs_density_and_moves_with_its_tensors(target: GaussianMixture) -> None:
+    parts = torch.distributions.Normal(target.means, math.sqrt(target.variance))
+    mixture = torch.distributions.MixtureSameFamily(
+        torch.distributions.Categorical(target.weights), torch.distributions.Independent(parts, 1)
+    )
+    x = torch.linspace(-30, 30, 1001).double()[:, None].expand(-1, target.dimension)
+    torch.testing.assert_close(target.energy(x), -mixture.log_prob(x))
+    single = target.to(dtype=torch.float32)
     assert single.means.dtype == torch.float32
     assert target.means.dtype == torch.float64
     torch.testing.assert_close(single.energy(x.float()), target.energy(x).float())
+
+
+@pytest.mark.parametrize("target", MIXTURES.values(), ids=MIXTURES.keys())
+def test_a_mixtures_numbers_do_not_depend_on_the_number_of_chains(target: GaussianMixture) -> None:
+    x = 5 * torch.randn(37, target.dimension, generator=torch.Generator().manual_seed(0))
+    single = target.to(dtype=torch.float32)
+    for chains in (1, 2, 3, 7, 8, 9, 16, 36):
+        assert torch.equal(single.energy(x[:chains]), single.energy(x)[:chains])
+        assert torch.equal(single.gradient(x[:chains]), single.gradient(x)[:chains])
