@@ -4,6 +4,7 @@ import argparse
 import importlib
 import inspect
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from lightning_sgmcmc.cli.exits import Mistake, one_sentence
 from lightning_sgmcmc.cli.fit import run_command
 from lightning_sgmcmc.cli.folders import no_folder_left_behind
 from lightning_sgmcmc.recipes.shared import needs
-from lightning_sgmcmc.recipes.shared.expected import differences, predicted_seconds
+from lightning_sgmcmc.recipes.shared.expected import compare, predicted_seconds
 from lightning_sgmcmc.recipes.shared.jobs import SECONDS, Planned, duration
 from lightning_sgmcmc.recipes.shared.listing import descriptions
 from lightning_sgmcmc.recipes.shared.options import Options
@@ -110,9 +111,15 @@ def _run_configuration(path: Path, options: Options) -> None:
     if not results.exists():  # an earlier run ended early
         newest = max(options.out.glob("checkpoints/*.ckpt"), key=lambda file: file.stat().st_mtime, default=None)
         changed += [] if newest is None else [f"--ckpt_path={newest}"]
-    run_command(["fit", f"--config={path}", f"--seed_everything={options.seed}", *logger, *changed])
+    run_command(["fit", f"--config={path}", f"--seed_everything={options.seed}", *logger, *changed, *_own_flags(path)])
     written = json.loads(results.read_text()) | {"recipe": path.stem, "scale": options.scale}
     results.write_text(json.dumps(written, indent=2) + "\n")
+
+
+def _own_flags(path: Path) -> list[str]:
+    """Return the flags of `sgmcmc fit` that the head of a configuration names behind its file."""
+    found = re.search(rf"sgmcmc fit --config {re.escape(path.name)}(.*)", path.read_text(encoding="utf-8"))
+    return found[1].split() if found else []
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -215,13 +222,15 @@ def _run_each(folders: dict[str, Path], options: Options, alone: bool) -> bool:
 
 
 def _differs(name: str, folder: Path) -> bool:
-    """Print where results differ from the kept ones, and return whether they do."""
+    """Print how results compare with the kept ones, and return whether they differ."""
     if not (folder / "results.json").exists():
         return False
-    found = differences(name, json.loads((folder / "results.json").read_text(encoding="utf-8")))
-    for line in found:
+    found = compare(name, json.loads((folder / "results.json").read_text(encoding="utf-8")))
+    for line in found.lines:
         print(f"{name}: {line}")
-    return bool(found)
+    alone = f"; {found.left_out} of one repeat have no error, so they were not" if found.left_out else ""
+    print(f"{name}: {found.compared} figures compared{alone}")
+    return bool(found.lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

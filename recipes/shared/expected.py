@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ STANDARD_ERRORS = 4.0
 """Means of repeats may differ by as many standard errors of their difference."""
 TOLERANCE = 0.05
 """Relative difference of figures without a standard error."""
+ROUNDING = 0.01
+"""Relative difference of means of repeats that is always allowed: two equal repeats have an error of 0."""
 KEPT = ("scale", "seed", "settings", "rows", "seconds", "work", "data", "hardware", "stage", "sentences")
 VERDICTS = {
     "reproduced": "the paper's claim holds, beyond our errors where the paper has numbers",
@@ -24,8 +27,10 @@ DIGITS, LINE = 9, 240
 """Significant digits of kept numbers, and the longest line of a kept list or row."""
 OPTIONAL = ("error", "paper", "paper_error")
 """Parts of a row that may be None."""
-TIMES = ("second", "time")
+TIMES = ("second", "time", "ms for")
 """Words in the names of figures that a machine decides, which are not compared."""
+ENDS, WIDTH = (", 95 % from", ", 95 % to"), 2 * 1.96
+"""The names of the ends of a figure's 95 % interval, and its width in standard errors."""
 
 
 def all_expected() -> dict[str, dict[str, Any]]:
@@ -102,11 +107,27 @@ def _text(value: Any, indent: str = "") -> str:
     return f"{first}\n{inner}" + f",\n{inner}".join(parts) + f"\n{indent}{last}"
 
 
-def differences(name: str, results: Mapping[str, Any]) -> list[str]:
-    """Return a line for each figure that differs from the kept one of the same scale, or is missing on one side.
+@dataclass(frozen=True)
+class Comparison:
+    """How a run compares with the kept one of its scale.
 
-    Means with standard errors may differ by four standard errors of their difference, other figures by 5 %, or by what
-    "tolerances" of the kept file allows for a metric; times are not compared.
+    Attributes:
+        lines: a line for each figure that differs, or is missing on one side.
+        compared: the number of figures that both have and that were compared.
+        left_out: the number of figures of one repeat, whose error nobody knows.
+    """
+
+    lines: list[str]
+    compared: int = 0
+    left_out: int = 0
+
+
+def compare(name: str, results: Mapping[str, Any]) -> Comparison:
+    """Compare a run with the kept one.
+
+    Figures with standard errors, or with 95 % intervals, may differ by four standard errors of their difference, others
+    by 5 %, or by what "tolerances" of the kept file allows for a metric. Times are not compared, nor are figures of one
+    repeat without a tolerance: another processor rounds otherwise, and so gives another draw.
 
     Args:
         name: the recipe.
@@ -115,18 +136,20 @@ def differences(name: str, results: Mapping[str, Any]) -> list[str]:
     entry = kept(name)
     run = entry["runs"].get(results["scale"])
     if run is None:
-        return [f"no results of scale {results['scale']} are kept"]
+        return Comparison([f"no results of scale {results['scale']} are kept"])
     if (run.get("settings") or {}) != (results.get("settings") or {}):
-        return [f"the kept results have other settings: {run.get('settings')}"]
+        return Comparison([f"the kept results have other settings: {run.get('settings')}"])
     tolerances = entry.get("tolerances", {})
     ours, theirs = _by_figure(results["rows"]), _by_figure(run["rows"])
     lines = [f"{' '.join(key)} is only in {where}" for key, where in _missing(ours, theirs)]
-    for key in ours.keys() & theirs.keys():
+    both = ours.keys() & theirs.keys()
+    left_out = {key for key in both if key[1] not in tolerances and _has_one_repeat(ours[key], theirs[key])}
+    for key in both - left_out:
         new, old = ours[key], theirs[key]
         allowed = tolerances.get(key[1], _allowed(new, old))
         if abs(new["value"] - old["value"]) > allowed:
             lines.append(f"{' '.join(key)} is {new['value']:.5g}, kept {old['value']:.5g}, allowed ± {allowed:.2g}")
-    return sorted(lines)
+    return Comparison(sorted(lines), len(both) - len(left_out), len(left_out))
 
 
 def predicted_seconds(name: str, scale: str, work: float | None) -> float | None:
@@ -147,8 +170,20 @@ def predicted_seconds(name: str, scale: str, work: float | None) -> float | None
 
 
 def _by_figure(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
-    found = {(row["method"], row["metric"]): row for row in rows if row["value"] is not None}
-    return {key: row for key, row in found.items() if not any(word in key[1] for word in TIMES)}
+    """Return the figures to compare by method and metric; an interval's ends become its figure's standard error."""
+    known = {(row["method"], row["metric"]): row for row in rows if row["value"] is not None}
+    found = {}
+    for (method, metric), row in known.items():
+        if any(word in metric for word in TIMES) or metric.endswith(ENDS):
+            continue
+        low, high = (known.get((method, metric + end)) for end in ENDS)
+        interval = {"error": (high["value"] - low["value"]) / WIDTH} if low and high else {}
+        found[method, metric] = {**row, **interval}
+    return found
+
+
+def _has_one_repeat(*rows: Mapping[str, Any]) -> bool:
+    return any(row.get("n") == 1 and row.get("error") is None for row in rows)
 
 
 def _missing(ours: Mapping[tuple[str, str], Any], theirs: Mapping[tuple[str, str], Any]) -> list[tuple[Any, str]]:
@@ -160,5 +195,5 @@ def _missing(ours: Mapping[tuple[str, str], Any], theirs: Mapping[tuple[str, str
 def _allowed(new: Mapping[str, Any], old: Mapping[str, Any]) -> float:
     errors = [error for row in (new, old) if isinstance(error := row.get("error"), float) and math.isfinite(error)]
     if len(errors) == 2:
-        return max(STANDARD_ERRORS * math.hypot(*errors), 1e-6 * abs(old["value"]))
+        return max(STANDARD_ERRORS * math.hypot(*errors), ROUNDING * abs(old["value"]))
     return max(TOLERANCE * abs(old["value"]), 1e-6)

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,8 @@ from torch import Tensor
 from lightning_sgmcmc.recipes.samplers_bench.chains import error_of
 from lightning_sgmcmc.recipes.samplers_bench.methods import FRICTION, METHODS
 from lightning_sgmcmc.recipes.samplers_bench.problems import Gaussian, LinearRegression, Problem
-from lightning_sgmcmc.simulation import FiniteSum, UniformGradient, sample_sum, simulate
-from lightning_sgmcmc.simulation.gradient_runs import OfBatches, SumRun
-from lightning_sgmcmc.simulation.steps import CHUNK
+from lightning_sgmcmc.simulation import sample_sum, simulate
+from tests.benchmarks.samplers_light_loop import STEPS, Diagonal, Pause, PausedGradient, RegressionSum
 
 PEERS = Path(__file__).parent / "peers"
 sys.path.insert(0, str(PEERS))
@@ -44,9 +42,8 @@ from environments import default_folder, prepare  # noqa: E402
 from stationary import variance  # noqa: E402
 from turns import Case  # noqa: E402
 
-BATCH, STEPS, EVERY = 25, 4 * CHUNK, 16
+BATCH, EVERY = 25, 16
 GAUSSIAN, REGRESSION = "Gaussian", "linear regression"
-Pause = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -80,66 +77,6 @@ COMPARISONS = (
     Comparison("BAOAB", REGRESSION, 0.2, compiled=True),
     Comparison("SGNHT", REGRESSION, 0.08, compiled=True),
 )
-
-
-class RegressionSum(FiniteSum):
-    """The recipe's conjugate regression for the light loop."""
-
-    def __init__(self, problem: LinearRegression) -> None:
-        self.inputs, self.targets = problem.data.x, problem.data.y
-        self.num_data, self.dimension = problem.num_data, problem.dimension
-
-    def batch_gradients(self, x: Tensor, indices: Tensor) -> Tensor:
-        chains, _, size = indices.shape
-        chosen = indices.reshape(-1)
-        inputs = self.inputs.index_select(0, chosen).view(chains, size, self.dimension)
-        residuals = torch.linalg.vecdot(inputs, x[:, None]) - self.targets.index_select(0, chosen).view(chains, size)
-        data = residuals[:, None] @ inputs
-        return data * (self.num_data / size) + x[:, None]
-
-    def gradient(self, x: Tensor) -> Tensor:
-        return (x @ self.inputs.T - self.targets) @ self.inputs + x
-
-    def energy(self, x: Tensor) -> Tensor:
-        return ((x @ self.inputs.T - self.targets).square().sum(1) + x.square().sum(1)) / 2
-
-
-@dataclass(frozen=True)
-class PausedGradient(UniformGradient):
-    """The gradient of a uniform batch; it calls `pause` behind each block of steps."""
-
-    pause: Pause = lambda: None
-
-    def begin(self, run: SumRun) -> OfBatches:
-        return PausedBatches(run, self.batch_size, self.pause)
-
-
-class PausedBatches(OfBatches):
-    """The batches of a `PausedGradient`."""
-
-    def __init__(self, run: SumRun, batch_size: int, pause: Pause) -> None:
-        super().__init__(run, batch_size)
-        self.pause, self.drawn, self.blocks = pause, 0, 0
-
-    def draw(self, steps: int) -> Tensor:
-        if self.drawn // STEPS > self.blocks:
-            self.blocks += 1
-            self.pause()
-        self.drawn += steps
-        return super().draw(steps)
-
-
-class Diagonal:
-    """The recipe's Gaussian along the axes, for the light loop."""
-
-    def __init__(self, variances: Tensor) -> None:
-        self.variances, self.dimension = variances, len(variances)
-
-    def gradient(self, x: Tensor) -> Tensor:
-        return x / self.variances
-
-    def energy(self, x: Tensor) -> Tensor:
-        return (x.square() / self.variances).sum(-1) / 2
 
 
 class PeerProcess:

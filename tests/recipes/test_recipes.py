@@ -59,6 +59,22 @@ def test_a_configuration_runs_into_the_folder_that_was_asked_for(
     assert list(out.glob("*.png"))
 
 
+@pytest.mark.parametrize(("name", "flags"), [("digits_auto", ["--baselines"]), ("digits_posterior", [])])
+def test_a_configuration_runs_with_the_flags_that_its_head_names(
+    name: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+
+    def run_command(arguments: list[str]) -> None:
+        given.extend(arguments)
+        (tmp_path / "results.json").write_text("{}")
+
+    monkeypatch.setattr(runner, "run_command", run_command)
+    sgmcmc(["recipe", name, "--out", str(tmp_path)])
+    assert given[0] == "fit"
+    assert [word for word in given if word.startswith("--") and "=" not in word] == flags
+
+
 @pytest.mark.parametrize("name", sorted(descriptions().keys() - examples().keys()))
 def test_settings_of_both_scales_are_complete(name: str, tmp_path: Path) -> None:
     """The paper's setting takes at least the work of the quick one."""

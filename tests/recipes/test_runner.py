@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import json
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,12 +16,10 @@ import torch
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.callbacks import SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule
-from lightning_sgmcmc.recipes.shared import expected, trainers
+from lightning_sgmcmc.recipes.shared import trainers
 from lightning_sgmcmc.recipes.shared.jobs import Planned, duration, run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
-from lightning_sgmcmc.recipes.shared.pages import write_pages
 from lightning_sgmcmc.recipes.shared.records import Recording
-from lightning_sgmcmc.recipes.shared.results import mean_row, write_results
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.store import JobStore, program
 from lightning_sgmcmc.recipes.shared.trainers import kept_samples, quiet_trainer, resumed_fit, silence_lightning
@@ -253,54 +250,3 @@ def test_settings(beside: Callable[..., Settings]) -> None:
         beside(epochs="many")
     with pytest.raises(ValueError, match=r"here\.yaml.*epoch"):
         beside(epoch="7")
-
-
-def written(folder: Path, values: list[float]) -> dict[str, Any]:
-    rows = [mean_row("SGLD", "nll", values), mean_row("SGLD", "seconds of a fit", values)]
-    write_results("uci_regression", Options(folder, folder), rows, 12.0, {"epochs": 3}, 2.0, {"table": "0123"})
-    results: dict[str, Any] = json.loads((folder / "results.json").read_text())
-    return results
-
-
-def test_results_are_complete_and_compared_with_the_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The means 2 and 6 of (1, 2, 3) and (5, 6, 7) have standard errors 1/√3, so 4·√(2/3) = 3.27 is allowed."""
-    monkeypatch.setattr(expected, "FOLDER", tmp_path)
-    (tmp_path / "uci_regression.json").write_text('{"runs": {}}')
-    results = written(tmp_path, [1.0, 2.0, 3.0])
-    assert expected.differences("uci_regression", results) == ["no results of scale quick are kept"]
-    assert (results["schema"], results["settings"], results["data"]) == (2, {"epochs": 3}, {"table": "0123"})
-    assert (results["seconds"], results["work"]) == (12.0, 2.0)
-    assert results["error"].startswith("standard error")
-    assert (results["rows"][0]["n"], results["rows"][0]["values"]) == (3, [1.0, 2.0, 3.0])
-    assert results["hardware"]["cores"] >= 1
-    assert results["hardware"]["instructions"] == torch.backends.cpu.get_cpu_capability()
-    assert results["origin"]["versions"]["torch"]
-    results["rows"][0]["paper"] = 1 / 3
-    expected.keep(results, None)
-    assert expected.differences("uci_regression", results) == []
-    text = (tmp_path / "uci_regression.json").read_text()
-    assert '"paper": 0.333333333,' in next(line for line in text.splitlines() if '"nll"' in line)
-    assert expected.kept("uci_regression")["runs"]["quick"]["settings"] == {"epochs": 3}
-    assert expected.differences("uci_regression", written(tmp_path, [4.0, 5.0, 6.0])) == []
-    (line,) = expected.differences("uci_regression", written(tmp_path, [5.0, 6.0, 7.0]))
-    assert line == "SGLD nll is 6, kept 2, allowed ± 3.3"
-    results["settings"] = {"epochs": 4}
-    assert "other settings" in expected.differences("uci_regression", results)[0]
-
-
-def test_time_is_predicted_from_the_kept_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expected, "FOLDER", tmp_path)
-    (tmp_path / "uci_regression.json").write_text('{"runs": {"quick": {"seconds": 100, "work": 4.0}}}')
-    assert expected.predicted_seconds("uci_regression", "full", 40.0) == 1000
-    assert expected.predicted_seconds("uci_regression", "quick", None) == 100
-    assert expected.predicted_seconds("uci_regression", "full", None) is None
-
-
-def test_pages_of_own_runs(tmp_path: Path) -> None:
-    written(tmp_path, [1.0, 2.0, 3.0])
-    folder = write_pages(tmp_path / "pages", {"uci_regression": tmp_path, "airfoil": tmp_path / "nothing"})
-    page = (folder / "uci_regression.md").read_text()
-    assert "| SGLD | nll | 2.0 [-0.5, 4.5] |" in page
-    assert "n = 3" in page
-    assert "[uci_regression](uci_regression.md)" in (folder / "index.md").read_text()
-    assert not (folder / "airfoil.md").exists()

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import SGLD, BayesianModule, Categorical
+from lightning_sgmcmc.callbacks import SamplingSchedule
+from tests.support.trainers import quiet_trainer
 
 COUNT, BATCH = 24, 8
 
@@ -31,3 +34,13 @@ def loader(y: Tensor | None = None, x: Tensor | None = None, **options: Any) -> 
 def module(**options: Any) -> BayesianModule:
     options = {"net": nn.Linear(2, 2), "likelihood": Categorical(), "sampler": SGLD, "lr": 0.01} | options
     return BayesianModule(**options)
+
+
+def every_step() -> SamplingSchedule:
+    return SamplingSchedule(every_n_steps=1)
+
+
+def fit(model: pl.LightningModule, *callbacks: pl.Callback, train: Any = None, val: Any = None, **options: Any) -> None:
+    """Fit for two epochs of three steps, or as the options say."""
+    trainer = quiet_trainer(**({"max_epochs": 2, "callbacks": list(callbacks)} | options))
+    trainer.fit(model, train if train is not None else loader(), val)
