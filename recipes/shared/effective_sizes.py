@@ -132,7 +132,7 @@ def step_size_figure(studies: Sequence[Study]) -> "Figure":
         axes.plot(1 + share, share * SAMPLES, color="black", linewidth=1, label="SGLD, exact gradients of a Gaussian")
         axes.set_yscale("log")
         axes.set_ylim(50, 7_000)
-        axes.set_xlabel("variance / reference's (dots grow with lr)")
+        axes.set_xlabel("variance / reference's\n(dots grow with lr)")
         axes.set_title(one.table.capitalize(), fontsize=9)
     grid[0][0].set_ylabel("median ESS (dotted: paper)")
     outside_legend(figure, grid[0][0])
