@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from lightning_sgmcmc.cli.example import examples
-from lightning_sgmcmc.cli.exits import Mistake, one_sentence
+from lightning_sgmcmc.cli.exits import FAILED, Mistake, one_sentence
 from lightning_sgmcmc.cli.fit import run_command
 from lightning_sgmcmc.cli.folders import no_folder_left_behind
 from lightning_sgmcmc.recipes.shared import needs
@@ -161,7 +161,7 @@ def run_recipe(arguments: Sequence[str] | None = None, program: str = "python -m
     Raises:
         Mistake: if there is no such recipe.
         FileNotFoundError: if data are missing.
-        SystemExit: with code 1 if a recipe of `all` fails, or results differ from the kept ones.
+        SystemExit: with code 1 if a recipe of `all` fails, Ctrl-C ends it, or results differ from the kept ones.
     """
     known = descriptions()
     given = _parser(program).parse_args(arguments)
@@ -186,8 +186,12 @@ def run_recipe(arguments: Sequence[str] | None = None, program: str = "python -m
         given.dry_run,
     )
     folders = {given.name: options.out} if given.name != ALL else {name: options.out / name for name in known}
-    with LastingWorkers():
-        failed = _run_each(folders, options, alone=given.name != ALL)
+    try:
+        with LastingWorkers():
+            failed = _run_each(folders, options, alone=given.name != ALL)
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted; the same command goes on from the jobs that have ended", file=sys.stderr)
+        raise SystemExit(FAILED) from None
     if given.check and not given.dry_run:
         failed |= any([_differs(name, folder) for name, folder in folders.items()])
     if given.report is not None and not given.dry_run:

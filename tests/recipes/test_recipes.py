@@ -75,6 +75,19 @@ def test_a_configuration_runs_with_the_flags_that_its_head_names(
     assert [word for word in given if word.startswith("--") and "=" not in word] == flags
 
 
+def test_ctrl_c_ends_a_recipe_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(name: str, options: Options) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", run)
+    for name in ("distillation", "all"):
+        with pytest.raises(SystemExit, match="1"):
+            sgmcmc(["recipe", name, "--out", str(tmp_path)])
+        assert "sgmcmc recipe: interrupted; the same command goes on" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", sorted(descriptions().keys() - examples().keys()))
 def test_settings_of_both_scales_are_complete(name: str, tmp_path: Path) -> None:
     """The paper's setting takes at least the work of the quick one."""
