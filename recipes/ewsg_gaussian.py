@@ -18,8 +18,7 @@ EWSG-VR cannot run at the paper's h = 0.05: h·Γ has an eigenvalue of 4.1, and 
 choice is, to first order, a friction h·cov/(2T) itself, and EWSG-VR adds it a second time.
 
 Mean squared errors of the variance fall against T with exponents of -0.908±0.003 (EWSG) and -0.887±0.003 (SGHMC; -1 in
-the limit). At large h SGHMC's has the theorem's power, 2.200±0.001, EWSG's 2.86±0.07. The paper has 1 and 2; they are
-upper bounds.
+the limit). At large h SGHMC's has the power 2.200±0.001, EWSG's 2.86±0.07. The paper's 1 and 2 are upper bounds.
 """
 
 import functools
