@@ -43,12 +43,8 @@ from lightning_sgmcmc.datamodules import DatasetDataModule, DigitsDataModule, MN
 from tests.support.problems import Data, Net
 from tests.support.processes import in_a_process
 from tests.support.small_run import COUNT, loader, module, tensors
+from tests.support.small_run import fit_every_step as fit
 from tests.support.trainers import quiet_trainer
-
-
-def fit(model: pl.LightningModule, *callbacks: pl.Callback, train: Any = None, val: Any = None, **options: Any) -> None:
-    options = {"max_epochs": 2, "callbacks": [SamplingSchedule(every_n_steps=1), *callbacks]} | options
-    quiet_trainer(**options).fit(model, train if train is not None else loader(), val)
 
 
 def test_the_run_that_the_others_are_mistakes_of() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,16 +32,12 @@ from lightning_sgmcmc.callbacks import (
 from lightning_sgmcmc.report import write_report
 from tests.support.problems import Stream
 from tests.support.small_run import BATCH, COUNT, data, loader, module, tensors
+from tests.support.small_run import fit_every_step as fit
 from tests.support.trainers import quiet_trainer
 
 X, Y = tensors()
 LATER = torch.cat([torch.zeros(2 * BATCH), torch.ones(BATCH)])
 """1 for the data of the third batch, which is not among the batches 1, 2, 4, …"""
-
-
-def fit(model: pl.LightningModule, *callbacks: pl.Callback, train: Any = None, **options: Any) -> None:
-    options = {"max_epochs": 2, "callbacks": [SamplingSchedule(every_n_steps=1), *callbacks]} | options
-    quiet_trainer(**options).fit(model, train if train is not None else loader())
 
 
 def binary(*layers: nn.Module, **options: Any) -> BayesianModule:

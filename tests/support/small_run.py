@@ -44,3 +44,8 @@ def fit(model: pl.LightningModule, *callbacks: pl.Callback, train: Any = None, v
     """Fit for two epochs of three steps, or as the options say."""
     trainer = quiet_trainer(**({"max_epochs": 2, "callbacks": list(callbacks)} | options))
     trainer.fit(model, train if train is not None else loader(), val)
+
+
+def fit_every_step(model: pl.LightningModule, *callbacks: pl.Callback, **options: Any) -> None:
+    """Fit as `fit` does, with a sample of every step."""
+    fit(model, every_step(), *callbacks, **options)
