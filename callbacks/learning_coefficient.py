@@ -156,6 +156,8 @@ class LearningCoefficient(SamplerCallback):
         excess = excess_energies(self._kind, trainer, chains, sampler, self._centers, self._center)
         self._trace[:, column].copy_(excess)
         size = chains.observed.batch_size * chains.accumulation.window
+        if chains.weights is not None and not chains.weights.differ_by_size:
+            size = 1
         self._recorded.append([sampler.step_count, trainer.current_epoch, size])
 
     def _begin(self, trainer: pl.Trainer, chains: Chains, sampler: Sampler) -> None:

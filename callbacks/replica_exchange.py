@@ -8,7 +8,7 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_sgmcmc.batches.count import draws_with_replacement
+from lightning_sgmcmc.batches.rows import training_rows
 from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
 from lightning_sgmcmc.callbacks.schedule import schedule_of
 from lightning_sgmcmc.chains.layout import layout_of
@@ -182,7 +182,7 @@ class ReplicaExchange(StepClaimant):
             if self._order.shape != (chains // len(self.temperatures), len(self.temperatures)):
                 raise ValueError("the checkpoint has another ladder of temperatures: resume with the same one")
         module.chains.observed.keeps_each = self.noise_variance is None
-        self._replacement = draws_with_replacement(trainer)
+        self._replacement = training_rows(trainer).replacement
         # Schedules continue from the run's own controls, so the slots' controls apply only during an update.
         self._hook = self._sampler.register_step_post_hook(self._restore_controls)
 

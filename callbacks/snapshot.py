@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, refuse_loss_scaler
 from lightning_sgmcmc.callbacks.schedule import is_warming_up
 from lightning_sgmcmc.chains.chains import Chains, chains_of
+from lightning_sgmcmc.chains.row_energies import weighed
 from lightning_sgmcmc.chains.stateless import undisturbed_generators
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.evaluation.full_data import pass_over_data
@@ -144,31 +145,33 @@ class SnapshotCallback(SamplerCallback):
         if self._snapshot is None:
             return
         each = self._at_snapshot(trainer, self._snapshot, batch)
+        weights = self.chains.weights
+        factor = None if weights is None else weights.factor(batch_idx, self.chains.accumulation.candidates)
         if self.gradients:
             size = each.shape[1]
-            self._snapshot.add_gradients(each, size)
+            self._snapshot.add_gradients(each, size if factor is None else 1 / factor)
             self.chains.counters.gradient_evaluations += size * self._layout.ranks_per_chain
         if self.energy:
-            self._correct_energy(self._snapshot, each.detach(), position)
+            self._correct_energy(self._snapshot, each.detach(), position, factor)
 
-    def _correct_energy(self, snapshot: Snapshot, each: Tensor, position: int) -> None:
+    def _correct_energy(self, snapshot: Snapshot, each: Tensor, position: int, factor: float | None) -> None:
         observed = self.chains.observed
         observed.reference_log_likelihood = each
-        correction = self._term(snapshot, each)
+        correction = self._term(snapshot, each, factor)
         if position > 0 and self._correction is not None:
             correction = self._correction + (correction - self._correction) / (position + 1)
         self._correction = observed.correction = correction
 
-    def _term(self, snapshot: Snapshot, each: Tensor) -> Tensor:
+    def _term(self, snapshot: Snapshot, each: Tensor, factor: float | None) -> Tensor:
         """Return what is added to the energies of a batch, shape (C,), from its log likelihoods at the snapshot."""
-        return self.chains.observed.num_data * each.double().mean(1) - snapshot.log_likelihood
+        return self.chains.observed.num_data * weighed(each.double(), factor) - snapshot.log_likelihood
 
-    def _correction_of(self, batch: Any) -> Tensor:
-        """Return what is added to the energies of any batch, shape (C,)."""
+    def _correction_of(self, batch: Any, factor: float | None) -> Tensor:
+        """Return what is added to the energies of any batch, shape (C,), with the factor of its log-likelihoods."""
         snapshot = self._snapshot
         if snapshot is None:
             return torch.zeros(self._module.num_chains, dtype=torch.float64, device=self._module.device)
-        return self._term(snapshot, self._at_snapshot(self._module.trainer, snapshot, batch).detach())
+        return self._term(snapshot, self._at_snapshot(self._module.trainer, snapshot, batch).detach(), factor)
 
     def _batch_is_complete(self) -> None:
         if self._snapshot is not None and self._snapshot.count > 0:

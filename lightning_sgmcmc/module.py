@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.batches.count import resolve_num_data
+from lightning_sgmcmc.batches.rows import resolve_num_data
 from lightning_sgmcmc.chains.chains import Chains, sampler_of
 from lightning_sgmcmc.chains.energies import Execution, each_log_likelihood
 from lightning_sgmcmc.chains.sample import PosteriorSample
@@ -302,7 +302,8 @@ class BayesianModule(EnergyModel):
         with self.at_chain(0):
             EnergyModel.log_prior(self)  # raises now if a parameter has no prior
         self.prior.check_names(list(chains.trainable))
-        self.num_data = resolve_num_data(self.given_num_data, self.trainer, type(self).__name__)
+        name = type(self).__name__
+        self.num_data, chains.num_data_is_given = resolve_num_data(self.given_num_data, self.trainer, name)
         chains.reset(self.num_data)
         self.contour = None
         chains.resolve_seed(self._trainer)

@@ -4,12 +4,11 @@ import math
 from typing import Any
 
 import pytorch_lightning as pl
-from torch.utils.data import SequentialSampler
 
-from lightning_sgmcmc.batches.count import draws_with_replacement
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.order import BatchOrder
 from lightning_sgmcmc.batches.repeated import SymmetricOrder
+from lightning_sgmcmc.batches.rows import training_rows
 from lightning_sgmcmc.batches.switching import SwitchingOrder
 
 
@@ -36,7 +35,7 @@ def fault_of_order(trainer: pl.Trainer, steps: int) -> str | None:
             f"SymmetricOrder goes forwards and backwards in two epochs, and a trajectory of {steps} steps cuts that: "
             f"pass every_n_steps={pair // trainer.accumulate_grad_batches}"
         )
-    if getattr(order, "repeats", False) or isinstance(getattr(loader, "sampler", None), SequentialSampler):
+    if getattr(order, "repeats", False) or training_rows(trainer).in_order:
         return "the batches come in the same order in every epoch: shuffle the training data, or use SymmetricOrder"
     if isinstance(order, SwitchingOrder):
         return "SwitchingOrder holds a batch beyond a trajectory's end: use the default order of the data"
@@ -73,23 +72,18 @@ def has_short_steps(trainer: pl.Trainer) -> bool:
     """Return whether the last step of an epoch is known to have fewer data than the others."""
     if not _order_matters(trainer):
         return False
-    loader: Any = trainer.train_dataloader
     epoch, accumulated = trainer.num_training_batches, trainer.accumulate_grad_batches
     if epoch % accumulated:
         return True
-    dataset: Any = getattr(loader, "dataset", None)
-    size = getattr(loader, "batch_size", None)
-    if not size or not hasattr(dataset, "__len__") or getattr(loader, "drop_last", False):
-        return False
-    share = math.ceil(len(dataset) / getattr(loader, "num_replicas", 1))
-    return share % size > 0 and epoch == math.ceil(share / size)
+    sizes = training_rows(trainer).sizes_of(int(epoch))
+    return sizes is not None and len({*sizes}) > 1
 
 
 def _order_matters(trainer: pl.Trainer) -> bool:
     """Return whether an epoch is known to have several steps with different data."""
     epoch = trainer.num_training_batches
     several = math.isfinite(epoch) and epoch > trainer.accumulate_grad_batches
-    return several and not draws_with_replacement(trainer)
+    return several and not training_rows(trainer).replacement
 
 
 def _order_of(loader: Any) -> BatchOrder | None:

@@ -180,6 +180,11 @@ class SwitchingBatchSampler(IndexSampler[list[int]]):
         self._order = SwitchingOrder(spec, switching_time=switching_time, time_step=time_step)
         self._batches = 0
 
+    @property
+    def num_data(self) -> int:
+        """N, the length of the data set."""
+        return self._order.spec.num_data
+
     def __len__(self) -> int:
         return self._order.batches_per_epoch
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, get_args
 
 import pytorch_lightning as pl
@@ -23,6 +24,7 @@ from lightning_sgmcmc.chains.starts import ChainStart, check_start, start_chain
 from lightning_sgmcmc.chains.state import Accumulation, Counters, ObservedEnergy, Progress, Pulse, SampleTags
 from lightning_sgmcmc.chains.stateless import state_of
 from lightning_sgmcmc.chains.step_sizes import StepSize, groups_by_pattern, values_of
+from lightning_sgmcmc.chains.weights import DataWeights
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag
 from lightning_sgmcmc.compiling import Compile, check_compile
 from lightning_sgmcmc.model import EnergyModel, check_layers, named_trainable
@@ -53,6 +55,8 @@ class Chains(ChainGradients):
         trainable: the sampled parameters by name, once the sampler is made.
         flat: the sampled parameters as rows of one tensor during a fit; None where they are not.
         energies: computes Ũ/N of a batch during a fit.
+        weights: how much a datum of a batch counts during a fit.
+        num_data_is_given: whether the user passed N.
         observed, accumulation, progress, tags, counters, pulse: the state of the run, by subject (see `chains.state`).
         claims: which callback does which part of a step.
     """
@@ -88,6 +92,8 @@ class Chains(ChainGradients):
         self.sharing = Sharing(model)
         self.trainable: dict[str, Tensor] = {}
         self.energies: ChainEnergies | None = None
+        self.weights: DataWeights | None = None
+        self.num_data_is_given = False
         self.claims = Claims()
         self.reset()
 
@@ -257,7 +263,8 @@ class Chains(ChainGradients):
         self.energies = ChainEnergies(
             self.model, self.stacked, self.execution, self.compiled, num_data, self.trainable, flat
         )
-        self.energies.first_batches = FirstBatches(self.model, self.stacked, num_data, trainer)
+        first = self.energies.first_batches = FirstBatches(self.model, self.stacked)
+        self.weights = DataWeights(trainer, self.layout, num_data, self.num_data_is_given, first)
         # A data-parallel wrapper sees only the stacked parameters.
         wrapped = isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel)
         self.energies.through_stack = wrapped and self.stacked is not None
@@ -265,7 +272,7 @@ class Chains(ChainGradients):
     def end_energies(self) -> None:
         """Drop the objects of a fit, so that the model can be copied and pickled, and free its CUDA graphs."""
         replayed = self.energies is not None and self.energies.replays
-        self.energies = None
+        self.energies = self.weights = None
         if replayed:
             free_graphs()
         self.claims.clear()
@@ -292,7 +299,14 @@ class Chains(ChainGradients):
             trainer: the run's.
         """
         assert self.energies is not None, "energies are computed only during a fit"
-        step = self.energies(batch, seed_chain=self.claims.get("seed chain"), keeps_each=self.observed.keeps_each)
+        assert self.weights is not None
+        step = self.energies(
+            batch,
+            seed_chain=self.claims.get("seed chain"),
+            keeps_each=self.observed.keeps_each,
+            weigh=partial(self.weights.factor, batch_idx, self.accumulation.candidates),
+        )
+        self.weights.add(step.batch_size)
         self.pulse.count += 1
         self.counters.gradient_evaluations += step.batch_size * self.layout.ranks_per_chain
         potential = step.mean_potential if step.loss is None else step.loss
@@ -302,9 +316,8 @@ class Chains(ChainGradients):
         accumulated, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
         position, expected = self.accumulation.advance(batch_idx, accumulated, batches, trainer.is_last_batch)
         self.observed.record(step, position)
-        if accumulated > 1:
-            # Lightning divides by the full window, even if the epoch's last one is shorter.
-            potential = potential * (accumulated / expected)
+        # Lightning divides by the full window, even if the epoch's last one is shorter.
+        self.accumulation.loss_scale = accumulated / expected
         return potential.sum() if potential.dim() else potential
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sgmcmc.batches.padding import padded_alike
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.chains.first_batches import FirstBatches
-from lightning_sgmcmc.chains.row_energies import RowEnergies
+from lightning_sgmcmc.chains.row_energies import RowEnergies, weighed
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.starts import layer_at_fault
 from lightning_sgmcmc.chains.state import StepEnergy
@@ -26,7 +26,7 @@ Execution = Literal["auto", "loop", "vmap", "unrolled"]
 class ChainEnergies:
     """Computes Ũ/N of each chain, with gradients where the optimizer expects them.
 
-        Ũ/N = -(1/n)·Σ_{i in batch} log p(y_i|x_i,θ) - log p(θ)/N
+        Ũ/N = -c·Σ_{i in batch} log p(y_i|x_i,θ) - log p(θ)/N,   c = 1/n or as `DataWeights` has it
 
     * "loop": one chain after another, with its slices as the module's tensors. Bit for bit equal to each chain run
       alone.
@@ -99,6 +99,7 @@ class ChainEnergies:
         through_stack: bool | None = None,
         seed_chain: Callable[[int], None] | None = None,
         keeps_each: bool = False,
+        weigh: Callable[[], float | None] | None = None,
     ) -> StepEnergy:
         """Return the energies of a batch.
 
@@ -107,6 +108,7 @@ class ChainEnergies:
             through_stack: overrides the attribute for this call.
             seed_chain: called with a chain's index in this process before its energy is computed.
             keeps_each: also return log p(y|x,θ) for each datum.
+            weigh: returns c, or None for 1/n; called after a first batch was checked.
 
         Raises:
             ValueError: if the batch has another number of chains, `log_likelihood` returns another shape than (n,), or
@@ -118,9 +120,10 @@ class ChainEnergies:
             raise ValueError(f"the batch has {len(batch)} chains, the module {own}: make one batch for each chain")
         batch = self._usable(batch)
         looks = self.first_batches is not None and self.first_batches.takes(batch)
+        factor = None if weigh is None else weigh()
         through_stack = self.through_stack if through_stack is None else through_stack
         if self._rows is not None and not through_stack:
-            return self._of_rows(self._rows, batch, keeps_each, looks)
+            return self._of_rows(self._rows, batch, keeps_each, looks, factor)
         if self.replays:
             # A CUDA graph writes its outputs and buffers to the same memory at every step. Once a step: a mark between
             # chains would give up the memory in which the backward pass of the chains before expects its inputs.
@@ -128,14 +131,15 @@ class ChainEnergies:
         if chains is None:
             each, log_prior = self._of_network(None, batch), self._log_prior(self._of_prior)
             # A compiled network's mean over the last axis and a plain one's over all differ in rounding.
-            mean = each.mean() if self._network is None else each.mean(-1)
+            mean = each.mean() if self._network is None and factor is None else weighed(each, factor)
             size = each.shape[-1]
         elif self._vmapped:
             each, log_prior = self._all_at_once(chains, batch)
-            mean, size = each.mean(-1), each.shape[-1]
+            mean, size = weighed(each, factor), each.shape[-1]
         else:
             rows, log_prior = self._one_by_one(chains, batch, through_stack, seed_chain)
-            mean, size = torch.stack([row.mean() for row in rows]), len(rows[0])
+            means = [row.mean() if factor is None else weighed(row, factor) for row in rows]
+            mean, size = torch.stack(means), len(rows[0])
             each = torch.stack(rows) if keeps_each or looks else mean
         if looks and self.first_batches is not None:
             self.first_batches.after(each)
@@ -151,9 +155,11 @@ class ChainEnergies:
             used = padded_alike(used, self._pad)
         return batch if all(new is old for new, old in zip(used, batch, strict=True)) else ChainBatches(used)
 
-    def _of_rows(self, rows: RowEnergies, batch: Any, keeps_each: bool, looks: bool) -> StepEnergy:
+    def _of_rows(
+        self, rows: RowEnergies, batch: Any, keeps_each: bool, looks: bool, factor: float | None
+    ) -> StepEnergy:
         try:
-            loss, (potential, log_prior), each = rows(batch)
+            loss, (potential, log_prior), each = rows(batch, factor)
         except RuntimeError as error:
             raise self._refusal(error) from error
         if looks and self.first_batches is not None:

@@ -4,17 +4,15 @@ import math
 from contextlib import nullcontext
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc import likelihoods
-from lightning_sgmcmc.batches.count import count_training_data
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.stateless import evaluation_mode, undisturbed_generators
-from lightning_sgmcmc.model import EnergyModel, overrides
+from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
 
 LAST = 64
 """The last batch that is looked at; the others are the first, the second, the fourth, and so on."""
@@ -27,24 +25,20 @@ SIGN_LOOKS = 3
 class FirstBatches:
     """Looks at the batches 1, 2, 4, …, 64 of a fit: seven synchronizations with the device, and none later.
 
-    It checks the targets and outputs by the likelihood, the sign of a log-likelihood of the user's own, and N against
-    the batches' size.
+    It checks the targets and outputs by the likelihood and the sign of a log-likelihood of the user's own, and counts
+    the data of the first batch.
 
     Args:
         model: the model.
         chains: its stacked tensors; None for a single unstacked chain.
-        num_data: N.
-        trainer: the run's; its training loader counts the data and the batches, if it can.
     """
 
-    def __init__(self, model: EnergyModel, chains: StackedChains | None, num_data: int, trainer: pl.Trainer) -> None:
+    def __init__(self, model: EnergyModel, chains: StackedChains | None) -> None:
         self._model = model
         self._chains = chains
-        self._num_data = num_data
-        self._is_counted = count_training_data(trainer)[0] is not None
-        self._batches = trainer.num_training_batches
         self._seen = 0
-        self._size = 0
+        self.counted: int | None = None
+        """Data that the likelihood counts in the first batch."""
         self._outputs = (math.inf, -math.inf)
         self._own_density: tuple[float, float, int] | None = (math.inf, -math.inf, 0) if _is_own(model) else None
         self.targets: list[Tensor] = []
@@ -62,6 +56,8 @@ class FirstBatches:
         if self._seen & (self._seen - 1):
             return False
         low, high, target = _look(self._model, self._chains, batch)
+        if self._seen == 1:
+            self.counted = _count(self._model, self._chains, batch)
         if isinstance(target, Tensor) and target.numel() <= MOST_TARGETS:
             self.targets.append(target.detach().cpu())
         self._outputs = (min(low, self._outputs[0]), max(high, self._outputs[1]))
@@ -72,44 +68,13 @@ class FirstBatches:
         return True
 
     def after(self, log_likelihood: Tensor) -> None:
-        """Check a batch's size and the sign of its log-likelihood.
+        """Check the sign of a batch's log-likelihood.
 
         Args:
             log_likelihood: log p(y|x,θ) of each datum, of one or more chains, shape (…, n).
-
-        Raises:
-            ValueError: if N is smaller than the batch, or the number of batches.
         """
-        if self._seen == 1:
-            self._size = log_likelihood.shape[-1]
-            self._check_num_data()
         if self._own_density is not None and log_likelihood.numel() > 0:
             self._check_sign(self._own_density, log_likelihood.detach())
-
-    def _check_num_data(self) -> None:
-        if self._is_counted or self._size == 1:
-            return
-        if self._num_data == self._batches > 1:
-            raise ValueError(
-                f"num_data={self._num_data} is the number of batches, and each has {self._size} data: pass the number "
-                "of data"
-            )
-        if self._num_data < self._size:
-            raise ValueError(f"num_data={self._num_data}, but a batch has {self._size} data: pass the number of data")
-
-    def end_epoch(self, batches: int) -> None:
-        """Warn, after the first epoch, if it had more data than N.
-
-        Args:
-            batches: the epoch's batches so far.
-        """
-        least = (batches - 1) * self._size
-        if not self._is_counted and least >= self._num_data > 0 and self._size > 1:
-            rank_zero_warn(
-                f"An epoch had more than {least} data in {batches} batches, but num_data={self._num_data}: num_data is "
-                "the number of different training data, to which the prior and the noise are scaled."
-            )
-        self._is_counted = True
 
     def _check_sign(self, before: tuple[float, float, int], log_likelihood: Tensor) -> None:
         low, high = min(before[0], log_likelihood.min().item()), max(before[1], log_likelihood.max().item())
@@ -157,6 +122,16 @@ def _look(model: EnergyModel, chains: StackedChains | None, batch: Any) -> tuple
         return math.inf, -math.inf, target
     low, high = torch.stack(output.aminmax()).tolist()
     return low, high, target
+
+
+def _count(model: EnergyModel, chains: StackedChains | None, batch: Any) -> int:
+    """Return the number of data that the likelihood counts in a batch, for the first chain in evaluation mode."""
+    first = batch[0] if isinstance(batch, ChainBatches) else batch
+    at_first = chains.at(0) if chains is not None else nullcontext()
+    with torch.no_grad(), undisturbed_generators(model), evaluation_mode(model), at_first:
+        each = model.log_likelihood(first)
+    check_shape(each)
+    return len(each)
 
 
 def _is_own(model: EnergyModel) -> bool:

@@ -98,6 +98,8 @@ class ChainGradients:
         Raises:
             RuntimeError: for a network of several chains that computes activations again.
         """
+        if self.accumulation.loss_scale != 1:
+            loss = loss * self.accumulation.loss_scale
         with explained(self.num_chains):
             loss.backward(*args, **kwargs)
         self.gather_gradients()

@@ -79,6 +79,7 @@ class RowEnergies:
             self._of_rows = model.prior.of_rows(self._with_axis(sampled | _of_prior(self._others)))
         self._replays = compiler is not None and flat.values.device.type == "cuda"
         self._inverse = torch.full((), 1 / num_data, dtype=flat.values.dtype, device=flat.values.device)
+        self._factor = torch.ones_like(self._inverse)
         self._compiled = self._compile(compiler) if compiler is not None else None
         self._unrolled = unrolled if self._replays and chains is not None else bool(unrolled)
         self._may_unroll = unrolled is None and chains is not None
@@ -88,11 +89,12 @@ class RowEnergies:
         self._num_data = num_data
         self._inverse.fill_(1 / num_data)
 
-    def __call__(self, batch: Any) -> Found:
+    def __call__(self, batch: Any, factor: float | None = None) -> Found:
         """Return the energies of a batch.
 
         Args:
             batch: a `ChainBatches`, or one batch for all chains.
+            factor: of the sum of log-likelihoods, see `weighed`.
         """
         own = isinstance(batch, ChainBatches)
         if own:
@@ -101,25 +103,32 @@ class RowEnergies:
         if self._unrolled is None:
             self._unrolled = self._measured(batch if axis is None else pytree.tree_map(lambda t: t[0], batch))
         if not self._may_unroll:
-            return self._found(batch, axis)
+            return self._found(batch, axis, factor)
         self._may_unroll = False
         try:
-            return self._found(batch, axis)
+            return self._found(batch, axis, factor)
         except RuntimeError as error:
             if "vmap" not in str(error) and "atching rule" not in str(error):
                 raise
             rank_zero_info(f"torch.vmap cannot run the network ({str(error).splitlines()[0]}): chains run one by one.")
             self._unrolled = True
-            return self._found(batch, axis)
+            return self._found(batch, axis, factor)
 
-    def _found(self, batch: Any, axis: int | None) -> Found:
+    def _found(self, batch: Any, axis: int | None, factor: float | None) -> Found:
         if self._compiled is None:
-            return Found(*self._energies(self._flat.leaf, self._others, batch, axis, 1 / self._num_data))
-        loss, numbers, each = self._compiled(self._flat.leaf, self._others, batch, axis, self._inverse)
+            return Found(*self._energies(self._flat.leaf, self._others, batch, axis, 1 / self._num_data, factor))
+        weight = None if factor is None else self._factor.fill_(factor)
+        loss, numbers, each = self._compiled(self._flat.leaf, self._others, batch, axis, self._inverse, weight)
         return Found(loss, numbers.clone(), each)
 
     def _energies(
-        self, leaf: Tensor, others: Mapping[str, Tensor], batch: Any, batch_axis: int | None, inverse: Tensor | float
+        self,
+        leaf: Tensor,
+        others: Mapping[str, Tensor],
+        batch: Any,
+        batch_axis: int | None,
+        inverse: Tensor | float,
+        factor: Tensor | float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         named = dict(zip(self._names, self._flat.split(leaf), strict=True))
         # Dictionaries are joined by ** and not by |, which torch 2.6 cannot compile.
@@ -134,7 +143,7 @@ class RowEnergies:
             over_chains = torch.vmap(self._likelihood.call, in_dims=(0, batch_axis), randomness="different")
             each = over_chains({**named, **others}, batch)
         check_shape(each, chains=True)
-        log_prior, mean = self._log_prior(leaf, named, others), each.mean(-1)
+        log_prior, mean = self._log_prior(leaf, named, others), weighed(each, factor)
         if isinstance(inverse, Tensor):
             potential = torch.addcmul(mean, log_prior, inverse).neg()
         else:
@@ -173,7 +182,7 @@ class RowEnergies:
         compiled: Callable[..., tuple[Tensor, Tensor, Tensor]] = compiler(self._energies, dynamic=False, mode=mode)
         if not self._replays:
             return compiled
-        for tensor in (self._flat.leaf, self._inverse, *self._others.values()):
+        for tensor in (self._flat.leaf, self._inverse, self._factor, *self._others.values()):
             torch._dynamo.mark_static_address(tensor)
 
         def replayed(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,6 +191,11 @@ class RowEnergies:
             return compiled(*arguments)
 
         return replayed
+
+
+def weighed(each: Tensor, factor: Tensor | float | None) -> Tensor:
+    """Return the log-likelihood's part of -Ũ/N: the mean of log p(y|x,θ), or the sum times a factor."""
+    return each.mean(-1) if factor is None else each.sum(-1) * factor
 
 
 def _row(tensors: Mapping[str, Any], chain: int) -> dict[str, Tensor]:

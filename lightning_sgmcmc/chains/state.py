@@ -123,6 +123,7 @@ class Accumulation:
         batch_share: weight of the current candidate batch in the accumulated gradient, 1 without candidates.
         window: micro-batches of the step, as far as known.
         rescaling: factor of the accumulated gradient at the step's end; not 1 if its epoch ended earlier than expected.
+        loss_scale: factor of a loss in the backward pass, for a step with fewer micro-batches than the others.
     """
 
     candidates: int = 1
@@ -131,6 +132,7 @@ class Accumulation:
     batch_share: float = 1.0
     window: int = 1
     rescaling: float = 1.0
+    loss_scale: float = 1.0
 
     def advance(self, batch_idx: int, accumulated: int, batches: float, is_last: bool) -> tuple[int, int]:
         """Advance to a micro-batch; return its index in the step and the number by which to divide its gradient.

@@ -10,9 +10,10 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import Dataset
 
 from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.batches.rows import TrainingRows, rows_of
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.stateless import evaluation_mode, undisturbed_generators
 from lightning_sgmcmc.chains.together import States, TogetherCall
@@ -60,10 +61,9 @@ def full_log_likelihoods(
     rank, ranks = trainer.global_rank, trainer.world_size
     if of_own_chains:
         rank, ranks = layout.rank_in_chain, layout.ranks_per_chain
-    plain = getattr(getattr(trainer, "datamodule", None), "training_data", None)
-    for loader in _training_loaders(trainer, reason):
-        dataset = plain() if plain is not None else loader.dataset
-        part = again(loader, dataset, range(rank, len(dataset), ranks))
+    plain = plain_data(getattr(trainer, "datamodule", None))
+    for rows in _all_rows(trainer, reason):
+        part = rows.loader(range(rank, len(indices_of(rows, reason)), ranks), plain)
         with torch.no_grad():
             batches = EvaluationShare(part, math.inf).batches(trainer, chains.model)
             found = [list(call(together, batch)) for batch in batches]
@@ -95,14 +95,14 @@ def pass_over_data(
         ValueError: if the trainer has no training data, or a data set has no length.
     """
     layout, model, step = chains.layout, chains.model, sampler.step_count
-    for place, loader in enumerate(_training_loaders(trainer, reason)):
-        iterators = []
+    for place, rows in enumerate(_all_rows(trainer, reason)):
+        iterators, count = [], len(indices_of(rows, reason))
         for chain in layout.chains:
-            indices = torch.arange(_length(loader.dataset, reason))
+            places = torch.arange(count)
             if shuffled:
                 seed = derive_seed(sampler.seed, f"{purpose} order", chain, step, place)
-                indices = torch.randperm(len(indices), generator=torch.Generator().manual_seed(seed))
-            part = again(loader, loader.dataset, indices[layout.rank_in_chain :: layout.ranks_per_chain].tolist())
+                places = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+            part = rows.loader(places[layout.rank_in_chain :: layout.ranks_per_chain].tolist())
             iterators.append(EvaluationShare(part, math.inf).batches(trainer, model))
         for number in itertools.count():
             batches: list[Any] = []
@@ -115,7 +115,8 @@ def pass_over_data(
             yield ChainBatches(batches) if chains.num_chains > 1 else batches[0]
 
 
-def _training_loaders(trainer: pl.Trainer, reason: str) -> list[Any]:
+def _all_rows(trainer: pl.Trainer, reason: str) -> list[TrainingRows]:
+    """Return the rows of each training loader."""
     if trainer.train_dataloader is None:
         try:
             trainer.fit_loop.setup_data()
@@ -123,19 +124,28 @@ def _training_loaders(trainer: pl.Trainer, reason: str) -> list[Any]:
             raise ValueError(
                 f"{reason} needs the training data, but the trainer has none: pass it the fit's datamodule"
             ) from error
-    return loaders_of(trainer.train_dataloader)
+    return [rows_of(loader) for loader in loaders_of(trainer.train_dataloader)]
 
 
-def _length(dataset: Any, reason: str) -> int:
-    if not hasattr(dataset, "__len__"):
+def indices_of(rows: TrainingRows, reason: str) -> Sequence[int]:
+    """Return the indices of all training rows.
+
+    Args:
+        rows: the rows.
+        reason: what passes over them, for the message.
+
+    Raises:
+        ValueError: if it is not known which rows the loader draws.
+    """
+    if rows.indices is None:
         raise ValueError(
-            f"{reason} passes over all training data, but {type(dataset).__name__} has no length: pass a data set "
-            "with one"
+            f"{reason} passes over all training data, and which they are is not known ({rows.source}): pass a data set "
+            "with a length, or Subset(dataset, indices) instead of a sampler for a part of it"
         )
-    return len(dataset)
+    return rows.indices
 
 
-def again(loader: Any, dataset: Any, indices: Sequence[int], batch_size: int | None = None) -> DataLoader[Any]:
-    """Return a loader of part of a data set, with the batch settings of another loader, or another batch size."""
-    size = batch_size or loader.batch_size or 1
-    return DataLoader(Subset(dataset, indices), batch_size=size, collate_fn=loader.collate_fn)
+def plain_data(datamodule: Any) -> Any:
+    """Return a datamodule's training data without augmentation, None without such a method."""
+    plain = getattr(datamodule, "training_data", None)
+    return plain() if callable(plain) and not isinstance(plain, Dataset) else None

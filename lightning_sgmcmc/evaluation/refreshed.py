@@ -9,12 +9,13 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.batches.rows import training_rows
 from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.chains.row_energies import weighed
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.stateless import StatelessCall
 from lightning_sgmcmc.evaluation.batch_norm import batch_norm_layers, new_statistics
-from lightning_sgmcmc.evaluation.full_data import again, undisturbed
-from lightning_sgmcmc.evaluation.loader_average import loaders_of
+from lightning_sgmcmc.evaluation.full_data import indices_of, undisturbed
 from lightning_sgmcmc.evaluation.sample_energy import has_fresh_batches
 from lightning_sgmcmc.evaluation.share import EvaluationShare
 from lightning_sgmcmc.model import EnergyModel
@@ -64,7 +65,8 @@ def refreshed(
         likelihood = StatelessCall(model, type(model).log_likelihood)
         state: Mapping[str, Tensor] = {name: tensor.to(device) for name, tensor in sample.own_state.items()}
         state = new_statistics(model, state, _batches(trainer, model, seed, batches), likelihood.call)
-        means = [likelihood.call(state, batch).mean() for batch in _batches(trainer, model, seed, steps)]
+        factor = None if chains.weights is None else chains.weights.fresh_factor(training_rows(trainer).batch_size or 1)
+        means = [weighed(likelihood.call(state, batch), factor) for batch in _batches(trainer, model, seed, steps)]
         # The prior is that of the tensors with requires_grad.
         marked = {n: t.detach().requires_grad_() if n in chains.trainable else t for n, t in state.items()}
         log_prior = StatelessCall(model, type(model).log_prior).call(marked)
@@ -75,10 +77,11 @@ def refreshed(
 
 def _batches(trainer: pl.Trainer, model: EnergyModel, seed: int, limit: int | None) -> Iterator[Any]:
     """Yield random training batches of full size, with augmentation; they depend only on the seed."""
-    (loader,) = loaders_of(trainer.train_dataloader)
-    order = torch.randperm(len(loader.dataset), generator=torch.Generator().manual_seed(derive_seed(seed, "order")))
-    whole = len(order) // loader.batch_size * loader.batch_size or len(order)  # BatchNorm refuses a single datum
-    part = again(loader, loader.dataset, order[:whole].tolist())
+    rows = training_rows(trainer)
+    count, size = len(indices_of(rows, "a drawn network")), rows.batch_size or 1
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(derive_seed(seed, "order")))
+    whole = count // size * size or count  # BatchNorm refuses a single datum
+    part = rows.loader(order[:whole].tolist())
     iterator = EvaluationShare(part, float("inf")).batches(trainer, model)
     for number in itertools.count() if limit is None else range(limit):
         reseed_everything(own := derive_seed(seed, number))

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.batches.rows import TrainingRows, can_be_read_again, training_rows
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.energies import ChainEnergies
-from lightning_sgmcmc.evaluation.full_data import again
+from lightning_sgmcmc.evaluation.full_data import indices_of
 from lightning_sgmcmc.evaluation.full_energy import differs_in_training, full_energies
-from lightning_sgmcmc.evaluation.loader_average import loaders_of
 from lightning_sgmcmc.evaluation.share import EvaluationShare
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.samplers import Sampler
@@ -68,12 +68,8 @@ def sample_energies(
 
 
 def has_fresh_batches(trainer: pl.Trainer) -> bool:
-    """Return whether random batches can be drawn from the training data: one loader of a data set with a length."""
-    loaders = loaders_of(trainer.train_dataloader)
-    if len(loaders) != 1 or not getattr(loaders[0], "batch_size", None):
-        return False
-    dataset = getattr(loaders[0], "dataset", None)
-    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and hasattr(loaders[0], "collate_fn")
+    """Return whether random batches can be drawn from the training data: one loader whose rows are known."""
+    return can_be_read_again(training_rows(trainer))
 
 
 def fresh_energies(
@@ -105,10 +101,16 @@ def fresh_energies(
         stream = layout.stream(layout.chains[chain])
         reseed(derive_seed(sampler.seed, *names, stream, "network"), chains.model.device)
 
+    size = _fresh_size(training_rows(trainer), chains)
+    weights = chains.weights
+
+    def weigh() -> float | None:
+        return None if weights is None else weights.fresh_factor(size)
+
     def present(batch: Any) -> Tensor:
         seed_chain(0)
         with trainer.precision_plugin.train_step_context():
-            step = energies(batch, through_stack=False, seed_chain=seed_chain)
+            step = energies(batch, through_stack=False, seed_chain=seed_chain, weigh=weigh)
         energy = step.mean_potential.double().reshape(-1) * num_data
         return energy if include_prior else energy + step.log_prior
 
@@ -122,27 +124,35 @@ def fresh_energies(
                 with relative_to():
                     energy = energy - present(batch)
             elif correction is not None:
-                energy = energy + correction(batch)
+                energy = energy + correction(batch, weigh())
             total += energy / count
     return layout.mean_over_data(total)
+
+
+def _fresh_size(rows: TrainingRows, chains: Chains) -> int:
+    """Return the rows of a random batch in this process."""
+    assert rows.batch_size is not None
+    return min(rows.batch_size, -(-len(indices_of(rows, PURPOSE)) // chains.layout.ranks_per_chain))
 
 
 def _fresh_batches(trainer: pl.Trainer, chains: Chains, sampler: Sampler, count: int) -> Iterator[Any]:
     """Yield `count` random batches of the training data, with augmentation, for each chain or shared as in a step."""
     layout, model, step = chains.layout, chains.model, sampler.step_count
-    (loader,) = loaders_of(trainer.train_dataloader)
-    shared = chains.num_chains > 1 and (chains.shared_batch or not isinstance(loader, ResumableLoader))
+    rows = training_rows(trainer)
+    own = isinstance(trainer.train_dataloader, ResumableLoader)
+    shared = chains.num_chains > 1 and (chains.shared_batch or not own)
     streams = ["shared"] if shared else [layout.stream(chain) for chain in layout.chains]
     owners = ["shared"] if shared else list(layout.chains)
-    ranks, number_of_data = layout.ranks_per_chain, len(loader.dataset)
-    size = min(loader.batch_size, -(-number_of_data // ranks))
+    ranks, number_of_data = layout.ranks_per_chain, len(indices_of(rows, PURPOSE))
+    size = _fresh_size(rows, chains)
     iterators = []
     for owner in owners:
         generator = torch.Generator().manual_seed(derive_seed(sampler.seed, PURPOSE, step, owner, "order"))
         order = torch.randperm(number_of_data, generator=generator)
         order = order.repeat(-(-count * size * ranks // number_of_data))
         chosen = order[layout.rank_in_chain :: ranks][: count * size].tolist()
-        iterators.append(EvaluationShare(again(loader, loader.dataset, chosen, size), count).batches(trainer, model))
+        part = rows.loader(chosen, batch_size=size)
+        iterators.append(EvaluationShare(part, count).batches(trainer, model))
     for number in range(count):
         batches = []
         for stream, iterator in zip(streams, iterators, strict=True):

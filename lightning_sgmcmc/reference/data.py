@@ -1,18 +1,19 @@
 """All training data of a run, as batches on a module's device."""
 
 import hashlib
-from collections.abc import Callable, Sequence, Sized
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
+from lightning_sgmcmc.batches.rows import rows_of
 from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader
-from lightning_sgmcmc.evaluation.full_data import again
+from lightning_sgmcmc.evaluation.full_data import indices_of, plain_data
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.seeding import unchanged_generators
 
@@ -70,8 +71,7 @@ def _loader(data: Any, batch_size: int) -> Any:
         data.prepare_data()
         data.setup("fit")
         loader = data.train_dataloader()
-        plain: Callable[[], Any] | None = getattr(data, "training_data", None)
-        return _in_order(loader, plain() if plain is not None else None, batch_size)
+        return _in_order(loader, plain_data(data), batch_size)
     if isinstance(data, Sequence) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
         return evaluation_loader(TensorBatches(*data), batch_size)
     if isinstance(data, TensorBatches):
@@ -86,13 +86,13 @@ def _loader(data: Any, batch_size: int) -> Any:
 
 
 def _in_order(loader: Any, dataset: Any, batch_size: int) -> Any:
-    dataset = getattr(loader, "dataset", None) if dataset is None else dataset
-    if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+    rows = rows_of(loader)
+    if rows.dataset is None:
         raise ValueError(
             f"{type(loader).__name__} has no data set with a length, and every gradient is one of all data: pass a "
             "data set, a loader of one, or tensors (x, y)"
         )
-    return again(loader, dataset, range(len(cast(Sized, dataset))), batch_size)
+    return rows.loader(range(len(indices_of(rows, "reference.sample"))), dataset, batch_size)
 
 
 def _moved(batch: Any, model: EnergyModel, datamodule: pl.LightningDataModule | None) -> Any:

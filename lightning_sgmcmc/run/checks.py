@@ -6,10 +6,10 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning import callbacks as lightning_callbacks
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import SequentialSampler
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.order import BatchOrder
+from lightning_sgmcmc.batches.rows import training_rows
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.step_sizes import is_per_chain
@@ -153,14 +153,15 @@ def check_data(trainer: pl.Trainer) -> None:
     loader: Any = trainer.train_dataloader
     if isinstance(loader, ResumableLoader):
         _check_windows(trainer, loader.order_of(loader.chains[0]))
-    in_order = isinstance(getattr(loader, "sampler", None), SequentialSampler)
+    rows = training_rows(trainer)
+    in_order = rows.in_order and rows.sizes is None
     if in_order and float(trainer.num_training_batches) < len(loader) and not is_trial(trainer):
         rank_zero_warn(
             f"Only the first {trainer.num_training_batches} of {len(loader)} batches are used, in the same order every "
             "epoch, whereas N counts all training data: shuffle the training loader, or give it fewer data."
         )
-    size, length = getattr(loader, "batch_size", None), len(loader.dataset) if in_order else 0
-    if in_order and getattr(loader, "drop_last", False) and size and length % size:
+    size, length = rows.batch_size, rows.count or 0
+    if in_order and rows.drop_last and size and length % size:
         rank_zero_warn(
             f"drop_last=True leaves out the last {length % size} of {length} training data in every epoch, because the "
             "loader does not shuffle, whereas N counts them: pass shuffle=True or drop_last=False."

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from lightning_sgmcmc.batches.count import resolve_num_data
+from lightning_sgmcmc.batches.rows import resolve_num_data
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 
 
@@ -19,7 +19,9 @@ def follow_data(trainer: pl.Trainer, module: Any) -> None:
         ValueError: if the module was given another N.
     """
     chains = chains_of(module)
-    num_data = resolve_num_data(module.given_num_data, trainer, type(module).__name__)
+    num_data, _ = resolve_num_data(module.given_num_data, trainer, type(module).__name__)
     module.num_data = chains.observed.num_data = sampler_of(module).num_data = num_data
     if chains.energies is not None:
         chains.energies.follow(num_data)
+    if chains.weights is not None:
+        chains.weights.follow(num_data)

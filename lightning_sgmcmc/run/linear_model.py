@@ -6,9 +6,9 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_sgmcmc.batches.rows import training_rows
 from lightning_sgmcmc.chains.chains import chains_of
-from lightning_sgmcmc.evaluation.full_data import again
-from lightning_sgmcmc.evaluation.loader_average import loaders_of
+from lightning_sgmcmc.evaluation.full_data import indices_of
 from lightning_sgmcmc.evaluation.sample_energy import has_fresh_batches
 from lightning_sgmcmc.likelihoods import Gaussian
 from lightning_sgmcmc.model import overrides
@@ -82,11 +82,11 @@ def _linear(module: Any) -> nn.Linear | None:
 
 def _data(trainer: pl.Trainer, module: Any) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """Return inputs and targets of the training data, double precision, without an effect on any generator."""
-    (loader,) = loaders_of(trainer.train_dataloader)
-    count = len(loader.dataset)
+    rows = training_rows(trainer)
+    count = len(indices_of(rows, "the plan"))
     places = torch.linspace(0, count - 1, min(count, MOST_DATA)).round().long().tolist()
     with unchanged_generators([module.device]):
-        batch = next(iter(again(loader, loader.dataset, places, len(places))))
+        batch = next(iter(rows.loader(places, batch_size=len(places))))
     if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
         return None, None
     x, y = (part.detach().cpu().double().flatten(1) for part in batch)

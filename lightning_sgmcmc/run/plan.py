@@ -12,6 +12,7 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_sgmcmc.batches.rows import training_rows
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.sharing import keys_of
 from lightning_sgmcmc.chains.state import Stage
@@ -194,6 +195,19 @@ def _notes(trainer: pl.Trainer, module: Any, sampler: Sampler, approximate: bool
         notes.append("The plan is as if MetropolisTest accepted all trajectories; its energies are no gradients.")
     if hasattr(getattr(trainer, "datamodule", None), "append"):
         notes.append(f"The data may grow; the plan has N = {module.num_data:,}, that of the start.")
+    return notes + _on_data(trainer, module)
+
+
+def _on_data(trainer: pl.Trainer, module: Any) -> list[str]:
+    """Return notes on N and the order of the data."""
+    rows, notes = training_rows(trainer), []
+    if rows.count is not None and rows.count != module.num_data:
+        notes.append(
+            f"N = {module.num_data:,} as given, whereas the loader has {rows.count:,} rows: the first epoch compares N "
+            "with what the likelihood counts."
+        )
+    if rows.in_order and float(trainer.num_training_batches) > 1:
+        notes.append("The data come in the same order in every epoch (no shuffle=True); each weighs the same.")
     return notes
 
 
@@ -229,19 +243,18 @@ def _classes(trainer: pl.Trainer, module: Any) -> int | None:
 def _evaluations(trainer: pl.Trainer, module: Any) -> int | None:
     """Return the per-datum gradients of each chain, those of control variates included."""
     steps = int(trainer.estimated_stepping_batches)
-    loader: Any = trainer.train_dataloader
-    size = getattr(loader, "batch_size", None)
+    rows = training_rows(trainer)
+    size, length = rows.batch_size, rows.count
     batches = float(trainer.num_training_batches)
     ranks = chains_of(module).layout.ranks_per_chain
     if not isinstance(size, int):
         return None
     data = steps * size * trainer.accumulate_grad_batches * ranks
-    length = getattr(getattr(loader, "dataset", None), "__len__", None)
     epochs = math.nan
     if math.isfinite(batches) and batches > 0:
         epochs = steps / max(math.ceil(batches / trainer.accumulate_grad_batches), 1)
         if length is not None:
-            data = round(epochs * min(length(), batches * size * ranks))  # the last batch may be smaller
+            data = round(epochs * min(length, batches * size * ranks))  # the last batch may be smaller
     for callback in callbacks_of(trainer):
         every = getattr(callback, "every_n_epochs", None)
         if getattr(callback, "setting", None) in ("control_variates", "covariance_friction") and every:

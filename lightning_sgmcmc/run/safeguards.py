@@ -139,9 +139,9 @@ class Safeguards(pl.Callback):
                         hook(trainer, pl_module, sample)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        energies = chains_of(pl_module).energies
-        if energies is not None and energies.first_batches is not None:
-            energies.first_batches.end_epoch(trainer.fit_loop.batch_idx + 1)
+        weights = chains_of(pl_module).weights
+        if weights is not None:
+            weights.end_epoch()
         if self._scales is not None:
             self._scales.check()
 

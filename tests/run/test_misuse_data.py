@@ -229,7 +229,7 @@ WARNED: list[tuple[Callable[[], BayesianModule], Any, dict[str, Any], str]] = [
         lambda: module(num_data=10),
         DataLoader(Stream(data()), BATCH),
         {},
-        "An epoch had more than 16 data in 3 batches, but num_data=10",
+        "An epoch had more than num_data=10 data, 24 in 3 batches",
     ),
     (
         module,

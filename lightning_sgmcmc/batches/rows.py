@@ -1,0 +1,324 @@
+"""The training rows of a run: which data the posterior conditions on, and how the loader draws them."""
+
+import copy
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
+from torch.utils import data as torch_data
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+from lightning_sgmcmc.batches.loader import ResumableLoader
+from lightning_sgmcmc.batches.order import BatchOrder
+from lightning_sgmcmc.batches.repeated import CyclicOrder
+from lightning_sgmcmc.batches.switching import SwitchingBatchSampler
+from lightning_sgmcmc.seeding import unchanged_generators
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """The rows of a training loader; one object answers for N, a full pass and a fresh batch.
+
+    Attributes:
+        dataset: what holds the rows; None for a stream.
+        indices: of the rows in the data set, each once; None if it is not known which the loader draws.
+        count: N as far as the loader shows it; None if it does not.
+        source: what `count` is, or why it is unknown.
+        is_random: whether every batch is a random part of the rows; otherwise batches may come in a fixed order.
+        in_order: whether batches are known to come in the same order in every epoch.
+        replacement: whether rows are drawn with replacement.
+        batch_size: rows of a batch of this process; None if batches differ in another way than by a short last one.
+        share: rows of an epoch of this process.
+        sizes: rows of each batch of an epoch of this process; None if unknown, or by `batch_size` and `share`.
+        drop_last: whether a short last batch is left out.
+        collate_fn: makes a batch of rows.
+        whole: whether an item of the data set is a batch itself.
+    """
+
+    dataset: Any = None
+    indices: Sequence[int] | None = None
+    count: int | None = None
+    source: str = ""
+    is_random: bool = False
+    in_order: bool = False
+    replacement: bool = False
+    batch_size: int | None = None
+    share: int | None = None
+    sizes: Sequence[int] | None = None
+    drop_last: bool = False
+    collate_fn: Any = None
+    whole: bool = False
+
+    def size_at(self, batch: int) -> int | None:
+        """Return the rows of a batch of an epoch in this process, None if unknown."""
+        if self.sizes is not None:
+            return self.sizes[batch] if batch < len(self.sizes) else None
+        if self.batch_size is None or self.share is None:
+            return None
+        left = self.share - batch * self.batch_size
+        return min(self.batch_size, left) if left > 0 else None
+
+    def sizes_of(self, batches: int) -> list[int] | None:
+        """Return the rows of the first batches of an epoch, None if they are unknown."""
+        sizes = [self.size_at(batch) for batch in range(batches)]
+        return None if None in sizes else [size for size in sizes if size is not None]
+
+    def loader(self, places: Sequence[int], dataset: Any = None, batch_size: int | None = None) -> DataLoader[Any]:
+        """Return a loader of some rows, in their order.
+
+        Args:
+            places: numbers of rows, from 0 to `len(indices)`.
+            dataset: another form of the data set, such as the data without augmentation.
+            batch_size: rows of a batch; None is the training loader's.
+        """
+        assert self.indices is not None
+        chosen = places if isinstance(self.indices, range) else [self.indices[place] for place in places]
+        part: Subset[Any] = Subset(self.dataset if dataset is None else dataset, chosen)
+        if self.whole:
+            return DataLoader(part, batch_size=None, collate_fn=self.collate_fn)
+        return DataLoader(part, batch_size=batch_size or self.batch_size or 1, collate_fn=self.collate_fn)
+
+
+def resolve_num_data(given: int | None, trainer: pl.Trainer, module: str) -> tuple[int, bool]:
+    """Return N, and whether the user said it: the given one, else the datamodule's or the number of rows.
+
+    A given N that is not the number of rows may count something else; `DataWeights` compares it with the batches.
+
+    Args:
+        given: N as the user has passed it, or None.
+        trainer: the run's.
+        module: name of the module's class, for messages.
+
+    Raises:
+        ValueError: if N is not known, or the module's N contradicts the datamodule's.
+    """
+    rows = training_rows(trainer)
+    datamodule = getattr(trainer, "datamodule", None)
+    declared = getattr(datamodule, "num_data", None)
+    if declared is not None and declared == rows.count:
+        declared = None
+    if given is not None and declared is not None and given != declared:
+        raise ValueError(contradiction(given, f"{type(datamodule).__name__}.num_data", int(declared)))
+    known = given if given is not None else declared
+    if known is not None:
+        return int(known), True
+    if rows.count is None:
+        raise ValueError(f"the number of training data is not known ({rows.source}): pass num_data=… to {module}")
+    return rows.count, False
+
+
+def contradiction(given: int, source: str, found: int | None) -> str:
+    """Return the message that a given N is wrong."""
+    return (
+        f"num_data={given} contradicts {source}, which says {found}; leave num_data out (to temper the posterior, set "
+        "temperature)"
+    )
+
+
+def training_rows(trainer: pl.Trainer) -> TrainingRows:
+    """Return the training rows of a run with one training loader; unknown ones for several loaders, or none."""
+    if trainer.train_dataloader is None:
+        trainer.fit_loop.setup_data()
+    return rows_of(trainer.train_dataloader)
+
+
+def can_be_read_again(rows: TrainingRows) -> bool:
+    """Return whether random batches of the rows can be made."""
+    return rows.indices is not None and not rows.whole and rows.batch_size is not None
+
+
+_KNOWN: "WeakKeyDictionary[Any, tuple[int, TrainingRows]]" = WeakKeyDictionary()
+"""The rows of each loader and the length of its data set then; an own batch sampler is looked through once."""
+
+
+def rows_of(loader: Any) -> TrainingRows:
+    """Return the rows of a training loader."""
+    if isinstance(loader, ResumableLoader):
+        return _of_resumable(loader)
+    if not isinstance(loader, DataLoader):
+        return TrainingRows(source="the training loader is not a torch DataLoader")
+    length = len(loader.dataset) if hasattr(loader.dataset, "__len__") else -1
+    known = _KNOWN.get(loader)
+    if known is None or known[0] != length:
+        known = _KNOWN[loader] = (length, _of_torch(loader))
+    return known[1]
+
+
+def _of_resumable(loader: ResumableLoader) -> TrainingRows:
+    order, count = loader.order_of(loader.chains[0]), loader.num_data
+    sizes = None
+    if type(order).indices is not BatchOrder.indices and len(loader) == order.batches_per_epoch:
+        sizes = [len(order.indices(batch)) for batch in range(order.batches_per_epoch)]
+    return TrainingRows(
+        dataset=loader.dataset,
+        indices=range(count),
+        count=count,
+        source="the training data set's length",
+        is_random=not order.repeats,
+        in_order=isinstance(order, CyclicOrder),
+        batch_size=loader.batch_size,
+        # Otherwise an epoch begins anywhere in the order.
+        share=math.ceil(count / loader.num_replicas) if len(loader) == order.batches_per_epoch else None,
+        sizes=sizes,
+        drop_last=loader.drop_last,
+        collate_fn=loader.collate_fn,
+    )
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What a sampler draws in an epoch; `indices` is None if unknown, with the reason."""
+
+    indices: Sequence[int] | None
+    is_random: bool = False
+    in_order: bool = False
+    replacement: bool = False
+    reason: str = ""
+    number: int | None = None
+    """Rows of an epoch, if they are not all of `indices`."""
+    replicas: int = 1
+
+
+def _of_torch(loader: DataLoader[Any]) -> TrainingRows:
+    dataset, collate_fn = loader.dataset, loader.collate_fn
+    if not hasattr(dataset, "__len__"):
+        return TrainingRows(source="the training data set has no length", collate_fn=collate_fn)
+    if isinstance(dataset, torch_data.IterableDataset):
+        return TrainingRows(source="a stream's length may be an estimate", collate_fn=collate_fn)
+    batches = loader.batch_sampler if loader.batch_size is None else None
+    if batches is None and loader.batch_size is None and isinstance(loader.sampler, torch_data.BatchSampler):
+        batches = loader.sampler  # the data set returns whole batches of indices
+    if batches is None and loader.batch_size is None:
+        return TrainingRows(
+            dataset=dataset,
+            indices=_drawn_by(loader.sampler, dataset).indices,
+            source="with batch_size=None an item of the training data set is a batch",
+            collate_fn=collate_fn,
+            whole=True,
+        )
+    if batches is None:
+        drawn = _drawn_by(loader.sampler, dataset)
+        rows = TrainingRows(batch_size=loader.batch_size, drop_last=loader.drop_last)
+    else:
+        drawn, rows = _drawn_in_batches(batches, dataset)
+    by_list = loader.batch_size is None and loader.batch_sampler is None
+    number = drawn.number if drawn.number is not None or drawn.indices is None else len(drawn.indices)
+    return replace(
+        rows,
+        dataset=_Single(dataset) if by_list else dataset,
+        indices=drawn.indices,
+        count=None if drawn.indices is None else len(drawn.indices),
+        source=drawn.reason or "the training data set's length",
+        is_random=drawn.is_random and rows.batch_size is not None,
+        in_order=drawn.in_order,
+        replacement=drawn.replacement,
+        share=None if number is None else math.ceil(number / drawn.replicas),
+        collate_fn=_first_of_one if by_list else collate_fn,
+    )
+
+
+def _drawn_in_batches(batches: Any, dataset: Any) -> tuple[_Drawn, TrainingRows]:
+    """Return what a batch sampler draws in an epoch, and the sizes of its batches."""
+    if isinstance(batches, SwitchingBatchSampler):
+        number = len(batches)
+        size = len(next(iter(copy.deepcopy(batches))))
+        drawn = _Drawn(range(batches.num_data), is_random=True, number=size * number)
+        return drawn, TrainingRows(batch_size=size, sizes=[size] * number)
+    iterates = type(batches).__iter__
+    if isinstance(batches, torch_data.BatchSampler) and iterates is torch_data.BatchSampler.__iter__:
+        drawn = _drawn_by(batches.sampler, dataset)
+        return drawn, TrainingRows(batch_size=batches.batch_size, drop_last=batches.drop_last)
+    epoch = _epoch_of(batches, dataset)
+    if epoch is None:
+        return _Drawn(None, reason=_unknown(batches, None, dataset)), TrainingRows()
+    sizes = [len(batch) if isinstance(batch, Sequence) else 1 for batch in epoch]
+    drawn = _judged(batches, [index for batch in epoch for index in tree_leaves(batch)], dataset)
+    return drawn, TrainingRows(batch_size=max(sizes, default=1), sizes=None)
+
+
+def _drawn_by(sampler: Any, dataset: Any) -> _Drawn:
+    """Return what a sampler draws in an epoch."""
+    if isinstance(sampler, DistributedSampler):
+        wrapped = getattr(sampler.dataset, "_sampler", None)
+        whole = range(len(sampler.dataset))  # type: ignore[arg-type]
+        drawn = _Drawn(whole, sampler.shuffle, not sampler.shuffle)
+        if wrapped is not None:
+            drawn = _drawn_by(wrapped, dataset)
+        padded = not isinstance(sampler, UnrepeatedDistributedSampler)
+        number = sampler.total_size if padded and drawn.indices is not None else drawn.number
+        return replace(drawn, number=number, replicas=sampler.num_replicas)
+    iterates = type(sampler).__iter__
+    if isinstance(sampler, torch_data.RandomSampler) and iterates is torch_data.RandomSampler.__iter__:
+        whole = range(len(sampler.data_source))
+        return _Drawn(whole, True, replacement=sampler.replacement, number=sampler.num_samples)
+    if isinstance(sampler, torch_data.SequentialSampler) and iterates is torch_data.SequentialSampler.__iter__:
+        return _Drawn(range(len(sampler.data_source)), in_order=True)
+    if isinstance(sampler, torch_data.SubsetRandomSampler) and iterates is torch_data.SubsetRandomSampler.__iter__:
+        source = f"the {type(sampler).__name__}'s number of indices"
+        return _Drawn([int(index) for index in sampler.indices], True, reason=source)
+    if isinstance(sampler, torch_data.WeightedRandomSampler):
+        weights = torch.as_tensor(sampler.weights)
+        if bool((weights == weights[0]).all()):
+            return _Drawn(range(len(weights)), True, replacement=sampler.replacement, number=sampler.num_samples)
+        raise ValueError(
+            "the training loader draws by a WeightedRandomSampler, whose weights would count some data several times, "
+            "so the posterior would be that of other data: pass shuffle=True, and weigh classes in decisions on the "
+            "predicted probabilities (or put weights into log_likelihood)"
+        )
+    epoch = _epoch_of(sampler, dataset)
+    if epoch is None:
+        return _Drawn(None, reason=_unknown(sampler, None, dataset))
+    return _judged(sampler, epoch, dataset)
+
+
+def _judged(sampler: Any, drawn: Sequence[int], dataset: Any) -> _Drawn:
+    """Return what an epoch of an own sampler shows: all rows once, or nothing certain."""
+    if len(drawn) == len(dataset) == len({int(index) for index in drawn}):
+        return _Drawn(range(len(dataset)), number=len(drawn))
+    return _Drawn(None, reason=_unknown(sampler, len(drawn), dataset), number=len(drawn))
+
+
+def _unknown(sampler: Any, drawn: int | None, dataset: Any) -> str:
+    name = type(sampler).__name__
+    if drawn is None:
+        return f"the training loader draws by a {name}"
+    return (
+        f"the training loader draws by a {name}, {drawn} of {len(dataset)} rows in an epoch, and whether these are all "
+        "data is not known; for a part of a data set pass Subset(dataset, indices) to the loader"
+    )
+
+
+def _epoch_of(sampler: Iterable[Any], dataset: Any) -> list[Any] | None:
+    """Return an epoch of a copy of a sampler, None if it cannot be copied or does not end."""
+    most = 2 * len(dataset) + 1000
+    try:
+        with unchanged_generators([]):
+            copied = copy.deepcopy(sampler, {id(dataset): dataset})
+            epoch = list(itertools.islice(copied, most + 1))
+    except Exception:  # whatever a user's sampler raises outside its loader
+        return None
+    return epoch if len(epoch) <= most else None
+
+
+class _Single(torch_data.Dataset[Any]):
+    """A data set that is indexed by lists, one row at a time."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self._dataset[indices]]
+
+
+def _first_of_one(batches: list[Any]) -> Any:
+    return batches[0]

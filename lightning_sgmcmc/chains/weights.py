@@ -1,0 +1,273 @@
+"""How much a datum of a mini-batch counts, and whether what the likelihood counts in an epoch is N."""
+
+import math
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_sgmcmc.batches.rows import contradiction, training_rows
+from lightning_sgmcmc.chains.first_batches import FirstBatches
+from lightning_sgmcmc.chains.layout import ChainLayout
+
+LEAST_SHARE = 0.8
+"""A given N below this share of the rows that a likelihood counts is refused at the first batch."""
+TOLERANCE = 0.1
+"""Relative difference between a given N and what an epoch counts (random crops differ between epochs)."""
+
+
+class DataWeights:
+    """The factor of a mini-batch's log-likelihood, with which every datum weighs the same.
+
+    The energy of a step with the data B of all its micro-batches and ranks is
+
+        Ũ = -N·c·Σ_{i in B} log p(y_i|x_i,θ) - log p(θ)
+
+    with c = 1/|B| where B is a random part of the data of a size that its position fixes, so that E[Ũ] = U. Elsewhere
+    c = M/T for an epoch of M steps with T data, so that the mean of Ũ over an epoch is U. With 1/|B| the data of a
+    smaller batch would weigh more in a fixed order, or where the likelihood counts something else than rows.
+
+    It also compares what the likelihood counts with N: at the first batch, and over the first whole epoch.
+
+    Args:
+        trainer: the run's.
+        layout: which ranks share a chain's data.
+        num_data: N.
+        is_given: whether the user passed N, which is believed where the loader does not show it.
+        first_batches: counts the data of the first batch.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, layout: ChainLayout, num_data: int, is_given: bool, first_batches: FirstBatches
+    ) -> None:
+        self._trainer = trainer
+        self._layout = layout
+        self._is_given = is_given
+        self.num_data = num_data
+        self.rows = training_rows(trainer)
+        self.counts_rows = True
+        """Whether the likelihood counts one datum for each row of the loader, as far as batches have shown."""
+        self._first_batches = first_batches
+        self._is_new = True
+        self._is_compared = False
+        self._counted, self._batches, self._sizes = 0, 0, set[int]()
+        """Data, batches and sizes of batches of this epoch so far, in this process."""
+        self._measured: tuple[int, int] | None = None
+        """Data and batches of a whole epoch of a stream with batches of different sizes."""
+        self._means: dict[tuple[float, int], float | None] = {}
+
+    def follow(self, num_data: int) -> None:
+        """Take another N and the present rows, when an epoch begins.
+
+        Raises:
+            ValueError: if the rows grow, and the given N was their number.
+        """
+        agreed = self._is_given and self.rows.count == num_data
+        self.num_data, self.rows = num_data, training_rows(self._trainer)
+        if agreed and self.rows.count not in (num_data, None):
+            raise ValueError(contradiction(num_data, self.rows.source, self.rows.count))
+        self._counted, self._batches = 0, 0
+        self._sizes.clear()
+        self._means.clear()
+
+    # -- the weight of a batch ----------------------------------------------------------------------------------------
+
+    def factor(self, batch_idx: int, candidates: int = 1) -> float | None:
+        """Return the factor of the sum of a micro-batch's log-likelihoods in Ũ/N; None for 1/n, their mean.
+
+        The gradients of a step's micro-batches are averaged, so the factor holds their number.
+
+        Args:
+            batch_idx: index of the micro-batch in the epoch.
+            candidates: candidate batches of a step (EWSG), each of which is a batch of its own here.
+
+        Raises:
+            ValueError: at the first batch, if N is not what the likelihood counts.
+        """
+        if self._is_new and self._first_batches.counted is not None:
+            self._look(self._first_batches.counted, batch_idx)
+        accumulated = self._trainer.accumulate_grad_batches
+        batches = float(self._trainer.num_training_batches)
+        if math.isinf(batches) and self._measured is not None:
+            batches = self._measured[1]
+        each = accumulated // candidates
+        first = batch_idx - batch_idx % accumulated % each
+        stop = int(min(first + each, first - first % accumulated + accumulated, batches))
+        if self.counts_rows and self.rows.is_random:
+            if stop - first <= 1:
+                return None
+            sizes = [self.rows.size_at(batch) for batch in range(first, stop)]
+            known = [size for size in sizes if size is not None]
+            if len(known) < len(sizes) or len(set(known)) <= 1:
+                return None
+            return (stop - first) / sum(known)
+        if (batches, each) not in self._means:
+            self._means[batches, each] = self._mean_size(batches, each)
+        mean = self._means[batches, each]
+        return None if mean is None else (stop - first) / mean
+
+    def _mean_size(self, batches: float, each: int) -> float | None:
+        """Return the mean number of an epoch's data in `each` micro-batches of this process; None if all are equal."""
+        if self._measured is not None:
+            return self._measured[0] / math.ceil(self._measured[1] / each)
+        if math.isinf(batches):
+            return None
+        steps = math.ceil(batches / each)
+        if not self.counts_rows:
+            return self.num_data / self._layout.ranks_per_chain / steps
+        sizes = self.rows.sizes_of(int(batches))
+        if sizes is None:
+            return None if self.rows.share is None else self.rows.share / steps
+        if len({sum(sizes[first : first + each]) for first in range(0, len(sizes), each)}) == 1 == len(set(sizes)):
+            return None
+        return sum(sizes) / steps
+
+    @property
+    def differ_by_size(self) -> bool:
+        """Whether a mean of steps' energies over an epoch is U only with the batches' sizes as weights."""
+        return self._measured is None and (self.rows.dataset is None or (self.counts_rows and self.rows.is_random))
+
+    def fresh_factor(self, rows: int) -> float | None:
+        """Return the factor for a batch of random rows, see `factor`."""
+        return None if self.counts_rows or self.rows.indices is None else len(self.rows.indices) / rows / self.num_data
+
+    # -- what the likelihood counts -----------------------------------------------------------------------------------
+
+    def _look(self, counted: int, batch_idx: int) -> None:
+        """Compare what the likelihood counts in the first batch with the loader's rows.
+
+        Args:
+            counted: log-likelihoods of the batch in this process.
+            batch_idx: its index in the epoch.
+
+        Raises:
+            ValueError: if N is not what the likelihood counts.
+        """
+        self._is_new = False
+        rows, batches = self.rows, self._trainer.num_training_batches
+        size = rows.size_at(batch_idx)
+        if rows.sizes is not None:  # an order may go backwards in other epochs
+            self.counts_rows = counted in rows.sizes
+        elif size is not None:
+            self.counts_rows = counted == size
+        elif rows.batch_size is not None and not rows.whole:
+            self.counts_rows = counted <= rows.batch_size
+        self.counts_rows = self.counts_rows and not rows.whole
+        if self.num_data == batches > 1 and counted > 1 and rows.count is None:
+            raise ValueError(
+                f"num_data={self.num_data} is the number of batches, and each has {counted} data: pass the number of "
+                "data"
+            )
+        if self.num_data < counted and (rows.count is None or not self.counts_rows) and self._is_given:
+            raise ValueError(f"num_data={self.num_data}, but a batch has {counted} data: pass the number of data")
+        if size is not None and size > 1 and counted == 1 and self.num_data > batches:
+            raise ValueError(
+                f"the log-likelihood of a batch of {size} rows is one number, shape (1,), so it would count as one "
+                "datum: return one number for each datum, shape (n,)"
+            )
+        if self.counts_rows:
+            self._check_given(size)
+        elif not self._is_given:
+            raise ValueError(
+                f"the log-likelihood counts {counted} data in a batch of {size or rows.batch_size} rows, so the number "
+                f"of training data is not {rows.source} ({self.num_data}): pass num_data=…, the number of all that it "
+                "counts in the training data (nodes, tokens, …), or return one number for each row"
+            )
+
+    def _check_given(self, size: int | None) -> None:
+        """Raise if a given N is not the number of rows, which the likelihood counts."""
+        count = self.rows.count
+        if count is None or size is None or size == 1 or not self._is_given:
+            return
+        if self.num_data > count or self.num_data < LEAST_SHARE * count:
+            raise ValueError(contradiction(self.num_data, self.rows.source, count))
+
+    def add(self, counted: int) -> None:
+        """Add what the likelihood counted in a batch."""
+        self._counted += counted
+        self._batches += 1
+        self._sizes.add(counted)
+
+    def end_epoch(self) -> None:
+        """Compare what the likelihood counted in the first whole epoch with N.
+
+        Raises:
+            ValueError: if the loader shows that N is another number.
+        """
+        trainer = self._trainer
+        batches = float(trainer.num_training_batches)
+        if not trainer.is_last_batch or self._batches != trainer.fit_loop.batch_idx + 1:
+            return
+        if math.isfinite(batches) and not self._batches == batches == _length(trainer.train_dataloader):
+            return
+        if self.rows.dataset is None and len(self._sizes) > 1:
+            self._measured = (self._counted, self._batches)
+            self._means.clear()
+        if self._is_compared:
+            return
+        self._is_compared = True
+        total = self._over_ranks(self._counted)
+        if self.rows.dataset is None:
+            self._compare_stream(total)
+        elif not self.rows.replacement:
+            self._compare(total)
+
+    def _compare(self, total: int) -> None:
+        """Compare N with the data counted in an epoch over all rows of a data set."""
+        rows, num_data = self.rows, self.num_data
+        sizes = rows.sizes_of(self._batches)
+        delivered = rows.share if sizes is None else sum(sizes)
+        if delivered is None or rows.indices is None:
+            return
+        if self.counts_rows and self._counted == delivered:
+            if self._is_given and rows.count is not None and num_data != rows.count:
+                raise ValueError(contradiction(num_data, rows.source, rows.count))
+            return
+        if not self._is_given:
+            raise ValueError(
+                f"the likelihood counted {total} data in an epoch, but N is {num_data}, {rows.source}: pass "
+                f"num_data=…, the number of data that it counts in all training data ({total}, if each epoch counts as "
+                "many)"
+            )
+        # A short last batch that is left out counts too.
+        whole = total * (rows.share or delivered) / delivered
+        if abs(whole - num_data) > TOLERANCE * num_data:
+            raise ValueError(
+                f"the likelihood counted {total} data in an epoch, but num_data={num_data}: pass the number of data "
+                "that it counts in all training data"
+            )
+        if total != num_data:
+            rank_zero_info(f"The likelihood counted {total} data in the first epoch; N is {num_data}, as given.")
+
+    def _compare_stream(self, total: int) -> None:
+        """Compare N with the data counted in an epoch of a stream."""
+        num_data, ranks = self.num_data, self._layout.ranks_per_chain
+        workers = max(getattr(self._trainer.train_dataloader, "num_workers", 0), 1)
+        copies, rest = divmod(total, num_data)
+        if rest == 0 and copies > 1 and copies in (workers, ranks, workers * ranks):
+            which = f"{workers} workers" if copies == workers else f"{ranks} ranks"
+            raise ValueError(
+                f"an epoch of the stream had {total} data, {copies} times num_data={num_data}: each of {which} reads "
+                "all data, so let its __iter__ yield a part (torch.utils.data.get_worker_info(), or "
+                "datasets.distributed.split_dataset_by_node)"
+            )
+        if total != num_data:
+            than = "more" if total > num_data else "fewer"
+            rank_zero_warn(
+                f"An epoch had {than} than num_data={num_data} data, {total} in {self._batches} batches: num_data is "
+                "the number of different training data, to which the prior and the noise are scaled (if an epoch is no "
+                "pass over the data, pass limit_train_batches)."
+            )
+
+    def _over_ranks(self, counted: int) -> int:
+        if self._layout.ranks_per_chain == 1:
+            return counted
+        number = torch.tensor([float(counted)], dtype=torch.float64, device=self._trainer.strategy.root_device)
+        return round(float(self._layout.mean_over_data(number)) * self._layout.ranks_per_chain)
+
+
+def _length(loader: object) -> float:
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return math.inf
