@@ -34,7 +34,8 @@ class TrainingRows:
         is_random: whether every batch is a random part of the rows; otherwise batches may come in a fixed order.
         in_order: whether batches are known to come in the same order in every epoch.
         replacement: whether rows are drawn with replacement.
-        batch_size: rows of a batch of this process; None if batches differ in another way than by a short last one.
+        batch_size: rows of a batch of this process; of the largest, if batches are not even.
+        is_even: whether all batches but the last have `batch_size` rows.
         share: rows of an epoch of this process.
         sizes: rows of each batch of an epoch of this process; None if unknown, or by `batch_size` and `share`.
         drop_last: whether a short last batch is left out.
@@ -50,6 +51,7 @@ class TrainingRows:
     in_order: bool = False
     replacement: bool = False
     batch_size: int | None = None
+    is_even: bool = True
     share: int | None = None
     sizes: Sequence[int] | None = None
     drop_last: bool = False
@@ -60,7 +62,7 @@ class TrainingRows:
         """Return the rows of a batch of an epoch in this process, None if unknown."""
         if self.sizes is not None:
             return self.sizes[batch] if batch < len(self.sizes) else None
-        if self.batch_size is None or self.share is None:
+        if self.batch_size is None or self.share is None or not self.is_even:
             return None
         left = self.share - batch * self.batch_size
         return min(self.batch_size, left) if left > 0 else None
@@ -216,7 +218,7 @@ def _of_torch(loader: DataLoader[Any]) -> TrainingRows:
         indices=drawn.indices,
         count=None if drawn.indices is None else len(drawn.indices),
         source=drawn.reason or "the training data set's length",
-        is_random=drawn.is_random and rows.batch_size is not None,
+        is_random=drawn.is_random,
         in_order=drawn.in_order,
         replacement=drawn.replacement,
         share=None if number is None else math.ceil(number / drawn.replicas),
@@ -240,7 +242,7 @@ def _drawn_in_batches(batches: Any, dataset: Any) -> tuple[_Drawn, TrainingRows]
         return _Drawn(None, reason=_unknown(batches, None, dataset)), TrainingRows()
     sizes = [len(batch) if isinstance(batch, Sequence) else 1 for batch in epoch]
     drawn = _judged(batches, [index for batch in epoch for index in tree_leaves(batch)], dataset)
-    return drawn, TrainingRows(batch_size=max(sizes, default=1), sizes=None)
+    return drawn, TrainingRows(batch_size=max(sizes, default=1), is_even=False)
 
 
 def _drawn_by(sampler: Any, dataset: Any) -> _Drawn:

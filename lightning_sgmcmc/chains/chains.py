@@ -306,7 +306,7 @@ class Chains(ChainGradients):
             keeps_each=self.observed.keeps_each,
             weigh=partial(self.weights.factor, batch_idx, self.accumulation.candidates),
         )
-        self.weights.add(step.batch_size)
+        self.weights.add(step.batch_size, batch_idx)
         self.pulse.count += 1
         self.counters.gradient_evaluations += step.batch_size * self.layout.ranks_per_chain
         potential = step.mean_potential if step.loss is None else step.loss

@@ -146,33 +146,45 @@ class DataWeights:
         self._is_new = False
         rows, batches = self.rows, self._trainer.num_training_batches
         size = rows.size_at(batch_idx)
-        if rows.sizes is not None:  # an order may go backwards in other epochs
-            self.counts_rows = counted in rows.sizes
-        elif size is not None:
-            self.counts_rows = counted == size
-        elif rows.batch_size is not None and not rows.whole:
-            self.counts_rows = counted <= rows.batch_size
-        self.counts_rows = self.counts_rows and not rows.whole
         if self.num_data == batches > 1 and counted > 1 and rows.count is None:
             raise ValueError(
                 f"num_data={self.num_data} is the number of batches, and each has {counted} data: pass the number of "
                 "data"
             )
-        if self.num_data < counted and (rows.count is None or not self.counts_rows) and self._is_given:
-            raise ValueError(f"num_data={self.num_data}, but a batch has {counted} data: pass the number of data")
         if size is not None and size > 1 and counted == 1 and self.num_data > batches:
             raise ValueError(
                 f"the log-likelihood of a batch of {size} rows is one number, shape (1,), so it would count as one "
                 "datum: return one number for each datum, shape (n,)"
             )
+        self._see(counted, batch_idx)
         if self.counts_rows:
             self._check_given(size)
-        elif not self._is_given:
+        if self._is_given and self.num_data < counted:
+            raise ValueError(f"num_data={self.num_data}, but a batch has {counted} data: pass the number of data")
+
+    def _see(self, counted: int, batch_idx: int) -> None:
+        """Note whether the data that the likelihood counts in a batch are its rows.
+
+        Raises:
+            ValueError: if they are not, and N is the number of rows.
+        """
+        rows, size = self.rows, self.rows.size_at(batch_idx)
+        if rows.sizes is not None:  # an order may go backwards in other epochs
+            are_rows = counted in rows.sizes
+        elif size is not None:
+            are_rows = counted == size
+        else:
+            are_rows = rows.batch_size is None or counted <= rows.batch_size
+        if (are_rows and not rows.whole) or not self.counts_rows:
+            return
+        if not self._is_given:
             raise ValueError(
                 f"the log-likelihood counts {counted} data in a batch of {size or rows.batch_size} rows, so the number "
                 f"of training data is not {rows.source} ({self.num_data}): pass num_data=…, the number of all that it "
                 "counts in the training data (nodes, tokens, …), or return one number for each row"
             )
+        self.counts_rows = False
+        self._means.clear()
 
     def _check_given(self, size: int | None) -> None:
         """Raise if a given N is not the number of rows, which the likelihood counts."""
@@ -182,8 +194,13 @@ class DataWeights:
         if self.num_data > count or self.num_data < LEAST_SHARE * count:
             raise ValueError(contradiction(self.num_data, self.rows.source, count))
 
-    def add(self, counted: int) -> None:
-        """Add what the likelihood counted in a batch."""
+    def add(self, counted: int, batch_idx: int) -> None:
+        """Add what the likelihood counted in a batch.
+
+        Raises:
+            ValueError: if it is not the batch's rows, whose number is N.
+        """
+        self._see(counted, batch_idx)
         self._counted += counted
         self._batches += 1
         self._sizes.add(counted)

@@ -56,7 +56,7 @@ def full_log_likelihoods(
         ValueError: if the trainer has no training data.
     """
     total = torch.zeros(len(states), dtype=torch.float64)
-    call, together = TogetherCall(chains.model, lambda model, batch: model.score(batch)[0]), States(states)
+    call, together = TogetherCall(chains.model, lambda model, batch: model.log_likelihood(batch)), States(states)
     layout = chains.layout
     rank, ranks = trainer.global_rank, trainer.world_size
     if of_own_chains:

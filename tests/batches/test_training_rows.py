@@ -1,0 +1,437 @@
+"""Fits on loaders as users make them: N, the energy of an epoch, and the energies of all data, against U by hand."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import pytorch_lightning as pl
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from lightning_sgmcmc import BayesianModule, Gaussian, GaussianPrior, ResumableLoader
+from lightning_sgmcmc.batches import CyclicOrder, SymmetricOrder
+from lightning_sgmcmc.datamodules import DatasetDataModule
+from lightning_sgmcmc.evaluation.full_energy import full_energies
+from lightning_sgmcmc.evaluation.sample_energy import fresh_energies, has_fresh_batches
+from tests.support.trainers import quiet_trainer
+
+ROWS = 105
+STD, PRIOR = 1.0, 4.0
+
+
+class Constant(nn.Module):
+    """One output for all inputs: with a Gaussian likelihood the mean of the targets' law."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.full((1,), 0.3))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mean.expand(len(x), 1)
+
+
+def targets(count: int = ROWS) -> Tensor:
+    """Targets whose last rows differ from the others, so that unequal weights show."""
+    y = torch.randn(count, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y[-(count % 20 or 1) :] += 9
+    return y
+
+
+def pairs(y: Tensor) -> TensorDataset:
+    return TensorDataset(torch.zeros(len(y), 1, dtype=torch.float64), y)
+
+
+ALL = pairs(targets())
+WITH_HELD_OUT: Dataset[Any] = ConcatDataset([ALL, pairs(targets() + 50)])
+
+
+def energy(mean: Tensor, y: Tensor) -> float:
+    """U at a mean, by hand."""
+    unit = 0.5 * torch.log(torch.tensor(2 * torch.pi, dtype=torch.float64))
+    likelihood = (0.5 * ((y - mean) / STD) ** 2 + unit + torch.log(torch.tensor(STD, dtype=torch.float64))).sum()
+    prior = 0.5 * (mean / PRIOR) ** 2 + unit + torch.log(torch.tensor(PRIOR, dtype=torch.float64))
+    return float(likelihood + prior.sum())
+
+
+class Energies(pl.Callback):
+    """Records each step's energies and data, and at the end those of all data and of a fresh batch."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, float, Tensor]] = []
+        self.full: Tensor | None = None
+        self.fresh: Tensor | None = None
+        self._size = 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+        observed, chains = pl_module.chains.observed, pl_module.chains
+        self._size += observed.batch_size
+        if not chains.accumulation.accumulating:
+            self.steps.append((trainer.current_epoch, self._size, observed.energy.clone()))
+            self._size = 0
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if has_fresh_batches(trainer):
+            self.full = full_energies(trainer, pl_module.chains, True, "a test")
+            self.fresh = fresh_energies(trainer, pl_module.chains, pl_module.sampler, True)
+
+    def of_epoch(self, epoch: int, by_size: bool) -> Tensor:
+        """Return the mean of an epoch's energies, of each chain."""
+        own = [(size, found) for number, size, found in self.steps if number == epoch]
+        weights = torch.tensor([size if by_size else 1 for size, _ in own], dtype=torch.float64)
+        return (weights[:, None] * torch.stack([found for _, found in own])).sum(0) / weights.sum()
+
+
+def module(**options: Any) -> BayesianModule:
+    """A module that does not move, so that all energies of an epoch are at one state."""
+    options = {"net": Constant(), "likelihood": Gaussian(std=STD)} | options
+    return BayesianModule(prior=GaussianPrior(std=PRIOR), lr=1e-30, temperature=0.0, **options).double()
+
+
+def fit(model: BayesianModule, data: Any, **options: Any) -> Energies:
+    seen = Energies()
+    source = {"datamodule": data} if isinstance(data, pl.LightningDataModule) else {"train_dataloaders": data}
+    options = {"max_epochs": 2, "precision": "64-true"} | options
+    quiet_trainer(callbacks=[seen], num_sanity_val_steps=0, **options).fit(model, **source)
+    return seen
+
+
+class Stream(IterableDataset[Any]):
+    """Rows one after another, in each worker."""
+
+    def __init__(self, data: Any, divided: bool = True) -> None:
+        self.data, self.divided = data, divided
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        step = info.num_workers if info is not None and self.divided else 1
+        return iter([self.data[i] for i in range(info.id if info and self.divided else 0, len(self.data), step)])
+
+
+class Own(Sampler[int]):
+    """A sampler of one's own, in an order that is neither torch's."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(range(self.count), key=lambda i: (i % 7, i)))
+
+
+def by_length() -> list[list[int]]:
+    return [list(range(0, 60)), list(range(60, 95)), list(range(95, 105))]
+
+
+RANDOM = {"shuffled", "subset at random", "subset in batches at random", "part of a source", "datamodule", "resumable"}
+LOADERS: dict[str, Callable[[], Any]] = {
+    "in order": lambda: DataLoader(ALL, batch_size=100),
+    "in order, small": lambda: DataLoader(ALL, batch_size=20),
+    "shuffled": lambda: DataLoader(ALL, batch_size=20, shuffle=True),
+    "by length": lambda: DataLoader(ALL, batch_sampler=by_length()),
+    "own sampler": lambda: DataLoader(ALL, batch_size=20, sampler=Own(ROWS)),
+    "own sampler in batches": lambda: DataLoader(ALL, batch_sampler=BatchSampler(Own(ROWS), 25, False)),
+    "subset": lambda: DataLoader(Subset(WITH_HELD_OUT, range(ROWS)), batch_size=20),
+    "subset at random": lambda: DataLoader(WITH_HELD_OUT, 20, sampler=SubsetRandomSampler(range(ROWS))),
+    "subset in batches at random": lambda: DataLoader(
+        WITH_HELD_OUT, batch_sampler=BatchSampler(SubsetRandomSampler(range(ROWS)), 20, False)
+    ),
+    "first rows": lambda: DataLoader(WITH_HELD_OUT, 20, sampler=SequentialSampler(range(ROWS))),
+    "part of a source": lambda: DataLoader(WITH_HELD_OUT, 20, sampler=RandomSampler(range(ROWS))),
+    "no collation": lambda: DataLoader(
+        ALL, batch_size=None, sampler=BatchSampler(SequentialSampler(range(ROWS)), 25, False)
+    ),
+    "datamodule": lambda: DatasetDataModule(ALL, batch_size=20),
+    "resumable": lambda: ResumableLoader(ALL, 50),
+    "cyclic": lambda: ResumableLoader(ALL, 50, order=CyclicOrder),
+    "symmetric": lambda: ResumableLoader(ALL, 50, order=SymmetricOrder),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=["", "accumulated"])
+@pytest.mark.parametrize("name", LOADERS)
+def test_an_epoch_is_worth_all_data(name: str, options: dict[str, Any]) -> None:
+    """N, an epoch's mean energy, the energy of all data: those of the rows that the loader has, to rounding."""
+    if name in ("cyclic", "symmetric") and options:
+        pytest.skip("refused: a step's batches must come again together")
+    model = module()
+    seen = fit(model, LOADERS[name](), **options)
+    wanted = energy(model.net.mean.detach(), targets())
+    assert model.num_data == ROWS
+    for epoch in range(2):
+        found = seen.of_epoch(epoch, by_size=name in RANDOM)
+        torch.testing.assert_close(found, torch.full_like(found, wanted), rtol=1e-9, atol=0)
+    if name not in ("no collation",):
+        assert seen.full is not None
+        torch.testing.assert_close(seen.full, torch.full_like(seen.full, wanted), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("execution", ["loop", "vmap"])
+@pytest.mark.parametrize("name", ["in order", "by length", "subset in batches at random"])
+def test_an_epoch_of_several_chains(name: str, execution: Any) -> None:
+    model = module(num_chains=2, chain_execution=execution)
+    seen = fit(model, LOADERS[name](), accumulate_grad_batches=2)
+    for chain in range(2):
+        with model.at_chain(chain):
+            wanted = energy(model.net.mean.detach(), targets())
+        assert abs(float(seen.of_epoch(1, name in RANDOM)[chain]) - wanted) < 1e-9 * abs(wanted)
+
+
+def test_fresh_batches_are_of_the_loaders_rows() -> None:
+    """A batch of all rows has the energy of the rows, also where the data set has others."""
+    for sampler in ({"sampler": SubsetRandomSampler(range(ROWS))}, {"sampler": RandomSampler(range(ROWS))}):
+        model = module()
+        seen = fit(model, DataLoader(WITH_HELD_OUT, 400, **sampler))
+        assert seen.fresh is not None
+        assert abs(float(seen.fresh) / energy(model.net.mean.detach(), targets()) - 1) < 1e-9
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_with_a_short_last_batch(workers: int) -> None:
+    """Its first epoch shows the batches' sizes, so the second is worth all data."""
+    model = module(num_data=ROWS)
+    seen = fit(model, DataLoader(Stream(ALL), batch_size=40, num_workers=workers))
+    assert abs(float(seen.of_epoch(1, False)) / energy(model.net.mean.detach(), targets()) - 1) < 1e-9
+
+
+# -- what the likelihood counts ---------------------------------------------------------------------------------------
+
+
+class Graphs(Dataset[Any]):
+    """Twelve graphs of different size, whose nodes are the data."""
+
+    sizes = (1, 30, 4, 9, 2, 17, 6, 3, 12, 8, 5, 8)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> Tensor:
+        first = sum(self.sizes[:index])
+        return targets()[first : first + self.sizes[index]]
+
+
+class OfNodes(BayesianModule):
+    """Its likelihood counts every node."""
+
+    def log_likelihood(self, batch: Any) -> Tensor:
+        assert self.likelihood is not None
+        return self.likelihood.log_prob(self.net(batch), batch)
+
+
+def nodes(**options: Any) -> OfNodes:
+    found = OfNodes(
+        net=Constant(),
+        likelihood=Gaussian(std=STD),
+        prior=GaussianPrior(std=PRIOR),
+        lr=1e-30,
+        temperature=0.0,
+        **options,
+    )
+    return found.double()
+
+
+def graphs(batch_size: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Graphs(), batch_size, collate_fn=torch.cat, **options)
+
+
+@pytest.mark.parametrize("options", [{"shuffle": True}, {}, {"drop_last": True}], ids=["shuffled", "in order", "drop"])
+@pytest.mark.parametrize("batch_size", [1, 3, 4])
+def test_nodes_of_graphs_are_the_data(batch_size: int, options: dict[str, Any]) -> None:
+    model = nodes(num_data=ROWS)
+    seen = fit(model, graphs(batch_size, **options), accumulate_grad_batches=2)
+    wanted = energy(model.net.mean.detach(), targets())
+    found = seen.of_epoch(1, by_size=False)
+    torch.testing.assert_close(found, torch.full_like(found, wanted), rtol=1e-9, atol=0)
+
+
+class Summed(BayesianModule):
+    """Its log-likelihood is one number of shape (1,) for a batch."""
+
+    def log_likelihood(self, batch: Any) -> Tensor:
+        return super().log_likelihood(batch).sum().reshape(1)
+
+
+def dropping(batch: list[Any]) -> Any:
+    """Leave out rows, as a collate function does with broken files."""
+    kept = [row for row in batch if float(row[1]) < 9]
+    return torch.stack([x for x, _ in kept]), torch.stack([y for _, y in kept])
+
+
+class Declared(pl.LightningDataModule):
+    num_data = 300
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(ALL, 20)
+
+
+REFUSED: dict[str, tuple[Callable[[], tuple[BayesianModule, Any]], tuple[str, ...]]] = {
+    "weights": (
+        lambda: (module(num_data=ROWS), DataLoader(ALL, 20, sampler=WeightedRandomSampler([1.0, 2.0] * 50, 100))),
+        ("WeightedRandomSampler", "shuffle=True"),
+    ),
+    "a part, by a sampler of one's own": (
+        lambda: (module(), DataLoader(WITH_HELD_OUT, 20, sampler=Own(ROWS))),
+        ("105 of 210 rows", "num_data=…", "Subset"),
+    ),
+    "more than the rows": (lambda: (module(num_data=200), DataLoader(ALL, 20)), ("num_data=200", "105")),
+    "far fewer than the rows": (lambda: (module(num_data=20), DataLoader(ALL, 20)), ("num_data=20", "105")),
+    "fewer than the rows": (lambda: (module(num_data=100), DataLoader(ALL, 20)), ("num_data=100", "105")),
+    "a datamodule's": (lambda: (module(), Declared()), ("num_data=300", "105")),
+    "nodes": (lambda: (nodes(), graphs(3)), ("35 data", "3 rows", "num_data=…")),
+    "graphs for nodes": (lambda: (nodes(num_data=40), graphs(1, shuffle=True)), ("105", "num_data=40")),
+    "one number": (
+        lambda: (Summed(Constant(), Gaussian(std=STD)).double(), DataLoader(ALL, 20)),
+        ("20 rows", "shape \\(1,\\)", "shape \\(n,\\)"),
+    ),
+    "rows left out": (lambda: (module(), DataLoader(ALL, 20, collate_fn=dropping)), ("data", "num_data=…")),
+    "whole items": (
+        lambda: (module(), DataLoader([(torch.zeros(5, 1), torch.zeros(5, 1))] * 7, batch_size=None)),
+        ("batch_size=None", "num_data=…"),
+    ),
+    "workers": (
+        lambda: (module(num_data=ROWS), DataLoader(Stream(ALL, divided=False), 20, num_workers=2)),
+        ("210 data", "num_data=105", "2 workers"),
+    ),
+    "a stream": (lambda: (module(), DataLoader(Stream(ALL), 20)), ("no length", "num_data=…")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_only_the_user_can_know_is_asked(name: str) -> None:
+    make, words = REFUSED[name]
+    model, data = make()
+    with pytest.raises(ValueError, match=".*".join(words[:1])) as error:
+        fit(model, data)
+    for word in words:
+        assert word.replace("\\", "") in str(error.value)
+
+
+@pytest.mark.parametrize("given", [100, 104])
+def test_a_given_number_is_believed_where_rows_are_left_out(given: int) -> None:
+    """A collate function that drops rows: the user knows how many remain."""
+    kept = int((targets() < 9).sum())
+    model = module(num_data=kept)
+    fit(model, DataLoader(ALL, 20, collate_fn=dropping))
+    assert model.num_data == kept
+
+
+def test_the_seeds_of_samplers_are_left_alone() -> None:
+    """Looking through a sampler of one's own draws nothing from it, nor from the default generators."""
+    drawn: list[list[int]] = []
+
+    class Recording(Sampler[int]):
+        def __init__(self) -> None:
+            self.generator = torch.Generator().manual_seed(3)
+
+        def __len__(self) -> int:
+            return ROWS
+
+        def __iter__(self) -> Iterator[int]:
+            order = torch.randperm(ROWS, generator=self.generator).tolist()
+            drawn.append(order)
+            return iter(order)
+
+    fit(module(), DataLoader(ALL, 20, sampler=Recording()), max_epochs=1)
+    assert drawn[-1] == torch.randperm(ROWS, generator=torch.Generator().manual_seed(3)).tolist()
+
+
+# -- any loader -------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "count": draw(st.integers(1, 30)),
+        "held_out": draw(st.integers(0, 10)),
+        "batch_size": draw(st.integers(1, 12)),
+        "kind": draw(st.sampled_from(["in order", "shuffle", "subset", "batches", "resumable", "datamodule", "list"])),
+        "drop_last": draw(st.booleans()),
+        "accumulated": draw(st.integers(1, 4)),
+        "chains": draw(st.integers(1, 3)),
+        "workers": draw(st.sampled_from([0] * 9 + [1])),
+        "dtype": draw(st.sampled_from([torch.float32, torch.float64])),
+    }
+
+
+def loader_of(run: dict[str, Any]) -> tuple[Any, Tensor, bool]:
+    """Return a loader, the targets of its rows (those that come in an epoch), and whether its batches are random."""
+    count, size, drop, kind = run["count"], run["batch_size"], run["drop_last"], run["kind"]
+    drop = drop and count >= size
+    y = targets(count).to(run["dtype"])
+    rows = TensorDataset(torch.zeros(count, 1, dtype=run["dtype"]), y)
+    held_out = TensorDataset(torch.zeros(run["held_out"], 1, dtype=run["dtype"]), y.new_full((run["held_out"], 1), 99))
+    both: Dataset[Any] = ConcatDataset([rows, held_out]) if run["held_out"] else rows
+    options = {"num_workers": run["workers"]}
+    if kind == "in order":
+        come = y[: count // size * size] if drop else y
+        return DataLoader(rows, size, drop_last=drop, **options), come, False
+    if kind == "shuffle":
+        return DataLoader(rows, size, shuffle=True, **options), y, True
+    if kind == "subset":
+        return DataLoader(both, size, sampler=SubsetRandomSampler(range(count)), **options), y, True
+    if kind == "batches":
+        sampler = BatchSampler(SubsetRandomSampler(range(count)), size, False)
+        return DataLoader(both, batch_sampler=sampler, **options), y, True
+    if kind == "resumable":
+        return ResumableLoader(rows, size), y, True
+    if kind == "datamodule":
+        return DatasetDataModule(rows, batch_size=size), y, True
+    cuts = sorted({0, count // 3, count // 2, count})
+    batches = [list(range(a, b)) for a, b in itertools.pairwise(cuts)]
+    return DataLoader(rows, batch_sampler=batches, **options), y, False
+
+
+def check_run(run: dict[str, Any]) -> None:
+    data, y, is_random = loader_of(run)
+    model = module(num_chains=run["chains"], chain_start="same", shared_batch=True)
+    options: dict[str, Any] = {} if run["dtype"] == torch.float64 else {"precision": "32-true"}
+    model = model.to(run["dtype"])
+    seen = fit(model, data, max_epochs=1, accumulate_grad_batches=run["accumulated"], **options)
+    assert model.num_data == run["count"]
+    with model.at_chain(0):
+        mean = model.net.mean.detach().double()
+    prior = energy(mean, y[:0].double())
+    wanted = prior + (energy(mean, y.double()) - prior) * run["count"] / len(y)
+    found = seen.of_epoch(0, is_random).double()
+    rounding = 1e-9 if run["dtype"] == torch.float64 else 1e-4
+    torch.testing.assert_close(found, torch.full_like(found, wanted), rtol=rounding, atol=rounding)
+
+
+PROPERTY = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "database": None}
+
+
+@settings(max_examples=15, **PROPERTY)
+@given(runs())
+@pytest.mark.filterwarnings("ignore")
+def test_an_epoch_of_any_loader(run: dict[str, Any]) -> None:
+    check_run(run)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, **PROPERTY)
+@given(runs())
+@pytest.mark.filterwarnings("ignore")
+def test_an_epoch_of_five_hundred_loaders(run: dict[str, Any]) -> None:
+    check_run(run)
