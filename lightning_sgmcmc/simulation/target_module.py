@@ -78,4 +78,4 @@ class TargetDataModule(pl.LightningDataModule):
         return TensorDataset(torch.zeros(1))
 
     def train_dataloader(self) -> ResumableLoader:
-        return ResumableLoader(TensorDataset(torch.zeros(self.steps_per_epoch)), batch_size=1)
+        return ResumableLoader(self.training_data(), batch_size=1, batches_per_epoch=self.steps_per_epoch)

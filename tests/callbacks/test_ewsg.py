@@ -158,13 +158,14 @@ def test_the_index_chain_has_its_law(sampler: Any, lr: float, guess: Any) -> Non
 
 
 def test_while_the_temperature_is_zero_it_is_accumulation() -> None:
-    """In a cycle's exploration the mean gradient of all batches is taken, bit for bit; then batches are chosen."""
+    """In a cycle's exploration the mean gradient of all batches is taken, bit for bit where they have as many data; then
+    batches are chosen."""
     schedule = partial(CyclicalSchedule, num_cycles=1, exploration=0.5, samples_per_cycle=1)
 
     def states(callbacks: list[Any], steps: int, **options: Any) -> Tensor:
         module = seeded(lambda: Net(2, sampler=SGHMC))
         trainer = quiet_trainer(max_steps=20, callbacks=[schedule(), *callbacks, Stop(steps)], **options)
-        trainer.fit(module, datamodule=Data())
+        trainer.fit(module, datamodule=Even())
         return torch.cat([p.detach().flatten() for p in module.parameters()])
 
     class Stop(pl.Callback):
