@@ -23,6 +23,7 @@ from lightning_sgmcmc.planning.words import duration_sentence
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, LaplacePrior, Prior, StudentTPrior
 from lightning_sgmcmc.priors.centers import is_centered
 from lightning_sgmcmc.run.baseline import baseline_of
+from lightning_sgmcmc.run.growth import stream_of
 from lightning_sgmcmc.run.hyperparameters import log_plan
 from lightning_sgmcmc.run.linear_model import exact_directions
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
@@ -208,6 +209,14 @@ def _on_data(trainer: pl.Trainer, module: Any) -> list[str]:
         )
     if rows.in_order and float(trainer.num_training_batches) > 1:
         notes.append("The data come in the same order in every epoch (no shuffle=True); each weighs the same.")
+        twice = (rows.share or 0) * chains_of(module).layout.ranks_per_chain - (rows.count or 0)
+        if twice > 0:
+            notes.append(
+                f"The ranks do not divide the data: {twice} are taken twice in every epoch (pass shuffle=True)."
+            )
+    stream = stream_of(trainer)
+    if stream is not None and not hasattr(stream, "set_epoch"):
+        notes.append("The data are a stream without set_epoch(epoch), so epochs may repeat the first one's order.")
     return notes
 
 

@@ -13,7 +13,7 @@ from lightning_sgmcmc.run.checkpoints import keep_constructor_arguments, protect
 from lightning_sgmcmc.run.checks import check_data, check_run, check_step_size, check_tested, check_thermostat
 from lightning_sgmcmc.run.convolutions import FastConvolutions
 from lightning_sgmcmc.run.early_stopping import why_without_samples
-from lightning_sgmcmc.run.growth import follow_data
+from lightning_sgmcmc.run.growth import begin_stream, follow_data
 from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
 from lightning_sgmcmc.run.interruption import Interruption
 from lightning_sgmcmc.run.overhead import leave_out, restore
@@ -90,6 +90,7 @@ class Safeguards(pl.Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         follow_data(trainer, pl_module)
+        begin_stream(trainer)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

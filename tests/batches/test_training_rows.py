@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -435,3 +436,69 @@ def test_an_epoch_of_any_loader(run: dict[str, Any]) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_an_epoch_of_five_hundred_loaders(run: dict[str, Any]) -> None:
     check_run(run)
+
+
+# -- streams, ranks ---------------------------------------------------------------------------------------------------
+
+
+class Epochs(Stream):
+    """A stream whose order is a function of the epoch, as those of the datasets library."""
+
+    epoch = -1
+    seen: list[int] = []  # noqa: RUF012
+
+    def set_epoch(self, epoch: int) -> None:
+        self.seen.append(epoch)
+
+
+def test_a_stream_is_told_the_epoch() -> None:
+    stream = Epochs(ALL)
+    stream.seen.clear()
+    fit(module(num_data=ROWS), DataLoader(stream, 20), max_epochs=3)
+    assert stream.seen == [0, 1, 2]
+
+
+class Written(Energies):
+    """Writes each rank's energies of the second epoch, and N."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        own = [(size, float(found)) for epoch, size, found in self.steps if epoch == 1]
+        found = {"num_data": pl_module.num_data, "energies": own, "full": float(self.full)}
+        found["mean"] = float(pl_module.net.mean)
+        torch.save(found, self.folder / f"{trainer.global_rank}.pt")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"sampler": "subset"}, {"shuffle": True}], ids=["in order", "subset", "shuffle"]
+)
+def test_two_ranks_share_the_rows(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Two data-parallel processes (gloo) without a seed, 106 rows in uneven steps of two batches.
+
+    Lightning shuffles the data of several ranks in any case.
+    """
+    y = torch.cat([targets(), targets()[:1]])
+    rows: Dataset[Any] = pairs(y)
+    if options == {"sampler": "subset"}:
+        rows, options = ConcatDataset([rows, ALL]), {"sampler": SubsetRandomSampler(range(106))}
+    trainer = quiet_trainer(
+        max_epochs=2,
+        callbacks=[Written(tmp_path)],
+        precision="64-true",
+        strategy="ddp_fork",
+        devices=2,
+        accumulate_grad_batches=2,
+    )
+    trainer.fit(module(), DataLoader(rows, 20, **options))
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    wanted = energy(torch.tensor(ranks[0]["mean"], dtype=torch.float64), y)
+    total, weight = 0.0, 0.0
+    for rank in ranks:
+        assert rank["num_data"] == 106
+        assert abs(rank["full"] / wanted - 1) < 1e-9
+        for size, found in rank["energies"]:
+            total, weight = total + size * found, weight + size
+    assert abs(total / weight / wanted - 1) < 1e-9

@@ -311,5 +311,5 @@ def test_a_loss_scaler_is_refused() -> None:
 
 def test_data_without_a_length_are_refused() -> None:
     trainer = quiet_trainer(max_epochs=1, callbacks=[ControlVariates()])
-    with pytest.raises(ValueError, match="passes over all training data, .* has no length"):
+    with pytest.raises(ValueError, match=r"passes over all training data, .* has no length"):
         trainer.fit(Plain(num_data=8), torch.utils.data.DataLoader(Stream([(torch.zeros(5), torch.tensor(0))] * 8), 4))

@@ -158,7 +158,7 @@ def test_the_index_chain_has_its_law(sampler: Any, lr: float, guess: Any) -> Non
 
 
 def test_while_the_temperature_is_zero_it_is_accumulation() -> None:
-    """In a cycle's exploration the mean gradient of all batches is taken, bit for bit where they have as many data; then
+    """In a cycle's exploration the mean gradient of all batches is taken, bit for bit (each has as many data); then
     batches are chosen."""
     schedule = partial(CyclicalSchedule, num_cycles=1, exploration=0.5, samples_per_cycle=1)
 

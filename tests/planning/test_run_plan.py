@@ -168,14 +168,14 @@ def test_what_is_unknown_is_none_and_said() -> None:
     plan = planned(module(prior=Own()), SamplingSchedule(every_n_steps=10))
     assert plan.relaxation_times is None
     assert plan.kind is None
-    assert "prior's scale is unknown" in plan.notes[0]
+    assert any("prior's scale is unknown" in note for note in plan.notes)
     assert plan.sentences()[1].endswith("that the data leave to the prior: unknown of 3.")
     assert planned(module(sampler=pSGLD), SamplingSchedule(every_n_steps=10)).relaxation_times is None
     laplace = planned(module(prior=LaplacePrior(0.5)), SamplingSchedule(every_n_steps=10))
     gauss = planned(module(prior=GaussianPrior(0.5 * math.sqrt(2))), SamplingSchedule(every_n_steps=10))
     assert laplace.relaxation_times == gauss.relaxation_times
     assert "approximate" in laplace.notes[0]
-    assert gauss.notes == ()
+    assert not any("approximate" in note for note in gauss.notes)
 
 
 def test_a_start_at_its_centre_is_no_heat() -> None:
