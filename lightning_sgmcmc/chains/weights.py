@@ -112,10 +112,11 @@ class DataWeights:
             return self._measured[0] / math.ceil(self._measured[1] / each)
         if math.isinf(batches):
             return None
-        steps = math.ceil(batches / each)
+        steps, sizes = math.ceil(batches / each), self.rows.sizes_of(int(batches))
         if not self.counts_rows:
-            return self.num_data / self._layout.ranks_per_chain / steps
-        sizes = self.rows.sizes_of(int(batches))
+            # An epoch may leave out rows: by drop_last, or limit_train_batches.
+            come = 1.0 if sizes is None or not self.rows.share else sum(sizes) / self.rows.share
+            return self.num_data * come / self._layout.ranks_per_chain / steps
         if sizes is None:
             return None if self.rows.share is None else self.rows.share / steps
         if len({sum(sizes[first : first + each]) for first in range(0, len(sizes), each)}) == 1 == len(set(sizes)):
