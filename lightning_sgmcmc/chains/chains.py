@@ -318,7 +318,9 @@ class Chains(ChainGradients):
         self.observed.record(step, position)
         # Lightning divides by the full window, even if the epoch's last one is shorter.
         self.accumulation.loss_scale = accumulated / expected
-        return potential.sum() if potential.dim() else potential
+        loss = potential.sum() if potential.dim() else potential
+        # Its value is comparable between batches; its gradient has the weights.
+        return loss if step.excess is None else loss + step.excess
 
 
 def chains_of(module: pl.LightningModule) -> Chains:

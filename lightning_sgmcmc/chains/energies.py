@@ -140,11 +140,12 @@ class ChainEnergies:
             rows, log_prior = self._one_by_one(chains, batch, through_stack, seed_chain)
             means = [row.mean() if factor is None else weighed(row, factor) for row in rows]
             mean, size = torch.stack(means), len(rows[0])
-            each = torch.stack(rows) if keeps_each or looks else mean
+            each = torch.stack(rows) if keeps_each or looks or factor is not None else mean
         if looks and self.first_batches is not None:
             self.first_batches.after(each)
         potential = torch.add(mean, log_prior, alpha=1 / self.num_data).neg()
-        return StepEnergy(potential, log_prior.detach(), each.detach() if keeps_each else None, size)
+        kept = each.detach() if keeps_each else None
+        return StepEnergy(potential, log_prior.detach(), kept, size, excess=_excess(each, factor))
 
     def _usable(self, batch: Any) -> Any:
         """Return a batch of what the network takes, of one length for all chains that are computed at once."""
@@ -164,10 +165,10 @@ class ChainEnergies:
             raise self._refusal(error) from error
         if looks and self.first_batches is not None:
             self.first_batches.after(each)
-        size = each.shape[-1]
+        size, excess = each.shape[-1], _excess(each, factor)
         if self._chains is None:
             potential, log_prior, each = potential[0], log_prior[0], each[0]
-        return StepEnergy(potential, log_prior, each.clone() if keeps_each else None, size, loss)
+        return StepEnergy(potential, log_prior, each.clone() if keeps_each else None, size, loss, excess)
 
     def _log_prior(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return log p(θ) of the chain whose parameters the model holds; collecting them by name is slow."""
@@ -265,6 +266,14 @@ class ChainEnergies:
             if parameter.requires_grad:
                 kept = self._kept.get(parameter)
                 self._kept[parameter] = parameter.grad = torch.zeros_like(parameter) if kept is None else kept.zero_()
+
+
+def _excess(each: Tensor, factor: float | None) -> Tensor | None:
+    """Return by how much a loss with a factor is below that with the mean, summed over chains."""
+    if factor is None:
+        return None
+    each = each.detach()
+    return (weighed(each, factor) - weighed(each, None)).sum()
 
 
 def each_log_likelihood(model: EnergyModel, num_chains: int, batch: Any) -> Tensor:

@@ -21,6 +21,7 @@ class StepEnergy:
         log_likelihood: log p(y|x,θ) for each datum, detached, shape (n,) or (C, n); None unless requested.
         batch_size: n, data of each chain in this process.
         loss: the sum of `mean_potential` over the chains with its graph, shape (), where it is computed with it.
+        excess: by how much that sum is below the one with the batch's mean, shape (); None where it is that one.
     """
 
     mean_potential: Tensor
@@ -28,6 +29,7 @@ class StepEnergy:
     log_likelihood: Tensor | None
     batch_size: int
     loss: Tensor | None = None
+    excess: Tensor | None = None
 
 
 @dataclass

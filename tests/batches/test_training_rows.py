@@ -502,3 +502,27 @@ def test_two_ranks_share_the_rows(tmp_path: Path, options: dict[str, Any]) -> No
         for size, found in rank["energies"]:
             total, weight = total + size * found, weight + size
     assert abs(total / weight / wanted - 1) < 1e-9
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_the_loss_that_a_step_returns_is_the_batchs_mean(chains: int) -> None:
+    """Whatever the batch weighs, so that losses compare: for a logger, or EarlyStopping."""
+    losses: list[list[float]] = []
+
+    class Logged(BayesianModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            losses[-1].append(loss.item())
+            return loss
+
+    for accumulated in (1, 4):
+        losses.append([])
+        options: dict[str, Any] = {"num_chains": chains, "chain_start": "same"}
+        likelihood, prior = Gaussian(std=STD), GaussianPrior(std=PRIOR)
+        model = Logged(Constant(), likelihood, prior, lr=1e-30, temperature=0.0, **options).double()
+        fit(model, DataLoader(ALL, 20), max_epochs=1, accumulate_grad_batches=accumulated)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    mean, y = model.net.mean.detach().reshape(-1)[:1], targets()
+    rest = energy(mean, y[:0])
+    by_hand = [chains * ((energy(mean, part) - rest) / len(part) + rest / ROWS) for part in y.split(20)]
+    assert losses[0] == pytest.approx(by_hand, rel=1e-9)
