@@ -11,6 +11,7 @@ from lightning_sgmcmc.diagnostics.contour_use import ContourUse
 from lightning_sgmcmc.diagnostics.verdict import AverageGrowth, RunFacts
 from lightning_sgmcmc.evaluation.comparison import FOLLOWED, prediction_diagnostics
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
+from lightning_sgmcmc.held import held_rows, without_held
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.priors import GaussianPrior
@@ -99,11 +100,12 @@ def prior_norm(chains: Chains) -> tuple[float, float] | None:
     if type(prior) is not GaussianPrior or prior.center is not None:
         return None
     zeros = {name: torch.zeros_like(p if chains.stacked is None else p[0]) for name, p in chains.trainable.items()}
-    dimension = sum(p.numel() for p in zeros.values())
+    entries = without_held(zeros, held_rows(chains.model))
+    dimension = sum(p.numel() for p in entries.values())
     if dimension == 0:
         return None
     with torch.no_grad():
-        peak = float(prior.log_prob(zeros))
+        peak = float(prior.log_prob(entries))
     return 2 * peak / dimension, 2 / dimension
 
 
