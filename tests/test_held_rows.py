@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
@@ -66,7 +67,7 @@ MEMBERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "pSGLD": (Sum, {"sampler": pSGLD, "num_chains": 2}),
     "underdamped": (Sum, {"sampler": UnderdampedLangevin, "num_chains": 3}),
     "SGNHT": (Sum, {"sampler": SGNHT}),
-    "MCLMC": (lambda: Sum(width=2), {"sampler": MCLMC, "likelihood": Gaussian(STD)}),
+    "MCLMC": (lambda: nn.Sequential(Sum(width=2), Mean()), {"sampler": MCLMC}),
     "pMCLMC, rows": (Sum, {"sampler": pMCLMC, "num_chains": 2, "chain_execution": "vmap"}),
     "tied": (lambda: Sum(width=3, tied=True), {"num_chains": 2}),
     "hierarchical": (Sum, {"prior": HierarchicalPrior(every_n_steps=3)}),
@@ -80,12 +81,7 @@ MEMBERS: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("member", MEMBERS)
 def test_the_padding_row_stays(member: str) -> None:
     make, options = MEMBERS[member]
-    if member == "MCLMC":
-        options = options | {"likelihood": None}
-    net = make()
-    if member == "MCLMC":
-        net, options = nn.Sequential(net, Mean()), {"sampler": MCLMC}
-    module = fitted(net, **options)
+    module = fitted(make(), **options)
     name = next(name for name, _ in module.named_parameters() if name.endswith("words.weight"))
     states = torch.stack([sample.parameters[name] for sample in module.posterior])
     assert states[:, PAD].abs().max() == 0
@@ -104,24 +100,24 @@ class Mean(nn.Module):
 @pytest.mark.parametrize(
     ("sampler", "lr", "steps"),
     [
-        (SGLD, 0.2, 4000),
-        pytest.param(pSGLD, 0.05, 4000, marks=pytest.mark.slow),
-        (MCLMC, 0.05, 4000),
-        pytest.param(UnderdampedLangevin, 0.05, 4000, marks=pytest.mark.slow),
+        (SGLD, 0.01, 700),
+        pytest.param(MCLMC, 0.05, 2500, marks=pytest.mark.slow),
+        pytest.param(UnderdampedLangevin, 0.02, 2500, marks=pytest.mark.slow),
     ],
 )
 def test_the_law_is_the_conjugate_one_of_the_other_rows(sampler: Any, lr: float, steps: int) -> None:
-    module = BayesianModule(Sum(), Gaussian(STD), sampler=sampler, lr=lr, num_chains=8, chain_execution="vmap")
-    schedule = SamplingSchedule(burn_in_steps=steps // 5, every_n_steps=20)
+    options: dict[str, Any] = {"sampler": sampler, "lr": lr, "num_chains": 16, "chain_execution": "vmap"}
+    module = BayesianModule(Sum(), Gaussian(STD), **options)
+    schedule = SamplingSchedule(burn_in_steps=steps // 5, every_n_steps=steps // 25)
     trainer = quiet_trainer(max_steps=steps, callbacks=[schedule, SampleCollector(in_memory=True)])
     trainer.fit(module, DataLoader(TensorDataset(IDS, Y), N))
     draws = torch.stack([without_row(s.parameters["net.words.weight"], PAD)[:, 0] for s in module.posterior]).double()
     precision = COUNTS.T @ COUNTS / STD**2 + torch.eye(WORDS - 1, dtype=torch.float64)
     mean = torch.linalg.solve(precision, COUNTS.T @ Y[:, 0].double() / STD**2)
     std = precision.inverse().diagonal().sqrt()
-    error = std / math.sqrt(len(draws) / 4)
+    error = std / math.sqrt(len(draws) / 4)  # draws of a chain are correlated
     assert (draws.mean(0) - mean).abs().div(error).max() < 4.5
-    torch.testing.assert_close(draws.std(0), std, rtol=0.12, atol=0)
+    torch.testing.assert_close(draws.std(0), std, rtol=0.25, atol=0)
 
 
 class OwnPrior(Prior):
@@ -195,13 +191,24 @@ def test_the_reference_is_the_gradient_of_its_own_energy(prior: str, execution: 
     assert sample.parameters["net.words.weight"][PAD].abs().max() == 0
 
 
-def test_the_kinetic_temperature_counts_sampled_entries() -> None:
+class Sees(pl.Callback):
+    """Keeps what ChainHealth counts as coordinates."""
+
+    def __init__(self, health: ChainHealth) -> None:
+        self.health = health
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert self.health._observer is not None
+        self.numels = self.health._observer._numels
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_the_kinetic_temperature_counts_sampled_entries(chains: int) -> None:
     health = ChainHealth(every_n_steps=2)
-    options: dict[str, Any] = {"lr": 0.01, "num_chains": 8, "chain_execution": "vmap"}
-    fitted(Sum(), 1500, (health,), sampler=SGHMC, **options)
-    kinetic = health.assessment.kinetic_temperature if hasattr(health.assessment, "kinetic_temperature") else None
-    if kinetic is not None:
-        assert abs(kinetic - 1) < 0.1
+    sees = Sees(health)
+    net = nn.Sequential(Sum(width=2), Mean())
+    fitted(net, 12, (health, sees), sampler=SGHMC, num_chains=chains)
+    assert sees.numels == [2 * (WORDS - 1)]
 
 
 def masked(net: Any) -> None:

@@ -85,7 +85,9 @@ def chance_nll(chains: Chains) -> float | None:
     if first is None or likelihood is None or not first.targets:
         return None
     try:
-        found = likelihood.chance_nll(torch.cat(first.targets))
+        target = torch.cat(first.targets)
+        known = likelihood.observed(target)
+        found = likelihood.chance_nll(target if known is None else target[known])
     except (RuntimeError, ValueError):  # targets of a form of the user's own
         return None
     return found if found is not None and math.isfinite(found) else None
