@@ -26,10 +26,10 @@ from lightning_sgmcmc.batches.inputs import (
     unwrapped,
 )
 from lightning_sgmcmc.checks import names_other_lightning
-from lightning_sgmcmc.held import held_rows, without_held
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.priors import GaussianPrior, Prior
+from lightning_sgmcmc.priors.held import held_rows, without_held
 from lightning_sgmcmc.priors.state import begin_prior_state, prior_state, with_own_state
 
 ONLY_FOR_TRAINING = {

@@ -27,8 +27,8 @@ from lightning_sgmcmc.chains.step_sizes import StepSize, groups_by_pattern, valu
 from lightning_sgmcmc.chains.weights import DataWeights
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag
 from lightning_sgmcmc.compiling import Compile, check_compile
-from lightning_sgmcmc.held import held_rows
 from lightning_sgmcmc.model import EnergyModel, check_layers, named_trainable
+from lightning_sgmcmc.priors.held import held_rows
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.factories import name_of
 from lightning_sgmcmc.tensors import as_rows

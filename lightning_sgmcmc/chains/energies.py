@@ -16,8 +16,8 @@ from lightning_sgmcmc.chains.starts import layer_at_fault
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.stateless import StatelessCall, homes_of
 from lightning_sgmcmc.compiling import Compile, compiled_if_possible, is_compiled
-from lightning_sgmcmc.held import held_rows, without_held
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
+from lightning_sgmcmc.priors.held import held_rows, without_held
 from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.samplers.flat import FlatParameters
 

@@ -13,8 +13,8 @@ from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.chains.forms import convolutions_of, unrolled_is_faster
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode, state_of, undisturbed_generators
-from lightning_sgmcmc.held import held_rows, sampled_columns, without_held
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
+from lightning_sgmcmc.priors.held import held_rows, sampled_columns, without_held
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.samplers.flat import FlatParameters
 

@@ -18,7 +18,7 @@ from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.expansion import expansions_of, is_expanded, reset_expanded, with_factors
 from lightning_sgmcmc.files import check_regular
 from lightning_sgmcmc.finite import first_not_finite
-from lightning_sgmcmc.held import held_rows
+from lightning_sgmcmc.priors.held import held_rows
 from lightning_sgmcmc.seeding import derive_seed, reseed
 
 ChainStart: TypeAlias = "Literal['own', 'same'] | Sequence[Any]"

@@ -12,8 +12,8 @@ from lightning_sgmcmc.chains.stateless import network_state
 from lightning_sgmcmc.evaluation.full_data import full_log_likelihoods, undisturbed
 from lightning_sgmcmc.evaluation.full_energy import full_energies
 from lightning_sgmcmc.evaluation.sample_energy import Kind, fresh_energies
-from lightning_sgmcmc.held import held_rows, with_row, without_held
 from lightning_sgmcmc.priors import GaussianPrior, Prior
+from lightning_sgmcmc.priors.held import held_rows, with_row, without_held
 from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.samplers import Sampler
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_sgmcmc.held import held_rows, without_held
 from lightning_sgmcmc.priors.base import STATE, Prior
+from lightning_sgmcmc.priors.held import held_rows, without_held
 
 
 class PriorState(nn.Module):

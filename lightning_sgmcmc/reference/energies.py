@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.chains.stateless import StatelessCall
-from lightning_sgmcmc.held import Entries, held_rows, sampled_columns, with_row, without_row
 from lightning_sgmcmc.model import EnergyModel, check_shape, named_trainable, of_prior, overrides
 from lightning_sgmcmc.priors import HierarchicalPrior
+from lightning_sgmcmc.priors.held import Entries, held_rows, sampled_columns, with_row, without_row
 from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.samplers.flat import FlatParameters
 

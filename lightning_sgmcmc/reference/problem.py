@@ -17,11 +17,11 @@ from lightning_sgmcmc.chains.starts import ChainStart, check_start, start_chain
 from lightning_sgmcmc.chains.stateless import state_of
 from lightning_sgmcmc.evaluation.full_energy import differs_in_training
 from lightning_sgmcmc.expansion import collapsed
-from lightning_sgmcmc.held import Entries, held_rows, sampled_columns
 from lightning_sgmcmc.model import EnergyModel, check_model, named_trainable, of_prior
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.store import TargetScaling
 from lightning_sgmcmc.priors import HierarchicalPrior
+from lightning_sgmcmc.priors.held import Entries, held_rows, sampled_columns
 from lightning_sgmcmc.priors.hierarchical import VARIANCE
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.reference.data import all_batches, count_of, digest, length_of

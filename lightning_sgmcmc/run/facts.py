@@ -11,10 +11,10 @@ from lightning_sgmcmc.diagnostics.contour_use import ContourUse
 from lightning_sgmcmc.diagnostics.verdict import AverageGrowth, RunFacts
 from lightning_sgmcmc.evaluation.comparison import FOLLOWED, prediction_diagnostics
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
-from lightning_sgmcmc.held import held_rows, without_held
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.priors import GaussianPrior
+from lightning_sgmcmc.priors.held import held_rows, without_held
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
 

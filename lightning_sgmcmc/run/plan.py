@@ -17,12 +17,12 @@ from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.sharing import keys_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.expansion import expansions_of, is_expanded
-from lightning_sgmcmc.held import held_rows
 from lightning_sgmcmc.likelihoods import Bernoulli, Categorical
 from lightning_sgmcmc.planning import Blocks, ChainControls, PlanInputs, RunPlan, TensorFacts, blocks_of, make_plan
 from lightning_sgmcmc.planning.words import duration_sentence
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, LaplacePrior, Prior, StudentTPrior
 from lightning_sgmcmc.priors.centers import is_centered
+from lightning_sgmcmc.priors.held import held_rows
 from lightning_sgmcmc.run.baseline import baseline_of
 from lightning_sgmcmc.run.growth import stream_of
 from lightning_sgmcmc.run.hyperparameters import log_plan

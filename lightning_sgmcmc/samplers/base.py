@@ -289,8 +289,8 @@ class Sampler(UpdateRule):
 
     def __getstate__(self) -> dict[str, Any]:
         noise = self._noise
-        own = {"num_data": self.num_data, "num_chains": self.num_chains, "step_count": self.step_count}
-        own |= {"held": self.held}
+        own: dict[str, Any] = {"num_data": self.num_data, "num_chains": self.num_chains, "step_count": self.step_count}
+        own["held"] = self.held
         made_by = (self.num_chains, noise.seed, noise.first_chain, noise.ahead, noise.draws)
         return super().__getstate__() | own | {"noise": (made_by, noise.state_dict(self.step_count))}
 
