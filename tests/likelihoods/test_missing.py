@@ -217,3 +217,23 @@ def test_an_infinite_target_is_refused_under_the_own_name(value: float) -> None:
 def test_missing_must_be_a_number(missing: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="missing"):
         Gaussian(missing=missing)
+
+
+def test_the_posterior_is_that_of_the_observed_data() -> None:
+    """A conjugate regression of two targets that lack different rows, in mini-batches."""
+    target = TWO.clone()
+    target[::3, 0], target[1::4, 1] = NAN, NAN
+    options: dict[str, Any] = {"sampler": SGLD, "lr": 0.008, "num_chains": 16, "chain_execution": "vmap"}
+    module = BayesianModule(nn.Linear(3, 2, bias=False), Gaussian(1.0), **options)
+    schedule = SamplingSchedule(burn_in_steps=200, every_n_steps=40)
+    trainer = quiet_trainer(max_steps=1000, callbacks=[schedule, SampleCollector(in_memory=True)])
+    trainer.fit(module, DataLoader(TensorDataset(X, target), 12, shuffle=True))
+    draws = torch.stack([sample.parameters["net.weight"] for sample in module.posterior]).double()
+    for column in range(2):
+        known = ~target[:, column].isnan()
+        x, y = X[known].double(), target[known, column].double()
+        covariance = (x.T @ x + torch.eye(3, dtype=torch.float64)).inverse()
+        mean, std = covariance @ x.T @ y, covariance.diagonal().sqrt()
+        error = std / math.sqrt(len(draws) / 4)  # draws of a chain are correlated
+        assert ((draws[:, column].mean(0) - mean).abs() / error).max() < 4.5
+        torch.testing.assert_close(draws[:, column].std(0), std, rtol=0.25, atol=0)
