@@ -239,8 +239,7 @@ class Chains(ChainGradients):
             options["first_chain"] = self.layout.first_chain
         parameters: Any = self.trainable.values()
         if isinstance(lr, Mapping):
-            parameters = groups_by_pattern(self.trainable, lr, self.own_control)
-            options["lr"] = max(values_of(lr))
+            parameters, options["lr"] = groups_by_pattern(self.trainable, lr, self.own_control), max(values_of(lr))
         elif lr is not None:
             options["lr"] = self.own_control("lr", lr)
         sampler = factory(parameters, **options)

@@ -237,3 +237,9 @@ def test_the_posterior_is_that_of_the_observed_data() -> None:
         error = std / math.sqrt(len(draws) / 4)  # draws of a chain are correlated
         assert ((draws[:, column].mean(0) - mean).abs() / error).max() < 4.5
         torch.testing.assert_close(draws[:, column].std(0), std, rtol=0.25, atol=0)
+
+
+def test_data_without_any_observed_target_are_refused() -> None:
+    module = BayesianModule(nn.Linear(3, 3), Categorical(missing=-1), sampler=SGLD)
+    with pytest.raises(ValueError, match="all 24 of the training data are NaN or missing"):
+        quiet_trainer(max_steps=2).fit(module, DataLoader(TensorDataset(X, torch.full((N,), -1)), 8))
