@@ -25,7 +25,7 @@ from lightning_sgmcmc.diagnostics.stacking import stacking_weights
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.evaluation.full_data import undisturbed
 from lightning_sgmcmc.evaluation.of_samples import DrawingScores, SampleScores, in_host_memory, scores_on, states_on
-from lightning_sgmcmc.evaluation.scoring import Scorer
+from lightning_sgmcmc.evaluation.scoring import Scorer, of_observed
 from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.model import named_trainable
@@ -236,7 +236,7 @@ class AutoSampling(Schedule):
             with undisturbed(trainer, module):
                 states, limit = states_on(module.device, samples), trainer.num_val_batches[0]
                 found = in_host_memory(scores_on(trainer, module, Scorer(module), states, loaders[0], limit))
-            return [SampleScores([own], 0.0, {}) for own in found]
+            return [SampleScores([of_observed(module, own)], 0.0, {}) for own in found]
 
         ((terms, log_density, target),) = self._scores.of(sample, score).on_loaders
         self._densities[sample.step, chain] = log_density.float().cpu()

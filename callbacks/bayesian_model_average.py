@@ -20,7 +20,7 @@ from lightning_sgmcmc.evaluation.loader_average import LoaderAverage, loaders_of
 from lightning_sgmcmc.evaluation.of_samples import DrawingScores, SampleScores, in_host_memory, scores_on, states_on
 from lightning_sgmcmc.evaluation.out_of_distribution import OutOfDistributionData, OutOfDistributionSource
 from lightning_sgmcmc.evaluation.reference import Reference
-from lightning_sgmcmc.evaluation.scoring import Scorer
+from lightning_sgmcmc.evaluation.scoring import Scorer, of_observed
 from lightning_sgmcmc.evaluation.stored_scores import StoredScores
 from lightning_sgmcmc.evaluation.user_metrics import UserMetrics
 from lightning_sgmcmc.module import BayesianModule
@@ -256,6 +256,7 @@ class BayesianModelAverage(SamplerCallback):
                 for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True))
             ]
             ood, on_loaders = in_host_memory((ood, on_loaders))
+            on_loaders = [[of_observed(module, scores) for scores in found] for found in on_loaders]
         return [
             SampleScores([found[i] for found in on_loaders], log_likelihoods[i], ood[i]) for i in range(len(samples))
         ]

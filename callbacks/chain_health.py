@@ -132,6 +132,7 @@ class ChainHealth(StepClaimant):
             self.every_n_steps,
             self.warm_up,
             _clipping_of(trainer),
+            [sampler.sampled_numel(p) for p in self._params],
         )
         self._step = sampler.step_count
         if self._loaded is not None and not self._observer.load_state_dict(

@@ -220,10 +220,13 @@ def random_split(count: int, fractions: tuple[float, ...], seed: int, labels: Te
 def standardise(train: Tensor, *others: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
     """Return all tensors standardised by the training part, column by column, and its mean and standard deviation.
 
-    A column that is constant in the training part is only centred.
+    A column that is constant in the training part is only centred. NaN, a target that is not observed, stays NaN and
+    does not count.
     """
-    mean = train.mean(0)
-    std = train.std(0, correction=0)
+    mean, std = train.mean(0), train.std(0, correction=0)
+    if bool(train.isnan().any()):
+        mean = train.nanmean(0)
+        std = (train - mean).square().nanmean(0).sqrt()
     std = torch.where(std > 1e-12 * mean.abs().clamp_min(1), std, torch.ones_like(std))
     return [((part - mean) / std).float() for part in (train, *others)], mean, std
 

@@ -29,6 +29,7 @@ from lightning_sgmcmc.checks import names_other_lightning
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.priors import GaussianPrior, Prior
+from lightning_sgmcmc.priors.held import held_rows, without_held
 from lightning_sgmcmc.priors.state import begin_prior_state, prior_state, with_own_state
 
 ONLY_FOR_TRAINING = {
@@ -184,7 +185,7 @@ class EnergyModel(pl.LightningModule):
 
     def log_prior(self) -> Tensor:
         """Return log p(θ) of the trainable parameters, shape (), for one chain."""
-        return self.prior.log_prob(named_trainable(self) | prior_state(self))
+        return self.prior.log_prob(of_prior(self))
 
     def score(self, batch: Any) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """Return the quantities that an evaluation averages over samples.
@@ -234,6 +235,11 @@ def overrides(model: EnergyModel, method: str) -> bool:
 def named_trainable(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters that require gradients, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def of_prior(model: nn.Module, chains: bool = False) -> Mapping[str, Tensor]:
+    """Return what the prior is a function of, by name: sampled entries (of all `chains` together), and its tensors."""
+    return without_held(named_trainable(model) | prior_state(model), held_rows(model), int(chains))
 
 
 def check_model(model: EnergyModel) -> None:

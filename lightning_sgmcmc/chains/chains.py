@@ -16,7 +16,7 @@ from lightning_sgmcmc.chains.energies import ChainEnergies, Execution
 from lightning_sgmcmc.chains.first_batches import FirstBatches
 from lightning_sgmcmc.chains.gradients import ChainGradients
 from lightning_sgmcmc.chains.graphs import free_graphs
-from lightning_sgmcmc.chains.layers import prepare_layers
+from lightning_sgmcmc.chains.layers import check_hooks, prepare_layers
 from lightning_sgmcmc.chains.layout import ChainLayout, layout_of
 from lightning_sgmcmc.chains.sharing import Sharing
 from lightning_sgmcmc.chains.stacked import StackedChains
@@ -28,6 +28,7 @@ from lightning_sgmcmc.chains.weights import DataWeights
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag
 from lightning_sgmcmc.compiling import Compile, check_compile
 from lightning_sgmcmc.model import EnergyModel, check_layers, named_trainable
+from lightning_sgmcmc.priors.held import held_rows
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.factories import name_of
 from lightning_sgmcmc.tensors import as_rows
@@ -120,6 +121,7 @@ class Chains(ChainGradients):
             initialise: draws the start of the chain with this global index into the model's own tensors.
         """
         self.layout = layout_of(trainer, self.num_chains)
+        check_hooks(self.model)
         if self.stacked is None:
             self.sharing.begin()
             prepare_layers(self.model)
@@ -237,8 +239,7 @@ class Chains(ChainGradients):
             options["first_chain"] = self.layout.first_chain
         parameters: Any = self.trainable.values()
         if isinstance(lr, Mapping):
-            parameters = groups_by_pattern(self.trainable, lr, self.own_control)
-            options["lr"] = max(values_of(lr))
+            parameters, options["lr"] = groups_by_pattern(self.trainable, lr, self.own_control), max(values_of(lr))
         elif lr is not None:
             options["lr"] = self.own_control("lr", lr)
         sampler = factory(parameters, **options)
@@ -247,6 +248,7 @@ class Chains(ChainGradients):
                 f"sampler={name_of(factory)} returned a {type(sampler).__name__}, which adds no noise: use one of "
                 "lightning_sgmcmc.samplers (at temperature 0 they equal torch's optimizers)"
             )
+        sampler.hold({self.trainable[name]: row for name, row in held_rows(self.model).items()})
         return sampler
 
     # -- energies -----------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.stateless import StatelessCall, homes_of
 from lightning_sgmcmc.compiling import Compile, compiled_if_possible, is_compiled
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
+from lightning_sgmcmc.priors.held import held_rows, without_held
 from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.samplers.flat import FlatParameters
 
@@ -59,6 +60,7 @@ class ChainEnergies:
         self._chains = chains
         self._of_prior = dict(trainable) | prior_state(model)
         """What the prior is a function of: the model's own tensors by name."""
+        self._held = held_rows(model)
         self._vmapped = execution in ("auto", "vmap") and chains is not None
         self._own_prior = overrides(model, "log_prior")
         self._call = StatelessCall(model, type(model).log_likelihood)
@@ -172,7 +174,9 @@ class ChainEnergies:
 
     def _log_prior(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return log p(θ) of the chain whose parameters the model holds; collecting them by name is slow."""
-        return self._model.log_prior() if self._own_prior else self._model.prior.log_prob(tensors)
+        if self._own_prior:
+            return self._model.log_prior()
+        return self._model.prior.log_prob(without_held(tensors, self._held))
 
     # -- one chain after another --------------------------------------------------------------------------------------
 
@@ -219,7 +223,8 @@ class ChainEnergies:
             raise self._refusal(error) from error
         check_shape(log_likelihood, chains=True)
         if not self._own_prior:
-            return log_likelihood, self._model.prior.log_prob_of_chains({n: named[n] for n in self._of_prior})
+            entries = without_held({n: named[n] for n in self._of_prior}, self._held, 1)
+            return log_likelihood, self._model.prior.log_prob_of_chains(entries)
         prior = StatelessCall(self._model, type(self._model).log_prior)
         return log_likelihood, torch.vmap(prior.call)(named)
 

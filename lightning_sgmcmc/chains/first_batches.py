@@ -57,6 +57,7 @@ class FirstBatches:
             return False
         low, high, target = _look(self._model, self._chains, batch)
         if self._seen == 1:
+            _check_observed(self._model, target)
             self.counted = _count(self._model, self._chains, batch)
         if isinstance(target, Tensor) and target.numel() <= MOST_TARGETS:
             self.targets.append(target.detach().cpu())
@@ -132,6 +133,26 @@ def _count(model: EnergyModel, chains: StackedChains | None, batch: Any) -> int:
         each = model.log_likelihood(first)
     check_shape(each)
     return len(each)
+
+
+def _check_observed(model: EnergyModel, target: Any) -> None:
+    """Raise ValueError if no target of the training data is observed, as far as they lie in memory.
+
+    Args:
+        model: the model.
+        target: of the first batch; only if it has none the others are looked at.
+    """
+    dataset = getattr(getattr(getattr(model, "_trainer", None), "train_dataloader", None), "dataset", None)
+    if model.likelihood is None:
+        return
+    for some in (target, (getattr(dataset, "tensors", None) or [None])[-1]):
+        known = model.likelihood.observed(some) if isinstance(some, Tensor) and len(some) else None
+        if known is None or bool(known.any()):
+            return
+    raise ValueError(
+        f"{type(model.likelihood).__name__}: targets must be finite numbers or labels, and all {len(dataset)} of the "
+        "training data are NaN or missing, so nothing would be learned: correct the targets"
+    )
 
 
 def _is_own(model: EnergyModel) -> bool:

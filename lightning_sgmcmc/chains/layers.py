@@ -50,6 +50,57 @@ def _check_embedding(name: str, part: nn.Embedding | nn.EmbeddingBag) -> None:
         )
 
 
+# -- hooks that change gradients --------------------------------------------------------------------------------------
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raise if a hook changes the gradient of something that is sampled.
+
+    The chain would follow another force than that of U, and a masked entry would not stay: it has noise and a prior. A
+    hook of a tensor is called here with a made-up gradient; one that returns None or what it got is accepted.
+
+    Args:
+        model: the model.
+
+    Raises:
+        ValueError: with the tensor or layer, and the remedy.
+    """
+    for name, part in model.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise ValueError(
+                f"'{name or type(model).__name__}' has a backward hook, which may change gradients, and the chain "
+                f"would then not sample exp(-U): remove the hook before the fit. {FREEZE}"
+            )
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"'{name}' has a hook of register_post_accumulate_grad_hook, which may change its gradient, and the "
+                f"chain would then not sample exp(-U): remove the hook before the fit. {FREEZE}"
+            )
+        if any(_changes(hook, parameter) for hook in (parameter._backward_hooks or {}).values()):
+            raise ValueError(
+                f"'{name}' has a hook (register_hook) that changes its gradient, so the chain would not sample "
+                f"exp(-U), and entries that it masks would move by noise and prior: remove the hook. {FREEZE}"
+            )
+
+
+FREEZE = (
+    "To keep a tensor at its value call requires_grad_(False); to keep a part of one, hold that part in a buffer and "
+    "the rest in a parameter, and join them in forward"
+)
+
+
+def _changes(hook: Callable[[Tensor], Tensor | None], parameter: Tensor) -> bool:
+    """Return whether a hook changes a gradient of both signs and many sizes."""
+    ramp = torch.linspace(-1e4, 1e4, parameter.numel() + parameter.numel() % 2).to(parameter)
+    gradient = ramp[: parameter.numel()].reshape(parameter.shape)
+    given = gradient.clone()
+    found = hook(given)
+    return not torch.equal(given, gradient) or (found is not None and not torch.equal(found, gradient))
+
+
 # -- embeddings with a padding row ------------------------------------------------------------------------------------
 
 

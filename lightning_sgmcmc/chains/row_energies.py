@@ -14,6 +14,7 @@ from lightning_sgmcmc.chains.forms import convolutions_of, unrolled_is_faster
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode, state_of, undisturbed_generators
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
+from lightning_sgmcmc.priors.held import held_rows, sampled_columns, without_held
 from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.samplers.flat import FlatParameters
 
@@ -72,11 +73,15 @@ class RowEnergies:
         self._likelihood = StatelessCall(model, type(model).log_likelihood)
         self._own_prior = StatelessCall(model, type(model).log_prior) if overrides(model, "log_prior") else None
         self._prior = model.prior
+        sampled = dict(zip(self._names, flat.parameters, strict=True))
+        self._held = held_rows(model)
+        self._columns = sampled_columns(self._with_axis(sampled), self._held, 1)
+        """The stretches of columns that are sampled, if a row of some parameter is held."""
         # On a CPU the sum over tensors stays as it is, bit for bit.
         self._of_rows = None
         if self._own_prior is None and (compiler is not None or flat.values.device.type != "cpu"):
-            sampled = dict(zip(self._names, flat.parameters, strict=True))
-            self._of_rows = model.prior.of_rows(self._with_axis(sampled | _of_prior(self._others)))
+            everything = self._with_axis(sampled | _of_prior(self._others))
+            self._of_rows = model.prior.of_rows(without_held(everything, self._held, 1))
         self._replays = compiler is not None and flat.values.device.type == "cuda"
         self._inverse = torch.full((), 1 / num_data, dtype=flat.values.dtype, device=flat.values.device)
         self._factor = torch.ones_like(self._inverse)
@@ -158,8 +163,9 @@ class RowEnergies:
             return result
         state = self._with_axis(_of_prior(others))
         if self._of_rows is not None:
-            return self._of_rows(leaf, state)
-        return self._prior.log_prob_of_chains({**self._with_axis(named), **state})
+            rows = torch.cat([leaf[:, part] for part in self._columns], 1) if self._held else leaf
+            return self._of_rows(rows, state)
+        return self._prior.log_prob_of_chains(without_held({**self._with_axis(named), **state}, self._held, 1))
 
     def _with_axis(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors with a leading axis of chains."""

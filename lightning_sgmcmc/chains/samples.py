@@ -10,9 +10,9 @@ from lightning_sgmcmc.chains.drawing import Drawing, FlatStates, Parts
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.transfers import HostCopies
 from lightning_sgmcmc.expansion import collapsed
-from lightning_sgmcmc.model import EnergyModel, named_trainable
+from lightning_sgmcmc.model import EnergyModel, of_prior
 from lightning_sgmcmc.priors import HierarchicalPrior
-from lightning_sgmcmc.priors.state import is_prior_state, prior_state
+from lightning_sgmcmc.priors.state import is_prior_state
 
 
 def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], None]) -> Iterator[Drawing]:
@@ -140,4 +140,4 @@ def present_scales(model: EnergyModel) -> dict[str, Tensor]:
     """Return the standard deviations of a hierarchical prior by parameter, of the chain whose tensors a model holds."""
     if not isinstance(model.prior, HierarchicalPrior):
         return {}
-    return model.prior.scales(named_trainable(model) | prior_state(model))
+    return model.prior.scales(of_prior(model))

@@ -18,6 +18,7 @@ from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.expansion import expansions_of, is_expanded, reset_expanded, with_factors
 from lightning_sgmcmc.files import check_regular
 from lightning_sgmcmc.finite import first_not_finite
+from lightning_sgmcmc.priors.held import held_rows
 from lightning_sgmcmc.seeding import derive_seed, reseed
 
 ChainStart: TypeAlias = "Literal['own', 'same'] | Sequence[Any]"
@@ -229,7 +230,9 @@ def draw_start(module: nn.Module, rebuild: Callable[[], nn.Module] | None) -> li
         the names of the trainable parameters that kept their values.
     """
     own, shared = state_of(module), shared_names(module)
-    frozen = [(own[name], own[name].detach().clone()) for name in shared]
+    kept = [own[name].detach() for name in shared]
+    kept += [own[name].detach()[row] for name, row in held_rows(module).items()]
+    frozen = [(tensor, tensor.clone()) for tensor in kept]
     renewed: set[int] = set()
     fresh = rebuild() if rebuild is not None else None
     if fresh is not None:

@@ -39,10 +39,12 @@ def fit_std_factor(mean: Tensor, std: Tensor, target: Tensor) -> float:
 
         factor² = mean((target - mean)²/std²)
 
+    Targets that are NaN are not observed, and left out.
+
     Args:
         mean, std, target: shape (n, D).
     """
-    return float(((target.double() - mean.double()) / std.double()).square().mean().sqrt())
+    return float(((target.double() - mean.double()) / std.double()).square().nanmean().sqrt())
 
 
 def class_nll(probabilities: Tensor, labels: Tensor) -> float:
@@ -51,7 +53,7 @@ def class_nll(probabilities: Tensor, labels: Tensor) -> float:
 
 
 def gaussian_nll(mean: Tensor, std: Tensor, target: Tensor) -> float:
-    """Return the mean of -Σ_d log N(target_d; mean_d, std_d²), in nats per datum."""
+    """Return the mean of -Σ_d log N(target_d; mean_d, std_d²), in nats per datum; targets that are NaN have no term."""
     standardised = (target.double() - mean.double()) / std.double()
     each = standardised.square() / 2 + std.double().log() + math.log(2 * math.pi) / 2
-    return float(each.sum(-1).mean())
+    return float(each.nansum(-1).mean())

@@ -47,6 +47,7 @@ class StepObserver:
         every_n_steps: number of steps between observations.
         warm_up: share of each stage, at its beginning, that is ignored.
         clipping: how the gradients are clipped.
+        numels: sampled coordinates of each parameter in one chain; None is all of them.
     """
 
     def __init__(
@@ -58,13 +59,15 @@ class StepObserver:
         every_n_steps: int = 20,
         warm_up: float = 0.25,
         clipping: Clipping = NO_CLIPPING,
+        numels: Sequence[int] | None = None,
     ) -> None:
         self._names, self._params = list(names), [p.detach() for p in params]
         self._slices = [slice(sum(group_sizes[:i]), sum(group_sizes[: i + 1])) for i in range(len(group_sizes))]
         self._chains, self._every, self._warm_up = num_chains, every_n_steps, warm_up
         self._clipping = clipping
-        numels = torch.tensor([p.numel() / num_chains for p in params]).to(params[0])
-        self._inverse_numels = 1 / (numels[:, None] if num_chains > 1 else numels)
+        self._numels = [p.numel() // num_chains for p in params] if numels is None else list(numels)
+        counts = torch.tensor(self._numels, dtype=torch.float32).to(params[0])
+        self._inverse_numels = 1 / (counts[:, None] if num_chains > 1 else counts)
         self._anchors: list[Tensor] = []
         self._previous: list[Tensor] = []  # the gradients of the step before an observed one
         self._previous_step = -1
@@ -248,7 +251,7 @@ class StepObserver:
         temperature = float((extras[:, TEMPERATURE] * weights).sum()) if len(counts) else math.nan
         return Observations(
             names=[self._names[i] for i in kept],
-            numels=[self._params[i].numel() for i in kept],
+            numels=[self._numels[i] * self._chains for i in kept],
             values=means[:, : NUM_ROWS * count].reshape(-1, NUM_ROWS, count)[:, :, kept],
             energies=extras[:, ENERGY],
             square_energies=extras[:, SQUARE_ENERGY],

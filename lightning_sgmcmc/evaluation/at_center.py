@@ -13,6 +13,7 @@ from lightning_sgmcmc.evaluation.full_data import full_log_likelihoods, undistur
 from lightning_sgmcmc.evaluation.full_energy import full_energies
 from lightning_sgmcmc.evaluation.sample_energy import Kind, fresh_energies
 from lightning_sgmcmc.priors import GaussianPrior, Prior
+from lightning_sgmcmc.priors.held import held_rows, with_row, without_held
 from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.samplers import Sampler
 
@@ -46,7 +47,9 @@ def centers_of(chains: Chains) -> dict[str, Tensor]:
     """
     prior, own = chains.model.prior, chains.trainable
     assert isinstance(prior, GaussianPrior)
-    distances = prior.distances({**own, **prior_state(chains.model)}, chains=chains.num_chains > 1)
+    axis, held = int(chains.num_chains > 1), held_rows(chains.model)
+    entries = without_held({**own, **prior_state(chains.model)}, held, axis)
+    distances = prior.distances(entries, chains=chains.num_chains > 1)
     centered = dict(zip(distances.where, distances.centers or [], strict=True))
     lacking = next((name for index, name in enumerate(own) if index not in centered), None)
     if lacking is not None:
@@ -54,7 +57,12 @@ def centers_of(chains: Chains) -> dict[str, Tensor]:
             f"the prior has centre 0 for '{lacking}', and a local quantity needs a centre for every sampled parameter: "
             "omit centered=…, or do not sample it"
         )
-    return {name: centered[index].detach().expand_as(own[name]) for index, name in enumerate(own)}
+    found = {name: centered[index].detach() for index, name in enumerate(own)}
+    for name, row in held.items():  # a held row is its own centre
+        center, value = found[name], own[name].detach().select(axis, row)
+        shape = (*value.shape[:axis], own[name].shape[axis] - 1, *value.shape[axis:])
+        found[name] = with_row(center.expand(shape), row, value, axis)
+    return {name: center.expand_as(own[name]) for name, center in found.items()}
 
 
 def gamma_of(chains: Chains, temperature: float) -> float | None:

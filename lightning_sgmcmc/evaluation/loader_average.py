@@ -60,8 +60,9 @@ class Evaluation:
 
     @property
     def pit(self) -> Tensor | None:
-        """The average's P(Y ≤ y) at each target, for `diagnostics.pit_histogram`; None if the likelihood has none."""
-        return None if self.average is None else self.average.terms.get("cdf")
+        """The average's P(Y ≤ y) at each observed target, for `diagnostics.pit_histogram`; None without such."""
+        found = None if self.average is None else self.average.terms.get("cdf")
+        return found[~found.isnan()] if found is not None and bool(found.isnan().any()) else found
 
     def __repr__(self) -> str:
         single = self.single
@@ -177,7 +178,7 @@ class LoaderAverage:
 
     def _check_order(self, target: Tensor | None) -> None:
         known = self.evaluation.target
-        if known is not None and target is not None and not torch.equal(known.to(target.device), target):
+        if known is not None and target is not None and not _equal(known.to(target.device), target):
             raise ValueError(
                 "the evaluation data came in another order than for the previous sample, so predictions cannot be "
                 "averaged: create the validation or test loader with shuffle=False"
@@ -228,6 +229,14 @@ def metrics_of(
         return {"nll": -log_density.mean().item()}
     metrics = module.likelihood.metrics(terms, log_density, target, scale)
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _equal(first: Tensor, second: Tensor) -> bool:
+    """Return whether targets are equal; NaN, a target that is not observed, is equal to NaN."""
+    if torch.equal(first, second):
+        return True
+    both = first.shape == second.shape and first.is_floating_point() and second.is_floating_point()
+    return both and bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
 def _ood_figures(name: str, known: Mapping[str, Tensor], unknown: Mapping[str, Tensor]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.together import States, TogetherCall
 from lightning_sgmcmc.evaluation.averages import Terms
+from lightning_sgmcmc.likelihoods import Likelihood
 
 Scores = tuple[Terms, Tensor, Tensor | None]
 """The likelihood's terms (first axis n), log densities (n,) and targets (None without a likelihood)."""
@@ -54,6 +55,21 @@ def evaluate(module: nn.Module, state: Mapping[str, Tensor], batches: Iterable[A
         the likelihood's terms (first axis n), log densities (n,) and targets (None without a likelihood).
     """
     return Scorer(module)([state], batches)[0]
+
+
+def of_observed(module: nn.Module, scores: Scores) -> Scores:
+    """Return scores without the data that have no observed target; numbers that are not observed become NaN."""
+    terms, density, target = scores
+    likelihood: Likelihood | None = getattr(module, "likelihood", None)
+    entries = None if target is None or likelihood is None else likelihood.observed_entries(target)
+    if target is None or entries is None or bool(entries.all()):
+        return scores
+    if target.is_floating_point():
+        target = target.masked_fill(~entries, torch.nan)
+    known = entries.flatten(1).any(1) if entries.dim() > 1 else entries
+    if bool(known.all()):
+        return terms, density, target
+    return {name: term[known] for name, term in terms.items()}, density[known], target[known]
 
 
 def _score(module: Any, batch: Any) -> tuple[Any, ...]:

@@ -100,8 +100,8 @@ class StoredScores:
         for first in range(0, len(target), size):
             own = slice(first, first + size)
             mean, std, y = means[:, own].double(), stds[:, own].double(), target[own]
-            crps += float(gaussian_mixture_crps(weights, mean, std, y).sum())
+            crps += float(gaussian_mixture_crps(weights, mean, std, y).nansum())
             ends = [gaussian_mixture_quantile(weights, mean, std, q) for q in (0.5 - INTERVAL / 2, 0.5 + INTERVAL / 2)]
-            missed += float(interval_score(ends[0], ends[1], y, INTERVAL).sum())
-        factor = self._scale / max(target.numel(), 1)
+            missed += float(interval_score(ends[0], ends[1], y, INTERVAL).nansum())
+        factor = self._scale / max(int((~target.isnan()).sum()), 1)
         return {"crps": crps * factor, f"interval_score_{INTERVAL * 100:.0f}": missed * factor}

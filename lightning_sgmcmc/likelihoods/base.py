@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from lightning_sgmcmc.checks import check_within
 from lightning_sgmcmc.predictions import ClassPrediction, CountPrediction, Prediction, RegressionPrediction
 from lightning_sgmcmc.predictions.distributions import has_cdf, is_discrete
 
@@ -22,6 +23,12 @@ class Likelihood(nn.Module):
     densities, averages, metrics, predictions with intervals, and draws follow from these two. Parameters of the
     likelihood are sampled with the weights, under the module's prior; store constructor arguments under their names, so
     that a sample store can rebuild it. For other targets define `log_prob`, `terms`, `metrics` and `prediction`.
+
+    A target that is NaN, or equal to `missing`, is not observed: it has no term in `log_prob`, and evaluations leave it
+    out. A target (n, D) may lack some of its numbers.
+
+    Args:
+        missing: the value of targets that are not observed, besides NaN; None without one.
 
     >>> class Gamma(Likelihood):
     ...     '''Positive numbers: output (n, 2), target (n,); shape exp(output_0), rate exp(output_1).'''
@@ -46,6 +53,14 @@ class Likelihood(nn.Module):
     applies_itself: tuple[type[nn.Module], ...] = ()
     """Layers that the likelihood applies to the output, so that a network must not end in one."""
 
+    missing: float | None = None
+
+    def __init__(self, missing: float | None = None) -> None:
+        super().__init__()
+        if missing is not None:
+            check_within("missing", missing, "(-inf, inf)")
+        self.missing = missing
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         own = any("metric_names" in vars(base) for base in cls.__mro__[: cls.__mro__.index(Likelihood)])
@@ -65,8 +80,29 @@ class Likelihood(nn.Module):
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         """Return log p(target | output) of each datum, shape (n,)."""
+        target, observed = self.split_missing(target)
         law, target = self._matched(output, target)
-        return law.log_prob(target).sum(-1)
+        return summed(law.log_prob(target), observed)
+
+    # -- what is not observed -----------------------------------------------------------------------------------------
+
+    def observed_entries(self, target: Tensor) -> Tensor | None:
+        """Return whether each entry of a target is observed, in its shape; None if all are, whatever their values."""
+        observed = ~target.isnan() if target.is_floating_point() else None
+        if self.missing is None:
+            return observed
+        known = target != self.missing
+        return known if observed is None else observed & known
+
+    def observed(self, target: Tensor) -> Tensor | None:
+        """Return whether each datum has an observed entry, shape (n,); None if all have, whatever their values."""
+        entries = self.observed_entries(target)
+        return None if entries is None else entries.flatten(1).any(1) if entries.dim() > 1 else entries
+
+    def split_missing(self, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return a target with 0 where it is not observed, for which a density is finite, and `observed_entries`."""
+        entries = self.observed_entries(target)
+        return (target, None) if entries is None else (target.masked_fill(~entries, 0), entries)
 
     def terms(self, output: Tensor) -> dict[str, Tensor]:
         """Return the tensors, first axis n, whose average over samples describes the predictive distribution."""
@@ -80,12 +116,13 @@ class Likelihood(nn.Module):
         """Return the tensors to average that depend on the target, for `metrics`."""
         if self.distribution is None or not has_cdf(self.distribution):
             return {}
+        target, observed = self.split_missing(target)
         law, target = self._matched(output, target)
         # The averaged probability integral transform is the mixture's own, so intervals need no stored samples.
         terms = {"cdf": law.cdf(target)}
         if is_discrete(law):
             terms["cdf_below"] = law.cdf(target - 1)
-        return terms
+        return {name: where_observed(term, observed, math.nan) for name, term in terms.items()}
 
     def metrics(
         self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float
@@ -101,13 +138,19 @@ class Likelihood(nn.Module):
             target: the targets.
             scale: the divisor that standardised the targets; metrics are in the original units.
         """
-        mean, target = terms["mean"], columns(target, type(self).__name__)
+        mean, observed = terms["mean"], self.observed_entries(target)
+        target = columns(target, type(self).__name__)
+        errors, cdf, below, per_datum = mean - target, terms.get("cdf"), terms.get("cdf_below"), float(mean.shape[1])
+        if observed is not None and not bool(observed.all()):
+            entries = observed.reshape(mean.shape)
+            errors, per_datum = errors[entries], float(entries.sum()) / len(mean)
+            cdf, below = (None if term is None else term[entries] for term in (cdf, below))
         metrics = {
-            "rmse": (mean - target).square().mean().sqrt() * scale,
-            "nll": -log_density.mean() + mean.shape[1] * math.log(scale),
+            "rmse": errors.square().mean().sqrt() * scale,
+            "nll": -log_density.mean() + per_datum * math.log(scale),
         }
-        if "cdf" in terms:
-            inside = (covered(terms["cdf"], terms.get("cdf_below"), level) for level in COVERAGE_LEVELS)
+        if cdf is not None:
+            inside = (covered(cdf, below, level) for level in COVERAGE_LEVELS)
             metrics |= {name: share.to(mean.dtype).mean() for name, share in zip(COVERAGES, inside, strict=True)}
         return metrics
 
@@ -129,10 +172,17 @@ class Likelihood(nn.Module):
         )
 
     def scored(self, prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a metric compares: class probabilities (m, K) and labels (m,), or means and targets (n, D)."""
+        """Return what a metric compares: class probabilities (m, K) and labels (m,), or means and targets (n, D).
+
+        Where some numbers of some data are not observed, means and targets are those of the others, shape (m,).
+        """
         if isinstance(prediction, ClassPrediction):
             return prediction.probabilities, target.long().reshape(-1)
-        return prediction.mean, target.reshape(prediction.mean.shape)
+        mean, target, observed = prediction.mean, target.reshape(prediction.mean.shape), self.observed_entries(target)
+        if observed is None or bool(observed.all()):
+            return mean, target
+        entries = observed.reshape(mean.shape)
+        return mean[entries], target[entries]
 
     def reset_parameters(self) -> None:
         """Keep the parameters: every chain begins at the given values, whereas layers are drawn for each chain."""
@@ -148,9 +198,11 @@ class Likelihood(nn.Module):
         if self.distribution is None:
             return
         check_finite(type(self).__name__, target)
+        target, observed = self.split_missing(target)
         law, numbers = self._matched(output, target)
         assert law.support is not None  # all of torch's have one
-        outside = numbers[~law.support.check(numbers).expand(numbers.shape)]
+        wrong = ~law.support.check(numbers).expand(numbers.shape)
+        outside = numbers[where_observed(wrong, observed, False)]
         if outside.numel():
             raise ValueError(
                 f"{type(self).__name__}: targets must be {_support(law)}, got {outside.reshape(-1)[0].item():.6g}"
@@ -242,10 +294,22 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
+def where_observed(tensor: Tensor, observed: Tensor | None, otherwise: float) -> Tensor:
+    """Return a tensor of shape (n, D) with another value where a target, (n, D) or (n,), is not observed."""
+    if observed is None:
+        return tensor
+    return tensor.masked_fill(~(observed if observed.dim() > 1 else observed[:, None]), otherwise)
+
+
+def summed(each: Tensor, observed: Tensor | None) -> Tensor:
+    """Return Σ_d of the log densities of the observed numbers, shape (n,), from all of them, shape (n, D)."""
+    return where_observed(each, observed, 0.0).sum(-1)
+
+
 def check_finite(name: str, target: Tensor) -> None:
-    """Raise if a target is NaN or infinite."""
-    if target.is_floating_point() and not target.isfinite().all():
-        raise ValueError(f"{name}: targets must be finite numbers, and a batch has NaN or infinite ones")
+    """Raise if a target is infinite; NaN is a target that is not observed."""
+    if target.is_floating_point() and bool(target.isinf().any()):
+        raise ValueError(f"{name}: targets must be finite numbers, and a batch has infinite ones: correct the data")
 
 
 def _counts(law: type[Distribution]) -> bool:

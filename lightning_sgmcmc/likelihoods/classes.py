@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.metrics import classification_metrics, predictive_entropy
-from lightning_sgmcmc.likelihoods.base import Likelihood, at_least_float32
+from lightning_sgmcmc.likelihoods.base import Likelihood, at_least_float32, summed
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction
 
 
@@ -29,6 +29,11 @@ class ClassLikelihood(Likelihood):
     def labels(self, target: Tensor) -> Tensor:
         """Return integer labels, shape (n,)."""
         return target
+
+    def _known(self, target: Tensor) -> Tensor:
+        """Return the observed labels; the target itself if all are, whatever their values."""
+        observed = self.observed_entries(target)
+        return target if observed is None else target[observed]
 
     def scored(self, prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:
         return prediction.probabilities, self.labels(target).long().reshape(-1)
@@ -78,7 +83,8 @@ class Categorical(ClassLikelihood):
                 f"{tuple(output.shape)} and {tuple(target.shape)} of {target.dtype}"
             )
         # By default torch ignores the label -100, as if the datum were certain.
-        return -F.cross_entropy(at_least_float32(output), target, reduction="none", ignore_index=NO_LABEL)
+        ignored = NO_LABEL if self.missing is None else int(self.missing)
+        return -F.cross_entropy(at_least_float32(output), target, reduction="none", ignore_index=ignored)
 
     applies_itself = (nn.Softmax, nn.Softmax2d)
 
@@ -93,12 +99,13 @@ class Categorical(ClassLikelihood):
                 f"Categorical: the outputs lie in [{output.min().item():.3g}, {output.max().item():.3g}] and each row "
                 "sums to 1, but it needs logits: remove the softmax"
             )
+        target = self._known(target)
         if target.dim() == 1 and output.dim() == 2 and not target.is_floating_point() and len(target):
             low, high = target.min().item(), target.max().item()
             if low < 0 or high >= output.shape[1]:
                 raise ValueError(
                     f"Categorical: labels from {low} to {high} for {output.shape[1]} logits; labels count from 0, so "
-                    "the network needs more outputs or the data other labels"
+                    "the network needs more outputs or the data other labels (for data without one, missing=…)"
                 )
 
     def probabilities(self, output: Tensor) -> Tensor:
@@ -114,12 +121,13 @@ class Bernoulli(ClassLikelihood):
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         logit = self._column(output, "output")
+        target, observed = self.split_missing(target)
         label = self._column(target, "target")
         if logit.shape != label.shape:
             raise ValueError(f"Bernoulli: {len(logit)} outputs for {len(label)} targets")
         log_prob = -F.binary_cross_entropy_with_logits(logit, label.to(logit.dtype), reduction="none")
         # Other labels have probability 0; the formula would still return a number for them.
-        return log_prob.masked_fill((label != 0) & (label != 1), -math.inf)
+        return summed(log_prob.masked_fill((label != 0) & (label != 1), -math.inf)[:, None], observed)
 
     applies_itself = (nn.Sigmoid, nn.LogSigmoid, nn.Softmax)
 
@@ -132,6 +140,7 @@ class Bernoulli(ClassLikelihood):
         )
 
     def check_target(self, output: Tensor, target: Tensor) -> None:
+        target = self._known(target)
         odd = target[(target != 0) & (target != 1)]
         if odd.numel():
             raise ValueError(f"Bernoulli: targets must be 0 or 1, got {odd.reshape(-1)[0].item()}")
@@ -162,6 +171,7 @@ class Ordinal(ClassLikelihood):
 
     Args:
         num_classes: K, at least 3; for two classes use `Bernoulli`.
+        missing: the value of targets that are not observed, see `Likelihood`.
 
     Raises:
         ValueError: for fewer than 3 classes.
@@ -172,8 +182,8 @@ class Ordinal(ClassLikelihood):
     tensor([[0.2500, 0.2500, 0.2500, 0.2500]], grad_fn=<ExpBackward0>)
     """
 
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
+    def __init__(self, num_classes: int, missing: float | None = None) -> None:
+        super().__init__(missing)
         check_count("num_classes", num_classes)
         if num_classes < 3:
             raise ValueError(f"num_classes must be at least 3, got {num_classes}: use Bernoulli for two classes")
@@ -188,15 +198,19 @@ class Ordinal(ClassLikelihood):
         return torch.cat([self.first_cut[None], self.first_cut + self.log_gaps.exp().cumsum(0)])
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        target, observed = self.split_missing(target)
         labels = self.labels(target)
         found = self._log_probabilities(output)
         if labels.shape != found.shape[:1] or labels.is_floating_point():
             raise ValueError(
                 f"Ordinal: {len(found)} outputs for integer labels of shape {tuple(labels.shape)} and {labels.dtype}"
             )
-        return found.gather(1, labels.long()[:, None])[:, 0]
+        return summed(found.gather(1, labels.long()[:, None]), observed)
 
     def check_target(self, output: Tensor, target: Tensor) -> None:
+        target = self._known(target)
+        if not len(target):
+            return
         low, high = target.min().item(), target.max().item()
         if low < 0 or high >= self.num_classes:
             raise ValueError(

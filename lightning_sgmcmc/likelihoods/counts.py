@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_flag, check_within
-from lightning_sgmcmc.likelihoods.base import Likelihood, columns, positive
+from lightning_sgmcmc.likelihoods.base import Likelihood, columns, positive, summed
 from lightning_sgmcmc.likelihoods.numbers import matched
 from lightning_sgmcmc.predictions import distributions
 
@@ -28,11 +28,13 @@ class Poisson(Likelihood):
         return {"rate": columns(output, "Poisson").exp()}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        target, observed = self.split_missing(target)
         output, target = matched("Poisson", output, target)
-        return (target * output - output.exp() - torch.lgamma(target + 1)).sum(-1)
+        return summed(target * output - output.exp() - torch.lgamma(target + 1), observed)
 
     def chance_nll(self, target: Tensor) -> float | None:
         counts = columns(target, "Poisson").double()
+        counts = counts[~counts.isnan().any(1)]
         mean = counts.mean(0)
         return float((mean - torch.xlogy(counts, mean) + torch.lgamma(counts + 1)).sum(-1).mean())
 
@@ -48,6 +50,7 @@ class NegativeBinomial(Likelihood):
         concentration: r > 0; its initial value if it is learned.
         learned: whether to sample log(r) together with the weights. It is then the module's parameter
             `likelihood.log_concentration`, under the module's prior.
+        missing: the value of targets that are not observed, see `Likelihood`.
 
     Raises:
         ValueError: if the concentration is not positive.
@@ -61,8 +64,8 @@ class NegativeBinomial(Likelihood):
     distribution = distributions.NegativeBinomial
     log_concentration: Tensor
 
-    def __init__(self, concentration: float = 1.0, learned: bool = False) -> None:
-        super().__init__()
+    def __init__(self, concentration: float = 1.0, learned: bool = False, missing: float | None = None) -> None:
+        super().__init__(missing)
         check_within("concentration", concentration, "(0, inf)")
         check_flag("learned", learned)
         self.concentration = float(concentration)
@@ -74,11 +77,12 @@ class NegativeBinomial(Likelihood):
         return {"total_count": self.log_concentration.exp(), "logits": logits}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        target, observed = self.split_missing(target)
         output, y = matched("NegativeBinomial", output, target)
         r, logits = self.log_concentration.exp(), output - self.log_concentration
         sigmoid = torch.nn.functional.logsigmoid
         each = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1) + r * sigmoid(-logits) + y * sigmoid(logits)
-        return each.sum(-1)
+        return summed(each, observed)
 
     def extra_repr(self) -> str:
         return f"concentration={self.concentration}, learned={self.learned}"

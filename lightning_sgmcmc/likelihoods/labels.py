@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.checks import check_kind
 from lightning_sgmcmc.diagnostics.metrics import classification_metrics, predictive_entropy
-from lightning_sgmcmc.likelihoods.base import Likelihood, at_least_float32
+from lightning_sgmcmc.likelihoods.base import Likelihood, at_least_float32, summed
 from lightning_sgmcmc.predictions import ClassPrediction, MultiLabelPrediction, Prediction
 
 
@@ -35,11 +35,14 @@ class MultiLabelBernoulli(Likelihood):
                 f"{tuple(output.shape)} and {tuple(target.shape)}"
             )
         logits = at_least_float32(output)
+        target, observed = self.split_missing(target)
         each = -F.binary_cross_entropy_with_logits(logits, target.to(logits.dtype), reduction="none")
         # Other labels have probability 0; the formula would still return a number for them.
-        return each.masked_fill((target != 0) & (target != 1), -math.inf).sum(-1)
+        return summed(each.masked_fill((target != 0) & (target != 1), -math.inf), observed)
 
     def check_target(self, output: Tensor, target: Tensor) -> None:
+        observed = self.observed_entries(target)
+        target = target if observed is None else target[observed]
         odd = target[(target != 0) & (target != 1)]
         if odd.numel():
             raise ValueError(f"MultiLabelBernoulli: targets must be 0 or 1, got {odd.reshape(-1)[0].item()}")
@@ -53,7 +56,7 @@ class MultiLabelBernoulli(Likelihood):
         )
 
     def chance_nll(self, target: Tensor) -> float | None:
-        share = target.double().mean(0)
+        share = target.double().nanmean(0)
         return float((torch.special.entr(share) + torch.special.entr(1 - share)).sum())
 
     def terms(self, output: Tensor) -> dict[str, Tensor]:
@@ -63,11 +66,15 @@ class MultiLabelBernoulli(Likelihood):
     def metrics(
         self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float
     ) -> dict[str, Tensor]:
-        p = terms["label_probabilities"]
+        p, observed = terms["label_probabilities"], self.observed_entries(target)
         right = (p > 0.5) == (target > 0.5)
+        exact = right.all(-1)
+        if observed is not None and not bool(observed.all()):
+            exact = (right | ~observed).all(-1)
+            p, target, right = p[observed], target[observed], right[observed]
         return {
             "accuracy": right.to(p.dtype).mean(),
-            "exact": right.all(-1).to(p.dtype).mean(),
+            "exact": exact.to(p.dtype).mean(),
             "nll": -log_density.mean(),
             "brier": 2 * (p - target.to(p.dtype)).square().mean(),  # over both classes, as Bernoulli's
             "entropy": _binary_entropy(p).mean(),
@@ -83,7 +90,10 @@ class MultiLabelBernoulli(Likelihood):
         )
 
     def scored(self, prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:
-        return prediction.probabilities, target.long()
+        observed = self.observed_entries(target)
+        if observed is None or bool(observed.all()):
+            return prediction.probabilities, target.long()
+        return prediction.probabilities[observed], target[observed].long()
 
 
 class _DenseCategorical(Likelihood, ABC):
@@ -101,8 +111,8 @@ class _DenseCategorical(Likelihood, ABC):
     """The shapes of output and target in words."""
 
     def __init__(self, ignore_index: int = -100) -> None:
-        super().__init__()
         check_kind("ignore_index", ignore_index, int, optional=False)
+        super().__init__(ignore_index)
         self.ignore_index = ignore_index
 
     @abstractmethod

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_count, check_flag, check_within
-from lightning_sgmcmc.likelihoods.base import Likelihood, check_finite, columns, positive
+from lightning_sgmcmc.likelihoods.base import Likelihood, check_finite, columns, positive, summed, where_observed
 from lightning_sgmcmc.predictions import distributions
 from lightning_sgmcmc.predictions.distributions import Normal, NormalMixture
 
@@ -22,6 +22,7 @@ class Gaussian(Likelihood):
             is learned.
         learned: whether to sample log(std) together with the weights. It is then the module's parameter
             `likelihood.log_std`, under the module's prior.
+        missing: the value of targets that are not observed, see `Likelihood`.
 
     Raises:
         ValueError: if std is not positive.
@@ -33,8 +34,8 @@ class Gaussian(Likelihood):
     distribution = Normal
     log_std: Tensor
 
-    def __init__(self, std: float = 1.0, learned: bool = False) -> None:
-        super().__init__()
+    def __init__(self, std: float = 1.0, learned: bool = False, missing: float | None = None) -> None:
+        super().__init__(missing)
         check_within("std", std, "(0, inf)")
         check_flag("learned", learned)
         self.std = float(std)
@@ -42,10 +43,10 @@ class Gaussian(Likelihood):
         positive(self, "log_std", std, learned)
 
     def check_target(self, output: Tensor, target: Tensor) -> None:
-        check_finite("Gaussian", target)
+        check_finite(type(self).__name__, target)
 
     def chance_nll(self, target: Tensor) -> float | None:
-        variance = columns(target, "Gaussian").double().var(0, correction=0)
+        variance = _variance(columns(target, "Gaussian"))
         noise = variance if self.learned else torch.full_like(variance, self.std**2)
         return float((variance / noise + (2 * math.pi * noise).log()).sum() / 2) if bool((noise > 0).all()) else None
 
@@ -56,9 +57,10 @@ class Gaussian(Likelihood):
         return {"loc": columns(output, "Gaussian"), "scale": self.log_std.exp()}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        target, observed = self.split_missing(target)
         output, target = matched("Gaussian", output, target)
         standardised = (target - output) / self.log_std.exp()
-        return (-standardised.square() / 2 - self.log_std - math.log(2 * math.pi) / 2).sum(-1)
+        return summed(-standardised.square() / 2 - self.log_std - math.log(2 * math.pi) / 2, observed)
 
     def terms(self, output: Tensor) -> dict[str, Tensor]:
         mean = columns(output, "Gaussian")
@@ -68,8 +70,9 @@ class Gaussian(Likelihood):
         return {"mean": mean, "square": mean.square(), "variance": variance}
 
     def target_terms(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        target, observed = self.split_missing(target)
         output, target = matched("Gaussian", output, target)
-        return {"cdf": torch.special.ndtr((target - output) / self.log_std.exp())}
+        return {"cdf": where_observed(torch.special.ndtr((target - output) / self.log_std.exp()), observed, math.nan)}
 
 
 class HeteroscedasticGaussian(Likelihood):
@@ -82,6 +85,7 @@ class HeteroscedasticGaussian(Likelihood):
     Args:
         std: the scale where its output is 0 (besides min_std), > 0, in the units of the (standardised) target.
         min_std: the smallest scale, > 0, which bounds the density of repeated data.
+        missing: the value of targets that are not observed, see `Likelihood`.
 
     Raises:
         ValueError: for a number out of range.
@@ -94,8 +98,8 @@ class HeteroscedasticGaussian(Likelihood):
 
     distribution = Normal
 
-    def __init__(self, std: float = 1.0, min_std: float = 1e-3) -> None:
-        super().__init__()
+    def __init__(self, std: float = 1.0, min_std: float = 1e-3, missing: float | None = None) -> None:
+        super().__init__(missing)
         check_within("std", std, "(0, inf)")
         check_within("min_std", min_std, "(0, inf)")
         self.std = std
@@ -107,9 +111,10 @@ class HeteroscedasticGaussian(Likelihood):
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         own = self.kept_components(output)
+        target, observed = self.split_missing(target)
         mean, target = matched("HeteroscedasticGaussian", own["loc"], target)
         standardised = (target - mean) / own["scale"]
-        return (-standardised.square() / 2 - own["scale"].log() - math.log(2 * math.pi) / 2).sum(-1)
+        return summed(-standardised.square() / 2 - own["scale"].log() - math.log(2 * math.pi) / 2, observed)
 
     def chance_nll(self, target: Tensor) -> float | None:
         return _gaussian_chance(columns(target, type(self).__name__))
@@ -128,6 +133,7 @@ class StudentT(Likelihood):
         scale: > 0, in the units of the (standardised) target; its initial value if it is learned.
         learned: whether to sample log(scale) together with the weights. It is then the module's parameter
             `likelihood.log_scale`, under the module's prior.
+        missing: the value of targets that are not observed, see `Likelihood`.
 
     Raises:
         ValueError: for a number out of range.
@@ -141,8 +147,10 @@ class StudentT(Likelihood):
     distribution = distributions.StudentT
     log_scale: Tensor
 
-    def __init__(self, df: float = 4.0, scale: float = 1.0, learned: bool = False) -> None:
-        super().__init__()
+    def __init__(
+        self, df: float = 4.0, scale: float = 1.0, learned: bool = False, missing: float | None = None
+    ) -> None:
+        super().__init__(missing)
         check_flag("learned", learned)
         check_within("df", df, "(2, inf)")
         check_within("scale", scale, "(0, inf)")
@@ -156,10 +164,11 @@ class StudentT(Likelihood):
         return {"df": torch.full_like(loc, self.df), "loc": loc, "scale": self.log_scale.exp()}
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        target, observed = self.split_missing(target)
         output, target = matched("StudentT", output, target)
         z, half = (target - output) / self.log_scale.exp(), (self.df + 1) / 2
         normaliser = math.lgamma(half) - math.lgamma(self.df / 2) - math.log(self.df * math.pi) / 2
-        return (normaliser - half * (z.square() / self.df).log1p() - self.log_scale).sum(-1)
+        return summed(normaliser - half * (z.square() / self.df).log1p() - self.log_scale, observed)
 
     def extra_repr(self) -> str:
         return f"df={self.df}, scale={self.scale}, learned={self.learned}"
@@ -176,6 +185,7 @@ class MixtureOfGaussians(Likelihood):
         num_components: J, at least 2.
         std: the scales where their outputs are 0 (besides min_std), > 0, in the units of the (standardised) target.
         min_std: the smallest scale, > 0, which bounds the density of repeated data.
+        missing: the value of targets that are not observed, see `Likelihood`.
 
     Raises:
         ValueError: for a number out of range.
@@ -188,8 +198,10 @@ class MixtureOfGaussians(Likelihood):
 
     distribution = NormalMixture
 
-    def __init__(self, num_components: int, std: float = 1.0, min_std: float = 1e-3) -> None:
-        super().__init__()
+    def __init__(
+        self, num_components: int, std: float = 1.0, min_std: float = 1e-3, missing: float | None = None
+    ) -> None:
+        super().__init__(missing)
         check_count("num_components", num_components)
         if num_components < 2:
             raise ValueError(
@@ -235,7 +247,13 @@ def _split(output: Tensor, parts: int, name: str) -> tuple[Tensor, ...]:
     return output.chunk(parts, 1)
 
 
+def _variance(target: Tensor) -> Tensor:
+    """Return the variance of each column's observed numbers."""
+    numbers = target.double()
+    return (numbers - numbers.nanmean(0)).square().nanmean(0)
+
+
 def _gaussian_chance(target: Tensor) -> float | None:
     """Return the NLL of the Gaussian of the targets' own mean and variance, in nats per datum."""
-    variance = target.double().var(0, correction=0)
+    variance = _variance(target)
     return float((1 + (2 * math.pi * variance).log()).sum() / 2) if bool((variance > 0).all()) else None

@@ -104,7 +104,7 @@ def fit_calibration(
     if isinstance(prediction, ClassPrediction | MultiLabelPrediction):
         probabilities, labels = likelihood.scored(prediction, target)
         if isinstance(prediction, MultiLabelPrediction):
-            probabilities, labels = of_both(probabilities).flatten(0, 1), labels.flatten()
+            probabilities, labels = of_both(probabilities).reshape(-1, 2), labels.flatten()
         value = fit_temperature(probabilities, labels)
         before = class_nll(probabilities, labels)
         after = class_nll(tempered(probabilities, value), labels)

@@ -116,7 +116,14 @@ def fit_conformal(
     if not scores:
         raise ValueError("conformal needs calibration data, and the loader has none: pass a loader with some batches")
     joined = torch.cat(scores)
-    return Conformal(posterior, conformal_threshold(joined, level), level, method, seed, len(joined))
+    return Conformal(posterior, _threshold(joined, level), level, method, seed, len(joined))
+
+
+def _threshold(scores: Tensor, level: float) -> Tensor:
+    """Return `conformal_threshold` of the observed data of each column; others are NaN."""
+    if scores.dim() == 1 or not bool(scores.isnan().any()):
+        return conformal_threshold(scores, level)
+    return torch.stack([conformal_threshold(column[~column.isnan()], level) for column in scores.unbind(1)])
 
 
 def _scores(
@@ -125,13 +132,20 @@ def _scores(
     if isinstance(prediction, ClassPrediction) and prediction.probabilities.dim() == 2:
         probabilities = prediction.probabilities.double()
         read = getattr(model.likelihood, "labels", None)
+        known = model.likelihood.observed(target) if model.likelihood is not None else None
+        if known is not None:
+            probabilities, target = probabilities[known.to(probabilities.device)], target[known]
         labels = (read(target) if read is not None else target).long().to(probabilities.device)
         u = torch.rand(len(labels), generator=generator, dtype=torch.float64) if method == "adaptive" else None
         each = class_scores(probabilities, method == "adaptive", None if u is None else u.to(probabilities))
         return each.gather(1, labels[:, None])[:, 0]
     if isinstance(prediction, RegressionPrediction):
         mean, std = prediction.mean.double(), prediction.std.double()
-        return (target.to(mean).reshape(mean.shape) - mean).abs() / std
+        target = target.to(mean)
+        entries = model.likelihood.observed_entries(target) if model.likelihood is not None else None
+        target = target if entries is None else target.masked_fill(~entries, torch.nan)
+        errors = (target.reshape(mean.shape) - mean).abs() / std
+        return errors[~errors.isnan().all(1)]
     raise TypeError(
         f"conformal makes sets of classes or intervals of numbers, and {type(model.likelihood).__name__} predicts a "
         f"{type(prediction).__name__}"

@@ -20,7 +20,7 @@ from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode
 from lightning_sgmcmc.chains.together import MOST, States, TogetherCall, dtype_of, grouped, runs_at_once
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.evaluation.batch_norm import new_statistics
-from lightning_sgmcmc.evaluation.scoring import concatenate, evaluate
+from lightning_sgmcmc.evaluation.scoring import concatenate, evaluate, of_observed
 from lightning_sgmcmc.likelihoods.own import completed, per_sample_term_of, prediction_of
 from lightning_sgmcmc.model import EnergyModel, overrides
 from lightning_sgmcmc.posterior.checks import check_sample
@@ -185,7 +185,7 @@ def average_scores(
             check_sample(sample, model)
             state = {name: tensor.to(model.device) for name, tensor in sample.own_state.items()}
             with holder.holding(sample.shared):
-                terms, _, found = evaluate(model, state, batches)
+                terms, _, found = of_observed(model, evaluate(model, state, batches))
             assert found is not None  # the model has a likelihood
             average.add(terms, torch.empty(0, device=model.device), log_weight)
             target = found

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_sgmcmc.chains.stateless import evaluation_mode, undisturbed_generators
 from lightning_sgmcmc.diagnostics.geometry import interpolate, segment_pairs
 from lightning_sgmcmc.evaluation.loader_average import loaders_of, metrics_of
-from lightning_sgmcmc.evaluation.scoring import evaluate
+from lightning_sgmcmc.evaluation.scoring import evaluate, of_observed
 from lightning_sgmcmc.evaluation.share import EvaluationShare
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.posterior import Posterior
@@ -79,7 +79,7 @@ class SegmentWalk:
         for position in self.positions:
             state: dict[str, Tensor] = interpolate(first, second, position)
             with trainer.strategy.precision_plugin.val_step_context():
-                terms, log_density, target = evaluate(module, state, data)
+                terms, log_density, target = of_observed(module, evaluate(module, state, data))
             for name, value in _shown(metrics_of(module, terms, log_density, target, scale)).items():
                 values.setdefault(name, []).append(value)
         return values

@@ -11,6 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lightning_sgmcmc.priors.held import without_row
+
 PREFIXES = ("", "net.")
 """Beginnings of a module's parameter names that a centre may leave out: a network's own names begin after "net."."""
 
@@ -45,12 +47,13 @@ class GivenCenter:
             if not tensor.isfinite().all():
                 raise ValueError(f"the prior's center has NaN or infinite numbers in '{name}': pass a sound state")
 
-    def tensor_for(self, name: str, shape: torch.Size) -> Tensor:
+    def tensor_for(self, name: str, shape: torch.Size, held: int | None = None) -> Tensor:
         """Return the centre of a parameter.
 
         Args:
             name: of the parameter in the module.
             shape: of the parameter in one chain.
+            held: the row that the shape lacks, if any (see `held`), and the result too.
 
         Raises:
             ValueError: if there is none of this name and shape.
@@ -63,13 +66,15 @@ class GivenCenter:
                 f"{', '.join(list(self._tensors)[:4])}, …): add it, or name the parameters with a centre, "
                 "centered=[pattern, …]; the others have centre 0"
             )
+        if held is not None:
+            shape = torch.Size([shape[0] + 1, *shape[1:]])
         if found.shape != shape:
             stacked = " (stacked chains? pass those of one chain)" if found.shape[1:] == shape else ""
             raise ValueError(
                 f"the prior's center has shape {tuple(found.shape)} for '{name}', and the parameter has "
                 f"{tuple(shape)}{stacked}: pass a tensor of its shape, or leave the parameter out of centered=[…]"
             )
-        return found
+        return found if held is None else without_row(found, held)
 
     def __repr__(self) -> str:
         # Of the content and not of the path: a run resumes from a moved file, and not with another centre.

@@ -148,7 +148,8 @@ class GaussianPrior(ScalePrior):
     def _prepare(self, parameters: Mapping[str, Tensor], values: tuple[Tensor, ...], chains: bool) -> None:
         """Compute what depends on names, shapes and dtype alone; kept for the next call."""
         sizes = [value.shape for value in values] if self._by_shape else [value.numel() for value in values]
-        known = (chains, *parameters, *sizes, values[0].dtype)
+        held: Mapping[str, int] = getattr(parameters, "held", {})
+        known = (chains, *parameters, *sizes, *held.items(), values[0].dtype)
         if known == self._known:
             return
         own = {name: value for name, value in parameters.items() if not name.startswith(STATE)}
@@ -162,7 +163,7 @@ class GaussianPrior(ScalePrior):
                 "the prior's center='start' is known once a fit has begun: fit first, or pass a state dict"
             )
         if isinstance(self.center, GivenCenter):
-            of_place = [(name, shapes[name]) for name in own]
+            of_place = [(name, shapes[name], held.get(name)) for name in own]
             given = [self.center.tensor_for(*of_place[index]) for index in self._where]
             self._centers = [tensor.to(values[0]) for tensor in given]
         normaliser = math.sqrt(2 * math.pi)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_sgmcmc.priors.base import STATE, Prior
+from lightning_sgmcmc.priors.held import held_rows, without_held
 
 
 class PriorState(nn.Module):
@@ -47,7 +48,8 @@ def begin_prior_state(module: nn.Module, prior: Prior) -> None:
     """Register the tensors of a prior that has some, once, while the module holds a single chain."""
     if STATE in module._modules:
         return
-    tensors = prior.initial_state({name: p for name, p in module.named_parameters() if p.requires_grad})
+    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    tensors = prior.initial_state(without_held(trainable, held_rows(module)))
     if not tensors:
         return
     module.add_module(STATE, PriorState(tensors))

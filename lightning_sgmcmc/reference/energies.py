@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.chains.layers import mask_padding
 from lightning_sgmcmc.chains.stateless import StatelessCall
-from lightning_sgmcmc.model import EnergyModel, check_shape, named_trainable, overrides
+from lightning_sgmcmc.model import EnergyModel, check_shape, named_trainable, of_prior, overrides
 from lightning_sgmcmc.priors import HierarchicalPrior
+from lightning_sgmcmc.priors.held import Entries, held_rows, sampled_columns, with_row, without_row
 from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.samplers.flat import FlatParameters
 
@@ -32,7 +32,7 @@ class FullEnergy:
         vmapped: whether chains are computed at once.
 
     Attributes:
-        names: the sampled parameters, in the order of the columns.
+        names: the sampled parameters, in the order of the columns, which are those of their sampled entries.
         gradients: gradients of one chain over all data so far.
 
     Raises:
@@ -49,10 +49,11 @@ class FullEnergy:
         self._model = model
         self._batches = batches
         self._vmapped = vmapped
-        self._shapes = [tensor.shape for tensor in named.values()]
+        self._held = held_rows(model)
+        self._columns = sampled_columns(named, self._held)
+        """The stretches of columns of all parameters that are sampled; the rest is a held row."""
+        self._shapes = [without_row(t, self._held[n]).shape if n in self._held else t.shape for n, t in named.items()]
         self._flat = FlatParameters([list(named.values())], 1)
-        if vmapped:
-            mask_padding(model)
         self._likelihood = StatelessCall(model, type(model).log_likelihood)
         self._has_own_prior = overrides(model, "log_prior")
         if self._has_own_prior and isinstance(model.prior, HierarchicalPrior):
@@ -64,12 +65,19 @@ class FullEnergy:
     @property
     def present(self) -> Tensor:
         """The model's own sampled parameters as a row, shape (P,)."""
-        return self._flat.values[0].clone()
+        return self._of_columns(self._flat.values[0])
+
+    def _of_columns(self, everything: Tensor) -> Tensor:
+        """Return a copy of the sampled columns, shape (P,), of those of all parameters."""
+        return torch.cat([everything[part] for part in self._columns])
 
     def put(self, row: Tensor) -> None:
         """Set the model's sampled parameters, shape (P,)."""
         with torch.no_grad():
-            self._flat.values[0].copy_(row)
+            values = self._flat.values[0]
+            pieces = row.split([part.stop - part.start for part in self._columns])
+            for part, piece in zip(self._columns, pieces, strict=True):
+                values[part].copy_(piece)
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return U/τ, shape (n,), float64, and its gradient, shape (n, P), at parameters of shape (n, P)."""
@@ -92,7 +100,7 @@ class FullEnergy:
         return torch.stack(found).double()
 
     def sampled(self, values: Tensor) -> dict[str, Tensor]:
-        """Return rows, shape (n, P), by the parameters' names, each of shape (n, …)."""
+        """Return rows, shape (n, P), by the parameters' names, each of shape (n, …) without its held row."""
         columns = values.split([shape.numel() for shape in self._shapes], 1)
         pieces = [column.reshape(-1, *shape) for column, shape in zip(columns, self._shapes, strict=True)]
         return dict(zip(self.names, pieces, strict=True))
@@ -109,7 +117,7 @@ class FullEnergy:
             check_shape(each)
             total += self._backward(each.sum(dtype=torch.float64))
         total += self._backward(self._log_prior().double())
-        return total, self._flat.gradients[0].clone()
+        return total, self._of_columns(self._flat.gradients[0])
 
     def _backward(self, log_density: Tensor) -> Tensor:
         part = log_density / -self.temperature
@@ -121,7 +129,7 @@ class FullEnergy:
         model = self._model
         if self._has_own_prior:
             return model.log_prior()
-        named = named_trainable(model) | prior_state(model)
+        named = of_prior(model)
         if isinstance(model.prior, HierarchicalPrior):
             return model.prior.log_marginal(named)
         return model.prior.log_prob(named)
@@ -134,7 +142,7 @@ class FullEnergy:
         over_chains = torch.vmap(self._likelihood.call, in_dims=(0, None))
         for batch in self._batches:
             try:
-                each = over_chains(self.sampled(leaf), batch)
+                each = over_chains(self._complete(self.sampled(leaf)), batch)
             except RuntimeError as error:
                 raise RuntimeError(
                     f"torch.vmap cannot run the network for all chains at once ({str(error).splitlines()[0]}): pass "
@@ -146,13 +154,22 @@ class FullEnergy:
         assert leaf.grad is not None
         return total, leaf.grad
 
+    def _complete(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return sampled entries by name, each of shape (n, …), with the held rows, which are the model's."""
+        own, found = named_trainable(self._model) if self._held else {}, dict(named)
+        for name, row in self._held.items():
+            value = own[name].detach()[row]
+            found[name] = with_row(named[name], row, value.expand(len(named[name]), *value.shape), 1)
+        return found
+
     def _log_priors(self, named: dict[str, Tensor]) -> Tensor:
         model = self._model
         if self._has_own_prior:
-            found: Tensor = torch.vmap(StatelessCall(model, type(model).log_prior).call)(named)
+            found: Tensor = torch.vmap(StatelessCall(model, type(model).log_prior).call)(self._complete(named))
             return found
         count = len(next(iter(named.values())))
         state = {name: tensor.expand(count, *tensor.shape) for name, tensor in prior_state(model).items()}
+        entries = Entries({**named, **state}, self._held)
         if isinstance(model.prior, HierarchicalPrior):
-            return model.prior.log_marginal(named | state, chains=True)
-        return model.prior.log_prob_of_chains(named | state)
+            return model.prior.log_marginal(entries, chains=True)
+        return model.prior.log_prob_of_chains(entries)

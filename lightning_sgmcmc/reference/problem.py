@@ -10,18 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.first_batches import check_batch
+from lightning_sgmcmc.chains.layers import check_hooks
 from lightning_sgmcmc.chains.layout import ChainLayout
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.starts import ChainStart, check_start, start_chain
 from lightning_sgmcmc.chains.stateless import state_of
 from lightning_sgmcmc.evaluation.full_energy import differs_in_training
 from lightning_sgmcmc.expansion import collapsed
-from lightning_sgmcmc.model import EnergyModel, check_model, named_trainable
+from lightning_sgmcmc.model import EnergyModel, check_model, named_trainable, of_prior
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.store import TargetScaling
 from lightning_sgmcmc.priors import HierarchicalPrior
+from lightning_sgmcmc.priors.held import Entries, held_rows, sampled_columns
 from lightning_sgmcmc.priors.hierarchical import VARIANCE
-from lightning_sgmcmc.priors.state import is_prior_state, prior_state
+from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.reference.data import all_batches, count_of, digest, length_of
 from lightning_sgmcmc.reference.energies import FullEnergy
 from lightning_sgmcmc.seeding import derive_seed
@@ -115,7 +117,7 @@ class Problem:
         named = named_trainable(model)
         buffers = {n: b for n, b in model.named_buffers() if n not in shared and not is_prior_state(n)}
         with torch.no_grad():
-            scales = self._scales(named, step, chain)
+            scales = self._scales(step, chain)
             parameters = {name: tensor.detach().clone() for name, tensor in collapsed(named, model).items()}
         return PosteriorSample(
             step=step,
@@ -128,16 +130,17 @@ class Problem:
             shared=shared,
         )
 
-    def _scales(self, named: Mapping[str, Tensor], step: int, chain: int) -> dict[str, Tensor]:
+    def _scales(self, step: int, chain: int) -> dict[str, Tensor]:
         """Draw the scales of a hierarchical prior from their law given the parameters."""
         prior = self.model.prior
         if not isinstance(prior, HierarchicalPrior):
             return {}
-        tensors = {**named, **prior_state(self.model)}
+        tensors = of_prior(self.model)
         generator = np.random.default_rng(derive_seed(self._seed, "scales", chain, step))
         mode = prior.mode(prior.squares(tensors))
         noise = prior.noise(self.energy.temperature, generator).to(mode)
-        return prior.scales(tensors | {VARIANCE: (mode * noise).to(tensors[VARIANCE])})
+        drawn = {**tensors, VARIANCE: (mode * noise).to(tensors[VARIANCE])}
+        return prior.scales(Entries(drawn, held_rows(self.model)))
 
 
 def plain_copy(module: BayesianModule) -> BayesianModule:
@@ -160,6 +163,7 @@ def _copied(module: BayesianModule) -> BayesianModule:
             f"temperature={module.temperature} of the module is not one positive number: pass temperature=1.0 for the "
             "posterior"
         )
+    check_hooks(module)  # a copy has no hooks
     model = plain_copy(module)
     model.chains.num_chains, model.chains.start = 1, "same"
     model.configure_model()
@@ -193,14 +197,27 @@ def _check_normalisation(model: EnergyModel) -> None:
 def _starts(model: BayesianModule, start: ChainStart, chains: int, seed: int) -> Tensor:
     """Return each chain's start as a row of the sampled parameters; the model's own tensors stay."""
     given = {name: tensor.detach().clone() for name, tensor in state_of(model).items()}
-    layout, rows = ChainLayout(0, chains, chains), []
+    layout, rows, held = ChainLayout(0, chains, chains), [], held_rows(model)
     with torch.no_grad():
         for chain in range(chains):
             start_chain(model, start, layout, chain, seed, model.initialise_chain, model.chains.sharing.names)
-            rows.append(torch.cat([tensor.reshape(-1) for tensor in named_trainable(model).values()]))
+            named = named_trainable(model)
+            _check_held(named, given, held, chain)
+            flat = torch.cat([tensor.reshape(-1) for tensor in named.values()])
+            rows.append(torch.cat([flat[part] for part in sampled_columns(named, held)]))
             for name, tensor in state_of(model).items():
                 tensor.copy_(given[name])
     return torch.stack(rows)
+
+
+def _check_held(named: Mapping[str, Tensor], given: Mapping[str, Tensor], held: Mapping[str, int], chain: int) -> None:
+    """Raise ValueError unless a chain's held rows are the model's, which all chains share."""
+    for name, row in held.items():
+        if not torch.equal(named[name][row], given[name][row]):
+            raise ValueError(
+                f"the start of chain {chain} has other values than the module in row {row} of '{name}', the padding "
+                "row, which is not sampled: pass starts with the module's values of it"
+            )
 
 
 def _count(module: BayesianModule, data: Any, found: int) -> int:

@@ -103,8 +103,9 @@ def per_datum(evaluation: Evaluation, scale: float) -> tuple[dict[str, Tensor], 
     if probabilities is not None and probabilities.dim() == 2 and target.numel() == len(probabilities):
         columns |= _of_classes(probabilities, target)
     elif mean is not None and mean.dim() == 2 and target.numel() == mean.numel():
-        columns["nll"] = columns["nll"] + mean.shape[1] * math.log(scale)
-        columns["square_error"] = (mean - target.reshape(mean.shape)).square().mean(1) * scale**2
+        errors = mean - target.reshape(mean.shape)
+        columns["nll"] = columns["nll"] + (~errors.isnan()).sum(1) * math.log(scale)
+        columns["square_error"] = errors.square().nanmean(1) * scale**2
     values = target.detach().cpu().double().contiguous()
     return _stored(columns), f"{len(values)}-{zlib.crc32(values.numpy().tobytes()):08x}"
 

@@ -14,6 +14,7 @@ from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.priors import GaussianPrior
+from lightning_sgmcmc.priors.held import held_rows, without_held
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
 
@@ -84,7 +85,9 @@ def chance_nll(chains: Chains) -> float | None:
     if first is None or likelihood is None or not first.targets:
         return None
     try:
-        found = likelihood.chance_nll(torch.cat(first.targets))
+        target = torch.cat(first.targets)
+        known = likelihood.observed(target)
+        found = likelihood.chance_nll(target if known is None else target[known])
     except (RuntimeError, ValueError):  # targets of a form of the user's own
         return None
     return found if found is not None and math.isfinite(found) else None
@@ -99,11 +102,12 @@ def prior_norm(chains: Chains) -> tuple[float, float] | None:
     if type(prior) is not GaussianPrior or prior.center is not None:
         return None
     zeros = {name: torch.zeros_like(p if chains.stacked is None else p[0]) for name, p in chains.trainable.items()}
-    dimension = sum(p.numel() for p in zeros.values())
+    entries = without_held(zeros, held_rows(chains.model))
+    dimension = sum(p.numel() for p in entries.values())
     if dimension == 0:
         return None
     with torch.no_grad():
-        peak = float(prior.log_prob(zeros))
+        peak = float(prior.log_prob(entries))
     return 2 * peak / dimension, 2 / dimension
 
 

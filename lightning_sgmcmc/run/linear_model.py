@@ -90,7 +90,7 @@ def _data(trainer: pl.Trainer, module: Any) -> tuple[Tensor, Tensor] | tuple[Non
     if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
         return None, None
     x, y = (part.detach().cpu().double().flatten(1) for part in batch)
-    return (x, y) if len(x) == len(y) else (None, None)
+    return (x, y) if len(x) == len(y) and not bool(y.isnan().any()) else (None, None)
 
 
 def _starts(module: Any, names: dict[str, str]) -> Tensor:

@@ -22,6 +22,7 @@ from lightning_sgmcmc.planning import Blocks, ChainControls, PlanInputs, RunPlan
 from lightning_sgmcmc.planning.words import duration_sentence
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, LaplacePrior, Prior, StudentTPrior
 from lightning_sgmcmc.priors.centers import is_centered
+from lightning_sgmcmc.priors.held import held_rows
 from lightning_sgmcmc.run.baseline import baseline_of
 from lightning_sgmcmc.run.growth import stream_of
 from lightning_sgmcmc.run.hyperparameters import log_plan
@@ -141,7 +142,7 @@ def _tensors(module: Any, sampler: Sampler) -> tuple[dict[str, TensorFacts], boo
     """Return the facts of the sampled tensors, and whether a prior's scale is approximate."""
     chains = chains_of(module)
     groups = {p: i for i, group in enumerate(sampler.param_groups) for p in group["params"]}
-    found, approximate = {}, False
+    found, approximate, held = {}, False, held_rows(module)
     prior = module.prior.given if isinstance(module.prior, HierarchicalPrior) else module.prior
     has_center = isinstance(prior, GaussianPrior) and prior.center is not None
     for name, parameter in chains.trainable.items():
@@ -151,6 +152,8 @@ def _tensors(module: Any, sampler: Sampler) -> tuple[dict[str, TensorFacts], boo
         is_near = has_center and is_centered(name, prior.centered)  # a start is near its centre
         start = 0.0 if is_near else float(parameter.detach().double().square().mean())
         numel = parameter.numel() // chains.num_chains
+        if name in held:
+            numel -= numel // shape[0]
         found[name] = TensorFacts(numel, std, groups.get(parameter, 0), start if math.isfinite(start) else 0.0)
     return found, approximate
 

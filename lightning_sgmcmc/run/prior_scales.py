@@ -8,7 +8,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.chains.chains import Chains
-from lightning_sgmcmc.model import named_trainable
+from lightning_sgmcmc.model import of_prior
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.gaussian import CENTER
 from lightning_sgmcmc.priors.hierarchical import VARIANCE
@@ -27,7 +27,7 @@ def take_centers(chains: Chains) -> None:
     tensors = {name: tensor for name, tensor in prior_state(chains.model).items() if name.startswith(CENTER)}
     if not any(bool(tensor.isnan().any()) for tensor in tensors.values()):
         return
-    parameters = dict(chains.model.named_parameters())
+    parameters = of_prior(chains.model, chains.stacked is not None)
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(parameters[name.removeprefix(CENTER)])
@@ -107,11 +107,11 @@ class PriorScales:
         """Return S of each chain and group, shape (C, G)."""
         chains, prior = self._chains, self._prior
         if chains.stacked is not None and chains.execution != "loop":
-            return prior.squares(named_trainable(chains.model) | prior_state(chains.model), chains=True)
+            return prior.squares(of_prior(chains.model, chains=True), chains=True)
         each = []  # one after another, with the rounding of each chain alone
         for index in range(chains.num_chains):
             with chains.at(index):
-                each.append(prior.squares(named_trainable(chains.model) | prior_state(chains.model)))
+                each.append(prior.squares(of_prior(chains.model)))
         return torch.stack(each)
 
     def _noise(self, step: int) -> Tensor:

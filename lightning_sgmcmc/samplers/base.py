@@ -7,7 +7,7 @@ variance `2·lr·τ/N` at each step, where τ is the temperature (τ = 1 samples
 `UnderdampedLangevin`, whose `lr` is the time step h of its equation.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -121,6 +121,24 @@ class Sampler(UpdateRule):
             check_initial_control(name, param_group.get(name, self.defaults[name]))
         super().add_param_group(param_group)
 
+    def hold(self, rows: Mapping[Tensor, int]) -> None:
+        """Hold a row of some parameters at its value: it gets no noise, gradient or momentum, and is no coordinate.
+
+        Args:
+            rows: by parameter, the place of the row along the first axis of one chain's tensor. It is called before
+                the first step.
+        """
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.held = {place: rows[p] for place, p in enumerate(parameters) if p in rows}
+        self._noise.held = self.held
+
+    @property
+    def _held_rows(self) -> "list[tuple[Tensor, int]]":
+        if not self.held:
+            return []
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return [(parameters[place], row) for place, row in self.held.items()]
+
     def _needs_num_data(self, temperature: Control) -> bool:
         return isinstance(temperature, Tensor) or temperature != 0
 
@@ -162,6 +180,9 @@ class Sampler(UpdateRule):
             loss = closure() if closure is not None else None
         if self.guard is not None and not self.guard.allows_update():
             return loss
+        for parameter, row in self._held_rows:
+            if parameter.grad is not None:
+                parameter.grad.select(int(self.num_chains > 1), row).zero_()
         if self.stand_in is not None:
             self.stand_in()
             self.step_count += 1
@@ -268,7 +289,8 @@ class Sampler(UpdateRule):
 
     def __getstate__(self) -> dict[str, Any]:
         noise = self._noise
-        own = {"num_data": self.num_data, "num_chains": self.num_chains, "step_count": self.step_count}
+        own: dict[str, Any] = {"num_data": self.num_data, "num_chains": self.num_chains, "step_count": self.step_count}
+        own["held"] = self.held
         made_by = (self.num_chains, noise.seed, noise.first_chain, noise.ahead, noise.draws)
         return super().__getstate__() | own | {"noise": (made_by, noise.state_dict(self.step_count))}
 
@@ -277,4 +299,5 @@ class Sampler(UpdateRule):
         super().__setstate__(state)
         if made_by is not None:  # a copy, not torch's own use of this method in load_state_dict
             self._noise = ChainNoise([p for group in self.param_groups for p in group["params"]], *made_by)
+            self._noise.held = self.held
             self._noise.load_state_dict(noise_state)

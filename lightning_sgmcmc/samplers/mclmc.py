@@ -158,10 +158,6 @@ class MCLMC(Sampler):
         per_norm = norm.clamp_min(SMALLEST).rsqrt()
         return before * per_momentum * per_norm, along * towards * per_norm
 
-    def _coordinates(self, params: Sequence[Tensor]) -> int:
-        """Return the number d of a chain's coordinates."""
-        return sum(p.numel() for p in params) // self.num_chains
-
     def law(self, group: dict[str, Any]) -> StepLaw:
         step, friction, temperature = group["lr"], group["friction"], group["temperature"]
         assert self.num_data is not None

@@ -1,7 +1,7 @@
 """Injected Gaussian noise: one flat buffer that is reused, one generator per chain."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -46,6 +46,10 @@ class ChainNoise:
         self.first_chain = first_chain
         self.ahead = ahead
         self.draws = draws
+        self.held: Mapping[int, int] = {}
+        """The row of a parameter without noise, by the parameter's place; it may change until the first draw."""
+        self._silent: list[Tensor] = []
+        """The views of the buffer at held rows."""
         self._worker: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._states: list[Tensor] = []
@@ -79,6 +83,8 @@ class ChainNoise:
     def _fill(self) -> None:
         for row, generator in zip(self._buffer, self._generators, strict=True):
             row.normal_(generator=generator)
+        for view in self._silent:
+            view.zero_()
 
     def _wait(self) -> None:
         if self._pending is not None:
@@ -95,6 +101,9 @@ class ChainNoise:
             stop = start + parameter.numel() // self.num_chains
             self._views.append(self._buffer[:, start:stop].view(parameter.shape))
             start = stop
+        axis = int(self.num_chains > 1)
+        rows = ((view, self.held.get(place % len(self._parameters))) for place, view in enumerate(self._views))
+        self._silent = [view.select(axis, row) for view, row in rows if row is not None]
         self._make_generators(first.device)
         ahead = self.ahead if self.ahead is not None else _core_to_spare() and self._buffer.numel() >= WORTH_A_THREAD
         self._worker = ThreadPoolExecutor(1, "noise") if ahead and first.device.type == "cpu" else None

@@ -1,7 +1,7 @@
 """The base of a sampler's update rule: its contract, the law of its step, and helpers to write it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -42,6 +42,9 @@ class UpdateRule(Optimizer):
 
     flat: "FlatParameters | None" = None
     """The parameters as rows of one tensor, during a fit with several chains or on a GPU."""
+
+    held: Mapping[int, int] = {}
+    """The row of a parameter that is not sampled, by the parameter's place among all groups'."""
 
     per_chain_state: ClassVar[tuple[str, ...]] = ()
     """Names of the state tensors with one number for each chain, shape (C,)."""
@@ -127,6 +130,27 @@ class UpdateRule(Optimizer):
         held = [momentum for momentum in self.stored_momenta(group) if momentum is not None]
         if held:
             self._scale(held, factor)
+
+    def sampled_numel(self, parameter: Tensor) -> int:
+        """Return the number of a parameter's coordinates in one chain, without its held row."""
+        shape = parameter.shape[1:] if self.num_chains > 1 else parameter.shape
+        held = self.held and self.held.get(self._place_of(parameter)) is not None
+        return shape.numel() - (shape[1:].numel() if held else 0)
+
+    def _place_of(self, parameter: Tensor) -> int:
+        places = (p is parameter for group in self.param_groups for p in group["params"])
+        return next((place for place, found in enumerate(places) if found), -1)
+
+    def _coordinates(self, params: Sequence[Tensor]) -> int:
+        """Return the number d of a chain's sampled coordinates.
+
+        Args:
+            params: parameters of a group, or all of them as one tensor.
+        """
+        flat = self._flat_group(params)
+        if not self.held:
+            return sum(p.numel() for p in params) // self.num_chains
+        return sum(map(self.sampled_numel, params if flat is None else flat.parameters))
 
     # -- helpers for the update rules ---------------------------------------------------------------------------------
 

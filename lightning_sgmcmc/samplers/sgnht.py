@@ -106,5 +106,4 @@ class SGNHT(Sampler):
 
     def _mean_square(self, params: Sequence[Tensor], velocities: list[Tensor]) -> Tensor:
         """Return the mean of v² over all coordinates of each chain, shape (C,)."""
-        count = sum(v.numel() for v in velocities) // self.num_chains
-        return self._inner(params, velocities, velocities) / count
+        return self._inner(params, velocities, velocities) / self._coordinates(params)

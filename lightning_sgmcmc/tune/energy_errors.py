@@ -116,7 +116,7 @@ class EnergyErrors(SamplerCallback):
     def variance(self, sampler: MCLMC) -> float:
         """Return the variance of ΔE over the number of a chain's coordinates, infinite if it is not finite."""
         errors = torch.stack(self._errors)
-        count = sum(p.numel() for group in sampler.param_groups for p in group["params"]) // sampler.num_chains
+        count = sum(sampler.sampled_numel(p) for group in sampler.param_groups for p in group["params"])
         found = float(errors.var(0).mean()) / count
         return found if math.isfinite(found) else math.inf
 
@@ -128,10 +128,10 @@ class EnergyErrors(SamplerCallback):
         steps, total, count, place = len(self._errors), 0.0, 0, 0
         for group in sampler.param_groups:
             metric = sampler.preconditioner(group["params"]) or [torch.ones(())] * len(group["params"])
-            for scale in metric:
+            for scale, parameter in zip(metric, group["params"], strict=True):
                 spread = self._squares[place] / steps - (self._sums[place] / steps).square()
                 total += float((spread / scale.to(spread)).sum())
-                count, place = count + spread.numel(), place + 1
+                count, place = count + sampler.sampled_numel(parameter) * sampler.num_chains, place + 1
         temperature = torch.as_tensor(sampler.param_groups[0]["temperature"]).double().mean()
         return math.sqrt(float(temperature) * count / max(total, 1e-300))
 

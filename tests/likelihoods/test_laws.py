@@ -316,7 +316,7 @@ def test_what_is_refused() -> None:
     [
         (Poisson(), torch.zeros(2, 1), torch.tensor([0.5, 1.0]), "targets must be counts .* not standardised, got 0.5"),
         (NegativeBinomial(), torch.zeros(2, 1), torch.tensor([-1.0, 1.0]), "targets must be counts .* got -1"),
-        (StudentT(), torch.zeros(2, 1), torch.tensor([math.nan, 1.0]), "targets must be finite numbers"),
+        (StudentT(), torch.zeros(2, 1), torch.tensor([math.inf, 1.0]), "targets must be finite numbers"),
     ],
 )
 def test_targets_without_a_density_are_refused(
