@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
+from torch import Tensor
 from torch.utils import data as torch_data
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler, Subset
@@ -41,6 +42,7 @@ class TrainingRows:
         drop_last: whether a short last batch is left out.
         collate_fn: makes a batch of rows.
         whole: whether an item of the data set is a batch itself.
+        is_observed: whether all targets are observed, as far as known; else `count` is that of the observed ones.
     """
 
     dataset: Any = None
@@ -57,6 +59,7 @@ class TrainingRows:
     drop_last: bool = False
     collate_fn: Any = None
     whole: bool = False
+    is_observed: bool = True
 
     def size_at(self, batch: int) -> int | None:
         """Return the rows of a batch of an epoch in this process, None if unknown."""
@@ -104,7 +107,7 @@ def resolve_num_data(given: int | None, trainer: pl.Trainer, module: str) -> tup
     rows = training_rows(trainer)
     datamodule = getattr(trainer, "datamodule", None)
     declared = getattr(datamodule, "num_data", None)
-    if declared is not None and declared == rows.count:
+    if rows.count is not None and rows.indices is not None and declared == len(rows.indices):
         declared = None
     if given is not None and declared is not None and given != declared:
         raise ValueError(contradiction(given, f"{type(datamodule).__name__}.num_data", int(declared)))
@@ -125,10 +128,45 @@ def contradiction(given: int, source: str, found: int | None) -> str:
 
 
 def training_rows(trainer: pl.Trainer) -> TrainingRows:
-    """Return the training rows of a run with one training loader; unknown ones for several loaders, or none."""
+    """Return the training rows of a run with one training loader; unknown ones for several loaders, or none.
+
+    Rows whose target the module's likelihood does not observe are no data, where targets are in memory.
+    """
     if trainer.train_dataloader is None:
         trainer.fit_loop.setup_data()
-    return rows_of(trainer.train_dataloader)
+    rows, likelihood = rows_of(trainer.train_dataloader), getattr(trainer.lightning_module, "likelihood", None)
+    if likelihood is None or rows.count is None:
+        return rows
+    key = (rows.count, likelihood.missing)
+    known = _OBSERVED.get(trainer.train_dataloader)
+    if known is None or known[0] != key:
+        known = _OBSERVED[trainer.train_dataloader] = (key, _observed(rows, likelihood))
+    if known[1] in (0, rows.count):  # without any the first batch is refused
+        return rows
+    return replace(rows, count=known[1], source="the number of observed targets", is_observed=False)
+
+
+def _observed(rows: TrainingRows, likelihood: Any) -> int:
+    """Return the number of rows with an observed target, of all rows where targets are not in memory."""
+    target, observed = targets_in_memory(rows.dataset), None
+    if target is not None and rows.indices is not None:
+        observed = likelihood.observed(target[torch.as_tensor(rows.indices)])
+    assert rows.count is not None
+    return rows.count if observed is None else int(observed.sum())
+
+
+def targets_in_memory(dataset: Any) -> Tensor | None:
+    """Return the targets of a data set of pairs of tensors, in its order; None for another one."""
+    if isinstance(dataset, Subset):
+        whole = targets_in_memory(dataset.dataset)
+        return None if whole is None else whole[torch.as_tensor(dataset.indices)]
+    if isinstance(dataset, torch_data.ConcatDataset):
+        parts = [targets_in_memory(part) for part in dataset.datasets]
+        known = [part for part in parts if part is not None]
+        alike = len({part.shape[1:] for part in known}) == 1 and len({part.device for part in known}) == 1
+        return torch.cat(known) if alike and len(known) == len(parts) else None
+    tensors = getattr(dataset, "tensors", None)
+    return tensors[1] if isinstance(tensors, tuple) and len(tensors) == 2 else None
 
 
 def can_be_read_again(rows: TrainingRows) -> bool:
@@ -136,6 +174,8 @@ def can_be_read_again(rows: TrainingRows) -> bool:
     return rows.indices is not None and not rows.whole and rows.batch_size is not None
 
 
+_OBSERVED: "WeakKeyDictionary[Any, tuple[Any, int]]" = WeakKeyDictionary()
+"""The number of observed targets of each loader's rows."""
 _KNOWN: "WeakKeyDictionary[Any, tuple[int, TrainingRows]]" = WeakKeyDictionary()
 """The rows of each loader and the length of its data set then; an own batch sampler is looked through once."""
 

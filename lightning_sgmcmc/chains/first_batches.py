@@ -39,6 +39,8 @@ class FirstBatches:
         self._seen = 0
         self.counted: int | None = None
         """Data that the likelihood counts in the first batch."""
+        self.has_missing = False
+        """Whether a target of the batches looked at is not observed."""
         self._outputs = (math.inf, -math.inf)
         self._own_density: tuple[float, float, int] | None = (math.inf, -math.inf, 0) if _is_own(model) else None
         self.targets: list[Tensor] = []
@@ -59,6 +61,8 @@ class FirstBatches:
         if self._seen == 1:
             _check_observed(self._model, target)
             self.counted = _count(self._model, self._chains, batch)
+        observed = None if self._model.likelihood is None or target is None else self._model.likelihood.observed(target)
+        self.has_missing |= observed is not None and not bool(observed.all())
         if isinstance(target, Tensor) and target.numel() <= MOST_TARGETS:
             self.targets.append(target.detach().cpu())
         self._outputs = (min(low, self._outputs[0]), max(high, self._outputs[1]))

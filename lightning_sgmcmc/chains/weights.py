@@ -45,7 +45,7 @@ class DataWeights:
         self._is_given = is_given
         self.num_data = num_data
         self.rows = training_rows(trainer)
-        self.counts_rows = True
+        self.counts_rows = self.rows.is_observed
         """Whether the likelihood counts one datum for each row of the loader, as far as batches have shown."""
         self._first_batches = first_batches
         self._is_new = True
@@ -64,6 +64,7 @@ class DataWeights:
         """
         agreed = self._is_given and self.rows.count == num_data
         self.num_data, self.rows = num_data, training_rows(self._trainer)
+        self.counts_rows = self.counts_rows and self.rows.is_observed
         if agreed and self.rows.count not in (num_data, None):
             raise ValueError(contradiction(num_data, self.rows.source, self.rows.count))
         self._counted, self._batches = 0, 0
@@ -86,6 +87,8 @@ class DataWeights:
         """
         if self._is_new and self._first_batches.counted is not None:
             self._look(self._first_batches.counted, batch_idx)
+        if self._first_batches.has_missing and self.counts_rows:
+            self._begin_missing()
         accumulated = self._trainer.accumulate_grad_batches
         batches = float(self._trainer.num_training_batches)
         if math.isinf(batches) and self._measured is not None:
@@ -158,7 +161,7 @@ class DataWeights:
                 "datum: return one number for each datum, shape (n,)"
             )
         self._see(counted, batch_idx)
-        if self.counts_rows:
+        if self.counts_rows or not rows.is_observed:
             self._check_given(size)
         if self._is_given and self.num_data < counted:
             raise ValueError(f"num_data={self.num_data}, but a batch has {counted} data: pass the number of data")
@@ -187,10 +190,24 @@ class DataWeights:
         self.counts_rows = False
         self._means.clear()
 
+    def _begin_missing(self) -> None:
+        """Weigh batches by an epoch's data, since unobserved targets in them do not count.
+
+        Raises:
+            ValueError: if N counts them.
+        """
+        if not self._is_given:
+            raise ValueError(
+                f"targets of the training data are not observed (NaN, or the likelihood's missing=), so N is not "
+                f"{self.rows.source} ({self.num_data}): pass num_data=…, the number of data with an observed target"
+            )
+        self.counts_rows = False
+        self._means.clear()
+
     def _check_given(self, size: int | None) -> None:
         """Raise if a given N is not the number of rows, which the likelihood counts."""
         count = self.rows.count
-        if count is None or size is None or size == 1 or not self._is_given:
+        if count is None or size is None or size == 1 or not self._is_given or self._first_batches.has_missing:
             return
         if self.num_data > count or self.num_data < LEAST_SHARE * count:
             raise ValueError(contradiction(self.num_data, self.rows.source, count))
@@ -235,8 +252,8 @@ class DataWeights:
         rows, num_data = self.rows, self.num_data
         sizes = rows.sizes_of(self._batches)
         delivered = rows.share if sizes is None else sum(sizes)
-        if delivered is None or rows.indices is None:
-            return
+        if delivered is None or rows.indices is None or not rows.is_observed or self._first_batches.has_missing:
+            return  # a batch's log-likelihoods do not show how many targets are observed
         if self.counts_rows and self._counted == delivered:
             if self._is_given and rows.count is not None and num_data != rows.count:
                 raise ValueError(contradiction(num_data, rows.source, rows.count))

@@ -526,3 +526,58 @@ def test_the_loss_that_a_step_returns_is_the_batchs_mean(chains: int) -> None:
     rest = energy(mean, y[:0])
     by_hand = [chains * ((energy(mean, part) - rest) / len(part) + rest / ROWS) for part in y.split(20)]
     assert losses[0] == pytest.approx(by_hand, rel=1e-9)
+
+
+# -- targets that are not observed ------------------------------------------------------------------------------------
+
+
+def with_gaps() -> Tensor:
+    y = targets()
+    y[::3] = torch.nan
+    return y
+
+
+class Rows(Dataset[Any]):
+    """Pairs that do not lie in memory as tensors."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(1, dtype=torch.float64), self.y[index]
+
+
+SUBSET = SubsetRandomSampler(range(ROWS))
+GAPS: dict[str, Callable[[], Any]] = {
+    "in order": lambda: DataLoader(pairs(with_gaps()), 20),
+    "shuffled": lambda: DataLoader(pairs(with_gaps()), 20, shuffle=True),
+    "subset": lambda: DataLoader(
+        ConcatDataset([pairs(with_gaps()), ALL]), 20, sampler=SubsetRandomSampler(range(ROWS))
+    ),
+    "datamodule": lambda: DatasetDataModule(pairs(with_gaps()), batch_size=20),
+    "resumable": lambda: ResumableLoader(pairs(with_gaps()), 50),
+    "not in memory": lambda: DataLoader(Rows(with_gaps()), 20, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize("name", GAPS)
+def test_targets_that_are_not_observed_are_no_data(name: str, chains: int) -> None:
+    """N is the number of the observed ones, and an epoch is worth these."""
+    observed = with_gaps()[~with_gaps().isnan()][:, None]
+    options = {"num_data": len(observed)} if name == "not in memory" else {}
+    model = module(num_chains=chains, chain_start="same", **options)
+    seen = fit(model, GAPS[name](), accumulate_grad_batches=2)
+    wanted = energy(model.net.mean.detach().reshape(-1)[:1], observed)
+    assert model.num_data == len(observed)
+    for found in (seen.of_epoch(0, False), seen.of_epoch(1, False), seen.full):
+        assert found is not None
+        torch.testing.assert_close(found, torch.full_like(found, wanted), rtol=1e-9, atol=0)
+
+
+def test_unobserved_targets_that_are_not_in_memory_are_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"not observed.*\(105\): pass num_data=…"):
+        fit(module(), DataLoader(Rows(with_gaps()), 20))
