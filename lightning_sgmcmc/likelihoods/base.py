@@ -88,7 +88,7 @@ class Likelihood(nn.Module):
         return terms
 
     def metrics(
-        self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float
+        self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float | Tensor
     ) -> dict[str, Tensor]:
         """Return metrics of the averaged predictive; all tensors are in host memory if the module is on CUDA.
 
@@ -99,13 +99,15 @@ class Likelihood(nn.Module):
             terms: the averages of `terms` and `target_terms`.
             log_density: log of the averaged density of each datum, shape (n,).
             target: the targets.
-            scale: the divisor that standardised the targets; metrics are in the original units.
+            scale: the divisor that standardised the targets; a tensor (D,) has one for each of several targets. Metrics
+                are in the original units.
         """
         mean, target = terms["mean"], columns(target, type(self).__name__)
-        metrics = {
-            "rmse": (mean - target).square().mean().sqrt() * scale,
-            "nll": -log_density.mean() + mean.shape[1] * math.log(scale),
-        }
+        if isinstance(scale, Tensor):
+            rmse, logs = ((mean - target) * scale).square().mean().sqrt(), float(scale.log().sum())
+        else:
+            rmse, logs = (mean - target).square().mean().sqrt() * scale, mean.shape[1] * math.log(scale)
+        metrics = {"rmse": rmse, "nll": -log_density.mean() + logs}
         if "cdf" in terms:
             inside = (covered(terms["cdf"], terms.get("cdf_below"), level) for level in COVERAGE_LEVELS)
             metrics |= {name: share.to(mean.dtype).mean() for name, share in zip(COVERAGES, inside, strict=True)}
