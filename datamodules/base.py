@@ -16,6 +16,7 @@ from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.checks import check_count, check_within
 from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader
 from lightning_sgmcmc.tables import InputColumns
+from lightning_sgmcmc.tables.inputs import some
 from lightning_sgmcmc.tensors import sent
 
 
@@ -107,8 +108,12 @@ class ArrayDataModule(pl.LightningDataModule):
 
         Returns:
             whether it could: both must have an `input_scaling` that fits these inputs.
+
+        Raises:
+            ValueError: if both have names of columns, and these differ.
         """
         ours, theirs = self.input_scaling, getattr(training, "input_scaling", None)
+        _check_names(self, training)
         if ours is None or theirs is None or not _fits(theirs, self.input_shape):
             return False
         splits = []
@@ -173,6 +178,16 @@ class ArrayDataModule(pl.LightningDataModule):
 
     def predict_dataloader(self) -> Any:
         return self._loader(2)
+
+
+def _check_names(ours: ArrayDataModule, training: Any) -> None:
+    """Raise unless two tables have the same columns in one order, if both have names."""
+    names = [getattr(getattr(data, "input_columns", None), "names", ()) for data in (ours, training)]
+    if all(names) and names[0] != names[1]:
+        raise ValueError(
+            f"{type(ours).__name__} has the columns {some(names[0])}, and the training data {some(names[1])}: pass "
+            "TableDataModule(…, like=the training data's datamodule)"
+        )
 
 
 def _fits(scaling: tuple[Tensor, Tensor], shape: tuple[int, ...]) -> bool:

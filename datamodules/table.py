@@ -99,11 +99,11 @@ class TableDataModule(ArrayDataModule):
     def load(self) -> tuple[Split, Split, Split]:
         parts = self._parts()
         if self._like is not None:
-            mean, std = self._inputs.scaling
+            self.input_scaling = mean, std = self._inputs.scaling
             inputs = [((self.x[part] - mean) / std).float() for part in parts]
         elif self.standardise:
             inputs, mean, std = standardise(*(self.x[part] for part in parts))
-            self._inputs = self._inputs.scaled_by(mean, std)
+            self.input_scaling = mean, std
         else:
             inputs = [self.x[part].float() for part in parts]
         first, second, third = (Split(i, t) for i, t in zip(inputs, self._targets_of(parts), strict=True))
@@ -140,7 +140,7 @@ class TableDataModule(ArrayDataModule):
     @property
     def input_columns(self) -> InputColumns:
         """What the columns of the inputs are, with their scaling after `setup`."""
-        return self._inputs
+        return self._inputs if self.input_scaling is None else self._inputs.scaled_by(*self.input_scaling)
 
     def inputs(self, x: Any) -> Tensor:
         """Return new inputs as the network was trained on them, shape (n, columns), float32; after `setup`.
@@ -151,7 +151,7 @@ class TableDataModule(ArrayDataModule):
             ValueError: if a column is missing or unknown, or the number of columns differs.
         """
         _ = self.splits
-        return self._inputs.inputs(x)
+        return self.input_columns.inputs(x)
 
 
 def _columns_of(like: Any) -> Columns | None:

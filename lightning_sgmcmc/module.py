@@ -23,7 +23,6 @@ from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import EnergyModel, check_methods, check_model, named_trainable
 from lightning_sgmcmc.posterior.description import record_arguments
 from lightning_sgmcmc.posterior.posterior import Posterior
-from lightning_sgmcmc.posterior.units import ready_to_predict
 from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import Prior
 from lightning_sgmcmc.run.offline import stay_offline_without_login
@@ -285,7 +284,7 @@ class BayesianModule(EnergyModel):
                 "prediction averages over posterior samples, and there are none: add a SampleCollector to the trainer, "
                 "with the dirpath of the fit's samples if they were written by another process"
             )
-        self.posterior = ready_to_predict(self.posterior, self.trainer)
+        self.posterior = self.posterior.in_memory(getattr(self.trainer, "datamodule", None))
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Prediction:
         """Return the posterior predictive for a batch: inputs, or a batch as in training, whose target is ignored."""

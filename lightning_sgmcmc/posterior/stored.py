@@ -251,8 +251,16 @@ class StoredSamples:
         chosen._why_no_model = self._why_no_model
         return chosen
 
-    def in_memory(self: Samples) -> Samples:
-        """Return this posterior with all samples read into memory, for many small predictions."""
+    def in_memory(self: Samples, datamodule: Any = None) -> Samples:
+        """Return this posterior with all samples read into memory, for many small predictions.
+
+        Args:
+            datamodule: that of the inputs to predict, if there is one.
+
+        Raises:
+            ValueError: if its inputs have other columns or units than those of the fit.
+        """
+        self.columns.check(datamodule, targets=False)
         if isinstance(self.store, MemoryStore):
             return self
         store = MemoryStore()

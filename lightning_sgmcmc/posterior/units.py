@@ -1,13 +1,10 @@
-"""The units of a run's data: those of its store, which a trainer's datamodule must share."""
+"""The units of a run's targets."""
 
-from typing import Any, TypeVar
+from typing import Any
 
 import pytorch_lightning as pl
 
-from lightning_sgmcmc.posterior.stored import StoredSamples
 from lightning_sgmcmc.tables import TargetScaling
-
-Samples = TypeVar("Samples", bound=StoredSamples)
 
 
 def scaling_of_run(trainer: pl.Trainer, module: Any) -> TargetScaling:
@@ -22,13 +19,3 @@ def scaling_of_run(trainer: pl.Trainer, module: Any) -> TargetScaling:
     store = getattr(getattr(module, "posterior", None), "store", None)
     known = None if store is None or trainer.state.fn == "fit" else store.scaling
     return known or TargetScaling.of_datamodule(getattr(trainer, "datamodule", None)) or TargetScaling()
-
-
-def ready_to_predict(posterior: Samples, trainer: pl.Trainer) -> Samples:
-    """Return a posterior with its samples in memory, for all batches of `trainer.predict`.
-
-    Raises:
-        ValueError: if the inputs of the trainer's datamodule have other columns or units than those of the fit.
-    """
-    posterior.columns.check(getattr(trainer, "datamodule", None), targets=False)
-    return posterior.in_memory()
