@@ -299,6 +299,8 @@ class BayesianModelAverage(SamplerCallback):
 
     def _no_metrics(self, module: BayesianModule, stage: str) -> dict[str, float]:
         names = module.likelihood.metric_names if module.likelihood is not None else ("nll",)
+        if "rmse" in names:
+            names = (*names, *(f"rmse_{name}" for name in scaling_of_run(module.trainer, module).labels))
         names = (*names, *self.metrics.names)
         metrics: dict[str, float] = {}
         for index, suffix in enumerate(self._suffixes):

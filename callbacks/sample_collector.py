@@ -148,6 +148,11 @@ class SampleCollector(SamplerCallback):
         self._lock = on_rank_zero(trainer, lambda: continue_store(path, restored))
         self._store = LaggingStore(path)
 
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        model = None if self.posterior is None else self.posterior.model
+        if model is not None and model is not pl_module:
+            model.to(pl_module.device)
+
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: BayesianModule, drawing: Drawing) -> None:
         if isinstance(self._store, LaggingStore) and self._store.lags:
             self._drop_surplus()

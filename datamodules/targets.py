@@ -158,7 +158,9 @@ def _named_labels(y: Any, classes: Sequence[Any]) -> tuple[Tensor, tuple[Any, ..
     missing = sum(value is None or value != value for value in values)
     if missing:
         raise ValueError(f"y has {missing} rows without a class: leave out their rows")
-    own = tuple(map(plain, series.cat.remove_unused_categories().cat.categories)) if are_categories else None
+    own = None
+    if series is not None and are_categories:
+        own = tuple(map(plain, series.cat.remove_unused_categories().cat.categories))
     names = tuple(classes) or (sorted(set(values)) if own is None else own)
     unknown = [value for value in dict.fromkeys(values) if value not in names]
     if unknown:

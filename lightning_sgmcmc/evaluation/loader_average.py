@@ -242,8 +242,7 @@ def metrics_of(
     if isinstance(factor, Tensor) and "mean" in terms and "rmse" in found:
         errors = (terms["mean"] - target.reshape(terms["mean"].shape)) * factor
         each = errors.square().nanmean(0).sqrt().tolist()
-        names = scaling.names or tuple(range(len(each)))
-        found |= {f"rmse_{name}": value for name, value in zip(names, each, strict=True)}
+        found |= {f"rmse_{name}": value for name, value in zip(scaling.labels, each, strict=True)}
     return found
 
 

@@ -37,7 +37,8 @@ class StoredScores:
         self._likelihood = likelihood
         self._with_scores = with_scores
         self._is_gaussian = with_scores and getattr(likelihood, "distribution", None) is Normal
-        self._scale, self._scales = (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
+        self._scales = scale if isinstance(scale, Tensor) else None
+        self._scale = 1.0 if isinstance(scale, Tensor) else scale
         self._records: list[SampleRecord] = []
         self._means: list[Tensor] = []
         self._stds: list[Tensor] = []

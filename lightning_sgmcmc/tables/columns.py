@@ -51,6 +51,11 @@ class TargetScaling:
         """What was subtracted from the targets before: a number, or one for each target, float64 (D,)."""
         return self.mean[0] if len(self.mean) == 1 else torch.tensor(self.mean, dtype=torch.float64)
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What several targets with a scaling each are called, by name or number; () of one."""
+        return tuple(map(str, self.names or range(len(self.std)))) if len(self.std) > 1 else ()
+
     def received(self, y: Any) -> Any:
         """Return targets as in training: a series or a frame has the data's units, a tensor those of the training.
 

@@ -181,6 +181,7 @@ def test_several_targets_have_a_unit_each(tmp_path: Path, kind: str) -> None:
     convert = {"list": list, "array": lambda t: t.numpy(), "tuple": tuple}.get(kind, lambda t: t)
     data.target_mean, data.target_std = convert(means), convert(stds)
     posterior, module = fitted(data, tmp_path / "samples")
+    assert set(module.evaluations["val"].bma) >= {"rmse_premium", "rmse_weight"}
     callbacks: Any = [SampleCollector(tmp_path / "samples"), BayesianModelAverage(scores=True), RunSummary()]
     trainer = quiet_trainer(callbacks=callbacks, default_root_dir=tmp_path)
     (found,) = trainer.test(module, datamodule=data, verbose=False)
