@@ -177,6 +177,9 @@ class Columns:
         Raises:
             ValueError: for an array without names whose unit is not known.
         """
+        if isinstance(batch, Mapping) and self.inputs is not None:
+            received = self.inputs.received
+            return {name: value if isinstance(value, Tensor) else received(value) for name, value in batch.items()}
         if not isinstance(batch, list | tuple) or len(batch) != 2:
             return batch
         x, y = batch
