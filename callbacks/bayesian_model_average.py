@@ -24,6 +24,7 @@ from lightning_sgmcmc.evaluation.scoring import Scorer, of_observed
 from lightning_sgmcmc.evaluation.stored_scores import StoredScores
 from lightning_sgmcmc.evaluation.user_metrics import UserMetrics
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.posterior.units import scaling_of_run
 from lightning_sgmcmc.run.early_stopping import PatientStopping
 
 MONITORS = ("val/bma_", "val/single_", "val/chain_disagreement")
@@ -40,8 +41,9 @@ class BayesianModelAverage(SamplerCallback):
     `trainer.validate` evaluate the samples that a `SampleCollector` stored. Metrics are logged as `val/bma_…`,
     `test/bma_…`, and the mean over single samples as `val/single_…`: accuracy, nll, brier, ece and entropy for
     classification; rmse, nll and the coverage of central 50 % and 90 % intervals for regression, in original units if
-    the datamodule has a `target_std`. If the samples' importance weights differ, `val/weight_efficiency` is
-    (Σw)²/(S·Σw²), a share in (0, 1].
+    the fit's datamodule has a `target_std`: the store has them, for loaders in a new program too.
+    Several targets with a scaling each have an `rmse_<target>` each; `rmse` and `nll` are over all of them. If the
+    samples' importance weights differ, `val/weight_efficiency` is (Σw)²/(S·Σw²), a share in (0, 1].
 
     Before the first sample these metrics are NaN. `EarlyStopping` on one of them waits for the first sample, and its
     patience counts the checks with new samples.
@@ -200,12 +202,14 @@ class BayesianModelAverage(SamplerCallback):
 
         Raises:
             RuntimeError: if there are no samples.
+            ValueError: if the datamodule's data are in other units than those of the samples' fit.
         """
         if module.posterior is None or len(module.posterior) == 0:
             raise RuntimeError(
                 f"BayesianModelAverage found no samples to evaluate on the {stage} data: add a SampleCollector to the "
                 "fit, and pass its dirpath here if the fit ran in another process"
             )
+        module.posterior.columns.check(getattr(trainer, "datamodule", None))
         source = trainer.test_dataloaders if stage == "test" else trainer.val_dataloaders
         limits = trainer.num_test_batches if stage == "test" else trainer.num_val_batches
         loaders = loaders_of(source)
@@ -227,11 +231,11 @@ class BayesianModelAverage(SamplerCallback):
         self._scorer = in_fit
 
     def _stored_scores(self, trainer: pl.Trainer, module: BayesianModule, stage: str) -> list[StoredScores]:
-        scale = float(getattr(getattr(trainer, "datamodule", None), "target_std", None) or 1.0)
+        scaling = scaling_of_run(trainer, module)
         references = [
             self.reference if index == 0 and stage == "test" else None for index in range(len(self._averages))
         ]
-        return [StoredScores(module.likelihood, scale, reference, self.scores) for reference in references]
+        return [StoredScores(module.likelihood, scaling.factor, reference, self.scores) for reference in references]
 
     # -- during and after the fit -------------------------------------------------------------------------------------
 
@@ -263,14 +267,13 @@ class BayesianModelAverage(SamplerCallback):
 
     def _add(self, trainer: pl.Trainer, module: BayesianModule, sample: PosteriorSample, scores: SampleScores) -> None:
         """Add a sample to the averages."""
-        data = getattr(trainer, "datamodule", None)
-        units = (float(getattr(data, "target_std", None) or 1.0), float(getattr(data, "target_mean", None) or 0.0))
+        scaling = scaling_of_run(trainer, module)
         log_likelihood = scores.log_likelihood
         if self.cycle_weights == "harmonic":
             log_likelihood /= _temperature(trainer, module, sample.chain)
         with undisturbed(trainer, module):
             for index, (average, own) in enumerate(zip(self._averages, scores.on_loaders, strict=True)):
-                average.add(module, sample, own, units, log_likelihood, scores.ood if index == 0 else {})
+                average.add(module, sample, own, scaling, log_likelihood, scores.ood if index == 0 else {})
 
     def _publish(self, module: BayesianModule, stage: str) -> None:
         if self._averages:
@@ -297,6 +300,8 @@ class BayesianModelAverage(SamplerCallback):
 
     def _no_metrics(self, module: BayesianModule, stage: str) -> dict[str, float]:
         names = module.likelihood.metric_names if module.likelihood is not None else ("nll",)
+        if "rmse" in names:
+            names = (*names, *(f"rmse_{name}" for name in scaling_of_run(module.trainer, module).labels))
         names = (*names, *self.metrics.names)
         metrics: dict[str, float] = {}
         for index, suffix in enumerate(self._suffixes):

@@ -14,6 +14,7 @@ from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.evaluation.sentences import Claim, five_sentences
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.units import scaling_of_run
 from lightning_sgmcmc.run.baseline import baseline_of
 from lightning_sgmcmc.run.evaluation_file import StoredEvaluation, per_datum, write_evaluation
 from lightning_sgmcmc.run.folder import run_folder
@@ -117,8 +118,7 @@ class RunSummary(SamplerCallback):
     ) -> None:
         """Write the per-datum results, for `sgmcmc compare`."""
         evaluation, chains = module.evaluations[stage], module.chains
-        scale = float(getattr(getattr(trainer, "datamodule", None), "target_std", None) or 1.0)
-        columns, data = per_datum(evaluation, scale)
+        columns, data = per_datum(evaluation, scaling_of_run(trainer, module))
         stored = StoredEvaluation(
             stage=stage,
             kind=kind,

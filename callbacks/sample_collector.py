@@ -16,17 +16,20 @@ from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.calibration import saved_calibration
+from lightning_sgmcmc.posterior.checks import check_fits
 from lightning_sgmcmc.posterior.description import description_for_store
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.lagging import LaggingStore
 from lightning_sgmcmc.posterior.lock import StoreLock
 from lightning_sgmcmc.posterior.manifest import MANIFEST
+from lightning_sgmcmc.posterior.network import model_of
 from lightning_sgmcmc.posterior.posterior import Posterior
-from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore, TargetScaling
+from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.run.folder import newest_store, run_folder
 from lightning_sgmcmc.run.resume import check_resume
 from lightning_sgmcmc.run.sample_folder import begin_store, continue_store, find_store, on_rank_zero
 from lightning_sgmcmc.run.trainer import is_trial
+from lightning_sgmcmc.tables import Columns
 
 
 class SampleCollector(SamplerCallback):
@@ -102,6 +105,8 @@ class SampleCollector(SamplerCallback):
             self._publish(bayesian(pl_module, self))
             if self.posterior is not None:
                 self.posterior.calibration = saved_calibration(self._store)
+            if stage == "predict":
+                self._take_network(bayesian(pl_module, self))
 
     def reset(self) -> None:
         self._restored = None
@@ -121,11 +126,11 @@ class SampleCollector(SamplerCallback):
             path = self.dirpath or run_folder(trainer) / "samples"
             shared = module.chains.sharing.tensors()
             self._lock = on_rank_zero(
-                trainer, lambda: begin_store(path, description_for_store(module), _scaling(trainer), shared)
+                trainer, lambda: begin_store(path, description_for_store(module), _columns(trainer), shared)
             )
             self._store = LaggingStore(path)
         if isinstance(self._store, MemoryStore):
-            self._store.scaling = _scaling(trainer)
+            self._store.columns = _columns(trainer)
         self._publish(module)
 
     def _resume(self, trainer: pl.Trainer, module: BayesianModule) -> None:
@@ -139,8 +144,14 @@ class SampleCollector(SamplerCallback):
             return
         path = find_store(restored, self.dirpath, trainer.ckpt_path)
         trainer.strategy.barrier("read the store before it is cut")
+        DiskStore(path).columns.check(getattr(trainer, "datamodule", None))
         self._lock = on_rank_zero(trainer, lambda: continue_store(path, restored))
         self._store = LaggingStore(path)
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        model = None if self.posterior is None else self.posterior.model
+        if model is not None and model is not pl_module:
+            model.to(pl_module.device)
 
     def on_posterior_samples(self, trainer: pl.Trainer, pl_module: BayesianModule, drawing: Drawing) -> None:
         if isinstance(self._store, LaggingStore) and self._store.lags:
@@ -222,6 +233,20 @@ class SampleCollector(SamplerCallback):
         assert self._store is not None
         self.posterior = module.posterior = Posterior(self._store, module)
 
+    def _take_network(self, module: BayesianModule) -> None:
+        """Let predictions have the store's network if the module's has other sizes, as evaluations of samples do."""
+        store = self._store
+        if not isinstance(store, DiskStore) or len(store) == 0 or self.posterior is None:
+            return
+        try:
+            check_fits(store[0], module)
+        except ValueError as error:
+            found, _ = model_of(store)
+            if found is None:
+                return  # predictions raise this error
+            rank_zero_info(f"Predictions take the network that {store.path} describes, since {error}")
+            self.posterior.model = found
+
     def state_dict(self) -> dict[str, Any]:
         if self._lost is not None:
             raise self._lost
@@ -246,5 +271,5 @@ class SampleCollector(SamplerCallback):
         self._restored = state_dict
 
 
-def _scaling(trainer: pl.Trainer) -> TargetScaling | None:
-    return TargetScaling.of_datamodule(getattr(trainer, "datamodule", None))
+def _columns(trainer: pl.Trainer) -> Columns:
+    return Columns.of_datamodule(getattr(trainer, "datamodule", None))

@@ -15,6 +15,8 @@ from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder, check_order
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.checks import check_count, check_within
 from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader
+from lightning_sgmcmc.tables import InputColumns
+from lightning_sgmcmc.tables.inputs import some
 from lightning_sgmcmc.tensors import sent
 
 
@@ -45,9 +47,14 @@ class ArrayDataModule(pl.LightningDataModule):
 
     num_classes: int | None = None
     """Number of classes, None in regression."""
-    target_mean: float | None = None
-    target_std: float | None = None
-    """In regression, the mean and standard deviation that the targets were standardised by."""
+    task: str = ""
+    """What the targets are: "regression", "classes" or "counts"; "" if it is not said."""
+    task_is_said: bool = True
+    """Whether the user has said it, or the values suggest it."""
+    target_mean: Any = None
+    target_std: Any = None
+    """In regression, the mean and standard deviation that the targets were standardised by; tensors (D,) for several
+    targets."""
 
     input_scaling: tuple[Tensor, Tensor] | None = None
     """Mean and standard deviation by which `load` standardised the inputs, of the shape of one input or broadcast to
@@ -86,6 +93,14 @@ class ArrayDataModule(pl.LightningDataModule):
             )
         return self._splits
 
+    @property
+    def input_columns(self) -> InputColumns | None:
+        """What the inputs are and how they were scaled, after `setup`, for a fit's store; None if `load` does not tell
+        by `input_scaling`."""
+        if self.input_scaling is None or self._splits is None or not _fits(self.input_scaling, self.input_shape):
+            return None
+        return InputColumns(shape=self.input_shape).scaled_by(*self.input_scaling)
+
     def normalise_as(self, training: pl.LightningDataModule | None) -> bool:
         """Normalise the inputs by the statistics of another datamodule's training data, after `setup` of both.
 
@@ -93,8 +108,12 @@ class ArrayDataModule(pl.LightningDataModule):
 
         Returns:
             whether it could: both must have an `input_scaling` that fits these inputs.
+
+        Raises:
+            ValueError: if both have names of columns, and these differ.
         """
         ours, theirs = self.input_scaling, getattr(training, "input_scaling", None)
+        _check_names(self, training)
         if ours is None or theirs is None or not _fits(theirs, self.input_shape):
             return False
         splits = []
@@ -161,6 +180,16 @@ class ArrayDataModule(pl.LightningDataModule):
         return self._loader(2)
 
 
+def _check_names(ours: ArrayDataModule, training: Any) -> None:
+    """Raise unless two tables have the same columns in one order, if both have names."""
+    names = [getattr(getattr(data, "input_columns", None), "names", ()) for data in (ours, training)]
+    if all(names) and names[0] != names[1]:
+        raise ValueError(
+            f"{type(ours).__name__} has the columns {some(names[0])}, and the training data {some(names[1])}: pass "
+            "TableDataModule(…, like=the training data's datamodule)"
+        )
+
+
 def _fits(scaling: tuple[Tensor, Tensor], shape: tuple[int, ...]) -> bool:
     """Return whether a scaling broadcasts to inputs of a shape."""
     try:
@@ -194,7 +223,9 @@ def check_fractions(val_fraction: float, test_fraction: float = 0.0) -> None:
     check_within("val_fraction + test_fraction", val_fraction + test_fraction, "[0, 1)")
 
 
-def random_split(count: int, fractions: tuple[float, ...], seed: int, labels: Tensor | None = None) -> list[Tensor]:
+def random_split(
+    count: int, fractions: tuple[float, ...], seed: int, labels: Tensor | None = None, check: bool = True
+) -> list[Tensor]:
     """Return index sets, the rest first and then one for each fraction, as a function of the arguments alone.
 
     Args:
@@ -202,6 +233,10 @@ def random_split(count: int, fractions: tuple[float, ...], seed: int, labels: Te
         fractions: the parts' shares of the data, rounded to whole data.
         seed: seed of the permutation.
         labels: if given, the shares hold within each class (stratified), shape (count,).
+        check: whether parts must have about their share; a caller that has a message of its own checks them itself.
+
+    Raises:
+        ValueError: if a part has fewer than half of its share, since data or classes are few.
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(count, generator=generator)
@@ -214,7 +249,16 @@ def random_split(count: int, fractions: tuple[float, ...], seed: int, labels: Te
             parts[part].append(group[start:stop])
             start = stop
         parts[0].append(group[start:])
-    return [torch.cat(part).sort().values for part in parts]
+    found = [torch.cat(part).sort().values for part in parts]
+    wanted = [fraction * count / 2 for fraction in fractions]
+    if check and (len(found[0]) == 0 or any(len(part) < least for part, least in zip(found[1:], wanted, strict=True))):
+        what = "" if labels is None else f" in {len(groups)} classes, each of which is split,"
+        raise ValueError(
+            f"{count} data{what} leave parts of {', '.join(str(len(part)) for part in found)} data for the shares "
+            f"{', '.join(f'{share:.3g}' for share in (1 - sum(fractions), *fractions))}: pass fractions that suit "
+            "them (0 for no part), or more data"
+        )
+    return found
 
 
 def standardise(train: Tensor, *others: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:

@@ -126,7 +126,7 @@ class ImageFolderDataModule(ImageDataModule):
     def _divided(self, data: Split, wanted: tuple[bool, bool]) -> tuple[Split, Split, Split]:
         """Divide the images of `root/train` into those for training, validation and test, the latter two if wanted."""
         shares = tuple(f * w for f, w in zip((self.val_fraction, self.test_fraction), wanted, strict=True))
-        parts = random_split(len(data.targets), shares, self.seed, data.targets)
+        parts = random_split(len(data.targets), shares, self.seed, data.targets, check=False)
         for name, share, part in zip(("val_fraction", "test_fraction"), shares, parts[1:], strict=True):
             if share and not len(part):
                 raise ValueError(

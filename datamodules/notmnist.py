@@ -99,7 +99,7 @@ class NotMNISTDataModule(ImageDataModule):
                 f"test_size={test_size} and val_size={self.val_size} leave none of the {count} images for "
                 "training: choose smaller sizes"
             )
-        parts = random_split(count, (self.val_size / count, test_size / count), self.seed)
+        parts = random_split(count, (self.val_size / count, test_size / count), self.seed, check=False)
         if self.mean is None or self.std is None:
             self._normalise_by(images[parts[0]])
         else:

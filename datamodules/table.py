@@ -4,40 +4,52 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
+import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fractions, random_split, standardise
+from lightning_sgmcmc.datamodules.targets import Task, read_targets
+from lightning_sgmcmc.tables import Columns, InputColumns, as_tensor, is_frame
+from lightning_sgmcmc.tables.arrays import is_table
 
 
 class TableDataModule(ArrayDataModule):
-    """Rows of numbers with one target each, split at random and standardised by the training part.
+    """Rows of a table, split at random and standardised by the training part.
 
-    Integer targets are classes, split within each class. Other targets are those of a regression: they are
-    standardised too, and `target_mean` and `target_std` convert back to their units.
+    `task` says what the targets are. Those of a regression are standardised too, each by itself, and `target_mean` and
+    `target_std` convert back to their units. Classes are split within each class. Counts stay as they are. Names,
+    categories and scaling are kept with a fit's samples, so `Posterior.predict(frame)` needs no datamodule.
 
     Args:
-        x: inputs, shape (n, columns): a tensor, a NumPy array, a pandas frame, or what NumPy converts to an array.
-        y: targets, shape (n,) or (n, 1); None with `target`.
+        x: inputs, shape (n, columns): a tensor, a NumPy array, a pandas frame, or what NumPy converts to an array. A
+            column of pandas' type "category" becomes an input of 0 or 1 for each of its categories.
+        y: targets, shape (n,) or (n, D); of classes (n,), labels from 0 or names; None with `target`.
         batch_size: data per batch.
         standardise: whether to standardise the columns of x and, in regression, y; otherwise they are used as they are.
         val_fraction: share of the rows for validation, in [0, 1).
         test_fraction: share of the rows for testing, likewise.
         seed: seed of the split.
         drop_last: leave out the last batch of an epoch if it is smaller.
-        target: the column of a pandas frame x with the targets; the others are the inputs.
+        target: the column of a pandas frame x with the targets, or a list of such columns; the others are the inputs.
         splits: the numbers of the training, validation and test rows, instead of random shares; any may be empty but
             the first, and rows in none are left out.
         order: makes the order of the training data, such as `CyclicOrder` (see `ResumableLoader`).
+        task: "regression", "classes" or "counts"; None guesses by type and values, and says what it guessed: whole
+            numbers of an integer type are classes, floats those of a regression.
+        like: a `Posterior`, or the datamodule of its fit, whose columns, categories and scaling these data get, instead
+            of statistics of their own; the training part may then be empty.
 
     Raises:
         ValueError: for arrays of other shapes or lengths, values that are not finite, labels below 0, a fraction out
-            of range, a column that the frame has not, or splits with a row twice.
+            of range, a column that the frame has not, or splits with a row twice; for targets that do not have the
+            task, or could have several if it is None; at setup, for a part with fewer than half of its share of rows.
         TypeError: for values that are not numbers, or `target` without a frame.
 
-    >>> data = TableDataModule([[1.0], [2.0], [3.0]], [10.0, 20.0, 30.0], val_fraction=0, test_fraction=0)
+    >>> x, y = [[1.0], [2.0], [3.0]], [10.0, 20.0, 30.0]
+    >>> data = TableDataModule(x, y, val_fraction=0, test_fraction=0, task="regression")
     >>> data.setup("fit")
     >>> data.num_data, data.target_mean, data.inputs([[2.0]])
     (3, 20.0, tensor([[0.]]))
@@ -53,44 +65,82 @@ class TableDataModule(ArrayDataModule):
         test_fraction: float = 0.1,
         seed: int = 0,
         drop_last: bool = False,
-        target: Hashable | None = None,
+        target: Hashable | list[Any] | None = None,
         splits: Sequence[Any] | None = None,
         order: MakeOrder = BatchOrder,
+        task: Task | None = None,
+        like: Any = None,
     ) -> None:
         super().__init__(batch_size, drop_last, seed, order=order)
         check_fractions(val_fraction, test_fraction)
         x, y = _apart(x, y, target)
-        self.columns: tuple[Hashable, ...] | None = tuple(x.columns) if _is_frame(x) else None
+        self._like = _columns_of(like)
+        known = Columns() if self._like is None else self._like
+        self._inputs = InputColumns.of_table(x, _names(target)) if known.inputs is None else known.inputs
+        self.columns: tuple[Hashable, ...] | None = self._inputs.names or None
         """The names of the inputs, of a pandas frame."""
-        self.x, self.y = _table(x), _targets(y)
-        if len(self.x) != len(self.y):
-            raise ValueError(f"x has {len(self.x)} rows and y has {len(self.y)} targets: pass one target for each row")
+        self.x = _table(self._inputs, x)
+        if len(self.x) != len(y):
+            raise ValueError(f"x has {len(self.x)} rows and y has {len(y)} targets: pass one target for each row")
+        self._targets = read_targets(y, task or known.task or None, known.classes)
+        values = self._targets.values
+        self.y = values[:, 0] if values.dim() == 2 and values.shape[1] == 1 else values
+        self.task, self.task_is_said = self._targets.task, self._targets.is_said
+        self.target_names, self.classes = self._targets.names, self._targets.classes
+        self.num_classes = self._targets.num_classes
         self.standardise = standardise
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
-        self._rows = _rows(splits, len(self.y)) if splits is not None else None
-        if not self.y.is_floating_point():
-            self.num_classes = int(self.y.max()) + 1
-        self._mean, self._std = torch.zeros(()), torch.ones(())
+        self._rows = _rows(splits, len(self.y), like is not None) if splits is not None else None
         converted = [f"{name} from {kind}" for name, kind in (("x", _kind(x)), ("y", _kind(y))) if kind == "float64"]
         if converted:
             rank_zero_info(f"TableDataModule converts {' and '.join(converted)} to float32, in which networks compute.")
 
     def load(self) -> tuple[Split, Split, Split]:
-        labels = None if self.y.is_floating_point() else self.y
-        parts = self._rows
-        if parts is None:
-            parts = random_split(len(self.y), (self.val_fraction, self.test_fraction), self.seed, labels)
-        inputs, targets = [self.x[part].float() for part in parts], [self.y[part] for part in parts]
-        if self.standardise:
-            inputs, self._mean, self._std = standardise(*(self.x[part] for part in parts))
-        if labels is None:
-            targets = [target[:, None].float() for target in targets]
-        if labels is None and self.standardise:
-            targets, mean, std = standardise(*(self.y[part, None] for part in parts))
-            self.target_mean, self.target_std = float(mean), float(std)
-        first, second, third = (Split(i, t) for i, t in zip(inputs, targets, strict=True))
+        parts = self._parts()
+        if self._like is not None:
+            self.input_scaling = mean, std = self._inputs.scaling
+            inputs = [((self.x[part] - mean) / std).float() for part in parts]
+        elif self.standardise:
+            inputs, mean, std = standardise(*(self.x[part] for part in parts))
+            self.input_scaling = mean, std
+        else:
+            inputs = [self.x[part].float() for part in parts]
+        first, second, third = (Split(i, t) for i, t in zip(inputs, self._targets_of(parts), strict=True))
         return first, second, third
+
+    def _parts(self) -> list[Tensor]:
+        if self._rows is not None:
+            return self._rows
+        labels = self.y if self.task == "classes" else None
+        parts = random_split(len(self.y), (self.val_fraction, self.test_fraction), self.seed, labels)
+        if labels is not None:
+            absent = sorted(set(labels.tolist()) - set(labels[parts[0]].tolist()))
+            if absent:
+                raise ValueError(
+                    f"class {absent[0]} has no training row, since it has {int((labels == absent[0]).sum())} in all: "
+                    "pass smaller fractions, or splits=…"
+                )
+        return parts
+
+    def _targets_of(self, parts: list[Tensor]) -> list[Tensor]:
+        targets = [self._targets.values[part] for part in parts]
+        if self.task == "classes":
+            return targets
+        scaling = None if self._like is None else self._like.targets
+        if self.task == "regression" and scaling is not None:
+            self.target_mean, self.target_std = scaling.shift, scaling.factor
+            return [((target - scaling.shift) / scaling.factor).float() for target in targets]
+        if self.task == "regression" and self.standardise and self._like is None:
+            scaled, mean, std = standardise(*targets)
+            self.target_mean, self.target_std = (mean, std) if len(mean) > 1 else (float(mean), float(std))
+            return scaled
+        return [target.float() for target in targets]
+
+    @property
+    def input_columns(self) -> InputColumns:
+        """What the columns of the inputs are, with their scaling after `setup`."""
+        return self._inputs if self.input_scaling is None else self._inputs.scaled_by(*self.input_scaling)
 
     def inputs(self, x: Any) -> Tensor:
         """Return new inputs as the network was trained on them, shape (n, columns), float32; after `setup`.
@@ -98,49 +148,69 @@ class TableDataModule(ArrayDataModule):
         Of a pandas frame the columns are taken by their names, in the order of the training data.
 
         Raises:
-            ValueError: if a column is missing, or the number of columns differs.
+            ValueError: if a column is missing or unknown, or the number of columns differs.
         """
         _ = self.splits
-        if _is_frame(x) and self.columns is not None:
-            missing = [name for name in self.columns if name not in x.columns]
-            if missing:
-                raise ValueError(f"x has no column {missing[0]!r}, which the training data have: add it")
-            x = x[list(self.columns)]
-        table = _table(x)
-        if table.shape[1] != self.x.shape[1]:
-            raise ValueError(f"x has {table.shape[1]} columns, and the training data have {self.x.shape[1]}")
-        return ((table - self._mean) / self._std).float()
+        return self.input_columns.inputs(x)
 
 
-def _is_frame(x: Any) -> bool:
-    """Return whether x is a data frame of pandas, which need not be installed."""
-    return type(x).__module__.split(".")[0] == "pandas" and hasattr(x, "columns")
+def _columns_of(like: Any) -> Columns | None:
+    """Return the columns of an earlier fit: a posterior's, a datamodule's, or themselves.
+
+    Raises:
+        TypeError: for something else.
+        ValueError: if they are not known.
+    """
+    if like is None:
+        return None
+    found = like if isinstance(like, Columns) else getattr(like, "columns", None)
+    if isinstance(like, pl.LightningDataModule):
+        like.setup("fit")
+        found = Columns.of_datamodule(like)
+    if not isinstance(found, Columns):
+        raise TypeError(f"like={like!r} has no columns: pass a Posterior, or the datamodule of its fit")
+    if found.inputs is None:
+        raise ValueError("like has no columns of inputs, since its fit had loaders, or a datamodule that tells none")
+    return found
 
 
-def _apart(x: Any, y: Any, target: Hashable | None) -> tuple[Any, Any]:
+def _names(target: Any) -> tuple[Hashable, ...]:
+    """Return the names of the targets' columns."""
+    return () if target is None else tuple(target) if isinstance(target, list) else (target,)
+
+
+def _apart(x: Any, y: Any, target: Any) -> tuple[Any, Any]:
     """Return inputs and targets; with `target` they are columns of one frame."""
     if isinstance(y, str):
         raise TypeError(f"y={y!r} is a text: pass target={y!r} if it is a column of x")
     if target is None:
         if y is None:
             raise TypeError("y is missing: pass the targets, or target=… if x is a pandas frame with them")
-        return x, y
-    if not _is_frame(x) or y is not None:
+        return x, y if is_table(y) or isinstance(y, Tensor) else np.asarray(y)
+    if not is_frame(x) or y is not None:
         what = "y as well" if y is not None else f"x of {type(x).__name__}"
         raise TypeError(f"target={target!r} names a column of a pandas frame, got {what}: pass either y=… or target=…")
-    if target not in x.columns:
-        raise ValueError(f"x has no column {target!r}: it has {', '.join(map(repr, x.columns[:8]))}")
-    return x.drop(columns=[target]), x[target]
+    names = _names(target)
+    unknown = [name for name in names if name not in x.columns]
+    if unknown or not names:
+        what = repr(unknown[0]) if unknown else "[]"
+        raise ValueError(f"x has no column {what}: it has {', '.join(map(repr, x.columns[:8]))}")
+    return x.drop(columns=list(names)), x[list(names)] if isinstance(target, list) else x[target]
 
 
-def _rows(splits: Sequence[Any], count: int) -> list[Tensor]:
+def _rows(splits: Sequence[Any], count: int, are_scaled: bool) -> list[Tensor]:
     """Return the rows of the three parts.
 
     Raises:
-        ValueError: if there are not three, a row is in two, or none of `count`, or there are no training rows.
+        ValueError: if there are not three, a row is in two, or none of `count`, or there are no training rows to scale
+            the others by.
     """
     parts = [torch.as_tensor(np.asarray(part)).reshape(-1) for part in splits]
-    if len(parts) != 3 or len(parts[0]) == 0 or any(len(p) and p.is_floating_point() for p in parts):
+    if (
+        len(parts) != 3
+        or (len(parts[0]) == 0 and not are_scaled)
+        or any(len(p) and p.is_floating_point() for p in parts)
+    ):
         raise ValueError(
             f"splits must be the row numbers of the training, validation and test part, got {len(parts)} parts of "
             f"{', '.join(str(len(part)) for part in parts)} rows"
@@ -156,57 +226,21 @@ def _rows(splits: Sequence[Any], count: int) -> list[Tensor]:
     return parts
 
 
-def _numbers(name: str, values: Any) -> Tensor:
-    """Return values as a tensor.
-
-    Raises:
-        TypeError: if they are not numbers.
-    """
-    if _is_frame(values):
-        odd = [f"column {n!r} of {kind}" for n, kind in values.dtypes.items() if kind.kind not in "biuf"]
-        if odd:
-            raise TypeError(
-                f"x has the {odd[0]}, which is not numeric: encode it (pandas.get_dummies), or leave it out"
-            )
-    array = values if isinstance(values, Tensor) else np.asarray(values)
-    if isinstance(array, np.ndarray) and array.dtype.kind not in "biuf":
-        raise TypeError(
-            f"{name} has values of type {array.dtype}, which are no numbers: encode them (pandas.factorize for labels, "
-            "pandas.get_dummies for inputs)"
-        )
-    if isinstance(array, np.ndarray) and not array.flags.writeable:  # as those of pandas 3, of which torch warns
-        array = array.copy()
-    return torch.as_tensor(array)
-
-
 def _kind(values: Any) -> str:
     kind = values.dtype if isinstance(values, Tensor) else np.asarray(values).dtype
     return str(kind).removeprefix("torch.") if isinstance(values, Tensor) or hasattr(values, "shape") else ""
 
 
-def _table(x: Any) -> Tensor:
-    table = _numbers("x", x).double()
-    if table.dim() != 2 or len(table) == 0:
+def _table(columns: InputColumns, x: Any) -> Tensor:
+    """Return the rows of the inputs, float64 (n, columns)."""
+    if not is_table(x):
+        shape = tuple(as_tensor("x", x).shape)
+        if len(shape) != 2 or shape[0] == 0:
+            raise ValueError(f"x should have shape (n, columns), got {shape}")
+    table = columns.encoded(x)
+    if len(table) == 0:
         raise ValueError(f"x should have shape (n, columns), got {tuple(table.shape)}")
-    _check_finite("x", table)
-    return table
-
-
-def _targets(y: Any) -> Tensor:
-    targets = _numbers("y", y)
-    if targets.dim() == 2 and targets.shape[1] == 1:
-        targets = targets[:, 0]
-    if targets.dim() != 1:
-        raise ValueError(f"y should have shape (n,) or (n, 1), got {tuple(targets.shape)}")
-    if targets.is_floating_point():
-        _check_finite("y", targets)
-        return targets.double()
-    if len(targets) and int(targets.min()) < 0:
-        raise ValueError(f"y has the label {int(targets.min())}: labels count from 0")
-    return targets.long()
-
-
-def _check_finite(name: str, values: Tensor) -> None:
-    bad = int((~values.isfinite()).sum())
+    bad = int((~table.isfinite()).sum())
     if bad:
-        raise ValueError(f"{name} has {bad} values that are NaN or infinite: fill them in, or leave out their rows")
+        raise ValueError(f"x has {bad} values that are NaN or infinite: fill them in, or leave out their rows")
+    return table

@@ -284,7 +284,7 @@ class BayesianModule(EnergyModel):
                 "prediction averages over posterior samples, and there are none: add a SampleCollector to the trainer, "
                 "with the dirpath of the fit's samples if they were written by another process"
             )
-        self.posterior = self.posterior.in_memory()
+        self.posterior = self.posterior.in_memory(getattr(self.trainer, "datamodule", None))
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Prediction:
         """Return the posterior predictive for a batch: inputs, or a batch as in training, whose target is ignored."""

@@ -47,12 +47,12 @@ pl.seed_everything(0, verbose=False)
 # %% [markdown]
 # ## The table
 #
-# `TableDataModule` takes arrays, or a pandas frame and the target's column. It splits at random and standardises
-# by the training part. Predictions come back in the target's units.
+# `TableDataModule` takes arrays, or a pandas frame and the target's column. `task` says what the target is. It splits
+# at random and standardises by the training part. Predictions come back in the target's units.
 
 # %%
 frame = load_diabetes(as_frame=True).frame
-data = TableDataModule(frame, target="target", batch_size=222, val_fraction=0.25, test_fraction=0.25)
+data = TableDataModule(frame, target="target", task="regression", batch_size=222, val_fraction=0.25, test_fraction=0.25)
 data.setup("fit")
 print(data.num_data, "training data; target:", f"{data.target_mean:.0f} ± {data.target_std:.0f}")
 
@@ -126,6 +126,14 @@ ax.plot(place, prediction.mean[order, 0], color=BLUE, label="mean")
 ax.plot(place, target[order], "o", color=BLACK, markersize=3, label="patients")
 ax.set(xlabel="test patients, by predicted mean", ylabel="progression")
 ax.legend(frameon=False, loc="upper left")
+
+# %% [markdown]
+# A new patient is a row of a frame, in the table's units and with its columns in any order: the posterior knows names
+# and scaling, also after `Posterior.load` in another program.
+
+# %%
+patient = frame.drop(columns="target").iloc[[0]]
+print(f"{module.posterior.predict(patient).mean.item():.0f} for {frame['target'][0]:.0f}")
 
 # %% [markdown]
 # ## Do the intervals cover?

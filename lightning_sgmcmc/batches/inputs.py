@@ -11,8 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_sgmcmc.tables.arrays import as_frame, as_tensor, is_table
+from lightning_sgmcmc.tables.inputs import InputColumns
+
 TARGETS = ("labels", "label", "target", "y")
 """Entries of a dict batch that may hold its target; the first that is there does."""
+
+
+ABOUT_DTYPES = ("dtype", "scalar type", "Long", "Int", "Byte", "Char", "Short", "Bool", "Half", "Double")
+"""Parts of torch's messages on tensors of unequal dtypes."""
 
 
 class Features(NamedTuple):
@@ -186,44 +193,28 @@ def plain(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) and type(batch) is not dict else batch
 
 
-def is_float64(inputs: Any) -> bool:
-    """Return whether an input is in double precision, as NumPy's numbers are."""
-    return any(isinstance(leaf, Tensor) and leaf.dtype == torch.float64 for leaf in pytree.tree_leaves(plain(inputs)))
-
-
 def check_dtype(model: nn.Module, inputs: Any, error: RuntimeError) -> None:
-    """Raise an error that names the dtypes if the network failed on float64 inputs, as NumPy makes them.
+    """Raise an error that names the dtypes if the network failed on inputs of another one than its parameters.
 
     Raises:
-        TypeError: if the inputs are float64 and the parameters are not.
+        TypeError: if inputs are of such a dtype, and the network's error is about dtypes or the inputs are float64.
     """
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    if dtype not in (None, torch.float64) and is_float64(inputs):
+    if dtype is None:
+        return
+    found = {leaf.dtype for leaf in pytree.tree_leaves(plain(inputs)) if isinstance(leaf, Tensor)} - {dtype}
+    if torch.float64 not in found and not any(word in str(error) for word in ABOUT_DTYPES):
+        return
+    names = [str(kind).removeprefix("torch.") for kind in sorted(found, key=str)]
+    if found:
         raise TypeError(
-            f"the batch's inputs are float64 and the network's parameters {str(dtype).removeprefix('torch.')}: convert "
-            "the data by .float() (NumPy's numbers are float64), or use Trainer(precision='64-true')"
+            f"the batch's inputs are {' and '.join(names)} and the network's parameters "
+            f"{str(dtype).removeprefix('torch.')}: convert the data by .float()"
+            + (" (NumPy's numbers are float64), or use Trainer(precision='64-true')" if "float64" in names else "")
         ) from error
 
 
 # -- inputs without targets -------------------------------------------------------------------------------------------
-
-
-def from_table(x: Any) -> Any:
-    """Return the numbers of a pandas frame (n, columns) or series (n, 1) as an array; other values as they are.
-
-    Raises:
-        TypeError: if a column holds no numbers.
-    """
-    if type(x).__module__.split(".")[0] != "pandas" or not hasattr(x, "to_numpy"):
-        return x
-    frame = x.to_frame() if hasattr(x, "to_frame") and x.ndim == 1 else x
-    odd = next((f"{name!r} of {kind}" for name, kind in frame.dtypes.items() if kind.kind not in "biuf"), None)
-    if odd is not None:
-        raise TypeError(
-            f"x has the column {odd}, which is not numeric: encode it as the training data were (pandas.get_dummies), "
-            "or leave it out"
-        )
-    return frame.to_numpy(dtype=np.float64)
 
 
 def batches_in(x: Any, arguments: Arguments) -> Iterable[Any]:
@@ -232,8 +223,7 @@ def batches_in(x: Any, arguments: Arguments) -> Iterable[Any]:
     Raises:
         TypeError: for a tuple that could be a batch with its target, or several batches.
     """
-    x = from_table(x)
-    if isinstance(x, Tensor | np.ndarray | Mapping):
+    if isinstance(x, Tensor | np.ndarray | Mapping) or is_table(x):
         return [x]
     if isinstance(x, tuple):
         nested = len(x) == 2 and isinstance(x[0], list | tuple | Mapping)
@@ -254,7 +244,6 @@ def inputs_of(batch: Any, arguments: Arguments) -> Any:
         batch: inputs alone; a dict; a pair (x, y); or a tuple of as many inputs as `forward` needs.
         arguments: what `forward` accepts.
     """
-    batch = from_table(batch)
     if isinstance(batch, Mapping):
         target = target_name(batch, arguments)
         return {name: value for name, value in batch.items() if name != target}
@@ -271,13 +260,25 @@ def has_doubtful_target(batch: Any, arguments: Arguments) -> bool:
     return pair and arguments.required < 2 <= arguments.most < float("inf")
 
 
-def as_tensors(inputs: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return inputs on a device: arrays as tensors, floating-point ones in a dtype, since NumPy's are float64."""
+def as_tensors(inputs: Any, device: torch.device, dtype: torch.dtype, columns: InputColumns | None = None) -> Any:
+    """Return inputs on a device: arrays and frames as tensors, floats in a dtype, since NumPy's are float64.
+
+    Args:
+        inputs: tensors, arrays and frames, in tuples, lists or dicts.
+        device: the device.
+        dtype: of floating-point numbers.
+        columns: what the columns of the run's inputs are, if they are known.
+
+    Raises:
+        TypeError: for an array or a frame that holds no numbers.
+        ValueError: by `InputColumns.received`.
+    """
 
     def convert(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor | np.ndarray | np.generic):
+        leaf = leaf if columns is None else columns.received(leaf)
+        if not isinstance(leaf, Tensor | np.ndarray | np.generic) and not is_table(leaf):
             return leaf
-        tensor = torch.as_tensor(leaf)
+        tensor = as_tensor("x", leaf if not is_table(leaf) else as_frame(leaf))
         return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
 
     return pytree.tree_map(convert, plain(inputs))

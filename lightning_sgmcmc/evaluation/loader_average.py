@@ -18,6 +18,7 @@ from lightning_sgmcmc.evaluation.per_datum import PerDatumScores
 from lightning_sgmcmc.evaluation.scoring import Scores
 from lightning_sgmcmc.evaluation.user_metrics import UserMetrics
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.tables import TargetScaling
 
 MEMBER_KEYS = ("step", "chain", "cycle")
 
@@ -132,7 +133,7 @@ class LoaderAverage:
         module: EnergyModel,
         sample: PosteriorSample,
         scores: Scores,
-        units: tuple[float, float],
+        scaling: TargetScaling,
         log_likelihood: float,
         ood_terms: Mapping[str, dict[str, Tensor]],
     ) -> None:
@@ -142,7 +143,7 @@ class LoaderAverage:
             module: the sample's module.
             sample: the sample.
             scores: the sample's scores on the data of all ranks.
-            units: the divisor of the targets, and the mean that was subtracted before.
+            scaling: of the targets.
             log_likelihood: log p(D|θ) of all training data, if the weights need it.
             ood_terms: the likelihood's terms on each set of out-of-distribution data, of all ranks.
         """
@@ -158,10 +159,10 @@ class LoaderAverage:
             return total.combined()
 
         average = add(self._total, terms, log_density)
-        own = metrics_of(module, terms, log_density, target, units[0])
-        running = metrics_of(module, average.terms, average.log_density, target, units[0])
-        own |= self._metrics.values(module, terms, target, units)
-        running |= self._metrics.values(module, average.terms, target, units)
+        own = metrics_of(module, terms, log_density, target, scaling)
+        running = metrics_of(module, average.terms, average.log_density, target, scaling)
+        own |= self._metrics.values(module, terms, target, scaling)
+        running |= self._metrics.values(module, average.terms, target, scaling)
         for name, unknown in ood_terms.items():
             ood = add(self._ood.setdefault(name, self._new()), unknown, log_density[:0])
             self.evaluation.ood[name] = ood
@@ -222,13 +223,28 @@ class LoaderAverage:
 
 
 def metrics_of(
-    module: EnergyModel, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor | None, scale: float
+    module: EnergyModel,
+    terms: Mapping[str, Tensor],
+    log_density: Tensor,
+    target: Tensor | None,
+    scaling: TargetScaling,
 ) -> dict[str, float]:
-    """Return the likelihood's metrics for a predictive, or its NLL if the module has no likelihood."""
+    """Return the likelihood's metrics for a predictive, or its NLL if the module has no likelihood.
+
+    Several targets with scalings of their own also have an `rmse_<target>` each.
+    """
     if module.likelihood is None or target is None:
         return {"nll": -log_density.mean().item()}
-    metrics = module.likelihood.metrics(terms, log_density, target, scale)
-    return {name: float(value) for name, value in metrics.items()}
+    factor = scaling.factor
+    if isinstance(factor, Tensor):
+        factor = factor.to(terms.get("mean", log_density))
+    metrics = module.likelihood.metrics(terms, log_density, target, factor)
+    found = {name: float(value) for name, value in metrics.items()}
+    if isinstance(factor, Tensor) and "mean" in terms and "rmse" in found:
+        errors = (terms["mean"] - target.reshape(terms["mean"].shape)) * factor
+        each = errors.square().nanmean(0).sqrt().tolist()
+        found |= {f"rmse_{name}": value for name, value in zip(scaling.labels, each, strict=True)}
+    return found
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.diagnostics.agreement import agreement, total_variation
+from lightning_sgmcmc.tables import as_tensor
 
 CIFAR_TEST = 10_000
 
@@ -30,7 +31,7 @@ def read_probabilities(source: Any) -> Tensor:
         path = Path(source)
         where, array = str(path), _read(path)
     else:
-        array = torch.as_tensor(source).detach().cpu().numpy()
+        array = as_tensor("reference", source).detach().cpu().numpy()
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.number):
         raise ValueError(f"{where} should have the shape (n, K), got {array.shape} of {array.dtype}")
     found = torch.as_tensor(np.ascontiguousarray(array, dtype=np.float64))

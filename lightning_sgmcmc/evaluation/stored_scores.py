@@ -27,17 +27,18 @@ class StoredScores:
 
     Args:
         likelihood: the module's.
-        scale: the divisor of the targets; scores are in the original units.
+        scale: the divisor of the targets, or of each, (D,); scores are in the original units.
         reference: a predictive to compare with, or None.
         with_scores: whether scores other than the reference's are wanted.
     """
 
-    def __init__(self, likelihood: Any, scale: float, reference: Reference | None, with_scores: bool) -> None:
+    def __init__(self, likelihood: Any, scale: float | Tensor, reference: Reference | None, with_scores: bool) -> None:
         self._reference = reference if reference is not None and reference.probabilities is not None else None
         self._likelihood = likelihood
         self._with_scores = with_scores
         self._is_gaussian = with_scores and getattr(likelihood, "distribution", None) is Normal
-        self._scale = scale
+        self._scales = scale if isinstance(scale, Tensor) else None
+        self._scale = 1.0 if isinstance(scale, Tensor) else scale
         self._records: list[SampleRecord] = []
         self._means: list[Tensor] = []
         self._stds: list[Tensor] = []
@@ -100,8 +101,12 @@ class StoredScores:
         for first in range(0, len(target), size):
             own = slice(first, first + size)
             mean, std, y = means[:, own].double(), stds[:, own].double(), target[own]
-            crps += float(gaussian_mixture_crps(weights, mean, std, y).nansum())
+            crps += self._total(gaussian_mixture_crps(weights, mean, std, y))
             ends = [gaussian_mixture_quantile(weights, mean, std, q) for q in (0.5 - INTERVAL / 2, 0.5 + INTERVAL / 2)]
-            missed += float(interval_score(ends[0], ends[1], y, INTERVAL).nansum())
+            missed += self._total(interval_score(ends[0], ends[1], y, INTERVAL))
         factor = self._scale / max(int((~target.isnan()).sum()), 1)
         return {"crps": crps * factor, f"interval_score_{INTERVAL * 100:.0f}": missed * factor}
+
+    def _total(self, each: Tensor) -> float:
+        """Return the sum over observed targets (n, D), each in its unit."""
+        return float((each if self._scales is None else each * self._scales.to(each)).nansum())

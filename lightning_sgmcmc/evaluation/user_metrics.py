@@ -8,6 +8,7 @@ from torchmetrics import Metric
 
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.predictions import RegressionPrediction
+from lightning_sgmcmc.tables import TargetScaling
 
 
 class UserMetrics:
@@ -52,7 +53,7 @@ class UserMetrics:
             raise ValueError(f"metrics has a '{known[0]}', as the likelihood itself: give it another name")
 
     def values(
-        self, model: EnergyModel, terms: Mapping[str, Tensor], target: Tensor | None, units: tuple[float, float]
+        self, model: EnergyModel, terms: Mapping[str, Tensor], target: Tensor | None, scaling: TargetScaling
     ) -> dict[str, float]:
         """Return the metrics of a predictive.
 
@@ -60,14 +61,16 @@ class UserMetrics:
             model: the module.
             terms: its likelihood's averaged terms.
             target: the targets.
-            units: scale s and shift m with which targets were standardised, (y - m)/s.
+            scaling: of the targets.
         """
         if not self._metrics or model.likelihood is None or target is None:
             return {}
         prediction = model.likelihood.prediction(terms, None)
         predicted, target = model.likelihood.scored(prediction, target)
         if isinstance(prediction, RegressionPrediction):
-            scale, shift = units
+            scale, shift = (
+                part.to(predicted) if isinstance(part, Tensor) else part for part in (scaling.factor, scaling.shift)
+            )
             predicted, target = predicted * scale + shift, target * scale + shift
         found = {}
         for name, metric in self._metrics.items():

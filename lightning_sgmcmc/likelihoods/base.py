@@ -125,7 +125,7 @@ class Likelihood(nn.Module):
         return {name: where_observed(term, observed, math.nan) for name, term in terms.items()}
 
     def metrics(
-        self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float
+        self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float | Tensor
     ) -> dict[str, Tensor]:
         """Return metrics of the averaged predictive; all tensors are in host memory if the module is on CUDA.
 
@@ -136,18 +136,23 @@ class Likelihood(nn.Module):
             terms: the averages of `terms` and `target_terms`.
             log_density: log of the averaged density of each datum, shape (n,).
             target: the targets.
-            scale: the divisor that standardised the targets; metrics are in the original units.
+            scale: the divisor that standardised the targets; a tensor (D,) has one for each of several targets. Metrics
+                are in the original units.
         """
         mean, observed = terms["mean"], self.observed_entries(target)
         target = columns(target, type(self).__name__)
-        errors, cdf, below, per_datum = mean - target, terms.get("cdf"), terms.get("cdf_below"), float(mean.shape[1])
+        errors, cdf, below = mean - target, terms.get("cdf"), terms.get("cdf_below")
+        if isinstance(scale, Tensor):
+            errors, scale, logs = errors * scale, 1.0, scale.log().expand(mean.shape)
+        else:
+            logs = torch.full((), math.log(scale), dtype=torch.float64).expand(mean.shape)
         if observed is not None and not bool(observed.all()):
             entries = observed.reshape(mean.shape)
-            errors, per_datum = errors[entries], float(entries.sum()) / len(mean)
+            errors, logs = errors[entries], logs[entries]
             cdf, below = (None if term is None else term[entries] for term in (cdf, below))
         metrics = {
             "rmse": errors.square().mean().sqrt() * scale,
-            "nll": -log_density.mean() + per_datum * math.log(scale),
+            "nll": -log_density.mean() + float(logs.sum()) / len(mean),
         }
         if cdf is not None:
             inside = (covered(cdf, below, level) for level in COVERAGE_LEVELS)

@@ -47,7 +47,7 @@ class ClassLikelihood(Likelihood):
         return {"probabilities": probabilities, "sample_entropy": predictive_entropy(probabilities)}
 
     def metrics(
-        self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float
+        self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float | Tensor
     ) -> dict[str, Tensor]:
         metrics = classification_metrics(terms["probabilities"], self.labels(target))
         metrics["nll"] = -log_density.mean()  # the same number, without the clamp

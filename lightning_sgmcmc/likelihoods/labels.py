@@ -64,7 +64,7 @@ class MultiLabelBernoulli(Likelihood):
         return {"label_probabilities": probabilities, "sample_entropy": _binary_entropy(probabilities)}
 
     def metrics(
-        self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float
+        self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float | Tensor
     ) -> dict[str, Tensor]:
         p, observed = terms["label_probabilities"], self.observed_entries(target)
         right = (p > 0.5) == (target > 0.5)
@@ -155,7 +155,7 @@ class _DenseCategorical(Likelihood, ABC):
         return {"dense_probabilities": probabilities, "sample_entropy": predictive_entropy(probabilities)}
 
     def metrics(
-        self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float
+        self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float | Tensor
     ) -> dict[str, Tensor]:
         probabilities, labels = self._counted(terms["dense_probabilities"], target)
         found = classification_metrics(probabilities, labels)

@@ -8,10 +8,12 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from lightning_sgmcmc.chains.sample import SampleRecord
-from lightning_sgmcmc.files import is_regular
+from lightning_sgmcmc.files import is_regular, read_regular
+from lightning_sgmcmc.posterior.manifest import LARGEST_MANIFEST, MANIFEST
 from lightning_sgmcmc.posterior.sample_file import checksum
 
-IDENTITY = ("step", "chain", "energy", "log_weight")
+IDENTITY = ("step", "chain", "energy")
+"""What a sample's file says of it and stays; its weight may be another one in the manifest (`set_log_weights`)."""
 
 
 def aside_folders(path: Path) -> list[Path]:
@@ -22,6 +24,18 @@ def aside_folders(path: Path) -> list[Path]:
         if not folder.is_symlink()
     ]
     return [path.with_name(f"{path.name}-{number}") for number in sorted(int(n) for n in numbers if n.isdecimal())]
+
+
+def home_of(path: Path, run: str | None) -> Path:
+    """Return the folder of a run's manifest, which a later fit may have moved aside; `path` if it is nowhere."""
+    for folder in (path, *aside_folders(path)):
+        try:
+            header = read_regular(folder / MANIFEST, LARGEST_MANIFEST).split(b"\n", 1)[0]
+        except OSError:
+            continue
+        if run is not None and f'"run": "{run}"'.encode() in header:
+            return folder
+    return path
 
 
 def next_aside(path: Path) -> Path:
@@ -37,7 +51,7 @@ def place_of(path: Path, record: SampleRecord) -> Path:
     if len(places) == 1:
         return places[0]
     found = [place for place in places if _is_file_of(place, record)]
-    if len(found) > 1:  # drawn again: equal tensors, with other bytes around them
+    if record.checksum and len(found) > 1:  # drawn again: equal tensors, with other bytes around them
         found = [place for place in found if checksum(place.read_bytes()) == record.checksum] or found
     return found[0] if found else places[0]
 

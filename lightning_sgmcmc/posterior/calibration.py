@@ -27,6 +27,7 @@ from lightning_sgmcmc.diagnostics.calibration import (
 )
 from lightning_sgmcmc.files import read_regular, write_atomically
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.posterior.aside import home_of
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.predictive import average_scores
 from lightning_sgmcmc.posterior.store import SampleStore
@@ -38,6 +39,7 @@ from lightning_sgmcmc.predictions import (
     RegressionPrediction,
 )
 from lightning_sgmcmc.predictions.classes import of_both
+from lightning_sgmcmc.tables import Columns
 
 FILE = "calibration.json"
 LARGEST_FILE = 2**16
@@ -82,7 +84,12 @@ def identify(records: Iterable[SampleRecord]) -> str:
 
 
 def fit_calibration(
-    model: EnergyModel, samples: Iterable[PosteriorSample], log_weights: Sequence[float], data: Any, identity: str
+    model: EnergyModel,
+    samples: Iterable[PosteriorSample],
+    log_weights: Sequence[float],
+    data: Any,
+    identity: str,
+    columns: Columns,
 ) -> Calibration:
     """Fit the number; see `Posterior.calibrate`.
 
@@ -90,13 +97,13 @@ def fit_calibration(
         TypeError: if the model has no likelihood, or one with another kind of predictive.
         ValueError: if there are no data.
     """
-    batches = batches_of(data)
+    batches = batches_of(data, columns)
     _warn_of_training_data(model, batches)
     likelihood = model.likelihood
     if likelihood is None:
         raise TypeError(f"{type(model).__name__} has no likelihood object to define a predictive: pass likelihood=…")
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    converted = [as_tensors(batch, model.device, dtype) for batch in batches]
+    converted = [as_tensors(columns.received(batch), model.device, dtype) for batch in batches]
     if not converted:
         raise ValueError("calibrate needs validation data, and the loader has none: pass a loader with some batches")
     terms, target = average_scores(model, samples, log_weights, converted)
@@ -122,21 +129,23 @@ def fit_calibration(
     )
 
 
-def batches_of(data: Any, what: str = "calibrate") -> Any:
+def batches_of(data: Any, columns: Columns, what: str = "calibrate") -> Any:
     """Return the batches of a loader, or of a datamodule's validation data.
 
     Args:
         data: the loader, list of batches or datamodule.
+        columns: what inputs and targets of the samples' fit are.
         what: the method that needs them, for messages.
 
     Raises:
         TypeError: for data of another type.
-        ValueError: for a datamodule without validation data.
+        ValueError: for a datamodule without validation data, or with data in other units than the fit's.
     """
     if isinstance(data, pl.LightningDataModule):
         name = type(data).__name__
         data.prepare_data()
         data.setup("fit")
+        columns.check(data)
         data = data.val_dataloader()
         if isinstance(data, list | tuple) and len(data) == 1:
             data = data[0]
@@ -182,7 +191,9 @@ def save_calibration(calibration: Calibration, store: SampleStore) -> None:
         raise ValueError(
             "save=True needs samples in a folder, and these are in memory or a selection: use Posterior.load(path)"
         )
-    write_atomically(store.path / FILE, (json.dumps(asdict(calibration), indent=2) + "\n").encode())
+    write_atomically(
+        home_of(store.path, store.run_id) / FILE, (json.dumps(asdict(calibration), indent=2) + "\n").encode()
+    )
 
 
 def saved_calibration(store: SampleStore) -> Calibration | None:

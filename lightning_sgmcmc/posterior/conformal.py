@@ -13,6 +13,7 @@ from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.calibration import batches_of
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
 from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.tables import Columns, as_tensor
 
 Method = Literal["threshold", "adaptive"]
 
@@ -50,6 +51,7 @@ class ConformalPrediction:
         Args:
             target: labels (n,), or numbers (n, D) or (n,) in the units of the prediction.
         """
+        target = as_tensor("target", target)
         if self.sets is not None:
             return self.sets.gather(1, target.long().reshape(-1, 1).to(self.sets.device))[:, 0]
         assert self.low is not None
@@ -100,18 +102,18 @@ class Conformal:
 
 
 def fit_conformal(
-    posterior: Predictor, model: EnergyModel, data: Any, level: float, method: Method, seed: int
+    posterior: Predictor, model: EnergyModel, data: Any, level: float, method: Method, seed: int, columns: Columns
 ) -> Conformal:
     """Return the sets or intervals whose threshold the calibration data determine; see `Posterior.conformal`."""
     check_within("level", level, "(0, 1)")
     check_choice("method", method, ("threshold", "adaptive"))
-    batches: Iterable[Any] = batches_of(data, "conformal")
+    batches: Iterable[Any] = batches_of(data, columns, "conformal")
     scores = []
     standardised = posterior.standardised()
     generator = torch.Generator().manual_seed(derive_seed(seed, "conformal", "fit"))
-    for batch in batches:
+    for batch in map(columns.received, batches):
         prediction = standardised.predict([batch])
-        target = torch.as_tensor(model.inputs_and_target(batch)[1])
+        target = as_tensor("the target", model.inputs_and_target(batch)[1])
         scores.append(_scores(prediction, target, model, method, generator).cpu())
     if not scores:
         raise ValueError("conformal needs calibration data, and the loader has none: pass a loader with some batches")

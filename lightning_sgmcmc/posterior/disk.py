@@ -18,6 +18,7 @@ from lightning_sgmcmc.files import check_regular, is_regular, read_regular, writ
 from lightning_sgmcmc.posterior.aside import fill_aside, next_aside, place_of
 from lightning_sgmcmc.posterior.lock import unusable
 from lightning_sgmcmc.posterior.manifest import (
+    LARGEST_MANIFEST,
     MANIFEST,
     SAMPLE_NAME,
     Manifest,
@@ -28,15 +29,14 @@ from lightning_sgmcmc.posterior.manifest import (
 )
 from lightning_sgmcmc.posterior.sample_file import in_order, read_sample_file, verify_content
 from lightning_sgmcmc.posterior.shared_file import SHARED, read_shared, shared_shapes, write_shared
-from lightning_sgmcmc.posterior.store import SampleStore, TargetScaling
+from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.posterior.writing import wait_for_writers, write_sample
+from lightning_sgmcmc.tables import Columns
 
 CONTOUR = "contour.safetensors"
 ORIGIN = ("step", "cycle", "chain", "energy", "log_weight", "bin", "comparable", "draw")
 """What a sample has of its record."""
-LARGEST_MANIFEST = 2**30
-LARGEST_CONTOUR = 2**30
-"""In bytes; ten thousand samples have about 2 MB, a million bins of one chain 16 MB."""
+LARGEST_CONTOUR = 2**30  # bytes; a million bins of one chain have 16 MB
 SURPLUS = 20
 """`keep_newest` leaves up to 1/20 more samples in the manifest than it keeps."""
 LEAVE_OUT = "Posterior.load(…, skip_damaged=True) skips"
@@ -102,7 +102,7 @@ class DiskStore(SampleStore):
         cls,
         path: str | Path,
         model_description: Any = None,
-        scaling: TargetScaling | None = None,
+        columns: Columns | None = None,
         shared: Mapping[str, Tensor] | None = None,
     ) -> "DiskStore":
         """Create an empty store.
@@ -110,7 +110,7 @@ class DiskStore(SampleStore):
         Args:
             path: folder, created if needed; it must not contain a store.
             model_description: plain data of the network (see `lightning_sgmcmc.posterior.description`), or None.
-            scaling: the scaling of the targets, or None.
+            columns: what inputs and targets are.
             shared: the tensors that all samples have in common, by name, which are not sampled.
 
         Raises:
@@ -122,7 +122,7 @@ class DiskStore(SampleStore):
         try:
             path.mkdir(parents=True, exist_ok=True)
             checksum = write_shared(path, shared or {})
-            content = write_manifest(model_description, uuid.uuid4().hex, (), scaling, checksum)
+            content = write_manifest(model_description, uuid.uuid4().hex, (), columns, checksum)
             write_atomically(path / MANIFEST, content)
         except OSError as error:
             raise unusable(path, error) from error
@@ -174,7 +174,7 @@ class DiskStore(SampleStore):
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from error
         self._manifest = parse_manifest(content, str(path))
-        self.scaling = self._manifest.scaling
+        self.columns = self._manifest.columns
         self.records, self._dropped = self._manifest.records, []
         if self.damaged_lines and not self.skips_damaged:
             raise ValueError(
@@ -335,7 +335,7 @@ class DiskStore(SampleStore):
                 (self.path / file).unlink(missing_ok=True)
 
     def _content(self, records: Iterable[SampleRecord], run: str | None) -> bytes:
-        return write_manifest(self.model_description, run, records, self.scaling, self._manifest.shared)
+        return write_manifest(self.model_description, run, records, self.columns, self._manifest.shared)
 
     def _write_manifest(self, records: list[SampleRecord]) -> None:
         write_atomically(self.path / MANIFEST, self._content(records, self.run_id))

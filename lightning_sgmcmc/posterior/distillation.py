@@ -17,9 +17,9 @@ from lightning_sgmcmc.batches.inputs import (
 )
 from lightning_sgmcmc.checks import check_count, check_within
 from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
-from lightning_sgmcmc.posterior.store import TargetScaling
 from lightning_sgmcmc.posterior.stored import StoredSamples
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
+from lightning_sgmcmc.tables import InputColumns, TargetScaling
 
 
 class Student(nn.Module):
@@ -34,13 +34,21 @@ class Student(nn.Module):
         net: the network.
         classes: K; None for numbers.
         scaling: of the targets, or None.
+        columns: what the columns of the inputs are, or None.
     """
 
-    def __init__(self, net: nn.Module, classes: int | None = None, scaling: TargetScaling | None = None) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        classes: int | None = None,
+        scaling: TargetScaling | None = None,
+        columns: InputColumns | None = None,
+    ) -> None:
         super().__init__()
         self.net = net
         self.classes = classes
         self.scaling = scaling
+        self.columns = columns
 
     def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
         """Return (probabilities (n, K), mutual information (n,)), or (mean, std, epistemic std), each (n, D)."""
@@ -75,7 +83,7 @@ class Student(nn.Module):
         try:
             arguments, found = arguments_of_network(self.net), []
             for batch in batches_in(x, arguments):
-                inputs = as_tensors(inputs_of(batch, arguments), first.device, first.dtype)
+                inputs = as_tensors(inputs_of(batch, arguments), first.device, first.dtype, self.columns)
                 found.append(self._prediction(self.output_of(inputs)))
         finally:
             self.train(training)
@@ -186,7 +194,8 @@ class Distillation(pl.LightningModule):
         self._teacher: Any = posterior.standardised()
         self._teacher.model = posterior.model
         self._home: torch.device | None = None
-        self.student = Student(net, scaling=posterior.store.scaling)
+        self._columns = posterior.columns
+        self.student = Student(net, scaling=self._columns.targets, columns=self._columns.inputs)
         self.lr = lr
         self.epistemic_weight = epistemic_weight
         self._is_known = False
@@ -201,6 +210,7 @@ class Distillation(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_fit_start(self) -> None:
+        self._columns.check(getattr(self.trainer, "datamodule", None))
         self._home = next(self._teacher.model.parameters()).device
         self._teacher.model.to(self.device)
 

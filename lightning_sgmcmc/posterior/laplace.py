@@ -80,9 +80,9 @@ def last_layer_laplace(
     store: SampleStore
     if path is None:
         store = MemoryStore()
-        store.scaling = posterior.store.scaling
+        store.columns = posterior.store.columns
     else:
-        store = DiskStore.create(path, _description(posterior, model), posterior.store.scaling)
+        store = DiskStore.create(path, _description(posterior, model), posterior.store.columns)
     network = collapse(copy.deepcopy(model)).eval()
     for sample in posterior:
         if MASK_SEED in sample.buffers:

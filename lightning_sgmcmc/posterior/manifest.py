@@ -8,9 +8,11 @@ from importlib.metadata import version
 from typing import Any
 
 from lightning_sgmcmc.chains.sample import SampleRecord
-from lightning_sgmcmc.posterior.store import TargetScaling
+from lightning_sgmcmc.tables import Columns
 
 MANIFEST = "manifest.jsonl"
+LARGEST_MANIFEST = 2**30
+"""In bytes; ten thousand samples have about 2 MB."""
 FORMAT = "lightning-sgmcmc samples"
 VERSION = 2
 """Version 2 has tensors that all samples share; stores without any are of version 1."""
@@ -27,7 +29,7 @@ class Manifest:
         model: the description of the network, or None.
         library: version of the library that wrote it, "" if it does not say.
         run: identifies the run that wrote it; None in version 0.1.0.
-        scaling: of the targets, or None.
+        columns: what inputs and targets are.
         records: of the samples.
         damaged_lines: numbers of the lines that are no records, from 1.
         shared: the checksum of the file with what all samples share, None without one.
@@ -36,7 +38,7 @@ class Manifest:
     model: Any = None
     library: str = ""
     run: str | None = None
-    scaling: TargetScaling | None = None
+    columns: Columns = field(default_factory=Columns)
     records: list[SampleRecord] = field(default_factory=list)
     damaged_lines: list[int] = field(default_factory=list)
     shared: str | None = None
@@ -51,7 +53,7 @@ def write_manifest(
     model: Any,
     run: str | None,
     records: Iterable[SampleRecord],
-    scaling: TargetScaling | None = None,
+    columns: Columns | None = None,
     shared: str | None = None,
 ) -> bytes:
     """Return the content of a manifest."""
@@ -59,8 +61,8 @@ def write_manifest(
     header = {"format": FORMAT, "version": number, "library": version("lightning-sgmcmc"), "model": model, "run": run}
     if shared is not None:
         header["shared"] = shared
-    if scaling is not None:
-        header["targets"] = asdict(scaling)
+    if columns is not None:
+        header |= columns.as_plain()
     return "".join(f"{line}\n" for line in (json.dumps(header), *map(line_of, records))).encode()
 
 
@@ -89,7 +91,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         known = json.loads(header)
         kind, number, model = known["format"], known["version"], known["model"]
         library, run, shared = known.get("library", ""), known.get("run"), known.get("shared")
-        scaling = TargetScaling.from_plain(known.get("targets"))
+        columns = Columns.from_plain(known)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise ValueError(f"{where} is not the manifest of a sample store") from None
     if kind != FORMAT or not isinstance(number, int) or not all(isinstance(text, str | None) for text in (run, shared)):
@@ -98,7 +100,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     if number > VERSION:
         writer = f" (lightning-sgmcmc {library} wrote it)" if library else ""
         raise ValueError(f"{where} has version {number}, this library reads up to {VERSION}: update it{writer}")
-    manifest = Manifest(model, library, run, scaling, shared=shared)
+    manifest = Manifest(model, library, run, columns, shared=shared)
     for index, line in enumerate(lines, start=2):
         try:
             manifest.records.append(record_from(json.loads(line)))

@@ -11,6 +11,7 @@ from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, compar
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.classes import NotDescribableError
 from lightning_sgmcmc.posterior.description import describe, first_difference
+from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.store import SampleStore
 
 
@@ -23,7 +24,7 @@ class MergedStore(SampleStore):
     """
 
     def __init__(self, stores: Sequence[SampleStore], masses: Sequence[float]) -> None:
-        self.scaling = stores[0].scaling
+        self.columns = stores[0].columns
         self._shared = stores[0].shared
         self.records = []
         self._places: list[tuple[SampleStore, int]] = []
@@ -83,7 +84,7 @@ def merged_store(
     for number, store in enumerate(stores):
         if len(store) == 0:
             raise ValueError(f"posterior {number} of {len(stores)} has no samples to merge: leave it out")
-        if any(store is other for other in stores[:number]) or _folder(store) in map(_folder, stores[:number]):
+        if any(_share_samples(store, other) for other in stores[:number]):
             raise ValueError(f"posterior {number} is given twice, which would count its samples twice: leave it out")
         if not bool((comparable_log_weights(store.records) > -torch.inf).any()):
             raise ValueError(f"all weights of posterior {number} are 0: leave it out")
@@ -94,10 +95,19 @@ def merged_store(
     return MergedStore(stores, chosen)
 
 
-def _folder(store: SampleStore) -> Any:
-    """Return a store's folder, or an object of its own for samples in memory and selections."""
-    path = getattr(store, "path", None)
-    return path.resolve() if path is not None else object()
+def _share_samples(store: SampleStore, other: SampleStore) -> bool:
+    """Return whether two stores have a sample of one run in common; runs may have used one folder after another.
+
+    Stores of version 0.1.0, without a run's id, are known by their folders.
+    """
+    if store is other:
+        return True
+    if not isinstance(store, DiskStore) or not isinstance(other, DiskStore):
+        return False
+    if store.run_id is None or other.run_id is None:
+        return store.path.resolve() == other.path.resolve() and store.run_id == other.run_id
+    places = [{(r.step, r.chain, r.draw, r.checksum) for r in one.records} for one in (store, other)]
+    return store.run_id == other.run_id and not places[0].isdisjoint(places[1])
 
 
 def _check_alike(
@@ -127,6 +137,11 @@ def _check_alike(
         raise ValueError(
             f"posterior {number} has another '{changed[0]}' than the first, which is not sampled and belongs to all "
             "samples: merge runs that sample the same part of one trained network"
+        )
+    other = first.columns.difference(store.columns)
+    if other is not None and not other.startswith("targets"):
+        raise ValueError(
+            f"posterior {number} was fitted to other data than the first ({other}): merge runs on the same data"
         )
     if store.scaling != first.scaling:
         raise ValueError(

@@ -13,8 +13,9 @@ from lightning_sgmcmc.expansion import expanded_layers, expansions_of, make_plai
 from lightning_sgmcmc.model import EnergyModel, overrides
 from lightning_sgmcmc.posterior.calibration import Calibration
 from lightning_sgmcmc.posterior.checks import check_sample
-from lightning_sgmcmc.posterior.store import SampleStore, TargetScaling
+from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.predictions import ON_REQUEST, Prediction, RegressionPrediction
+from lightning_sgmcmc.tables import TargetScaling
 
 RUN_PARTS = ("chains", "posterior", "evaluations", "health", "contour", "plan", "sampler_factory", "prior")
 """Attributes of a module that belong to its run and not to its network."""

@@ -13,6 +13,7 @@ from lightning_sgmcmc.figures.run import sample_energy_figure, sample_trace_figu
 from lightning_sgmcmc.posterior.export import choose_parameters
 from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
+from lightning_sgmcmc.tables import as_tensor, is_frame
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,13 +57,13 @@ def plot_predictions(prediction: Prediction, x: Any, y: Any) -> "Figure":
         raise ValueError(
             f"plot_predictions draws predictions of one number, and each datum has {prediction.mean.shape[1:].numel()}"
         )
-    place = torch.as_tensor(x).detach().cpu().reshape(len(prediction), -1)
-    observed = None if y is None else torch.as_tensor(y).detach().cpu().reshape(-1).tolist()
+    observed = None if y is None else as_tensor("y", y).detach().cpu().reshape(-1).tolist()
     parts = _numbers(prediction.mean), _numbers(prediction.std), _numbers(prediction.epistemic_std)
-    if place.shape[1] == 1:
-        return predictions_figure(place[:, 0].tolist(), *parts, observed, "x")
+    columns = x.shape[1] if is_frame(x) else as_tensor("x", x).reshape(len(prediction), -1).shape[1]
+    if columns == 1:
+        return predictions_figure(as_tensor("x", x).detach().cpu().reshape(-1).tolist(), *parts, observed, "x")
     if observed is None:
-        raise ValueError(f"x has {place.shape[1]} columns, so predictions are drawn against y: pass y=…")
+        raise ValueError(f"x has {columns} columns, so predictions are drawn against y: pass y=…")
     return predictions_figure(observed, *parts, None, "observed")
 
 
@@ -74,7 +75,7 @@ def plot_reliability(prediction: Prediction, y: Any) -> "Figure":
             "plot_predictions(x, y) for numbers"
         )
     probabilities = prediction.probabilities.cpu()
-    labels = torch.as_tensor(y).long().reshape(-1).cpu()
+    labels = as_tensor("y", y).long().reshape(-1).cpu()
     confidence, accuracy, count = reliability(probabilities, labels)
     ece = float(classification_metrics(probabilities, labels)["ece"])
     return reliability_figure(confidence.tolist(), accuracy.tolist(), count.tolist(), ece)

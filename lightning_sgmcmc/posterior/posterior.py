@@ -99,14 +99,16 @@ class Posterior(StoredSamples):
     def predict(self, x: Any, return_samples: bool = False) -> Prediction:
         """Average the predictive distribution over the samples with their weights.
 
-        If the datamodule of the fit standardised its targets (`target_mean`, `target_std`), the store has their
-        scaling, and predictions are in the data's units; `posterior.standardised().predict(x)` leaves them as the
-        network sees them. Scale inputs as the datamodule did. Small samples stay in memory. On a GPU samples run at
-        once (`torch.vmap`), on a CPU one after another, which is faster there.
+        The store knows how the fit's datamodule scaled its data. Predictions are in the data's units;
+        `posterior.standardised().predict(x)` leaves them as the network sees them. A data frame is in the data's units
+        too: its columns are taken by their names, encoded and scaled as in the fit. A tensor or a loader's batch is
+        what the network receives. Small samples stay in memory. On a GPU samples run at once (`torch.vmap`), on a CPU
+        one after another, which is faster there.
 
         Args:
-            x: a tensor, array or data frame (n, …), a dict by the names of `forward`, or a tuple of all that it needs;
-                or batches (a loader) of these or as in training, read in one pass. Floats get the samples' dtype.
+            x: a data frame, a tensor or an array (n, …), a dict by the names of `forward`, or a tuple of all that it
+                needs; or batches (a loader) of these or as in training, read in one pass. Floats get the samples'
+                dtype.
             return_samples: also return each sample's prediction, in the order of the samples, at the cost of memory.
 
         Returns:
@@ -115,8 +117,10 @@ class Posterior(StoredSamples):
 
         Raises:
             RuntimeError: if there are no samples, or no model.
-            TypeError: if x is a tuple that could be one batch or several.
-            ValueError: if there are no inputs, or all weights are 0.
+            TypeError: if x is a tuple that could be one batch or several, or holds no numbers.
+            ValueError: if there are no inputs, or all weights are 0; if a frame lacks a column of the fit or has
+                another one; for a NumPy array if the fit standardised its inputs, since its unit is unknown: pass
+                `posterior.inputs(x)`.
         """
         return self._predicted(x, return_samples)
 
@@ -162,8 +166,9 @@ class Posterior(StoredSamples):
     def ensemble(self, outputs: Sequence[str] | None = None) -> Ensemble:
         """Return the average as one plain network, for torch.export, ONNX and `torch.save`.
 
-        Its forward takes the network's inputs and returns what `predict` does, calibration and units included: class
-        probabilities (n, K), or the mean and the standard deviation (n, D). It has a copy of every sample with a
+        Its forward takes the network's inputs, those in the data's units by `posterior.inputs(x)`, and returns what
+        `predict` does, calibration and units included: class probabilities (n, K), or the mean and the standard
+        deviation (n, D). It has a copy of every sample with a
         positive weight, and evaluates them one after another.
 
         Args:
@@ -195,7 +200,8 @@ class Posterior(StoredSamples):
 
         Args:
             data: validation data with targets, not used in the fit: a loader or a list of batches as in training, or a
-                datamodule, whose validation data are used.
+                datamodule in the fit's units, whose validation data are used. Frames and series in a batch are in the
+                data's units.
             save: also write the number beside the samples (`calibration.json`), where `Posterior.load` finds it.
 
         Raises:
@@ -206,7 +212,7 @@ class Posterior(StoredSamples):
         """
         chosen = self._selected(range(len(self)), [record.log_weight for record in self.records])
         given = self._ready_model(), self, self.log_weights.tolist(), data, identify(self.records)
-        chosen.calibration = fit_calibration(*given)
+        chosen.calibration = fit_calibration(*given, self.columns)
         if save:
             save_calibration(chosen.calibration, self.store)
         return chosen
@@ -235,7 +241,7 @@ class Posterior(StoredSamples):
 
         Source: Lei et al. 2018; Sadinle et al. 2019; Romano et al. 2020.
         """
-        return fit_conformal(self, self._ready_model(), data, level, method, seed)
+        return fit_conformal(self, self._ready_model(), data, level, method, seed, self.columns)
 
     def distill(
         self,

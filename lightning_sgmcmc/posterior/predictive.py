@@ -12,7 +12,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_sgmcmc.batches.inputs import as_tensors, batches_in, has_doubtful_target, inputs_of, plain
+from lightning_sgmcmc.batches.inputs import as_tensors, batches_in, check_dtype, has_doubtful_target, inputs_of, plain
 from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.sharing import Holder
@@ -27,6 +27,7 @@ from lightning_sgmcmc.posterior.checks import check_sample
 from lightning_sgmcmc.posterior.kept import SMALL, KeptPredictions, kept_of, with_distributions
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.predictions import Prediction
+from lightning_sgmcmc.tables import InputColumns
 
 CHUNK = 256 * 2**20
 """Bytes of inputs that are kept while all samples predict them."""
@@ -61,7 +62,7 @@ def average_predictions(
             remaining = iter(log_weights)
             for group in samples.groups():
                 weights = list(itertools.islice(remaining, len(group)))
-                batches_of_chunk = zip(part, _on(chunk, group.device, group.dtype), strict=True)
+                batches_of_chunk = zip(part, _on(chunk, group.device, group.dtype, samples.columns), strict=True)
                 for batch, (average, x) in enumerate(batches_of_chunk, len(averages)):
                     for (terms, own), log_weight in zip(samples.call(group, x), weights, strict=True):
                         average.add(terms, torch.empty(0, device=group.device), log_weight)
@@ -95,7 +96,11 @@ def _predicted(model: Any, inputs: Any) -> tuple[dict[str, Tensor], dict[str, Te
     if has_own_terms(model) or model.likelihood is None:
         terms = completed(model.predictive_terms(inputs))
         return terms, {name: terms[name] for name in ("probabilities",) if name in terms}
-    output = model.output_of(inputs)
+    try:
+        output = model.output_of(inputs)
+    except RuntimeError as error:
+        check_dtype(model, inputs, error)
+        raise
     terms = model.likelihood.terms(output)
     return terms, kept_of(model.likelihood, output, terms)
 
@@ -115,6 +120,8 @@ class ReadySamples:
         self.model = model
         self.device = next(model.parameters()).device
         self._store = store
+        self.columns = store.columns.inputs
+        """What the columns of the inputs are, if it is known."""
         self._records = list(store.records)
         self._groups: list[States] | None = None
         self.call = TogetherCall(model, _predicted)
@@ -195,7 +202,7 @@ def average_scores(
 def with_new_statistics(samples: SampleStore, model: EnergyModel, batches: Iterable[Any]) -> MemoryStore:
     """Return samples with re-estimated BatchNorm statistics; see `Posterior.update_batch_norm`."""
     store = MemoryStore()
-    store.scaling = samples.scaling
+    store.columns = samples.columns
     device = next(model.parameters()).device
     batches = _repeatable(batches)
     caller = StatelessCall(model, lambda m, x: m.output_of(x))
@@ -203,7 +210,7 @@ def with_new_statistics(samples: SampleStore, model: EnergyModel, batches: Itera
     with evaluation_mode(model):
         for sample in samples:
             state = {name: tensor.to(device) for name, tensor in sample.own_state.items()}
-            inputs = _on(_inputs_alone(batches, model), device, dtype_of(sample.parameters))
+            inputs = _on(_inputs_alone(batches, model), device, dtype_of(sample.parameters), samples.columns.inputs)
             with holder.holding(sample.shared):
                 state = new_statistics(model, state, inputs, caller.call)
             store.append(replace(sample, buffers={name: state[name] for name in sample.buffers}))
@@ -270,5 +277,7 @@ def _inputs_alone(batches: Iterable[Any], model: EnergyModel) -> Iterator[Any]:
         yield model.used_of(inputs_of(batch, arguments))
 
 
-def _on(batches: Iterable[Any], device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
-    return (as_tensors(inputs, device, dtype) for inputs in batches)
+def _on(
+    batches: Iterable[Any], device: torch.device, dtype: torch.dtype, columns: InputColumns | None
+) -> Iterator[Any]:
+    return (as_tensors(inputs, device, dtype, columns) for inputs in batches)

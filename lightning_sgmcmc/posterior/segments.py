@@ -13,6 +13,7 @@ from lightning_sgmcmc.evaluation.scoring import evaluate, of_observed
 from lightning_sgmcmc.evaluation.share import EvaluationShare
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.posterior import Posterior
+from lightning_sgmcmc.posterior.units import scaling_of_run
 
 Segment = tuple[str, str, dict[str, list[float]]]
 
@@ -74,13 +75,13 @@ class SegmentWalk:
         self, trainer: pl.Trainer, module: EnergyModel, posterior: Posterior, ends: tuple[int, int], data: list[Any]
     ) -> dict[str, list[float]]:
         first, second = ({k: t.to(module.device) for k, t in posterior[i].state.items()} for i in ends)
-        scale = float(getattr(getattr(trainer, "datamodule", None), "target_std", None) or 1.0)
+        scaling = scaling_of_run(trainer, module)
         values: dict[str, list[float]] = {}
         for position in self.positions:
             state: dict[str, Tensor] = interpolate(first, second, position)
             with trainer.strategy.precision_plugin.val_step_context():
                 terms, log_density, target = of_observed(module, evaluate(module, state, data))
-            for name, value in _shown(metrics_of(module, terms, log_density, target, scale)).items():
+            for name, value in _shown(metrics_of(module, terms, log_density, target, scaling)).items():
                 values.setdefault(name, []).append(value)
         return values
 

@@ -2,44 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, on_cpu, record_of
 from lightning_sgmcmc.contour.learned import LearnedContour
-
-
-@dataclass(frozen=True)
-class TargetScaling:
-    """Mean and standard deviation by which targets were standardised: one number each, or one for each target."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    @classmethod
-    def of_datamodule(cls, datamodule: Any) -> "TargetScaling | None":
-        """Return the scaling of a datamodule with a `target_std`, and a `target_mean` unless it is 0; else None."""
-        std = getattr(datamodule, "target_std", None)
-        if std is None:
-            return None
-        mean = getattr(datamodule, "target_mean", None)
-        return cls(
-            *(
-                tuple(torch.as_tensor(value).double().reshape(-1).tolist())
-                for value in (0.0 if mean is None else mean, std)
-            )
-        )
-
-    @classmethod
-    def from_plain(cls, content: Any) -> "TargetScaling | None":
-        """Return the scaling from plain data, as `dataclasses.asdict` makes them; None from None."""
-        if content is None:
-            return None
-        mean, std = (tuple(float(value) for value in content[name]) for name in ("mean", "std"))
-        return cls(mean, std)
+from lightning_sgmcmc.tables import Columns, TargetScaling
 
 
 class SampleStore(ABC):
@@ -50,8 +19,17 @@ class SampleStore(ABC):
     contour: LearnedContour | None = None
     """The final learned state of a contour sampler, for weights from the final π."""
 
-    scaling: TargetScaling | None = None
-    """The scaling of the targets, for predictions in the data's units; None if they were not scaled, or if unknown."""
+    columns: Columns = Columns()
+    """What inputs and targets are, for inputs and predictions in the data's units, as the fit's datamodule has said."""
+
+    @property
+    def scaling(self) -> TargetScaling | None:
+        """The scaling of the targets; None if they were not scaled, or if unknown."""
+        return self.columns.targets
+
+    @scaling.setter
+    def scaling(self, scaling: TargetScaling | None) -> None:
+        self.columns = replace(self.columns, targets=scaling)
 
     @property
     def shared(self) -> dict[str, Tensor]:
@@ -153,7 +131,7 @@ class StoreView(SampleStore):
         comparable: bool | None = None,
     ) -> None:
         self._store = store
-        self.scaling = store.scaling
+        self.columns = store.columns
         self._indices = list(indices)
         self.records = []
         for index, log_weight in zip(indices, log_weights, strict=True):

@@ -1,6 +1,7 @@
 """Stored samples with their weights: what needs no network, such as selections, weights, tables and export."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -20,6 +21,7 @@ from lightning_sgmcmc.posterior.parameter_table import ParameterTable, parameter
 from lightning_sgmcmc.posterior.predictive import ReadySamples
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore, StoreView
 from lightning_sgmcmc.posterior.thinning import thinned
+from lightning_sgmcmc.tables import Columns
 
 Samples = TypeVar("Samples", bound="StoredSamples")
 
@@ -218,6 +220,29 @@ class StoredSamples:
         """
         return parameter_table(self.store, parameters, by, f"Posterior of {summary(self.records)}")
 
+    @property
+    def columns(self) -> Columns:
+        """What the inputs and targets of the fit were, as its datamodule said: names, categories, scaling, classes."""
+        return self.store.columns
+
+    def inputs(self, x: Any) -> Tensor:
+        """Return inputs in the data's units as the network receives them, for `ensemble`, `networks` and `export`.
+
+        Args:
+            x: a data frame, whose columns are taken by their names, or an array or list of the training data's columns
+                in their order.
+
+        Raises:
+            RuntimeError: if the store does not know the columns, since the fit's datamodule did not tell.
+            ValueError: for a missing or unknown column, an unknown category, or another number of columns.
+        """
+        if self.columns.inputs is None:
+            raise RuntimeError(
+                "the store has no columns of the inputs, since the fit had loaders, or a datamodule without "
+                "input_columns: convert x as the training data were"
+            )
+        return self.columns.inputs.inputs(x)
+
     def _selected(
         self: Samples, indices: Sequence[int], log_weights: Sequence[float], comparable: bool | None = None
     ) -> Samples:
@@ -226,14 +251,22 @@ class StoredSamples:
         chosen._why_no_model = self._why_no_model
         return chosen
 
-    def in_memory(self: Samples) -> Samples:
-        """Return this posterior with all samples read into memory, for many small predictions."""
+    def in_memory(self: Samples, datamodule: Any = None) -> Samples:
+        """Return this posterior with all samples read into memory, for many small predictions.
+
+        Args:
+            datamodule: that of the inputs to predict, if there is one.
+
+        Raises:
+            ValueError: if its inputs have other columns or units than those of the fit.
+        """
+        self.columns.check(datamodule, targets=False)
         if isinstance(self.store, MemoryStore):
             return self
         store = MemoryStore()
         for sample in self:
             store.append(sample)
-        store.contour, store.scaling = self.store.contour, self.store.scaling
+        store.contour, store.columns = self.store.contour, self.store.columns
         kept = type(self)(store, self.model)
         kept.calibration = self.calibration
         return kept
@@ -241,7 +274,8 @@ class StoredSamples:
     def standardised(self: Samples) -> Samples:
         """Return this posterior with predictions in the units of the standardised targets; nothing is copied."""
         chosen = self._selected(range(len(self)), [record.log_weight for record in self.records])
-        chosen.store.scaling, chosen.calibration = None, self.calibration
+        chosen.store.columns = replace(self.store.columns, targets=None)
+        chosen.calibration = self.calibration
         return chosen
 
     def to_arviz(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.predictions.mixture import Mixture
 from lightning_sgmcmc.predictions.prediction import Prediction, checked_quantile
+from lightning_sgmcmc.tables.arrays import as_tensor
 
 Own = TypeVar("Own", bound="RegressionPrediction")
 
@@ -111,7 +112,7 @@ class RegressionPrediction(Prediction):
         return self._kept
 
     def _numbers(self, y: Tensor | float) -> Tensor:
-        numbers = torch.as_tensor(y, device=self.mean.device)
+        numbers = (torch.as_tensor(y) if isinstance(y, int | float) else as_tensor("y", y)).to(self.mean.device)
         if numbers.dim() == 1 and self.mean.shape[1] == 1:
             numbers = numbers[:, None]
         if numbers.dim() not in (0, 2) or (numbers.dim() == 2 and numbers.shape != self.mean.shape):

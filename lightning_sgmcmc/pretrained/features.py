@@ -16,6 +16,7 @@ from lightning_sgmcmc.datamodules import ArrayDataModule, Split
 from lightning_sgmcmc.files import megabytes
 from lightning_sgmcmc.model import named_trainable
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.tables import InputColumns
 
 CHUNK = 512
 """Data that pass through the frozen layers at once."""
@@ -66,6 +67,7 @@ class FeatureDataModule(ArrayDataModule):
         data, (module,) = self.data, self._module
         data.setup("fit")
         self.num_classes, self.target_mean, self.target_std = data.num_classes, data.target_mean, data.target_std
+        self.task, self.task_is_said = data.task, data.task_is_said
         transform = data.transform()
         if data.train_transform() is not transform:
             raise ValueError(
@@ -83,6 +85,11 @@ class FeatureDataModule(ArrayDataModule):
         size = sum(part.inputs.nbytes for part in parts)
         rank_zero_info(f"Features of {name!r}: {megabytes(size)} for {sum(len(p.targets) for p in parts):,} data.")
         return parts[0], parts[1], parts[2]
+
+    @property
+    def input_columns(self) -> InputColumns | None:
+        """What the data's own inputs are, from which the samples' whole networks predict."""
+        return self.data.input_columns
 
     def transform(self) -> Callable[[Tensor], Any]:
         return Features

@@ -12,7 +12,7 @@ from lightning_sgmcmc.files import read_regular, write_atomically
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.lock import StoreLock
 from lightning_sgmcmc.posterior.manifest import MANIFEST
-from lightning_sgmcmc.posterior.store import TargetScaling
+from lightning_sgmcmc.tables import Columns
 
 SAMPLES, STATE = "samples", "chains.pt"
 LARGEST_STATE = 2**34
@@ -27,7 +27,7 @@ class RunFolder:
         path: the folder, created if needed.
         facts: what the draws depend on, as plain data.
         description: of the network, see `DiskStore.create`.
-        scaling: of the targets.
+        columns: what inputs and targets are.
         shared: what is not sampled, by name.
 
     Attributes:
@@ -45,7 +45,7 @@ class RunFolder:
         path: Path,
         facts: Mapping[str, Any],
         description: Any,
-        scaling: TargetScaling | None,
+        columns: Columns,
         shared: Mapping[str, Tensor],
     ) -> None:
         self.path = path
@@ -54,7 +54,7 @@ class RunFolder:
         try:
             self.state = self._saved()
             if self.state is None:
-                self.store = self._created(description, scaling, shared)
+                self.store = self._created(description, columns, shared)
             else:
                 self.store = self._continued(self.state)
         except BaseException:
@@ -84,7 +84,7 @@ class RunFolder:
         found: dict[str, Any] = saved["state"]
         return found
 
-    def _created(self, description: Any, scaling: TargetScaling | None, shared: Mapping[str, Tensor]) -> DiskStore:
+    def _created(self, description: Any, columns: Columns, shared: Mapping[str, Tensor]) -> DiskStore:
         manifest = self.path / SAMPLES / MANIFEST
         if manifest.exists():
             if len(DiskStore(self.path / SAMPLES)):
@@ -92,7 +92,7 @@ class RunFolder:
                     f"{self.path / SAMPLES} has samples of another run, without {STATE}: pass another folder as out"
                 )
             manifest.unlink()  # of a run that ended before its first draw
-        return DiskStore.create(self.path / SAMPLES, description, scaling, shared)
+        return DiskStore.create(self.path / SAMPLES, description, columns, shared)
 
     def _continued(self, state: Mapping[str, Any]) -> DiskStore:
         """Return the store without draws after the saved iteration, which are made again."""

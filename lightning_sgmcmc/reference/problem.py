@@ -19,7 +19,6 @@ from lightning_sgmcmc.evaluation.full_energy import differs_in_training
 from lightning_sgmcmc.expansion import collapsed
 from lightning_sgmcmc.model import EnergyModel, check_model, named_trainable, of_prior
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.posterior.store import TargetScaling
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.held import Entries, held_rows, sampled_columns
 from lightning_sgmcmc.priors.hierarchical import VARIANCE
@@ -27,6 +26,7 @@ from lightning_sgmcmc.priors.state import is_prior_state
 from lightning_sgmcmc.reference.data import all_batches, count_of, digest, length_of
 from lightning_sgmcmc.reference.energies import FullEnergy
 from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.tables import Columns
 
 
 class Problem:
@@ -46,7 +46,7 @@ class Problem:
         energy: U/τ over all data.
         num_data: N.
         initial: positions at the start, shape (C, P).
-        scaling: of the targets, if the datamodule has standardised them.
+        columns: what inputs and targets are, if a datamodule says so.
 
     Raises:
         TypeError: if the module is no `BayesianModule`.
@@ -82,7 +82,7 @@ class Problem:
         temperature = module.temperature
         assert isinstance(temperature, float), "_copied has checked it"
         self.energy = FullEnergy(self.model, batches, temperature, execution in ("auto", "vmap"))
-        self.scaling = TargetScaling.of_datamodule(data)
+        self.columns = Columns.of_datamodule(data)
         fixed = {n: t for n, t in state_of(self.model).items() if n not in self.energy.names}
         self._facts = {"data": digest(batches), "what is not sampled": digest(fixed)}
 

@@ -127,12 +127,12 @@ def sample(
     problem = Problem(module, data, batch_size, chains, start, seed, dtype)
     if out is None:
         store: SampleStore = MemoryStore()
-        store.scaling = problem.scaling
+        store.columns = problem.columns
         run = _Run(problem, settings, store, None)
         report = run.make()
     else:
         facts = problem.facts() | settings.law() | {"chains": chains}
-        folder = RunFolder(Path(out), facts, description_for_store(module), problem.scaling, problem.shared())
+        folder = RunFolder(Path(out), facts, description_for_store(module), problem.columns, problem.shared())
         try:
             run = _Run(problem, settings, folder.store, folder)
             report = run.make()

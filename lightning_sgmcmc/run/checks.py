@@ -14,6 +14,7 @@ from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.step_sizes import is_per_chain
 from lightning_sgmcmc.checks import is_of_other_namespace
+from lightning_sgmcmc.likelihoods.classes import ClassLikelihood
 from lightning_sgmcmc.run.trainer import callbacks_of, is_probe, is_trial, repeated_batches
 from lightning_sgmcmc.samplers import SGNHT, Sampler
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
@@ -27,6 +28,8 @@ MEDDLING: dict[str, str] = {
     "BaseFinetuning": "freezes and unfreezes parameters during the run, so the chain's state space changes",
     "ModelPruning": "sets weights to zero during the run, so the chain samples nothing",
 }
+
+TARGETS = {"regression": "numbers", "classes": "classes", "counts": "counts"}
 
 SEARCHING: dict[str, str] = {
     "LearningRateFinder": "LearningRateFinder (Tuner.lr_find) ranks step sizes by how fast they optimize, not by "
@@ -48,6 +51,7 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     _check_strategy(trainer.strategy)
     _check_callbacks(trainer)
     _check_chains(trainer, module)
+    _check_task(trainer, module)
     if repeated_batches(trainer) > 0:
         raise ValueError(
             f"overfit_batches={repeated_batches(trainer):g} repeats a few batches, whereas N counts all training "
@@ -58,6 +62,34 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             f"gradient_clip_val={trainer.gradient_clip_val} bounds the drift of the chain: where it acts, the samples "
             "are biased."
         )
+
+
+def _check_task(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Raise if a datamodule's targets are of another kind than the likelihood's.
+
+    Raises:
+        ValueError: naming both, and what to change.
+    """
+    data, likelihood = getattr(trainer, "datamodule", None), getattr(module, "likelihood", None)
+    task, wanted = str(getattr(data, "task", "")), task_of(likelihood)
+    is_said, is_scaled = getattr(data, "task_is_said", True), getattr(data, "target_std", None) is not None
+    if not task or not wanted or task == wanted or (task == "regression" and not is_said and not is_scaled):
+        return
+    guessed = "" if is_said else ", as their values suggest"
+    raise ValueError(
+        f"{type(likelihood).__name__} is a likelihood of {TARGETS[wanted]}, and {type(data).__name__} has "
+        f"{TARGETS[task]} (task={task!r}{guessed}): pass task={wanted!r} to it, or a likelihood of {TARGETS[task]}"
+    )
+
+
+def task_of(likelihood: Any) -> str:
+    """Return the task of a likelihood of the library's kinds, "" for others."""
+    if isinstance(likelihood, ClassLikelihood):
+        return "classes"
+    law = getattr(likelihood, "distribution", None)
+    if law is None:
+        return ""
+    return "counts" if bool(getattr(getattr(law, "support", None), "is_discrete", False)) else "regression"
 
 
 def _check_namespace(trainer: pl.Trainer) -> None:

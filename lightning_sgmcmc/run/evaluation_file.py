@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.files import read_regular, write_output
+from lightning_sgmcmc.tables import TargetScaling
 
 LARGEST = 2**30
 """In bytes."""
@@ -86,12 +87,12 @@ def read_evaluation(path: Path) -> StoredEvaluation:
     return stored
 
 
-def per_datum(evaluation: Evaluation, scale: float) -> tuple[dict[str, Tensor], str]:
+def per_datum(evaluation: Evaluation, scaling: TargetScaling) -> tuple[dict[str, Tensor], str]:
     """Return the per-datum results of an evaluation's average, and a text that identifies its targets.
 
     Args:
         evaluation: with samples.
-        scale: the divisor that standardised the targets.
+        scaling: of the targets.
     """
     average, target = evaluation.average, evaluation.target
     assert average is not None
@@ -103,9 +104,14 @@ def per_datum(evaluation: Evaluation, scale: float) -> tuple[dict[str, Tensor], 
     if probabilities is not None and probabilities.dim() == 2 and target.numel() == len(probabilities):
         columns |= _of_classes(probabilities, target)
     elif mean is not None and mean.dim() == 2 and target.numel() == mean.numel():
+        scale = scaling.factor
         errors = mean - target.reshape(mean.shape)
-        columns["nll"] = columns["nll"] + (~errors.isnan()).sum(1) * math.log(scale)
-        columns["square_error"] = errors.square().nanmean(1) * scale**2
+        if isinstance(scale, Tensor):
+            columns["nll"] = columns["nll"] + torch.where(errors.isnan(), 0.0, scale.log().to(errors)).sum(1)
+            columns["square_error"] = (errors * scale.to(errors)).square().nanmean(1)
+        else:
+            columns["nll"] = columns["nll"] + (~errors.isnan()).sum(1) * math.log(scale)
+            columns["square_error"] = errors.square().nanmean(1) * scale**2
     values = target.detach().cpu().double().contiguous()
     return _stored(columns), f"{len(values)}-{zlib.crc32(values.numpy().tobytes()):08x}"
 

@@ -89,7 +89,7 @@ def _data(trainer: pl.Trainer, module: Any) -> tuple[Tensor, Tensor] | tuple[Non
         batch = next(iter(rows.loader(places, batch_size=len(places))))
     if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
         return None, None
-    x, y = (part.detach().cpu().double().flatten(1) for part in batch)
+    x, y = (part.detach().cpu().double().reshape(len(part), -1) for part in batch)  # targets may be (n,)
     return (x, y) if len(x) == len(y) and not bool(y.isnan().any()) else (None, None)
 
 

@@ -14,7 +14,7 @@ from lightning_sgmcmc.posterior.aside import aside_folders, next_aside
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.lock import StoreLock
 from lightning_sgmcmc.posterior.manifest import MANIFEST, record_from
-from lightning_sgmcmc.posterior.store import TargetScaling
+from lightning_sgmcmc.tables import Columns
 
 LEVELS = 3
 """Folders above a checkpoint, and parts of a store's path, that are searched for a moved run's samples."""
@@ -23,7 +23,7 @@ LEVELS = 3
 def begin_store(
     path: Path,
     description: Any,
-    scaling: TargetScaling | None = None,
+    columns: Columns | None = None,
     shared: Mapping[str, Tensor] | None = None,
 ) -> StoreLock:
     """Create an empty store for a new run, and move the samples of an earlier run aside.
@@ -31,7 +31,7 @@ def begin_store(
     Args:
         path: the folder.
         description: the network's, see `DiskStore.create`.
-        scaling: the targets'.
+        columns: what inputs and targets are.
         shared: what is not sampled, see `DiskStore.create`.
 
     Returns:
@@ -47,7 +47,7 @@ def begin_store(
         rank_zero_info(f"The samples of an earlier run in {path} were moved to {aside}")
         lock.release()
         lock = StoreLock(path)
-    DiskStore.create(path, description, scaling, shared)
+    DiskStore.create(path, description, columns, shared)
     return lock
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.cli import main
 from lightning_sgmcmc.cli.exits import NO_SAMPLES
+from lightning_sgmcmc.datamodules import DigitsDataModule
 from lightning_sgmcmc.run import interruption
 from tests.support.paths import RECIPE
 
@@ -97,6 +98,20 @@ def fail(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) ->
     assert end.value.code == code
     said = capsys.readouterr().err
     return said[said.index("sgmcmc ") :]
+
+
+@pytest.mark.slow
+def test_predict_takes_the_runs_network_as_test_does(without_pictures: str) -> None:
+    """The configuration has another width than the run had by an option of its own."""
+    narrow = "--model.init_args.net.init_args.hidden_channels=[24, 24, 10]"
+    main(["fit", "--config", without_pictures, *SHORT, narrow])
+    run = Path("runs/digits_csghmc/version_0")
+    main(["test", "--config", without_pictures, *SHORT])
+    main(["predict", "--config", without_pictures, *SHORT])
+    data = DigitsDataModule()
+    data.setup("test")
+    expected = Posterior.load(run / "samples").predict(data.splits[2].inputs).probabilities
+    torch.testing.assert_close(load_file(run / "predict" / "predictions.safetensors")["probabilities"], expected)
 
 
 def test_resume_continues_the_newest_run(

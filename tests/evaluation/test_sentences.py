@@ -13,6 +13,7 @@ from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation, LoaderAverage
 from lightning_sgmcmc.evaluation.sentences import NAMES, Claim, five_sentences
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.tables import TargetScaling
 
 DATA = 400
 
@@ -33,7 +34,7 @@ def evaluated(
         terms = likelihood.terms(output) | likelihood.target_terms(output, target)
         density = likelihood.log_prob(output, target)
         scores = ({}, density, None) if own else (terms, density, target)
-        average.add(module, sample, scores, (1.0, 0.0), 0.0, {})
+        average.add(module, sample, scores, TargetScaling(), 0.0, {})
     return average.evaluation
 
 

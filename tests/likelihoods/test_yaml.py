@@ -44,6 +44,6 @@ def test_a_configured_likelihood(tmp_path: Path) -> None:
     likelihood = posterior.model.likelihood
     assert isinstance(likelihood, HeteroscedasticGaussian)
     assert likelihood.std == 0.5
-    low, high = posterior.predict(x).interval(0.9)
+    low, high = posterior.predict(posterior.inputs(x)).interval(0.9)
     assert (high > low).all()
     assert 450 < float(low.mean()) < float(high.mean()) < 550, "in the target's own units"
