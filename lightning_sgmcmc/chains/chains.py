@@ -1,6 +1,5 @@
 """Chains: the component of a BayesianModule that holds its chains, their energies, gradients and state."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +17,7 @@ from lightning_sgmcmc.chains.gradients import ChainGradients
 from lightning_sgmcmc.chains.graphs import free_graphs
 from lightning_sgmcmc.chains.layers import prepare_layers
 from lightning_sgmcmc.chains.layout import ChainLayout, layout_of
+from lightning_sgmcmc.chains.seeds import FitSeeds
 from lightning_sgmcmc.chains.sharing import Sharing
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.starts import ChainStart, check_start, start_chain
@@ -50,6 +50,7 @@ class Chains(ChainGradients):
 
     Attributes:
         layout: which chains of the run this process holds.
+        seeds: the seed of the run and of the present fit.
         stacked: the stacked tensors, None for a single unstacked chain.
         sharing: what all chains share, which is not sampled.
         trainable: the sampled parameters by name, once the sampler is made.
@@ -83,9 +84,7 @@ class Chains(ChainGradients):
         self.shared_batch = shared_batch
         self._execution = execution
         self.compiled = compiled
-        self.given_seed = seed
-        self.seed = seed
-        """The seed of starts and noise, once a fit has begun."""
+        self.seeds = FitSeeds(seed)
         self.layout = ChainLayout()
         self.stacked: StackedChains | None = None
         self._started: range | None = None
@@ -120,11 +119,13 @@ class Chains(ChainGradients):
             initialise: draws the start of the chain with this global index into the model's own tensors.
         """
         self.layout = layout_of(trainer, self.num_chains)
+        starts = self._started is None and self.start == "own" and self.layout.total_chains > 1
+        self.seeds.begin(trainer, starts)  # here, where all ranks are
         if self.stacked is None:
             self.sharing.begin()
             prepare_layers(self.model)
         if self._started is None:
-            self._start(trainer, initialise)
+            self._start(initialise)
         elif self._started != self.layout.chains:
             rank_zero_warn(
                 "This module's chains began in another layout, so chains on several processes continue from the "
@@ -132,12 +133,11 @@ class Chains(ChainGradients):
             )
         self.sharing.agree(self.layout)
 
-    def _start(self, trainer: pl.Trainer | None, initialise: Callable[[int], None]) -> None:
+    def _start(self, initialise: Callable[[int], None]) -> None:
         """Draw the starts of this process's chains, and stack them; see `begin`."""
         if self.num_chains == 1 and (self.start == "same" or (self.start == "own" and self.layout.first_chain == 0)):
             return
         check_layers(self.model)
-        self.resolve_seed(trainer)
         self._started = self.layout.chains
 
         def start(index: int) -> None:
@@ -149,14 +149,10 @@ class Chains(ChainGradients):
             with torch.no_grad():
                 start(0)
 
-    def resolve_seed(self, trainer: pl.Trainer | None) -> int:
-        """Return the seed of the run: the given seed, the one of the starts, `seed_everything`'s or a random one."""
-        if self.given_seed is not None:
-            self.seed = self.given_seed
-        elif self.seed is None or self.stacked is None:
-            seed = int(os.environ.get("PL_GLOBAL_SEED") or int.from_bytes(os.urandom(4), "little"))
-            self.seed = int(trainer.strategy.broadcast(seed)) if trainer is not None else seed
-        return self.seed
+    @property
+    def seed(self) -> int | None:
+        """The seed of the present fit, of which starts, noise, batches and all draws of callbacks are functions."""
+        return self.seeds.seed
 
     def are_stacked_in(self, state_dict: Mapping[str, Any]) -> bool:
         """Return whether a state dict holds stacked chains while this object's are not stacked yet.

@@ -38,7 +38,7 @@ def settings_of(trainer: pl.Trainer, module: Any, sampler: Sampler) -> Settings:
         "temperature": _plain(module.temperature),
         "num_data": module.num_data,
         "lr": _lr(module.lr, sampler),
-        "seed": chains_of(module).seed,
+        "seed": chains_of(module).seeds.stated,
         "sampler": name_of(type(sampler)),
         "chain_start": text_of_start(chains_of(module).start),
         "sampled": _sampled(module),
@@ -141,7 +141,7 @@ def check_ranks(trainer: pl.Trainer, settings: Settings) -> Settings:
 
 def is_seeded(module: Any) -> bool:
     """Return whether a run was given a seed, by the module's argument or by `seed_everything`."""
-    return chains_of(module).given_seed is not None or "PL_GLOBAL_SEED" in os.environ
+    return chains_of(module).seeds.given is not None or "PL_GLOBAL_SEED" in os.environ
 
 
 def text_of(value: Any) -> str:
