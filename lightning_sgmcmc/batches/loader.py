@@ -136,16 +136,16 @@ class ResumableLoader:
         return self._seed if self._seed is not None else torch.initial_seed()
 
     def adopt_seed(self, seed: int, fit: int = 0) -> None:
-        """Begin a fit's stream, unless the place came from a checkpoint.
+        """Begin a fit's stream, once until `close`, unless the place came from a checkpoint.
 
         Args:
             seed: the fit's seed, which the order has unless the constructor was given one.
             fit: number of the module's earlier fits, each of which has other batches.
         """
-        self._belongs_to_run = True
-        if not self._is_restored:
+        if not (self._belongs_to_run or self._is_restored):
             self._seed = seed if self._given_seed is None else fit_seed(self._given_seed, fit)
             self.start_at(0)
+        self._belongs_to_run = True
 
     def adopt_chains(self, chains: Sequence[int]) -> None:
         """Return batches of these chains, by their global indices."""

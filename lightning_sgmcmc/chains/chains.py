@@ -243,6 +243,11 @@ class Chains(ChainGradients):
                 f"sampler={name_of(factory)} returned a {type(sampler).__name__}, which adds no noise: use one of "
                 "lightning_sgmcmc.samplers (at temperature 0 they equal torch's optimizers)"
             )
+        if sampler.seed != self.seed:
+            raise ValueError(
+                f"sampler={name_of(factory)} made a sampler with seed {sampler.seed}, and this fit's is {self.seed}: "
+                "pass the keyword argument `seed` on to it, and give the module the run's (BayesianModule(seed=…))"
+            )
         return sampler
 
     # -- energies -----------------------------------------------------------------------------------------------------

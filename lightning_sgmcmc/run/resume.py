@@ -228,6 +228,7 @@ class ExactResume(pl.Callback):
         if not self._generators.is_kept:
             return
         self._generators.end()
+        self._close_loaders()
         if self._batches > self._batches_before and not is_probe(trainer):
             chains_of(pl_module).seeds.end_fit()
 
@@ -238,7 +239,6 @@ class ExactResume(pl.Callback):
         if stage != "fit":
             return
         self._end(trainer, pl_module)  # a fit that Lightning's tuner has left calls no other hook
-        self._close_loaders()
 
     def _close_loaders(self) -> None:
         for loader in self._loaders:

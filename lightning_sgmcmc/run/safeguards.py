@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
+from lightning_sgmcmc.chains.replicas import check_replicas
 from lightning_sgmcmc.chains.samples import draw_samples
 from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
@@ -202,6 +204,8 @@ class Safeguards(pl.Callback):
         self._pulse.busy = True
         if self._guard is not None and trainer.state.fn == "fit":
             self._guard.check_state("it is not saved")
+            if trainer.state.status == TrainerStatus.RUNNING and self._sampler is not None:  # else a rank may be alone
+                check_replicas(chains_of(pl_module), self._sampler.step_count)
         keep_constructor_arguments(checkpoint, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
