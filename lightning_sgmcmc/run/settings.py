@@ -116,8 +116,8 @@ def is_allowed(name: str, allow: Iterable[str]) -> bool:
 
 
 def check_ranks(trainer: pl.Trainer, settings: Settings) -> Settings:
-    """Raise unless all ranks have the same N, where they divide one data set the same data, and where they share a chain
-    the same kind of device; return rank zero's settings.
+    """Return rank zero's settings. Raise unless all ranks have the same N, the same data where they divide a data set,
+    and the same kind of device where they share a chain.
 
     Raises:
         ValueError: naming the first rank that differs.
