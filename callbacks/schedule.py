@@ -87,6 +87,8 @@ class Schedule(SamplerCallback):
     _first_stage: FirstStage | None = None
     _saved_warm_steps: int = 0
     _step: int = 0
+    _planned: float = math.inf
+    """Steps that the schedule was laid out for, if it needs to know them."""
     _target_temperature: Control = 1.0
     _is_set_up = False
 
@@ -132,6 +134,7 @@ class Schedule(SamplerCallback):
         lr, progress = self._sampler.param_groups[0]["initial_lr"], module.chains.progress
         self._saved_warm_steps = progress.warm_steps
         steps = fit_steps(trainer) - progress.warm_steps
+        self._planned = steps if hasattr(self, "_length") else math.inf
         self.lay_out(RunLength(steps, epoch_length(trainer), lr, is_trial(trainer)))
         progress.first_sample = progress.warm_steps + self.first_sample
         self._target_temperature = module.target_temperature if self.temperature is None else self.temperature
@@ -224,6 +227,12 @@ class Schedule(SamplerCallback):
         if self._first_stage is not None:
             self._first_stage.advance(trainer, module, batch_idx)
         self._step = self._sampler.step_count + 1 - module.chains.progress.warm_steps
+        if self._step > self._planned:
+            self._planned = math.inf
+            rank_zero_warn(
+                f"The fit goes on after the {self._step - 1} steps that {type(self).__name__} has planned for, since "
+                "epochs have become longer or max_epochs was raised: pass max_steps to plan for the whole run."
+            )
         if self._step > 0:
             self.apply(self._step, module, self._sampler)
 

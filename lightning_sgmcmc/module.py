@@ -12,6 +12,7 @@ from lightning_sgmcmc.batches.rows import resolve_num_data
 from lightning_sgmcmc.chains.chains import Chains, sampler_of
 from lightning_sgmcmc.chains.energies import Execution, each_log_likelihood
 from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.seeds import present_place
 from lightning_sgmcmc.chains.starts import redraw
 from lightning_sgmcmc.chains.step_sizes import check_step_size
 from lightning_sgmcmc.checks import check_choice, check_control, check_count
@@ -313,6 +314,7 @@ class BayesianModule(EnergyModel):
         """Add the callbacks that every run needs, after the user's and before the checkpoint callbacks."""
         stay_offline_without_login(self.trainer.loggers)  # the loggers start before any later hook
         self.chains.claims.clear()
+        self.chains.seeds.place = present_place()
         if any(isinstance(callback, Safeguards) for callback in callbacks_of(self.trainer)):
             return []
         safeguards = Safeguards(self.nonfinite_energy, self.max_skipped_in_a_row)

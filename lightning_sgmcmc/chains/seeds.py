@@ -24,22 +24,31 @@ class ProcessRuns:
         """By seed, the place of its first run."""
         self._unmoved: dict[tuple[int, str], int] = {}
         """By seed and place, the runs that left the generator where it was."""
+        self._counts: dict[int, int] = {}
+        """By seed, its runs."""
         self._begun: tuple[int, str] | None = None
 
-    def seed(self, own_process: bool = False) -> int:
+    def seed(self, place: str, launched: bool) -> int:
         """Return the seed of the run that begins now; a random one without `seed_everything`.
 
         Args:
-            own_process: whether this process was made for the run, and cannot know of earlier ones.
+            place: where the generator was when the fit was called, see `present_place`.
+            launched: whether a trainer has started this process for the run, so that it knows of no earlier ones.
         """
         given = os.environ.get("PL_GLOBAL_SEED")
         if not given:
             self._begun = None
             return int.from_bytes(os.urandom(4), "little")
-        seed, place = int(given), _place()
+        seed = int(given)
         self._begun = (seed, place)
+        if launched:
+            return derive_seed(seed, "run", place)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # Lightning seeds such processes anew at each fit, so their places are alike: they count.
+            earlier = self._counts.get(seed, 0)
+            return derive_seed(seed, "run", "number", earlier) if earlier else seed
         earlier = self._unmoved.get(self._begun, 0)
-        if not own_process and not earlier and self._first.get(seed, place) == place:
+        if not earlier and self._first.get(seed, place) == place:
             return seed
         return derive_seed(seed, "run", place, earlier)
 
@@ -48,8 +57,9 @@ class ProcessRuns:
         if self._begun is None:
             return
         (seed, place), begun, self._begun = self._begun, self._begun, None
+        self._counts[seed] = self._counts.get(seed, 0) + 1
         self._first.setdefault(seed, place)
-        if _place() == place:
+        if present_place() == place:
             self._unmoved[begun] = self._unmoved.get(begun, 0) + 1
 
 
@@ -57,7 +67,8 @@ RUNS = ProcessRuns()
 """This process's."""
 
 
-def _place() -> str:
+def present_place() -> str:
+    """Return where torch's default generator is, as a short text."""
     return hashlib.blake2b(torch.default_generator.get_state().numpy().tobytes(), digest_size=8).hexdigest()
 
 
@@ -76,6 +87,8 @@ class FitSeeds:
         """The module's earlier fits, those that made a step."""
         self.loads = 0
         """States that the module has loaded."""
+        self.place: str | None = None
+        """Where torch's generator was when the fit was called, before Lightning seeds distributed processes."""
         self._has_starts = self._is_known = False
         """Whether chains started by the run's seed, and whether the coming fit's is chosen."""
 
@@ -114,7 +127,7 @@ class FitSeeds:
         if launched:  # the module's earlier fits ended in other processes, from which it has loaded their states
             self.fits = max(self.fits, self.loads)
         if self.given is None and (self.run is None or not (self._has_starts or self.fits)):
-            seed = RUNS.seed(launched)
+            seed = RUNS.seed(self.place or present_place(), launched)
             self.run = int(trainer.strategy.broadcast(seed)) if trainer is not None else seed
 
     def resume(self, seed: int | None, fits: int) -> None:

@@ -5,6 +5,9 @@ from typing import Any
 
 import pytorch_lightning as pl
 
+MORE_THAN_AN_EPOCH = 2**40
+"""Batches."""
+
 
 @dataclass
 class Place:
@@ -63,7 +66,9 @@ def repair_loop_counts(fit_loop: dict[str, Any], batches: int, place: Place, acc
         place: where it is.
         accumulating: whether the last batch was not the last of its step.
     """
-    begun, total, epoch = place.in_epoch, place.before + batches, place.epoch
+    # Lightning begins the next epoch after as many batches as that has, which may be more than the last one had.
+    begun = MORE_THAN_AN_EPOCH if place.is_over else place.in_epoch
+    total, epoch = place.before + batches, place.epoch
     progress = fit_loop["epoch_loop.batch_progress"]
     _set_counts(progress, "total", begun=total, processed=total, ended=total - 1)
     _set_counts(progress, "current", begun=begun, processed=begun, ended=begun - 1)

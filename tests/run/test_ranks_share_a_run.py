@@ -75,12 +75,11 @@ def test_runs_and_fits_of_processes_that_a_trainer_starts_differ(strategy: str, 
 
 
 class Drifts(pl.Callback):
-    """Changes the last bit of a parameter of one rank."""
+    """Changes a parameter of one rank a little."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 3:
-            weight = pl_module.net.weight.data
-            weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(9.0))
+            pl_module.net.weight.data[0, 0] += 1e-5
 
 
 @pytest.mark.parametrize("strategy", ["ddp_fork", ChainStrategy(2, start_method="fork")], ids=["ddp", "a group"])
