@@ -49,12 +49,13 @@ class Place:
 def place_in(saved: dict[str, Any]) -> Place | None:
     """Return the place that a checkpoint's `ExactResume` has kept, None if it has none."""
     if "place" in saved:
-        return Place(**saved["place"], begins_epoch=False)
+        return Place(**saved["place"], begins_epoch=saved["place"]["is_over"])
     batches, length = saved.get("batches", 0), saved.get("epoch_length")  # an earlier version's: of the first epoch
     if not length or batches <= 0:
         return None
     epoch, before = divmod(batches - 1, length)
-    return Place(epoch, before + 1, before + 1 == length, begins_epoch=False)
+    is_over = before + 1 == length
+    return Place(epoch, before + 1, is_over, begins_epoch=is_over)
 
 
 def repair_loop_counts(fit_loop: dict[str, Any], batches: int, place: Place, accumulating: bool) -> None:

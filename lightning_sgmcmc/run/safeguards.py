@@ -58,6 +58,7 @@ class Safeguards(pl.Callback):
         self._pulse = Pulse()
         self._watch: RankWatch | None = None
         self._scales: PriorScales | None = None
+        self._resumes = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         protect_checkpoints(trainer)
@@ -98,9 +99,11 @@ class Safeguards(pl.Callback):
                 "sampler, and a schedule covers this fit's steps alone."
             )
         self._planner.begin(trainer, pl_module)
+        self._resumes = bool(trainer.ckpt_path)
         leave_out(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._resumes = False
         follow_data(trainer, pl_module)
         begin_stream(trainer)
 
@@ -108,6 +111,9 @@ class Safeguards(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._pulse.count += 1
+        if self._resumes:  # Lightning calls no hook at the start of the epoch in which a run resumes
+            self._resumes = False
+            follow_data(trainer, pl_module)
         if self._guard is not None and batch_idx % trainer.accumulate_grad_batches == 0:
             self._guard.begin(batch)
 
