@@ -57,7 +57,7 @@ FITS: dict[str, dict[str, Any]] = {
     "validation in mid-epoch": {"train": plain_loader, "val": plain_loader, "val_check_interval": 2},
     "validation every other epoch": {"train": plain_loader, "val": plain_loader, "check_val_every_n_epoch": 2},
     "a subset": {"train": lambda: plain_loader(shuffle=False, sampler=SubsetRandomSampler(range(12)))},
-    "weighted": {"train": lambda: plain_loader(shuffle=False, sampler=WEIGHTED)},
+    "weighted validation": {"train": plain_loader, "val": lambda: plain_loader(shuffle=False, sampler=WEIGHTED)},
     "own generator": {"train": lambda: plain_loader(generator=torch.Generator().manual_seed(1))},
     "ends in mid-epoch": {"train": plain_loader, "max_epochs": -1, "max_steps": 8},
     "one of the library": {"train": lambda: ResumableLoader(DATA, 4)},
@@ -99,7 +99,7 @@ def after(module: pl.LightningModule, train: Any, val: Any = None, again: bool =
 @pytest.mark.parametrize("name", FITS)
 def test_a_fit_leaves_the_generators_where_plain_lightning_does(name: str) -> None:
     options = FITS[name]
-    module = linear(num_chains=options.get("chains", 1), sampler=SGHMC, num_data=24)
+    module = linear(num_chains=options.get("chains", 1), sampler=SGHMC)
     assert after(module, **options) == after(Regression(), **options)
 
 
