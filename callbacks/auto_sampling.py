@@ -153,8 +153,6 @@ class AutoSampling(Schedule):
         self.prior_std = self._start_std = std if given_std is None else given_std
         module.prior = self._prior(module)
         module.sampler_factory, module.lr = functools.partial(pSGHMC, friction=0.1), self.lr
-        parts = {"prior": repr(module.prior), "sampler": "pSGHMC", "lr": self.lr, "temperature": self.temperature}
-        module.save_hyperparameters({**module.hparams, **parts})
         claims = module.chains.claims
         claims.claim("prepare samples", self)  # their weights
         claims.claim("expand samples", self)  # a draw is evaluated as it is

@@ -26,6 +26,7 @@ from lightning_sgmcmc.evaluation.user_metrics import UserMetrics
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.units import scaling_of_run
 from lightning_sgmcmc.run.early_stopping import PatientStopping
+from lightning_sgmcmc.run.trainer import is_finished
 
 MONITORS = ("val/bma_", "val/single_", "val/chain_disagreement")
 """The beginnings of the names of the metrics that change with the samples only."""
@@ -123,6 +124,8 @@ class BayesianModelAverage(SamplerCallback):
         self._averages = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if is_finished(trainer) and not self._averages:
+            return
         self._publish(bayesian(pl_module, self), "val")  # the checkpoint's averages, if the run is already complete
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
 from lightning_sgmcmc.callbacks.contour_run import ContourRun, inexact_settings
-from lightning_sgmcmc.callbacks.schedule import begin_first_stage, run_length, schedule_of
+from lightning_sgmcmc.callbacks.schedule import begin_first_stage, schedule_of
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag, check_kind
 from lightning_sgmcmc.contour import (
@@ -27,7 +27,7 @@ from lightning_sgmcmc.evaluation.sample_energy import Kind, available_kind, samp
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.hyperparameters import log_values
 from lightning_sgmcmc.run.loggers import is_logged, log_scalars
-from lightning_sgmcmc.run.trainer import is_trial
+from lightning_sgmcmc.run.trainer import fit_steps, is_trial
 
 
 class ContourGradient(StepClaimant):
@@ -179,7 +179,7 @@ class ContourGradient(StepClaimant):
         self._restored = None
 
     def _check_run(self, run: ContourRun) -> None:
-        steps, warm_up = run_length(run.trainer), run.first_step
+        steps, warm_up = fit_steps(run.trainer), run.first_step
         if steps <= warm_up:
             raise ValueError(
                 f"the run has {steps:.0f} steps, and the contour begins after {warm_up} of them: shorten "

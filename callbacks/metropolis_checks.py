@@ -7,11 +7,11 @@ from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_sgmcmc.batches.reversal import fault_of_order, has_short_steps
-from lightning_sgmcmc.callbacks.schedule import Schedule, is_optimization, run_length
+from lightning_sgmcmc.callbacks.schedule import Schedule, is_optimization
 from lightning_sgmcmc.evaluation.full_energy import differs_in_training
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.priors import HierarchicalPrior
-from lightning_sgmcmc.run.trainer import callbacks_of, is_probe
+from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_probe
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
 
 FOREIGN = {
@@ -83,7 +83,7 @@ def check_trajectories(
             f"a trajectory of {steps} step does not move with {type(sampler).__name__}: pass every_n_steps of "
             f"at least {sampler.least_steps}, or use sampler=AMAGOLD"
         )
-    length = run_length(trainer) - module.chains.progress.warm_steps
+    length = fit_steps(trainer) - module.chains.progress.warm_steps
     fault = fault_of_order(trainer, steps) or fault_of_schedule(schedule, steps, length)
     if fault is not None:
         raise ValueError(f"the trajectories of MetropolisTest must be as likely backwards, but {fault}")

@@ -6,8 +6,8 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from lightning_sgmcmc.callbacks.schedule import RunLength, run_length
-from lightning_sgmcmc.run.trainer import callbacks_of
+from lightning_sgmcmc.callbacks.schedule import RunLength
+from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps
 
 
 class PlannedLength:
@@ -43,7 +43,7 @@ class PlannedLength:
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Warn if the run may end early, or if its length is not the checkpoint's."""
-        total, enders = int(run_length(trainer)), (pl.callbacks.EarlyStopping, pl.callbacks.Timer)
+        total, enders = int(fit_steps(trainer)), (pl.callbacks.EarlyStopping, pl.callbacks.Timer)
         ender = next((c for c in callbacks_of(trainer) if isinstance(c, enders)), None)
         if ender is not None:
             rank_zero_warn(f"{type(ender).__name__} may end the run before {self._before.format(steps=total)}.")

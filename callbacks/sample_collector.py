@@ -28,7 +28,7 @@ from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.run.folder import newest_store, run_folder
 from lightning_sgmcmc.run.resume import check_resume
 from lightning_sgmcmc.run.sample_folder import begin_store, continue_store, find_store, on_rank_zero
-from lightning_sgmcmc.run.trainer import is_trial
+from lightning_sgmcmc.run.trainer import is_finished, is_trial
 from lightning_sgmcmc.tables import Columns
 
 
@@ -117,6 +117,8 @@ class SampleCollector(SamplerCallback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)
+        if is_finished(trainer) and self._store is not None:
+            return  # no step follows, so the samples stay
         if self._restored is not None:
             check_resume(trainer, module)  # before the store is touched
             self._resume(trainer, module)

@@ -12,7 +12,7 @@ from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.interruption import pass_on
-from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
+from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.base import NO_COLD_LIMIT, Control
 from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
@@ -87,6 +87,8 @@ class Schedule(SamplerCallback):
     _first_stage: FirstStage | None = None
     _saved_warm_steps: int = 0
     _step: int = 0
+    _planned: float = math.inf
+    """Steps that the schedule was laid out for, if it needs to know them."""
     _target_temperature: Control = 1.0
     _is_set_up = False
 
@@ -131,7 +133,8 @@ class Schedule(SamplerCallback):
         """Lay the schedule out over the run, before the first step."""
         lr, progress = self._sampler.param_groups[0]["initial_lr"], module.chains.progress
         self._saved_warm_steps = progress.warm_steps
-        steps = run_length(trainer) - progress.warm_steps
+        steps = fit_steps(trainer) - progress.warm_steps
+        self._planned = steps if hasattr(self, "_length") else math.inf
         self.lay_out(RunLength(steps, epoch_length(trainer), lr, is_trial(trainer)))
         progress.first_sample = progress.warm_steps + self.first_sample
         self._target_temperature = module.target_temperature if self.temperature is None else self.temperature
@@ -224,6 +227,12 @@ class Schedule(SamplerCallback):
         if self._first_stage is not None:
             self._first_stage.advance(trainer, module, batch_idx)
         self._step = self._sampler.step_count + 1 - module.chains.progress.warm_steps
+        if self._step > self._planned:
+            self._planned = math.inf
+            rank_zero_warn(
+                f"The fit goes on after the {self._step - 1} steps that {type(self).__name__} has planned for, since "
+                "epochs have become longer or max_epochs was raised: pass max_steps to plan for the whole run."
+            )
         if self._step > 0:
             self.apply(self._step, module, self._sampler)
 
@@ -270,12 +279,6 @@ def is_optimization(trainer: pl.Trainer, module: BayesianModule) -> bool:
     own = getattr(schedule_of(trainer), "temperature", None)
     temperature = module.temperature if own is None else own
     return temperature == 0 or (isinstance(temperature, tuple) and not any(temperature))
-
-
-def run_length(trainer: pl.Trainer) -> float:
-    """Return the number of optimizer steps in the run, infinite if unknown."""
-    steps = trainer.estimated_stepping_batches
-    return steps if steps >= 0 else float("inf")  # -1 for epochs of a loader without length
 
 
 def epoch_length(trainer: pl.Trainer) -> int:

@@ -9,13 +9,13 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import AdamW, Optimizer
 
 from lightning_sgmcmc.callbacks.base import bayesian
-from lightning_sgmcmc.callbacks.schedule import FirstStage, epoch_length, run_length, schedule_of
+from lightning_sgmcmc.callbacks.schedule import FirstStage, epoch_length, schedule_of
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.warm_start import BestStates, ChainOptimizers, check_optimizer, make_optimizer
 from lightning_sgmcmc.checks import check_choice, check_count, check_kind, check_positive
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.run.trainer import is_trial
+from lightning_sgmcmc.run.trainer import fit_steps, is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.schedules import Patience, cyclical_lr_factor
 
@@ -149,7 +149,7 @@ class WarmStart(FirstStage):
 
     def _length(self, trainer: pl.Trainer) -> int:
         """Return the planned number of steps."""
-        total, schedule = run_length(trainer), schedule_of(trainer)
+        total, schedule = fit_steps(trainer), schedule_of(trainer)
         if is_trial(trainer):
             return min(1, int(total) - 1)
         each = epoch_length(trainer)

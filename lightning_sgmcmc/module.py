@@ -12,6 +12,7 @@ from lightning_sgmcmc.batches.rows import resolve_num_data
 from lightning_sgmcmc.chains.chains import Chains, sampler_of
 from lightning_sgmcmc.chains.energies import Execution, each_log_likelihood
 from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.seeds import present_place
 from lightning_sgmcmc.chains.starts import redraw
 from lightning_sgmcmc.chains.step_sizes import check_step_size
 from lightning_sgmcmc.checks import check_choice, check_control, check_count
@@ -27,11 +28,11 @@ from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import Prior
 from lightning_sgmcmc.run.offline import stay_offline_without_login
 from lightning_sgmcmc.run.progress_bar import SamplingProgress
-from lightning_sgmcmc.run.resume import ExactResume
+from lightning_sgmcmc.run.resume import ExactResume, count_saved_fit
 from lightning_sgmcmc.run.safeguards import Safeguards
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import SGLD, Sampler
-from lightning_sgmcmc.samplers.factories import check_sampler, name_of
+from lightning_sgmcmc.samplers.factories import check_sampler
 
 
 class BayesianModule(EnergyModel):
@@ -132,16 +133,6 @@ class BayesianModule(EnergyModel):
         """The last report of a `ChainHealth` callback."""
         self.contour: LearnedContour | None = None
         """What a `ContourGradient` callback has learned."""
-        self.save_hyperparameters(
-            {
-                "likelihood": repr(likelihood),
-                "prior": repr(self.prior),
-                "sampler": name_of(sampler),
-                "lr": lr,
-                "temperature": self.temperature,
-                "num_chains": num_chains,
-            }
-        )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -222,7 +213,15 @@ class BayesianModule(EnergyModel):
         """Restore from `state_dict()` of one network or of stacked chains; the latter stacks this module's chains."""
         if self.chains.are_stacked_in(state_dict):
             self.configure_model()
+        self.chains.seeds.loads += 1
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Let the coming fit be the one after the checkpoint's: it continues from the states, with noise of its own.
+
+        A subclass that defines it calls `super().on_load_checkpoint(checkpoint)`.
+        """
+        count_saved_fit(self.chains.seeds, checkpoint)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss Σ_c Ũ_c/N; `chains` stores the energies."""
@@ -306,7 +305,7 @@ class BayesianModule(EnergyModel):
         self.num_data, chains.num_data_is_given = resolve_num_data(self.given_num_data, self.trainer, name)
         chains.reset(self.num_data)
         self.contour = None
-        chains.resolve_seed(self._trainer)
+        chains.seeds.ensure(self._trainer)
         made = chains.make_sampler(self.sampler_factory, self.lr, self.temperature)
         chains.flatten(made, self.trainer)
         return made
@@ -315,6 +314,7 @@ class BayesianModule(EnergyModel):
         """Add the callbacks that every run needs, after the user's and before the checkpoint callbacks."""
         stay_offline_without_login(self.trainer.loggers)  # the loggers start before any later hook
         self.chains.claims.clear()
+        self.chains.seeds.place = present_place()
         if any(isinstance(callback, Safeguards) for callback in callbacks_of(self.trainer)):
             return []
         safeguards = Safeguards(self.nonfinite_energy, self.max_skipped_in_a_row)

@@ -29,6 +29,16 @@ def derive_seed(seed: int, *names: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def fit_seed(seed: int, fit: int) -> int:
+    """Return the seed of a module's fit: the run's for its first one, and another one for each later fit.
+
+    Args:
+        seed: the run's seed.
+        fit: number of earlier fits.
+    """
+    return derive_seed(seed, "fit", fit) if fit else seed
+
+
 def reseed(seed: int, device: torch.device | None = None) -> None:
     """Seed torch's default generators of the CPU and of `device`.
 
@@ -53,17 +63,35 @@ def reseed_everything(seed: int) -> None:
     random.seed(seed)
 
 
-@contextmanager
-def unchanged_generators(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Restore the default generators from which data sets and networks may draw: torch's, NumPy's and Python's.
+class GeneratorStates:
+    """Where the default generators are now: torch's, NumPy's and Python's, from which data sets and networks may draw.
 
     Args:
-        devices: whose generators are restored beside the CPU's; others than CUDA's are skipped.
+        devices: whose generators are kept beside the CPU's, of CUDA or MPS.
     """
-    of_numpy, of_python = np.random.get_state(), random.getstate()  # noqa: NPY002 (data sets may draw from it)
+
+    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
+        self._cpu = torch.default_generator.get_state()
+        self._cuda = {d: torch.cuda.get_rng_state(d) for d in devices if d.type == "cuda"}
+        self._mps = torch.mps.get_rng_state() if any(d.type == "mps" for d in devices) else None
+        self._numpy, self._python = np.random.get_state(), random.getstate()  # noqa: NPY002 (data sets may draw from it)
+
+    def restore(self) -> None:
+        """Set the generators back to these states."""
+        torch.default_generator.set_state(self._cpu)
+        for device, state in self._cuda.items():
+            torch.cuda.set_rng_state(state, device)
+        if self._mps is not None:
+            torch.mps.set_rng_state(self._mps)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        random.setstate(self._python)
+
+
+@contextmanager
+def unchanged_generators(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Restore the default generators at the end; see `GeneratorStates`."""
+    states = GeneratorStates(devices)
     try:
-        with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
-            yield
+        yield
     finally:
-        np.random.set_state(of_numpy)  # noqa: NPY002
-        random.setstate(of_python)
+        states.restore()

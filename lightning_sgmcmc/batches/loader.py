@@ -18,7 +18,7 @@ from torch.utils.data import (
 from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder, OrderSpec, batches_per_epoch, check_order
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.checks import check_count
-from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything
+from lightning_sgmcmc.seeding import derive_seed, fit_seed, reseed, reseed_everything, unchanged_generators
 
 SHUFFLING = RandomSampler | SubsetRandomSampler | WeightedRandomSampler
 
@@ -32,6 +32,7 @@ class ResumableLoader:
     are seeded by (seed, chain, batch), so augmentation that draws from them is repeatable as well: torch's for whole
     batches in this process, torch's, NumPy's and Python's where items are loaded one by one.
 
+    A pass leaves the default generators alone but for one draw of torch's, as of a `DataLoader`.
     Each iteration yields as many batches as an epoch has and continues where the last one stopped. The data set may
     grow or shrink between iterations: each one begins with the present data, in an order of all of them.
 
@@ -102,7 +103,8 @@ class ResumableLoader:
             raise ValueError(f"rank must be below num_replicas={self.num_replicas}, got {self.rank}")
         self.pin_memory = pin_memory
         self.order = order
-        self._seed = seed
+        self._given_seed = self._seed = seed
+        self._belongs_to_run = self._is_restored = False
         least = self._batches_of_data()
         self._length = batches_per_epoch or least
         self._ordered = self.num_data
@@ -133,10 +135,17 @@ class ResumableLoader:
         """The seed of the order."""
         return self._seed if self._seed is not None else torch.initial_seed()
 
-    def adopt_seed(self, seed: int) -> None:
-        """Take the run's seed, unless one was given to the constructor or came from a checkpoint."""
-        if self._seed is None:
-            self._seed, self._fetch = seed, None
+    def adopt_seed(self, seed: int, fit: int = 0) -> None:
+        """Begin a fit's stream, once until `close`, unless the place came from a checkpoint.
+
+        Args:
+            seed: the fit's seed, which the order has unless the constructor was given one.
+            fit: number of the module's earlier fits, each of which has other batches.
+        """
+        if not (self._belongs_to_run or self._is_restored):
+            self._seed = seed if self._given_seed is None else fit_seed(self._given_seed, fit)
+            self.start_at(0)
+        self._belongs_to_run = True
 
     def adopt_chains(self, chains: Sequence[int]) -> None:
         """Return batches of these chains, by their global indices."""
@@ -154,12 +163,20 @@ class ResumableLoader:
         self._ordered, self._fetch = self.num_data, None
 
     def __iter__(self) -> Iterator[Any]:
+        torch.empty((), dtype=torch.int64).random_()  # as a DataLoader's pass begins, so that later runs differ
+        return self._pass()
+
+    def _pass(self) -> Iterator[Any]:
         if self.num_data != self._ordered:
             self._begin_pass()
         for _ in range(self._length):
             if self._fetch is None:
                 self._fetch = self._begin()
-            batch = self._fetch(self._batches + self._skipped)
+            if self._belongs_to_run:
+                batch = self._fetch(self._batches + self._skipped)
+            else:
+                with unchanged_generators(()):
+                    batch = self._fetch(self._batches + self._skipped)
             self._batches += 1
             yield batch
 
@@ -190,8 +207,9 @@ class ResumableLoader:
         return lambda batch: ChainBatches(next(batches) for _ in orders)
 
     def close(self) -> None:
-        """Stop the workers; the next pass starts new ones."""
+        """Stop the workers; the next pass starts new ones, and belongs to no run."""
         self._fetch = None
+        self._belongs_to_run = self._is_restored = False
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_fetch": None}  # a copy in another process has workers of its own
@@ -213,6 +231,7 @@ class ResumableLoader:
                 "continue with the same data, batch_size, drop_last and number of ranks"
             )
         self._batches, self._seed, self._fetch = state_dict["batches"], state_dict["seed"], None
+        self._is_restored = True
         self._ordered = state_dict.get("num_data", self.num_data)
         self._skipped = state_dict.get("skipped", 0)
 
@@ -286,6 +305,13 @@ def is_shuffled(loader: Any) -> bool:
     found = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler"))]
     found += [getattr(sampler, "sampler", None) for sampler in found]
     return any(isinstance(one, ResumableLoader | SHUFFLING) for one in found)
+
+
+def flat_loaders(loaders: Any) -> list[Any]:
+    """Return the loaders in a trainer's loader, which may be a collection."""
+    if isinstance(loaders, Mapping):
+        loaders = list(loaders.values())
+    return [one for part in loaders for one in flat_loaders(part)] if isinstance(loaders, list | tuple) else [loaders]
 
 
 def _default_collate_of(dataset: Dataset[Any]) -> Callable[[list[Any]], Any]:

@@ -1,6 +1,5 @@
 """Chains: the component of a BayesianModule that holds its chains, their energies, gradients and state."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +17,7 @@ from lightning_sgmcmc.chains.gradients import ChainGradients
 from lightning_sgmcmc.chains.graphs import free_graphs
 from lightning_sgmcmc.chains.layers import check_hooks, prepare_layers
 from lightning_sgmcmc.chains.layout import ChainLayout, layout_of
+from lightning_sgmcmc.chains.seeds import FitSeeds
 from lightning_sgmcmc.chains.sharing import Sharing
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.starts import ChainStart, check_start, start_chain
@@ -51,6 +51,7 @@ class Chains(ChainGradients):
 
     Attributes:
         layout: which chains of the run this process holds.
+        seeds: the seed of the run and of the present fit.
         stacked: the stacked tensors, None for a single unstacked chain.
         sharing: what all chains share, which is not sampled.
         trainable: the sampled parameters by name, once the sampler is made.
@@ -84,9 +85,7 @@ class Chains(ChainGradients):
         self.shared_batch = shared_batch
         self._execution = execution
         self.compiled = compiled
-        self.given_seed = seed
-        self.seed = seed
-        """The seed of starts and noise, once a fit has begun."""
+        self.seeds = FitSeeds(seed)
         self.layout = ChainLayout()
         self.stacked: StackedChains | None = None
         self._started: range | None = None
@@ -122,11 +121,13 @@ class Chains(ChainGradients):
         """
         self.layout = layout_of(trainer, self.num_chains)
         check_hooks(self.model)
+        starts = self._started is None and self.start == "own" and self.layout.total_chains > 1
+        self.seeds.begin(trainer, starts)  # here, where all ranks are
         if self.stacked is None:
             self.sharing.begin()
             prepare_layers(self.model)
         if self._started is None:
-            self._start(trainer, initialise)
+            self._start(initialise)
         elif self._started != self.layout.chains:
             rank_zero_warn(
                 "This module's chains began in another layout, so chains on several processes continue from the "
@@ -134,12 +135,11 @@ class Chains(ChainGradients):
             )
         self.sharing.agree(self.layout)
 
-    def _start(self, trainer: pl.Trainer | None, initialise: Callable[[int], None]) -> None:
+    def _start(self, initialise: Callable[[int], None]) -> None:
         """Draw the starts of this process's chains, and stack them; see `begin`."""
         if self.num_chains == 1 and (self.start == "same" or (self.start == "own" and self.layout.first_chain == 0)):
             return
         check_layers(self.model)
-        self.resolve_seed(trainer)
         self._started = self.layout.chains
 
         def start(index: int) -> None:
@@ -151,14 +151,10 @@ class Chains(ChainGradients):
             with torch.no_grad():
                 start(0)
 
-    def resolve_seed(self, trainer: pl.Trainer | None) -> int:
-        """Return the seed of the run: the given seed, the one of the starts, `seed_everything`'s or a random one."""
-        if self.given_seed is not None:
-            self.seed = self.given_seed
-        elif self.seed is None or self.stacked is None:
-            seed = int(os.environ.get("PL_GLOBAL_SEED") or int.from_bytes(os.urandom(4), "little"))
-            self.seed = int(trainer.strategy.broadcast(seed)) if trainer is not None else seed
-        return self.seed
+    @property
+    def seed(self) -> int | None:
+        """The seed of the present fit, of which starts, noise, batches and all draws of callbacks are functions."""
+        return self.seeds.seed
 
     def are_stacked_in(self, state_dict: Mapping[str, Any]) -> bool:
         """Return whether a state dict holds stacked chains while this object's are not stacked yet.
@@ -247,6 +243,11 @@ class Chains(ChainGradients):
             raise TypeError(
                 f"sampler={name_of(factory)} returned a {type(sampler).__name__}, which adds no noise: use one of "
                 "lightning_sgmcmc.samplers (at temperature 0 they equal torch's optimizers)"
+            )
+        if sampler.seed != self.seed:
+            raise ValueError(
+                f"sampler={name_of(factory)} made a sampler with seed {sampler.seed}, and this fit's is {self.seed}: "
+                "pass the keyword argument `seed` on to it, and give the module the run's (BayesianModule(seed=…))"
             )
         sampler.hold({self.trainable[name]: row for name, row in held_rows(self.model).items()})
         return sampler

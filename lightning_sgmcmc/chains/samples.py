@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.drawing import Drawing, FlatStates, Parts
+from lightning_sgmcmc.chains.replicas import check_replicas
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.transfers import HostCopies
 from lightning_sgmcmc.expansion import collapsed
@@ -28,7 +29,7 @@ def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], N
         check: raises for an invalid sample of this process, before other processes see it.
 
     Raises:
-        RuntimeError: if a parameter was frozen during the run.
+        RuntimeError: if a parameter was frozen during the run, or ranks that share a chain hold other states.
     """
     frozen = next((name for name, p in chains.trainable.items() if not p.requires_grad), None)
     if frozen is not None:
@@ -36,6 +37,7 @@ def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], N
             f"'{frozen}' was frozen during the run, so this state is not a posterior sample: freeze parameters "
             "before the fit"
         )
+    check_replicas(chains, step)
     prepare = chains.claims.get("prepare samples")
     if prepare is not None:
         prepare()

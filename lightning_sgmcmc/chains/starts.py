@@ -19,7 +19,7 @@ from lightning_sgmcmc.expansion import expansions_of, is_expanded, reset_expande
 from lightning_sgmcmc.files import check_regular
 from lightning_sgmcmc.finite import first_not_finite
 from lightning_sgmcmc.priors.held import held_rows
-from lightning_sgmcmc.seeding import derive_seed, reseed
+from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything, unchanged_generators
 
 ChainStart: TypeAlias = "Literal['own', 'same'] | Sequence[Any]"
 """How chains start: "own", "same", or a state dict or file for each chain of the run."""
@@ -90,8 +90,9 @@ def start_chain(
                 tensor.copy_(value)
     elif start == "own" and chain > 0:
         device = next(model.parameters()).device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            reseed(derive_seed(seed, "start", chain), device)
+        with unchanged_generators([device]):
+            reseed_everything(own := derive_seed(seed, "start", chain))
+            reseed(own, device)
             initialise(chain)
 
 

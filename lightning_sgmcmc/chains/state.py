@@ -183,6 +183,7 @@ class Progress:
         sample_due: whether the current states are samples; set by a schedule in `on_train_batch_end`.
         warm_steps: steps of a warm start, after which the schedule begins to count; as planned, until it ends.
         warm_lr: the step size of the warm start's optimizer, None outside it.
+        steps_before: optimizer steps that the trainer has made in earlier fits.
     """
 
     cycle: int = 0
@@ -193,6 +194,7 @@ class Progress:
     sample_due: bool = False
     warm_steps: int = 0
     warm_lr: float | None = None
+    steps_before: int = 0
 
 
 @dataclass

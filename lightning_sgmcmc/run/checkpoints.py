@@ -14,9 +14,6 @@ from lightning_fabric.utilities.cloud_io import get_filesystem
 
 from lightning_sgmcmc.files import check_regular, free_space, megabytes, write_atomically
 
-HYPERPARAMETERS = ("likelihood", "prior", "sampler", "lr", "temperature", "num_chains")
-"""What every `BayesianModule` reports to its loggers."""
-
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint to a temporary file in the same folder, flushes it to disk, and then renames it.
@@ -98,21 +95,19 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")[:200] or type(error).__name__
 
 
-def keep_constructor_arguments(hyperparameters: dict[str, Any], module: pl.LightningModule) -> None:
-    """Make a checkpoint's hyperparameters the arguments that `load_from_checkpoint` passes to the constructor.
+def keep_constructor_arguments(checkpoint: dict[str, Any], module: pl.LightningModule) -> None:
+    """Add the constructor's arguments that are plain data to a checkpoint, for `load_from_checkpoint`.
 
-    Those for loggers, which are not the constructor's own or are names of objects, are removed. Arguments that are
-    plain data are added.
+    What the user has saved by `save_hyperparameters` stays as it is: its names are the user's, and what it leaves out.
 
     Args:
-        hyperparameters: changed in place.
+        checkpoint: changed in place.
         module: a `BayesianModule`.
     """
+    if "_hparams_name" in vars(module) or module.hparams:
+        return
     arguments: dict[str, Any] = getattr(module, "_arguments", {})
-    for name in HYPERPARAMETERS:
-        if name not in arguments or isinstance(hyperparameters.get(name), str):
-            hyperparameters.pop(name, None)
-    hyperparameters.update({name: value for name, value in arguments.items() if _is_plain(value)})
+    checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY] = {n: value for n, value in arguments.items() if _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:

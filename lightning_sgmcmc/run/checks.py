@@ -15,7 +15,7 @@ from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.step_sizes import is_per_chain
 from lightning_sgmcmc.checks import is_of_other_namespace
 from lightning_sgmcmc.likelihoods.classes import ClassLikelihood
-from lightning_sgmcmc.run.trainer import callbacks_of, is_probe, is_trial, repeated_batches
+from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_probe, is_trial, repeated_batches
 from lightning_sgmcmc.samplers import SGNHT, Sampler
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
 
@@ -150,7 +150,7 @@ def check_thermostat(trainer: pl.Trainer, sampler: Sampler) -> None:
     if not isinstance(sampler, SGNHT) or is_trial(trainer):
         return
     group = max(sampler.param_groups, key=sampler.adaptation_steps)
-    needed, steps = sampler.adaptation_steps(group), trainer.estimated_stepping_batches
+    needed, steps = sampler.adaptation_steps(group), fit_steps(trainer)
     if 0 < steps < needed:
         # In a tenth of the run, but not in fewer than 20/a steps, in which the momentum forgets: it would oscillate.
         wanted = group["thermal_inertia"] / needed * max(steps / 10, 20 / group["friction"])

@@ -27,7 +27,7 @@ from lightning_sgmcmc.run.baseline import baseline_of
 from lightning_sgmcmc.run.growth import stream_of
 from lightning_sgmcmc.run.hyperparameters import log_plan
 from lightning_sgmcmc.run.linear_model import exact_directions
-from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
+from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_trial
 from lightning_sgmcmc.samplers import SGNHT, Sampler
 from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
 
@@ -95,7 +95,7 @@ def _blocks(trainer: pl.Trainer, module: Any, schedule: Any) -> Blocks | None:
     """Return the controls of the run's steps over all chains, None for a run without a known length."""
     chains, shadow = chains_of(module), _Shadow(sampler_of(module))
     progress, ladder = chains.progress, _part(trainer, "replica_exchange")
-    steps = trainer.estimated_stepping_batches - progress.warm_steps  # a warm start is no sampler
+    steps = fit_steps(trainer) - progress.warm_steps  # a warm start is no sampler
     if steps < 1 or not math.isfinite(steps):
         return None
     factors = (1.0, 1.0) if ladder is None else (ladder.lrs[0], ladder.temperatures[0])

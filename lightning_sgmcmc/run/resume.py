@@ -6,14 +6,16 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_sgmcmc.batches.loader import ResumableLoader
+from lightning_sgmcmc.batches.loader import ResumableLoader, flat_loaders
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.chains.chains import Chains, chains_of, sampler_of
+from lightning_sgmcmc.chains.seeds import FitSeeds
+from lightning_sgmcmc.run.generators import ProcessGenerators
 from lightning_sgmcmc.run.hyperparameters import log_settings
+from lightning_sgmcmc.run.loop_counts import Place, place_in, repair_loop_counts
 from lightning_sgmcmc.run.settings import (
     Settings,
     check_ranks,
@@ -23,7 +25,7 @@ from lightning_sgmcmc.run.settings import (
     is_seeded,
     settings_of,
 )
-from lightning_sgmcmc.run.trainer import callbacks_of
+from lightning_sgmcmc.run.trainer import callbacks_of, is_probe
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed, reseed
 
@@ -34,11 +36,11 @@ MEAN_POTENTIAL = "mean_potential of the micro-batches"
 class ExactResume(pl.Callback):
     """Makes every batch of a run a function of the checkpoint and the seed; every `BayesianModule` adds it to its run.
 
-    * The default generators (dropout, augmentation on the device) are seeded before each batch by (seed, rank, batch).
-    * A `ResumableLoader` gets the run's seed.
+    * The default generators (dropout, augmentation on the device) are seeded before each batch by (seed, rank, batch),
+      and are after the fit where plain Lightning would leave them.
+    * A `ResumableLoader` gets the fit's seed. A checkpoint keeps the run's seed and the number of the fit.
     * A checkpoint between the micro-batches of an accumulated step keeps their gradients.
-    * Lightning's own counts of batches and epochs, which drift in a run that resumes several times, are repaired. A
-      run that is limited by epochs ends at their number of optimizer steps.
+    * Lightning's own counts of batches and epochs, which drift in a run that resumes several times, are repaired.
     * A run resumes only with the checkpoint's settings: prior, likelihood, temperature, N, lr, seed, sampler and its
       options, schedule and its arguments, and data. Ranks must agree on N and the data.
 
@@ -62,9 +64,15 @@ class ExactResume(pl.Callback):
         """For each parameter group, the options that replace the checkpoint's."""
         self._batches = 0
         """Batches that the run has trained on, including micro-batches."""
-        self._epoch_length: int | None = None
-        """Batches in an epoch, if known."""
+        self._batches_before = 0
+        """Batches that were trained on before this fit or resume."""
+        self._has_length = False
+        self._place = Place()
+        self._generators = ProcessGenerators()
         self._seed = 0
+        self._run_seed: int | None = None
+        self._fits = 0
+        """The module's fits before this one."""
         self._streams: list[str] = []
         """Names of the chains' random streams in this process."""
         self._device = torch.device("cpu")
@@ -73,13 +81,14 @@ class ExactResume(pl.Callback):
         self._loaders: list[ResumableLoader] = []
         self._positions: list[dict[str, Any]] = []
         """The loaders' states in the checkpoint."""
-        self._limited_steps = False
         self._awaits_batches = False
         """Whether the first batch is to show if the chains share batches."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._batches, self._accumulated, self._loaders, self._positions = 0, {}, [], []
+            counts = trainer.fit_loop.epoch_loop.batch_progress.total
+            self._place = Place(before=counts.completed, steps_before=trainer.global_step)
             self._settings, self._saved_settings, self._new_options = {}, None, []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -109,6 +118,7 @@ class ExactResume(pl.Callback):
             options = [name.removeprefix("sampler.") for name in changed if name.startswith(("lr", "sampler."))]
             self._new_options = [{name: group[name] for name in options} for group in sampler.param_groups]
         self._settings = own
+        chains_of(pl_module).progress.steps_before = self._place.steps_before
 
     def _apply_new_options(self, sampler: Sampler) -> None:
         for group, options in zip(sampler.param_groups, self._new_options, strict=False):
@@ -117,18 +127,20 @@ class ExactResume(pl.Callback):
                 group["initial_lr"] = options["lr"]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        chains = chains_of(pl_module)
-        self._apply_new_options(sampler_of(pl_module))
-        self._settings["seed"] = sampler_of(pl_module).seed
-        log_settings(trainer, chains.model, self._settings)
-        self._seed = sampler_of(pl_module).seed  # from the checkpoint, if any
+        chains, sampler = chains_of(pl_module), sampler_of(pl_module)
+        self._generators.begin(trainer, pl_module.device)
+        self._apply_new_options(sampler)
+        resumes, self._batches_before = self._saved_settings is not None, self._batches
+        if resumes and sampler.seed != chains.seed:
+            chains.seeds.resume(sampler.seed, 0)  # an earlier version wrote the checkpoint, without the run's seed
+        self._run_seed, self._fits, self._seed = chains.seeds.run, chains.seeds.fits, sampler.seed
+        self._settings["seed"] = chains.seeds.run if resumes else chains.seeds.stated
+        log_settings(trainer, chains.model, self._settings | {"seed": self._seed})
         layout = chains.layout
         self._streams = [layout.stream(chain) for chain in layout.chains]
         self._device = pl_module.device
-        length = trainer.num_training_batches
-        self._epoch_length = int(length) if math.isfinite(length) else None
+        self._has_length = math.isfinite(trainer.num_training_batches)
         self._prepare_loaders(trainer, layout.chains if not chains.shared_batch else range(1))
-        self._end_by_steps(trainer)
         self._restore_accumulated(chains)
         chains.claims.claim("seed chain", self, self.begin_chain)
         self._reseed("epoch")
@@ -149,18 +161,17 @@ class ExactResume(pl.Callback):
         reseed(derive_seed(self._seed, "batch", self._streams[index], self._batches), self._device)
 
     def _prepare_loaders(self, trainer: pl.Trainer, chains: Sequence[int]) -> None:
-        loaders = _flat(trainer.train_dataloader)
+        loaders = flat_loaders(trainer.train_dataloader)
         self._loaders = [loader for loader in loaders if isinstance(loader, ResumableLoader)]
         # Lightning does not load their states at an epoch's end, nor if they were requested early.
         for loader, position in zip(self._loaders, self._positions, strict=False):
             loader.load_state_dict(position)
         for loader in loaders:
             if isinstance(loader, ResumableLoader):
-                loader.adopt_seed(self._seed)
+                loader.adopt_seed(self._seed, self._fits)
                 loader.adopt_chains(chains)
-            elif isinstance(loader, torch.utils.data.DataLoader) and loader.generator is None:
-                # Each epoch begins by drawing the workers' seed; later draws should not depend on it.
-                loader.generator = torch.Generator().manual_seed(derive_seed(self._seed, "workers"))
+            elif isinstance(loader, torch.utils.data.DataLoader):
+                self._generators.seed_workers(loader, self._seed)
         self._awaits_batches = len(self._loaders) < len(loaders) and len(chains) > 1
         if len(self._loaders) < len(loaders) and trainer.checkpoint_callbacks:
             rank_zero_warn(
@@ -169,20 +180,18 @@ class ExactResume(pl.Callback):
                 "step."
             )
 
-    def _end_by_steps(self, trainer: pl.Trainer) -> None:
-        by_epochs = trainer.max_steps == -1 and trainer.max_epochs not in (None, -1)
-        changing = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks_of(trainer))
-        if by_epochs and self._epoch_length is not None and not changing:
-            trainer.fit_loop.epoch_loop.max_steps = int(trainer.estimated_stepping_batches)
-            self._limited_steps = True
-
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._place.begins_epoch = True
+        self._generators.begin_epoch(trainer)
         self._adopt_reloaded(trainer, chains_of(pl_module))
         self._reseed("epoch")
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._generators.begin_validation(trainer)
+
     def _adopt_reloaded(self, trainer: pl.Trainer, chains: Chains) -> None:
         """Let loaders that the trainer has made since the last epoch continue where the earlier ones stopped."""
-        present = [loader for loader in _flat(trainer.train_dataloader) if isinstance(loader, ResumableLoader)]
+        present = [loader for loader in flat_loaders(trainer.train_dataloader) if isinstance(loader, ResumableLoader)]
         if all(any(loader is known for known in self._loaders) for loader in present):
             return
         self._close_loaders()
@@ -203,6 +212,25 @@ class ExactResume(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._batches += 1
+        self._place.count(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._place.end_epoch(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end(trainer, pl_module)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._end(trainer, pl_module)
+
+    def _end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Put the process's generators back, and count the fit if it has made a step."""
+        if not self._generators.is_kept:
+            return
+        self._generators.end()
+        self._close_loaders()
+        if self._batches > self._batches_before and not is_probe(trainer):
+            chains_of(pl_module).seeds.end_fit()
 
     def _reseed(self, purpose: str) -> None:
         reseed(derive_seed(self._seed, purpose, *self._streams, self._batches), self._device)
@@ -210,9 +238,7 @@ class ExactResume(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if self._limited_steps:
-            trainer.fit_loop.epoch_loop.max_steps, self._limited_steps = -1, False
-        self._close_loaders()
+        self._end(trainer, pl_module)  # a fit that Lightning's tuner has left calls no other hook
 
     def _close_loaders(self) -> None:
         for loader in self._loaders:
@@ -221,7 +247,10 @@ class ExactResume(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         return {
             "batches": self._batches,
-            "epoch_length": self._epoch_length,
+            "run_seed": self._run_seed,
+            "fits": self._fits,
+            "place": self._place.state_dict(),
+            "has_length": self._has_length,
             "loaders": [loader.state_dict() for loader in self._loaders],
             "settings": self._settings,
         }
@@ -248,10 +277,18 @@ class ExactResume(pl.Callback):
         layout = chains_of(pl_module).layout
         self._accumulated = {name: layout.own_unreduced(tensor) for name, tensor in saved.items()}
         own = checkpoint["callbacks"].get(self.state_key, {})
-        if own.get("epoch_length") and own["batches"] > 0:
-            repair_loop_counts(
-                checkpoint["loops"]["fit_loop"], own["batches"], own["epoch_length"], accumulating=bool(saved)
-            )
+        seed = own.get("run_seed", own.get("settings", {}).get("seed"))  # the latter of an earlier version
+        chains_of(pl_module).seeds.resume(seed, own.get("fits", 0))
+        self._place = place_in(own) or self._place
+        if own.get("batches", 0) > 0 and own.get("has_length", own.get("epoch_length")):
+            repair_loop_counts(checkpoint["loops"]["fit_loop"], own["batches"], self._place, accumulating=bool(saved))
+
+
+def count_saved_fit(seeds: FitSeeds, checkpoint: Mapping[str, Any]) -> None:
+    """Let a module's coming fit be the one after a checkpoint's; a checkpoint of plain Lightning has none."""
+    for name, saved in checkpoint.get("callbacks", {}).items():
+        if name == ExactResume.__qualname__:
+            seeds.resume(None, max(seeds.fits, saved.get("fits", 0) + 1))
 
 
 def check_resume(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -269,34 +306,3 @@ def _warn_of_shared(batch: Any) -> None:
             "datamodule (DatasetDataModule accepts any data set) or a ResumableLoader for separate batches, or "
             "shared_batch=True."
         )
-
-
-def repair_loop_counts(fit_loop: dict[str, Any], batches: int, epoch_length: int, accumulating: bool) -> None:
-    """Set the counts of a saved fit loop as if the run had never stopped, at the end of its last batch.
-
-    Args:
-        fit_loop: the loop's part of a checkpoint; changed in place.
-        batches: batches that the run has trained on, > 0.
-        epoch_length: batches of an epoch.
-        accumulating: whether the last batch was not the last of its step.
-    """
-    epoch, before = divmod(batches - 1, epoch_length)
-    last = before + 1 == epoch_length
-    _set_counts(fit_loop["epoch_loop.batch_progress"], "total", begun=batches, processed=batches, ended=batches - 1)
-    _set_counts(fit_loop["epoch_loop.batch_progress"], "current", begun=before + 1, processed=before + 1, ended=before)
-    fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = last
-    for count in ("total", "current"):
-        _set_counts(fit_loop["epoch_progress"], count, begun=epoch + 1, processed=epoch, ended=epoch)
-    steps = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
-    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = steps if accumulating else steps - 1
-
-
-def _set_counts(progress: dict[str, Any], count: str, begun: int, processed: int, ended: int) -> None:
-    progress[count].update(ready=begun, started=begun, processed=processed, completed=ended)
-
-
-def _flat(loaders: Any) -> list[Any]:
-    """Return the loaders in the trainer's training loader, which may be a collection."""
-    if isinstance(loaders, Mapping):
-        loaders = list(loaders.values())
-    return [part for loader in loaders for part in _flat(loader)] if isinstance(loaders, list | tuple) else [loaders]

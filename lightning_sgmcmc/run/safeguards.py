@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from pytorch_lightning.trainer.states import TrainerStatus
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
+from lightning_sgmcmc.chains.replicas import check_replicas
 from lightning_sgmcmc.chains.samples import draw_samples
 from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
@@ -20,7 +22,7 @@ from lightning_sgmcmc.run.overhead import leave_out, restore
 from lightning_sgmcmc.run.plan import Planner
 from lightning_sgmcmc.run.prior_scales import PriorScales, begin_scales, take_centers
 from lightning_sgmcmc.run.rank_watch import RankWatch, watch_ranks
-from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
+from lightning_sgmcmc.run.trainer import callbacks_of, is_finished, is_trial
 from lightning_sgmcmc.samplers import Sampler
 
 
@@ -56,6 +58,7 @@ class Safeguards(pl.Callback):
         self._pulse = Pulse()
         self._watch: RankWatch | None = None
         self._scales: PriorScales | None = None
+        self._resumes = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         protect_checkpoints(trainer)
@@ -65,6 +68,11 @@ class Safeguards(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._scales = begin_scales(chains_of(pl_module), sampler_of(pl_module))
+        if is_finished(trainer) and trainer.global_step > 0:
+            rank_zero_warn(
+                f"This trainer has made its {trainer.global_step} steps in {trainer.current_epoch} epochs, so the fit "
+                "makes no step and the last fit's samples stay: raise trainer.fit_loop.max_epochs, or make a Trainer."
+            )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         chains, sampler = chains_of(pl_module), sampler_of(pl_module)
@@ -85,10 +93,17 @@ class Safeguards(pl.Callback):
         self._interruption.begin(trainer)
         if chains.progress.schedule is None and _is_noisy(sampler) and not is_trial(trainer):
             rank_zero_warn(f"This fit draws no posterior samples: {why_without_samples(trainer, chains.progress)}.")
+        if chains.progress.steps_before and not trainer.ckpt_path:
+            rank_zero_info(
+                f"The trainer goes on after {chains.progress.steps_before} steps: its chains continue, with a new "
+                "sampler, and a schedule covers this fit's steps alone."
+            )
         self._planner.begin(trainer, pl_module)
+        self._resumes = bool(trainer.ckpt_path)
         leave_out(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._resumes = False
         follow_data(trainer, pl_module)
         begin_stream(trainer)
 
@@ -96,6 +111,9 @@ class Safeguards(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._pulse.count += 1
+        if self._resumes:  # Lightning calls no hook at the start of the epoch in which a run resumes
+            self._resumes = False
+            follow_data(trainer, pl_module)
         if self._guard is not None and batch_idx % trainer.accumulate_grad_batches == 0:
             self._guard.begin(batch)
 
@@ -192,7 +210,9 @@ class Safeguards(pl.Callback):
         self._pulse.busy = True
         if self._guard is not None and trainer.state.fn == "fit":
             self._guard.check_state("it is not saved")
-        keep_constructor_arguments(checkpoint.get(pl_module.CHECKPOINT_HYPER_PARAMS_KEY, {}), pl_module)
+            if trainer.state.status == TrainerStatus.RUNNING and self._sampler is not None:  # else a rank may be alone
+                check_replicas(chains_of(pl_module), self._sampler.step_count)
+        keep_constructor_arguments(checkpoint, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         return {

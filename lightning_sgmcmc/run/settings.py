@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.starts import text_of_start
 from lightning_sgmcmc.run.fingerprint import fingerprint, is_divided, is_same_data
 from lightning_sgmcmc.run.trainer import callbacks_of
@@ -38,7 +39,7 @@ def settings_of(trainer: pl.Trainer, module: Any, sampler: Sampler) -> Settings:
         "temperature": _plain(module.temperature),
         "num_data": module.num_data,
         "lr": _lr(module.lr, sampler),
-        "seed": chains_of(module).seed,
+        "seed": chains_of(module).seeds.stated,
         "sampler": name_of(type(sampler)),
         "chain_start": text_of_start(chains_of(module).start),
         "sampled": _sampled(module),
@@ -115,7 +116,8 @@ def is_allowed(name: str, allow: Iterable[str]) -> bool:
 
 
 def check_ranks(trainer: pl.Trainer, settings: Settings) -> Settings:
-    """Raise unless all ranks have the same N and, where they divide one data set, the same data; return rank zero's.
+    """Return rank zero's settings. Raise unless all ranks have the same N, the same data where they divide a data set,
+    and the same kind of device where they share a chain.
 
     Raises:
         ValueError: naming the first rank that differs.
@@ -123,9 +125,11 @@ def check_ranks(trainer: pl.Trainer, settings: Settings) -> Settings:
     if trainer.world_size == 1 or not torch.distributed.is_initialized():
         return settings
     everyone: list[Any] = [None] * trainer.world_size
-    torch.distributed.all_gather_object(everyone, (settings, is_divided(trainer.train_dataloader)))
-    first, divided = everyone[0]
-    for rank, (other, _) in enumerate(everyone):
+    own = (settings, is_divided(trainer.train_dataloader), device_text(trainer.strategy.root_device))
+    torch.distributed.all_gather_object(everyone, own)
+    first, divided, _ = everyone[0]
+    _check_devices([device for *_, device in everyone], layout_of(trainer, 1).ranks_per_chain)
+    for rank, (other, *_) in enumerate(everyone):
         if other["num_data"] != first["num_data"]:
             raise ValueError(
                 f"rank {rank} has {other['num_data']} training data and rank 0 has {first['num_data']}, so they would "
@@ -139,9 +143,27 @@ def check_ranks(trainer: pl.Trainer, settings: Settings) -> Settings:
     return dict(first)
 
 
+def device_text(device: torch.device) -> str:
+    """Return what decides a device's random numbers, which differ by the number of a GPU's multiprocessors."""
+    if device.type != "cuda":
+        return device.type
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name} with {found.multi_processor_count} multiprocessors"
+
+
+def _check_devices(devices: Sequence[str], ranks_per_chain: int) -> None:
+    for rank, device in enumerate(devices):
+        first = rank - rank % ranks_per_chain
+        if device != devices[first]:
+            raise ValueError(
+                f"rank {rank} runs on {device} and rank {first} on {devices[first]}, whose random numbers differ, and "
+                "they share a chain: use one kind of device for them, or a chain for each rank (strategy='chains')"
+            )
+
+
 def is_seeded(module: Any) -> bool:
     """Return whether a run was given a seed, by the module's argument or by `seed_everything`."""
-    return chains_of(module).given_seed is not None or "PL_GLOBAL_SEED" in os.environ
+    return chains_of(module).seeds.given is not None or "PL_GLOBAL_SEED" in os.environ
 
 
 def text_of(value: Any) -> str:

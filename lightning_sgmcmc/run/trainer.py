@@ -1,8 +1,11 @@
 """Typed access to attributes that Lightning's trainer leaves untyped."""
 
+import math
 from typing import Any, cast
 
 import pytorch_lightning as pl
+
+from lightning_sgmcmc.chains.chains import chains_of
 
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
@@ -23,6 +26,23 @@ def is_trial(trainer: pl.Trainer) -> bool:
 def is_probe(trainer: pl.Trainer) -> bool:
     """Return whether this is a short fit of a tuner."""
     return any(getattr(callback, "is_probe", False) for callback in callbacks_of(trainer))
+
+
+def fit_steps(trainer: pl.Trainer) -> float:
+    """Return the optimizer steps of the present fit, infinite if unknown; the trainer may have made others before."""
+    steps = trainer.estimated_stepping_batches
+    if steps < 0:  # epochs of a loader without length
+        return math.inf
+    return steps - chains_of(trainer.lightning_module).progress.steps_before
+
+
+def is_finished(trainer: pl.Trainer) -> bool:
+    """Return whether a fit without a checkpoint makes no step, because the trainer has reached its limit; known from
+    `configure_optimizers` on."""
+    by_steps = 0 <= trainer.max_steps <= trainer.global_step
+    epochs = trainer.max_epochs
+    by_epochs = epochs is not None and 0 <= epochs <= trainer.fit_loop.epoch_progress.current.processed
+    return not trainer.ckpt_path and (by_steps or by_epochs)
 
 
 def repeated_batches(trainer: pl.Trainer) -> float:

@@ -20,6 +20,7 @@ from lightning_sgmcmc.run.facts import chance_nll
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import MCLMC
+from lightning_sgmcmc.seeding import unchanged_generators
 from lightning_sgmcmc.silence import silenced
 from lightning_sgmcmc.tune.short_form import COLD, HOT, STILL, FixedControls
 
@@ -229,17 +230,17 @@ class ShortRuns:
         module, kept = self.module, self.state()
         names = ("lr", "num_data", "posterior", "evaluations", "health", "plan")
         plain = {name: getattr(module, name) for name in names}
-        seed, trainable = module.chains.seed, module.chains.trainable
+        chains, seeds, trainable = module.chains, copy.copy(module.chains.seeds), module.chains.trainable
         training = module.training
         try:
-            with graphs_kept():
+            with graphs_kept(), unchanged_generators([module.device]):
                 yield
         finally:
             self.set_state(kept)
             for name, value in plain.items():
                 setattr(module, name, value)
-            module.chains.reset()
-            module.chains.seed, module.chains.trainable = seed, trainable
+            chains.reset()
+            chains.seeds, chains.trainable = seeds, trainable
             module.train(training)
 
 

@@ -186,7 +186,7 @@ def test_modules_come_back(name: str) -> None:
     assert_same_network(module, twin)
     assert repr(twin.likelihood) == repr(module.likelihood)
     for key in ("lr", "temperature"):
-        assert twin.hparams[key] == module.hparams[key]
+        assert getattr(twin, key) == getattr(module, key)
 
 
 def test_describing_spends_no_random_numbers() -> None:
