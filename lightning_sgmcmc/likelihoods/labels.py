@@ -221,8 +221,9 @@ class TokenCategorical(_DenseCategorical):
     """A label for each token, log p(y|x,θ) = Σ over the tokens that count of log softmax(output)_y.
 
     Output (n, T, K), target integer labels (n, T). A datum is a sequence: its log-likelihood is the sum over its
-    tokens, so `num_data` counts sequences. For a language model the targets are the next tokens. `nll` is of the
-    sequence's tokens together, `token_nll` the mean of single tokens.
+    tokens, so `num_data` counts sequences. The target of a language model is the next token at each place. A causal
+    model of transformers whose batches are dicts with labels=input_ids gets it from these, shifted by one, without
+    what the attention mask hides. `nll` is of the sequence's tokens together, `token_nll` the mean of single tokens.
 
     Args:
         ignore_index: label of the tokens that do not count, such as padding.
