@@ -33,9 +33,9 @@ class TimedHealth(ChainHealth):
         super().on_train_batch_end(*args)
         self.in_steps += time.perf_counter() - start
 
-    def _report(self, *args: Any) -> None:
+    def _report(self, *args: Any, **options: Any) -> None:
         start = time.perf_counter()
-        super()._report(*args)
+        super()._report(*args, **options)
         self.in_reports += time.perf_counter() - start
 
 
