@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,7 +23,6 @@ from lightning_sgmcmc import (
 )
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.diagnostics import pit_histogram
-from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from tests.support.trainers import quiet_trainer
 
 COUNT = 24
@@ -115,21 +115,39 @@ def test_a_prediction_that_is_not_finite_is_refused(likelihood: Any, method: str
             call(*arguments)
 
 
+class Energies(pl.Callback):
+    """Keeps the energies of the steps, and -log p(θ) before them."""
+
+    def __init__(self) -> None:
+        self.energies: list[float] = []
+        self.priors: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        with pl_module.at_chain(0), torch.no_grad():
+            self.priors.append(-float(pl_module.log_prior()))
+        self.energies.append(float(pl_module.chains.observed.energy[0]))
+
+
 @pytest.mark.parametrize("chains", [1, 2])
 @pytest.mark.parametrize("likelihood", [Categorical(), Ordinal(3), Gaussian(), Poisson()])
-def test_an_empty_batch_has_its_own_sentence(likelihood: Any, chains: int) -> None:
+def test_an_empty_batch_has_no_likelihood(likelihood: Any, chains: int) -> None:
+    """The mean over the epoch's batches is U: Σ of all data and the prior, with one empty batch among three."""
     width = 3 if isinstance(likelihood, Categorical) else 1
     y = torch.zeros(8, 1) if isinstance(likelihood, Gaussian | Poisson) else torch.zeros(8).long()
     data = TensorDataset(torch.randn(8, 2), y)
-    batches = [list(range(4)), [], list(range(4, 8))]
 
     def collate(rows: list[Any]) -> Any:
         return tuple(torch.stack(part) for part in zip(*rows, strict=True)) if rows else (data.tensors[0][:0], y[:0])
 
+    batches = [list(range(4)), [], list(range(4, 8))]
     loader: Any = DataLoader(data, batch_sampler=batches, collate_fn=collate)
-    module = BayesianModule(nn.Linear(2, width), likelihood, lr=1e-3, num_chains=chains)
-    with pytest.raises(NonFiniteEnergyError, match=r"the batch has no data .*leave out empty batches"):
-        quiet_trainer(max_epochs=1).fit(module, loader)
+    module = BayesianModule(nn.Linear(2, width), likelihood, lr=1e-12, temperature=0.0, num_chains=chains)
+    kept = Energies()
+    quiet_trainer(max_epochs=1, callbacks=[kept]).fit(module, loader)
+    assert kept.energies[1] == pytest.approx(kept.priors[1], rel=1e-6)
+    with module.at_chain(0), torch.no_grad():
+        whole = -float(module.log_likelihood(data.tensors).sum() + module.log_prior())
+    assert sum(kept.energies) / 3 == pytest.approx(whole, rel=1e-5)
 
 
 def test_the_pit_of_a_calibrated_count_is_flat() -> None:
