@@ -1,4 +1,4 @@
-"""The measurements that the pages name run at their smallest settings: `pytest -m slow tests/docs/test_commands_run.py`."""
+"""The measurements that the pages name run at their smallest settings (`-m slow`)."""
 
 import os
 import shlex
