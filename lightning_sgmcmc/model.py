@@ -135,8 +135,9 @@ class EnergyModel(pl.LightningModule):
         and the target of a position is the next one's.
         """
         inputs, target = self.inputs_and_target(batch)
-        if self.takes_next_tokens(batch):
-            target = next_tokens(target, inputs.get(MASK), self.likelihood.ignore_index)
+        likelihood = self.likelihood
+        if isinstance(likelihood, TokenCategorical) and self.takes_next_tokens(batch):
+            target = next_tokens(target, inputs.get(MASK), likelihood.ignore_index)
         try:
             return self.output_of(inputs), target
         except RuntimeError as error:

@@ -48,7 +48,7 @@ def main() -> None:
     print("| network | sampler | step µs | ChainHealth µs a step | share | reports ms |")
     print("|---|---|---|---|---|---|")
     for case, (build, shape, batch, usual) in CASES.items():
-        steps = max(10, int(usual * 4 * options.scale))
+        steps = max(2, int(usual * 4 * options.scale))
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(batch * 60, *shape, generator=generator)
         data = TensorBatches(x, torch.randint(10, (batch * 60,), generator=generator))

@@ -12,22 +12,13 @@ from tests.support.paths import REPOSITORY
 
 COMMANDS = (
     "tests.cuda.step_report --chains 4 --contour --clip",
-    "tests.cuda.cases 'ResNet-20, contour and clipping'",
-    "tests.benchmarks.chain_health --scale 0.01",
+    "tests.benchmarks.chain_health --scale 0.001",
     "tests.benchmarks.chains --rounds 1 --steps 4",
     "tests.benchmarks.contour_step --rounds 1 --scale 0.01",
     "tests.benchmarks.learning_coefficient --steps 20 --sizes 1",
     "tests.benchmarks.predict --rounds 1 --samples 2",
     "tests.benchmarks.readme_picture --out OUT/readme.png --draws 3",
     "tests.benchmarks.sampler_step --rounds 1",
-    "tests.benchmarks.simulate --rounds 1 --scale 0.01",
-    "tests.benchmarks.subsampling --rounds 1",
-    "tests.benchmarks.trainer_step --rounds 1",
-    "tests.benchmarks.truth --out OUT --draws 3 --only linear",
-    "tests.benchmarks.tune_starts --out OUT/starts.jsonl --samplers SGLD --schedules constant --every 1000",
-    "tests.benchmarks.verdict_rates --seeds 1 --steps 20 --out OUT/rates.jsonl",
-    "tests.benchmarks.memory --out OUT --steps 100 --every 50 --loggers csv --settings plain",
-    "tests.golden_runs --out OUT/golden.json main_job",
 )
 
 
