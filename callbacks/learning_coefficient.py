@@ -21,6 +21,7 @@ from lightning_sgmcmc.evaluation.at_center import (
     gamma_of,
 )
 from lightning_sgmcmc.evaluation.full_energy import differs_in_training
+from lightning_sgmcmc.evaluation.held_data import HeldData, held_data
 from lightning_sgmcmc.evaluation.sample_energy import Kind, has_fresh_batches
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.learning_coefficient import (
@@ -95,6 +96,8 @@ class LearningCoefficient(SamplerCallback):
         self._sampler: Sampler | None = None
         self._chains: Chains | None = None
         self._centers: dict[str, Tensor] = {}
+        self._held: HeldData | None = None
+        """The training data of the centre's energy."""
         self._center: Tensor | None = None
         self._temperature = 0.0
         self._trace: Tensor | None = None
@@ -148,6 +151,11 @@ class LearningCoefficient(SamplerCallback):
     def _record(self, trainer: pl.Trainer, chains: Chains, sampler: Sampler) -> None:
         if not self._centers:
             self._begin(trainer, chains, sampler)
+        if self._held is not None and not self._held.is_same(held_data(trainer)):
+            raise ValueError(
+                "LearningCoefficient compares energies with that of the centre, and the training data changed since: "
+                "use a datamodule whose data stay the same"
+            )
         assert self._trace is not None
         assert self._center is not None
         column = len(self._recorded)
@@ -170,7 +178,7 @@ class LearningCoefficient(SamplerCallback):
                     f"drawn: remove {type(holder).__name__}"
                 )
         temperature = _temperature_of(sampler)
-        self._centers = centers_of(chains)
+        self._centers, self._held = centers_of(chains), held_data(trainer)
         if self._center is None:
             self._temperature = temperature
             self._center = center_energies(trainer, chains, self._centers, "LearningCoefficient")
@@ -229,7 +237,7 @@ class LearningCoefficient(SamplerCallback):
         if self._trace is not None:
             self._trace = self._trace[:, : len(self._recorded)].cpu()
         self._center = None if self._center is None else self._center.cpu()
-        self._sampler = self._chains = None
+        self._sampler = self._chains = self._held = None
         self._centers = {}
 
     # -- checkpoints --------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.verdict import SELDOM_ACCEPTED
 from lightning_sgmcmc.evaluation.full_energy import full_energies
+from lightning_sgmcmc.evaluation.held_data import HeldData, held_data
 from lightning_sgmcmc.run.loggers import log_scalars
 from lightning_sgmcmc.run.trainer import is_probe, is_trial, log_interval
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
@@ -82,6 +83,8 @@ class MetropolisTest(SamplerCallback):
         self._trajectory: Trajectory | None = None
         self._energy: tuple[int, Tensor] | None = None
         """N, and U of the chains' states at the last test, shape (C,)."""
+        self._held: HeldData | None = None
+        """The training data that these are of."""
         self._sums: Tensor | None = None
         """Of the tests since the last log, of each chain: min(1, a) and log a, shape (C, 2)."""
         self._tests = 0
@@ -132,6 +135,7 @@ class MetropolisTest(SamplerCallback):
         self._sums, self._total = zeros, zeros[:, 0].clone()
         if self._restored is not None:
             self._continue(self._restored, module.chains, module.device)
+            self._held = held_data(trainer)  # data that change during a run are part of the checkpoint
             self._restored = None
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -154,10 +158,22 @@ class MetropolisTest(SamplerCallback):
             trajectory.set_place(position, self._steps)
 
     def _present_energy(self, trainer: pl.Trainer, chains: Chains) -> Tensor:
-        """Return U of the chains' states, shape (C,): that of the last test, unless the number of data has changed."""
-        if self._energy is not None and self._energy[0] == chains.observed.num_data:
+        """Return U of the chains' states, shape (C,): that of the last test, unless the data have changed."""
+        before, self._held = self._held, held_data(trainer)
+        is_known = self._energy is not None and self._energy[0] == chains.observed.num_data
+        if is_known and before is not None and before.is_same(self._held):
+            assert self._energy is not None
             return self._energy[1]
         return full_energies(trainer, chains, True, "MetropolisTest")
+
+    def _check_data(self, trainer: pl.Trainer) -> None:
+        """Raise if the training data have changed within the trajectory, whose energies are of different ones then."""
+        if self._held is not None and not self._held.is_same(held_data(trainer)):
+            raise ValueError(
+                "the training data changed within a trajectory of MetropolisTest: append data in on_train_epoch_start, "
+                "or in on_train_batch_end of a callback that comes after MetropolisTest, with trajectories that end "
+                "there"
+            )
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -167,6 +183,7 @@ class MetropolisTest(SamplerCallback):
             return
         if self._step % self._steps or not schedule.has_stepped(pl_module):
             return
+        self._check_data(trainer)
         found = trajectory.end(full_energies(trainer, chains, True, "MetropolisTest"), self._log_uniforms(chains))
         self._energy = chains.observed.num_data, trajectory.energy
         self._count(found, chains.progress.stage is Stage.SAMPLING)
@@ -231,6 +248,7 @@ class MetropolisTest(SamplerCallback):
         if self._total is not None:
             self._total = self._total.cpu()
         self._sampler = self._chains = self._schedule = self._trajectory = self._energy = self._sums = None
+        self._held = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of the tests, and of an unfinished trajectory its start, of all chains of the run."""

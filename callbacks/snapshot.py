@@ -13,14 +13,15 @@ from lightning_sgmcmc.chains.row_energies import weighed
 from lightning_sgmcmc.chains.stateless import undisturbed_generators
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.evaluation.full_data import pass_over_data
+from lightning_sgmcmc.evaluation.held_data import HeldData, held_data
 from lightning_sgmcmc.subsampling.snapshot import Snapshot
 
 
 class SnapshotCallback(SamplerCallback):
     """Base class for callbacks that compare mini-batches with a snapshot θ_q of the chains.
 
-    It takes the snapshot at the beginning of every q-th epoch, and of an epoch with another number of data. It passes
-    over all data, and also evaluates each mini-batch at θ_q: its energy, its gradient, or both from the same forward
+    It takes the snapshot at the beginning of every q-th epoch, and of an epoch with other data. It passes over all
+    data, and also evaluates each mini-batch at θ_q: its energy, its gradient, or both from the same forward
     pass. Subclasses implement `process_batch` and `end_pass` for the pass over all data, and `correct_gradient` for the
     gradient of a whole batch.
 
@@ -53,6 +54,8 @@ class SnapshotCallback(SamplerCallback):
         """The index of the snapshot, -1 before the first one."""
         self._num_data = 0
         """N of the snapshot."""
+        self._held: HeldData | None = None
+        """The training data of the snapshot."""
         self._correction: Tensor | None = None
         """The correction of this step's energies, the mean over its micro-batches so far."""
         self._restored: dict[str, Any] = {}
@@ -79,6 +82,7 @@ class SnapshotCallback(SamplerCallback):
             self._snapshot.load_state_dict(saved["snapshot"])
         self._period = saved["period"]
         self._num_data = saved.get("num_data", self.chains.observed.num_data)
+        self._held = held_data(self._module.trainer)  # data that change during a run are part of the checkpoint
         if saved["correction"] is not None:
             self._correction = self._layout.own_unreduced(saved["correction"]).to(self._module.device).reshape(-1)
         self._restored = {}
@@ -139,9 +143,10 @@ class SnapshotCallback(SamplerCallback):
             return
         position = batch_idx % trainer.accumulate_grad_batches
         present = since // self.every_n_epochs, self.chains.observed.num_data
-        if position == 0 and present != (self._period, self._num_data):
+        if position == 0 and (present != (self._period, self._num_data) or (batch_idx == 0 and self._is_old(trainer))):
             self._refresh(trainer)
             self._period, self._num_data = present
+            self._held = held_data(trainer)
         if self._snapshot is None:
             return
         each = self._at_snapshot(trainer, self._snapshot, batch)
@@ -153,6 +158,10 @@ class SnapshotCallback(SamplerCallback):
             self.chains.counters.gradient_evaluations += size * self._layout.ranks_per_chain
         if self.energy:
             self._correct_energy(self._snapshot, each.detach(), position, factor)
+
+    def _is_old(self, trainer: pl.Trainer) -> bool:
+        """Return whether the snapshot is of data that were replaced since, by others of the same number."""
+        return self._held is not None and not self._held.is_same(held_data(trainer))
 
     def _correct_energy(self, snapshot: Snapshot, each: Tensor, position: int, factor: float | None) -> None:
         observed = self.chains.observed

@@ -30,7 +30,8 @@ class ImageFolderDataModule(ImageDataModule):
 
     Images are cropped to a square around their centre, resized and kept as bytes, so all of them need
     count·C·size² bytes of memory; for more, pass torchvision's `ImageFolder` to `DatasetDataModule`. They are
-    normalised batch by batch, by each channel's mean and standard deviation over the training part. Files that do not
+    normalised batch by batch, by each channel's mean and standard deviation over the training part. White is 65535 of
+    16 bits and 1 of floats; files with 32-bit integers are refused. Files that do not
     end like an image (`.jpg`, `.png`, …) and hidden ones are ignored. `classes` and `num_classes` are known after
     `setup`.
 
@@ -207,8 +208,48 @@ def _read_image(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
     channels, height, width = shape
     try:
         with Image.open(path) as opened:
-            upright = ImageOps.exif_transpose(opened).convert("L" if channels == 1 else "RGB")
+            white = _white_of(opened.mode, opened.format, path)
+            upright = ImageOps.exif_transpose(opened)
+            if white is None:
+                upright = upright.convert("L" if channels == 1 else "RGB")
+            else:
+                upright = Image.fromarray(_in_bytes(np.asarray(upright, np.float32), white, path))
             fitted = ImageOps.fit(upright, (width, height), Image.Resampling.BILINEAR)
+    except _OtherRange:
+        raise
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} cannot be read as an image ({one_line(error)}): replace or remove it") from error
-    return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
+    values = np.asarray(fitted)
+    if white is not None:
+        values = np.broadcast_to(values.round().clip(0, 255).astype(np.uint8)[..., None], (height, width, channels))
+    return values.reshape(height, width, channels).transpose(2, 0, 1)
+
+
+class _OtherRange(ValueError):
+    """Raised for an image of which it is not known what number is white."""
+
+
+def _white_of(mode: str, kind: str | None, path: Path) -> float | None:
+    """Return the number that is white in an image of more than 8 bits, None for others, which Pillow converts.
+
+    Pillow cuts larger numbers off at 255, which makes such images white.
+    """
+    if mode.startswith("I;16") or (mode == "I" and kind in ("PNG", "PPM")):  # older versions read 16 bits as "I"
+        return 65535.0
+    if mode == "F":
+        return 1.0
+    if mode == "I":
+        raise _OtherRange(
+            f"{path} has 32-bit integers, and which of them is white is not known: save it with 8 or 16 bits"
+        )
+    return None
+
+
+def _in_bytes(values: np.ndarray, white: float, path: Path) -> np.ndarray:
+    """Return grey values as floats between 0 and 255."""
+    if not (values.min() >= 0 and values.max() <= white):
+        raise _OtherRange(
+            f"{path} has numbers from {values.min():.3g} to {values.max():.3g}, and an image of floats should have "
+            "them from 0 to 1: rescale it, or save it with 8 or 16 bits"
+        )
+    return values * np.float32(255 / white)

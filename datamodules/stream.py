@@ -26,7 +26,8 @@ class StreamDataModule(pl.LightningDataModule):
     instance the steps between two observations. Append from a callback when an epoch begins or after its last batch,
     the same data on all ranks. The data held are part of a checkpoint. In a run that may be resumed, append in
     `on_train_batch_end`, since Lightning omits `on_train_epoch_start` after a checkpoint at an epoch's last batch.
-    Replaced data of the same number do not renew the snapshot of `ControlVariates`: let it take one every epoch.
+    Other data renew the snapshot of `ControlVariates` and its kind when an epoch begins, and the energies of
+    `MetropolisTest`, which refuses data that change within a trajectory.
 
     Args:
         batch_size: data per batch, at most as many as there are when the fit begins.

@@ -12,21 +12,21 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.inputs import (
-    TARGETS,
     Arguments,
     Features,
     arguments_of,
     arguments_of_network,
     called,
     check_dtype,
+    parted,
     plain,
-    target_name,
     trimmed,
     unused,
     unwrapped,
 )
+from lightning_sgmcmc.batches.language import LABELS, MASK, next_tokens
 from lightning_sgmcmc.checks import names_other_lightning
-from lightning_sgmcmc.likelihoods import Likelihood
+from lightning_sgmcmc.likelihoods import Likelihood, TokenCategorical
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.priors import GaussianPrior, Prior
 from lightning_sgmcmc.priors.held import held_rows, without_held
@@ -104,17 +104,11 @@ class EnergyModel(pl.LightningModule):
         """Return the inputs and the target of a batch; override it for batches of another form.
 
         A batch is a pair (x, y), or a dict with its target as "labels", "label", "target" or "y", whose other entries
-        are the inputs. The inputs are a tensor, a tuple or list of tensors, or a dict.
+        are the inputs. The inputs are a tensor, a tuple or list of tensors, or a dict. An encoder-decoder of
+        transformers gets its decoder's inputs from the target, as in its own training.
         """
         if isinstance(batch, Mapping):
-            name = target_name(batch, self.accepted_arguments)
-            if name is None:
-                raise TypeError(
-                    f"a dict batch needs its target as {', '.join(map(repr, TARGETS))}, and this one has "
-                    f"{', '.join(map(repr, batch))}: rename one, or override inputs_and_target(batch) of "
-                    f"{type(self).__name__}"
-                )
-            return {key: value for key, value in batch.items() if key != name}, batch[name]
+            return parted(batch, self.accepted_arguments, self._modules.get("net"), type(self).__name__)
         if not (isinstance(batch, (list, tuple)) and len(batch) == 2):  # torch 2.6 cannot compile `list | tuple`
             raise TypeError(
                 f"a batch should be a pair (x, y), got {_kind(batch)}: nest several inputs, ((a, b), y), or override "
@@ -135,13 +129,25 @@ class EnergyModel(pl.LightningModule):
         return unwrapped(called(self, inputs, self.accepted_arguments))
 
     def output_and_target(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the network's output for a batch and its target, by `inputs_and_target` and `output_of`."""
+        """Return the network's output for a batch and its target, by `inputs_and_target` and `output_of`.
+
+        The "labels" of a causal language model of transformers are those of its own tokens, as it takes them itself,
+        and the target of a position is the next one's.
+        """
         inputs, target = self.inputs_and_target(batch)
+        likelihood = self.likelihood
+        if isinstance(likelihood, TokenCategorical) and self.takes_next_tokens(batch):
+            target = next_tokens(target, inputs.get(MASK), likelihood.ignore_index)
         try:
             return self.output_of(inputs), target
         except RuntimeError as error:
             check_dtype(self, inputs, error)
             raise
+
+    def takes_next_tokens(self, batch: Any) -> bool:
+        """Return whether the labels of a batch are shifted: those that the network itself would shift."""
+        named = isinstance(batch, Mapping) and LABELS in batch and not overrides(self, "inputs_and_target")
+        return named and isinstance(self.likelihood, TokenCategorical) and self.accepted_arguments.shifts_labels
 
     def used_of(self, batch: Any) -> Any:
         """Return a batch without what `output_of` would leave out, and log it, once; with own hooks all is used."""

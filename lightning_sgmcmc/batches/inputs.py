@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_sgmcmc.batches.language import shifts_labels, with_decoder_inputs
 from lightning_sgmcmc.tables.arrays import as_frame, as_tensor, is_table
 from lightning_sgmcmc.tables.inputs import InputColumns
 
 TARGETS = ("labels", "label", "target", "y")
-"""Entries of a dict batch that may hold its target; the first that is there does."""
+"""Entries of a dict batch that may hold its target."""
 
 
 ABOUT_DTYPES = ("dtype", "scalar type", "Long", "Int", "Byte", "Char", "Short", "Bool", "Half", "Double")
@@ -41,6 +42,8 @@ class Arguments(NamedTuple):
         names: the arguments that can be passed by name; None if any can.
         needed: the names of those without a default.
         hugging_face: whether it is that of a model of transformers.
+        shifts_labels: whether the model takes a token's label as the target of the token before.
+        decodes: whether the model decodes from its target.
     """
 
     required: int
@@ -48,6 +51,8 @@ class Arguments(NamedTuple):
     names: frozenset[str] | None
     needed: frozenset[str]
     hugging_face: bool = False
+    shifts_labels: bool = False
+    decodes: bool = False
 
 
 def arguments_of(forward: Callable[..., Any], hugging_face: bool = False) -> Arguments:
@@ -76,10 +81,18 @@ def arguments_of(forward: Callable[..., Any], hugging_face: bool = False) -> Arg
 
 def arguments_of_network(network: nn.Module) -> Arguments:
     """Return what a network accepts; the wrappers of torch.compile and peft are looked through."""
+    network = innermost(network)
+    if not is_hugging_face(network):
+        return arguments_of(network.forward)
+    found = arguments_of(network.forward, hugging_face=True)
+    decodes = hasattr(network, "prepare_decoder_input_ids_from_labels")
+    return found._replace(shifts_labels=shifts_labels(network), decodes=decodes)
+
+
+def innermost(network: nn.Module) -> nn.Module:
+    """Return the network within the wrappers of torch.compile and peft."""
     network = getattr(network, "_orig_mod", network)
-    if type(network).__module__.startswith("peft."):
-        network = cast(Any, network).get_base_model()
-    return arguments_of(network.forward, is_hugging_face(network))
+    return cast(Any, network).get_base_model() if type(network).__module__.startswith("peft.") else network
 
 
 def is_hugging_face(network: Any) -> bool:
@@ -91,8 +104,44 @@ def target_name(batch: Mapping[str, Any], arguments: Arguments) -> str | None:
     """Return the entry of a dict batch that holds its target, None if there is none.
 
     An entry that `forward` cannot do without is an input, whatever its name.
+
+    Raises:
+        ValueError: if several entries could be the target.
     """
-    return next((name for name in TARGETS if name in batch and name not in arguments.needed), None)
+    found = [name for name in TARGETS if name in batch and name not in arguments.needed]
+    if len(found) > 1:
+        raise ValueError(
+            f"a dict batch has {' and '.join(map(repr, found))}, each of which could be its target: leave all but one "
+            "out of it (in the data set or collate_fn), or override inputs_and_target(batch) of the module"
+        )
+    return found[0] if found else None
+
+
+def parted(
+    batch: Mapping[str, Any], arguments: Arguments, network: nn.Module | None, owner: str
+) -> tuple[dict[str, Any], Any]:
+    """Return the inputs and the target of a dict batch.
+
+    Args:
+        batch: the batch.
+        arguments: what `forward` accepts.
+        network: makes its decoder's inputs of the target, if it decodes.
+        owner: the module's class, for messages.
+
+    Raises:
+        TypeError: if it has no target.
+        ValueError: if several entries could be the target.
+    """
+    name = target_name(batch, arguments)
+    if name is None:
+        raise TypeError(
+            f"a dict batch needs its target as {', '.join(map(repr, TARGETS))}, and this one has "
+            f"{', '.join(map(repr, batch))}: rename one, or override inputs_and_target(batch) of {owner}"
+        )
+    inputs = {key: value for key, value in batch.items() if key != name}
+    if arguments.decodes and network is not None:
+        inputs = with_decoder_inputs(innermost(network), inputs, batch[name])
+    return inputs, batch[name]
 
 
 def accepted(inputs: Mapping[str, Any], arguments: Arguments) -> dict[str, Any]:

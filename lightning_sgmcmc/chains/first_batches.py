@@ -9,6 +9,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc import likelihoods
+from lightning_sgmcmc.batches.language import fault_of_tokens
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.stateless import evaluation_mode, undisturbed_generators
@@ -121,6 +122,7 @@ def _look(model: EnergyModel, chains: StackedChains | None, batch: Any) -> tuple
     first = batch[0] if isinstance(batch, ChainBatches) else batch
     at_first = chains.at(0) if chains is not None else nullcontext()
     with torch.no_grad(), undisturbed_generators(model), evaluation_mode(model), at_first:
+        _check_tokens(model, first)
         output, target = model.output_and_target(first)
         model.likelihood.check_target(output, target)  # which may use parameters of the likelihood
     if not isinstance(output, Tensor) or output.numel() == 0:
@@ -157,6 +159,19 @@ def _check_observed(model: EnergyModel, target: Any) -> None:
         f"{type(model.likelihood).__name__}: targets must be finite numbers or labels, and all {len(dataset)} of the "
         "training data are NaN or missing, so nothing would be learned: correct the targets"
     )
+
+
+def _check_tokens(model: EnergyModel, batch: Any) -> None:
+    """Raise if the targets of a causal language model are not the next tokens; warn of another network's."""
+    likelihood = model.likelihood
+    if not isinstance(likelihood, likelihoods.TokenCategorical) or overrides(model, "output_and_target"):
+        return
+    inputs, labels = model.inputs_and_target(batch)
+    fault = fault_of_tokens(inputs, labels, likelihood.ignore_index, model.takes_next_tokens(batch))
+    if fault is not None and model.accepted_arguments.shifts_labels:
+        raise ValueError(f"TokenCategorical: {fault}")
+    if fault is not None:
+        rank_zero_warn(f"TokenCategorical: {fault}.")
 
 
 def _is_own(model: EnergyModel) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.diagnostics.bootstrap import CONFIDENCE, percentile_interval, resampled_means
-from lightning_sgmcmc.diagnostics.metrics import CALIBRATION_BINS
+from lightning_sgmcmc.diagnostics.metrics import CALIBRATION_BINS, confidence_bin
 
 MOST_SIMULATED = 20_000
 """For more data than this, the sums of correct predictions in a bin are drawn from their normal law."""
@@ -58,14 +58,14 @@ def calibration_error_by_chance(
 
     Args:
         confidence: probability of the predicted class of each datum, shape (n,).
-        bins: number of equal bins of (0, 1].
+        bins: number of equal bins of [0, 1].
         draws: number of simulated data sets.
 
     Source: Vaicenavicius et al. 2019, consistency resampling.
     """
+    place = confidence_bin(confidence.detach(), bins).cpu()
     confidence = confidence.detach().double().cpu()
     count = len(confidence)
-    place = (confidence * bins).ceil().long().clamp(1, bins) - 1
     generator = torch.Generator().manual_seed(0)
     if count <= MOST_SIMULATED:
         errors = []

@@ -4,7 +4,7 @@ import math
 
 import torch
 from torch import Tensor
-from torchmetrics.functional.classification import binary_auroc, multiclass_accuracy, multiclass_calibration_error
+from torchmetrics.functional.classification import binary_auroc, multiclass_accuracy
 
 CALIBRATION_BINS = 15
 
@@ -28,7 +28,7 @@ def brier_score(probabilities: Tensor, target: Tensor) -> Tensor:
     >>> brier_score(torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([0, 1]))
     tensor(0.2500)
     """
-    p_true = probabilities.gather(-1, target[:, None]).squeeze(-1)
+    p_true = probabilities.gather(-1, whole_labels(target)[:, None]).squeeze(-1)
     return (probabilities.square().sum(-1) - 2 * p_true + 1).mean()
 
 
@@ -39,13 +39,13 @@ def classification_metrics(probabilities: Tensor, target: Tensor) -> dict[str, T
         probabilities: shape (n, K).
         target: labels in 0..K-1, shape (n,).
     """
-    num_classes = probabilities.shape[-1]
+    num_classes, target = probabilities.shape[-1], whole_labels(target)
     p_true = probabilities.gather(-1, target[:, None]).squeeze(-1)
     return {
         "accuracy": multiclass_accuracy(probabilities, target, num_classes, average="micro"),
         "nll": -p_true.clamp_min(torch.finfo(p_true.dtype).tiny).log().mean(),
         "brier": brier_score(probabilities, target),
-        "ece": multiclass_calibration_error(probabilities, target, num_classes, n_bins=CALIBRATION_BINS, norm="l1"),
+        "ece": calibration_error(probabilities, target),
         "entropy": predictive_entropy(probabilities).mean(),
     }
 
@@ -72,19 +72,65 @@ def out_of_distribution_metrics(known: Tensor, unknown: Tensor) -> dict[str, Ten
     }
 
 
+def calibration_error(probabilities: Tensor, target: Tensor, bins: int = CALIBRATION_BINS) -> Tensor:
+    """Return the expected calibration error, Σ_b n_b/n·|accuracy_b - confidence_b| over the bins of `reliability`.
+
+    Args:
+        probabilities: shape (n, K).
+        target: labels in 0..K-1, shape (n,).
+        bins: number of equal bins of [0, 1].
+
+    Source: Guo et al. 2017, eq. (3).
+
+    >>> certain = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    >>> calibration_error(certain, torch.tensor([0, 1]))
+    tensor(0.5000)
+    """
+    confidence, predicted = probabilities.max(-1)
+    gap = confidence - (predicted == whole_labels(target)).to(confidence.dtype)
+    total = torch.zeros(bins, dtype=gap.dtype, device=gap.device)
+    return total.index_add(0, confidence_bin(confidence, bins), gap).abs().sum() / len(gap)
+
+
+def confidence_bin(confidence: Tensor, bins: int = CALIBRATION_BINS) -> Tensor:
+    """Return each confidence's bin, from 0, among the equal bins [0, 1/B], (1/B, 2/B], …, ((B-1)/B, 1].
+
+    >>> confidence_bin(torch.tensor([0.0, 0.6, 0.61, 1.0]), 10)
+    tensor([0, 5, 6, 9])
+    """
+    # The edges in the confidences' own precision, so that k/B is the upper edge of its bin in each of them.
+    edges = (torch.arange(1, bins, dtype=torch.float64) / bins).to(confidence)
+    return torch.bucketize(confidence.contiguous(), edges)
+
+
+def whole_labels(target: Tensor) -> Tensor:
+    """Return labels of any integer dtype as int64, which torch's indexing needs.
+
+    Raises:
+        ValueError: for labels that are not integers.
+    """
+    if target.is_floating_point() or target.is_complex():
+        raise ValueError(f"labels must be integers, got {target.dtype}: convert them by .long()")
+    return target.long()
+
+
 def reliability(probabilities: Tensor, target: Tensor, bins: int = CALIBRATION_BINS) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean confidence, accuracy and number of data per confidence bin, each of shape (bins,).
 
     Args:
         probabilities: shape (n, K).
         target: labels in 0..K-1, shape (n,).
-        bins: number of equal bins of (0, 1].
+        bins: number of equal bins of [0, 1]; an edge belongs to the bin below it.
     """
     confidence, predicted = probabilities.max(-1)
-    index = (confidence * bins).ceil().long().clamp(1, bins) - 1
+    index = confidence_bin(confidence, bins)
     count = torch.zeros(bins, dtype=torch.float64)
     total_confidence, total_correct = count.clone(), count.clone()
-    index, confidence, correct = index.cpu(), confidence.cpu().double(), (predicted == target).cpu().double()
+    index, confidence, correct = (
+        index.cpu(),
+        confidence.cpu().double(),
+        (predicted == whole_labels(target)).cpu().double(),
+    )
     count.index_add_(0, index, torch.ones_like(confidence))
     total_confidence.index_add_(0, index, confidence)
     total_correct.index_add_(0, index, correct)

@@ -91,25 +91,41 @@ def interval_score(low: Tensor, high: Tensor, y: Tensor, level: float) -> Tensor
     return high - low + 2 / (1 - level) * missed
 
 
-def pit_histogram(cdf: Tensor, bins: int = 10) -> Tensor:
+def pit_histogram(cdf: Tensor | tuple[Tensor, Tensor], bins: int = 10) -> Tensor:
     """Return the share of data in equal bins of the probability integral transform F_i(y_i), shape (bins,).
 
     It is flat for a calibrated predictive, has a hump in the middle for one that is too wide, and is high at both ends
-    for one that is too sure.
+    for one that is too sure. A count is spread evenly between P(Y < y) and P(Y ≤ y), which makes it flat for counts.
 
     Args:
-        cdf: the predictive distribution function at each observed number, in [0, 1], any shape.
+        cdf: the predictive distribution function at each observed number, in [0, 1], any shape; of counts or ordered
+            classes the pair P(Y < y) and P(Y ≤ y). `Evaluation.pit` is either.
         bins: number of bins.
 
-    Source: Gneiting et al. 2007 (Probabilistic forecasts, calibration and sharpness).
+    Raises:
+        ValueError: for fewer than one bin, or a NaN.
+
+    Source: Gneiting et al. 2007 (Probabilistic forecasts, calibration and sharpness); Czado, Gneiting & Held 2009,
+    eq. (2) (counts).
 
     >>> pit_histogram(torch.tensor([0.05, 0.45, 0.55, 1.0]), bins=2)
     tensor([0.5000, 0.5000])
+    >>> pit_histogram((torch.tensor([0.0, 0.4]), torch.tensor([0.4, 1.0])), bins=2)  # a calibrated Bernoulli(0.6)
+    tensor([0.5833, 0.4167])
     """
     if bins < 1:
         raise ValueError(f"bins must be at least 1, got {bins}")
-    place = (cdf.reshape(-1) * bins).floor().long().clamp(0, bins - 1)
-    return torch.bincount(place, minlength=bins).to(torch.float32) / max(place.numel(), 1)
+    below, up_to = (part.reshape(-1) for part in (cdf if isinstance(cdf, tuple) else (cdf, cdf)))
+    if bool((below.isnan() | up_to.isnan()).any()):
+        raise ValueError("cdf must be in [0, 1], got NaN: leave out data without a prediction")
+    edges = torch.arange(bins + 1, dtype=torch.float64).div(bins).to(up_to)
+    # A mass at one place, and a number of a continuous law, belong to the bin that begins there.
+    place = torch.bucketize(up_to.contiguous(), edges[1:-1], right=True)
+    whole = torch.nn.functional.one_hot(place, bins).double()
+    width = (up_to - below).double()
+    reached = ((edges[:, None] - below) / width.clamp_min(1e-300)).clamp(0, 1)
+    share = torch.where(width[:, None] > 0, reached.diff(dim=0).T, whole)
+    return share.sum(0).div(max(len(up_to), 1)).float()
 
 
 def gaussian_mixture_quantile(weights: Tensor, means: Tensor, stds: Tensor, q: float) -> Tensor:

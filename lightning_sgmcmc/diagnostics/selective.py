@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.diagnostics.metrics import whole_labels
+
 
 def risk_coverage(uncertainty: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
     """Return the coverages k/n and the risks, the mean loss of the k surest predictions, k = 1 … n, each of shape (n,).
@@ -62,4 +64,4 @@ def risk_at_coverage(probabilities: Tensor, target: Tensor, coverage: float = 0.
 
 def _errors(probabilities: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     largest, predicted = probabilities.max(-1)
-    return -largest, (predicted != target).float()
+    return -largest, (predicted != whole_labels(target)).float()

@@ -60,10 +60,17 @@ class Evaluation:
         return weight_efficiency(weights)
 
     @property
-    def pit(self) -> Tensor | None:
-        """The average's P(Y ≤ y) at each observed target, for `diagnostics.pit_histogram`; None without such."""
-        found = None if self.average is None else self.average.terms.get("cdf")
-        return found[~found.isnan()] if found is not None and bool(found.isnan().any()) else found
+    def pit(self) -> Tensor | tuple[Tensor, Tensor] | None:
+        """The average's P(Y ≤ y) at each observed target, of counts the pair P(Y < y) and P(Y ≤ y), for
+        `diagnostics.pit_histogram`; None if the likelihood has none."""
+        terms = {} if self.average is None else self.average.terms
+        cdf, below = terms.get("cdf"), terms.get("cdf_below")
+        if cdf is None:
+            return None
+        observed = ~cdf.isnan()
+        if not bool(observed.all()):
+            cdf, below = cdf[observed], None if below is None else below[observed]
+        return cdf if below is None else (below, cdf)
 
     def __repr__(self) -> str:
         single = self.single

@@ -91,7 +91,8 @@ class Likelihood(nn.Module):
         observed = ~target.isnan() if target.is_floating_point() else None
         if self.missing is None:
             return observed
-        known = target != self.missing
+        # torch compares a uint8 156 with -100 as equal.
+        known = (target if observed is not None else target.long()) != self.missing
         return known if observed is None else observed & known
 
     def observed(self, target: Tensor) -> Tensor | None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_sgmcmc.checks import check_count
-from lightning_sgmcmc.diagnostics.metrics import classification_metrics, predictive_entropy
+from lightning_sgmcmc.diagnostics.metrics import classification_metrics, predictive_entropy, whole_labels
 from lightning_sgmcmc.likelihoods.base import Likelihood, at_least_float32, summed
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction
 
@@ -27,8 +27,8 @@ class ClassLikelihood(Likelihood):
         raise NotImplementedError(f"{type(self).__name__} needs probabilities(output)")
 
     def labels(self, target: Tensor) -> Tensor:
-        """Return integer labels, shape (n,)."""
-        return target
+        """Return the labels as int64, shape (n,), from integers of any dtype."""
+        return whole_labels(target)
 
     def _known(self, target: Tensor) -> Tensor:
         """Return the observed labels; the target itself if all are, whatever their values."""
@@ -36,7 +36,7 @@ class ClassLikelihood(Likelihood):
         return target if observed is None else target[observed]
 
     def scored(self, prediction: Prediction, target: Tensor) -> tuple[Tensor, Tensor]:
-        return prediction.probabilities, self.labels(target).long().reshape(-1)
+        return prediction.probabilities, self.labels(target).reshape(-1)
 
     def chance_nll(self, target: Tensor) -> float | None:
         counts = self.labels(target).reshape(-1).unique(return_counts=True)[1].double()
@@ -83,8 +83,8 @@ class Categorical(ClassLikelihood):
                 f"{tuple(output.shape)} and {tuple(target.shape)} of {target.dtype}"
             )
         # By default torch ignores the label -100, as if the datum were certain.
-        ignored = NO_LABEL if self.missing is None else int(self.missing)
-        return -F.cross_entropy(at_least_float32(output), target, reduction="none", ignore_index=ignored)
+        ignored, logits = NO_LABEL if self.missing is None else int(self.missing), at_least_float32(output)
+        return -F.cross_entropy(logits, target.long(), reduction="none", ignore_index=ignored)
 
     applies_itself = (nn.Softmax, nn.Softmax2d)
 
@@ -101,7 +101,7 @@ class Categorical(ClassLikelihood):
             )
         target = self._known(target)
         if target.dim() == 1 and output.dim() == 2 and not target.is_floating_point() and len(target):
-            low, high = target.min().item(), target.max().item()
+            low, high = target.long().min().item(), target.long().max().item()
             if low < 0 or high >= output.shape[1]:
                 raise ValueError(
                     f"Categorical: labels from {low} to {high} for {output.shape[1]} logits; labels count from 0, so "
@@ -140,7 +140,7 @@ class Bernoulli(ClassLikelihood):
         )
 
     def check_target(self, output: Tensor, target: Tensor) -> None:
-        target = self._known(target)
+        target = self._column(self._known(target), "target")
         odd = target[(target != 0) & (target != 1)]
         if odd.numel():
             raise ValueError(f"Bernoulli: targets must be 0 or 1, got {odd.reshape(-1)[0].item()}")
@@ -158,7 +158,7 @@ class Bernoulli(ClassLikelihood):
             tensor = tensor[:, 0]
         if tensor.dim() != 1:
             raise ValueError(f"Bernoulli needs an {name} of shape (n,) or (n, 1), got {tuple(tensor.shape)}")
-        return at_least_float32(tensor) if tensor.is_floating_point() else tensor
+        return at_least_float32(tensor) if tensor.is_floating_point() else tensor.long()
 
 
 class Ordinal(ClassLikelihood):
@@ -199,19 +199,18 @@ class Ordinal(ClassLikelihood):
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         target, observed = self.split_missing(target)
-        labels = self.labels(target)
         found = self._log_probabilities(output)
-        if labels.shape != found.shape[:1] or labels.is_floating_point():
+        if target.is_floating_point() or target.shape not in (found.shape[:1], (len(found), 1)):
             raise ValueError(
-                f"Ordinal: {len(found)} outputs for integer labels of shape {tuple(labels.shape)} and {labels.dtype}"
+                f"Ordinal: {len(found)} outputs for integer labels of shape {tuple(target.shape)} and {target.dtype}"
             )
-        return summed(found.gather(1, labels.long()[:, None]), observed)
+        return summed(found.gather(1, self.labels(target)[:, None]), observed)
 
     def check_target(self, output: Tensor, target: Tensor) -> None:
         target = self._known(target)
-        if not len(target):
+        if target.is_floating_point() or not target.numel():
             return
-        low, high = target.min().item(), target.max().item()
+        low, high = target.long().min().item(), target.long().max().item()
         if low < 0 or high >= self.num_classes:
             raise ValueError(
                 f"Ordinal: labels from {low} to {high} for num_classes={self.num_classes}; labels count from 0"
@@ -221,7 +220,7 @@ class Ordinal(ClassLikelihood):
         return self._log_probabilities(output).exp()
 
     def labels(self, target: Tensor) -> Tensor:
-        return target[:, 0] if target.dim() == 2 and target.shape[1] == 1 else target
+        return super().labels(target[:, 0] if target.dim() == 2 and target.shape[1] == 1 else target)
 
     def _log_probabilities(self, output: Tensor) -> Tensor:
         """Return log p_k, by sigmoid(b) - sigmoid(a) = sigmoid(b)·sigmoid(-a)·(1 - exp(a - b)), shape (n, K)."""

@@ -7,6 +7,7 @@ from lightning_sgmcmc.checks import check_flag, check_within
 from lightning_sgmcmc.likelihoods.base import Likelihood, columns, positive, summed
 from lightning_sgmcmc.likelihoods.numbers import matched
 from lightning_sgmcmc.predictions import distributions
+from lightning_sgmcmc.predictions.special import negative_binomial_log_prob, poisson_log_prob
 
 
 class Poisson(Likelihood):
@@ -30,7 +31,7 @@ class Poisson(Likelihood):
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         target, observed = self.split_missing(target)
         output, target = matched("Poisson", output, target)
-        return summed(target * output - output.exp() - torch.lgamma(target + 1), observed)
+        return summed(poisson_log_prob(target, output), observed)
 
     def chance_nll(self, target: Tensor) -> float | None:
         counts = columns(target, "Poisson").double()
@@ -79,10 +80,7 @@ class NegativeBinomial(Likelihood):
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         target, observed = self.split_missing(target)
         output, y = matched("NegativeBinomial", output, target)
-        r, logits = self.log_concentration.exp(), output - self.log_concentration
-        sigmoid = torch.nn.functional.logsigmoid
-        each = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1) + r * sigmoid(-logits) + y * sigmoid(logits)
-        return summed(each, observed)
+        return summed(negative_binomial_log_prob(y, output, self.log_concentration), observed)
 
     def extra_repr(self) -> str:
         return f"concentration={self.concentration}, learned={self.learned}"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_sgmcmc.checks import check_kind
-from lightning_sgmcmc.diagnostics.metrics import classification_metrics, predictive_entropy
+from lightning_sgmcmc.diagnostics.metrics import classification_metrics, predictive_entropy, whole_labels
 from lightning_sgmcmc.likelihoods.base import Likelihood, at_least_float32, summed
 from lightning_sgmcmc.predictions import ClassPrediction, MultiLabelPrediction, Prediction
 
@@ -35,13 +35,13 @@ class MultiLabelBernoulli(Likelihood):
                 f"{tuple(output.shape)} and {tuple(target.shape)}"
             )
         logits = at_least_float32(output)
-        target, observed = self.split_missing(target)
+        target, observed = self.split_missing(_numbers(target))
         each = -F.binary_cross_entropy_with_logits(logits, target.to(logits.dtype), reduction="none")
         # Other labels have probability 0; the formula would still return a number for them.
         return summed(each.masked_fill((target != 0) & (target != 1), -math.inf), observed)
 
     def check_target(self, output: Tensor, target: Tensor) -> None:
-        observed = self.observed_entries(target)
+        target, observed = _numbers(target), self.observed_entries(target)
         target = target if observed is None else target[observed]
         odd = target[(target != 0) & (target != 1)]
         if odd.numel():
@@ -66,7 +66,7 @@ class MultiLabelBernoulli(Likelihood):
     def metrics(
         self, terms: Mapping[str, Tensor], log_density: Tensor, target: Tensor, scale: float | Tensor
     ) -> dict[str, Tensor]:
-        p, observed = terms["label_probabilities"], self.observed_entries(target)
+        p, target, observed = terms["label_probabilities"], _numbers(target), self.observed_entries(target)
         right = (p > 0.5) == (target > 0.5)
         exact = right.all(-1)
         if observed is not None and not bool(observed.all()):
@@ -136,9 +136,12 @@ class _DenseCategorical(Likelihood, ABC):
         return -each.flatten(1).sum(-1)
 
     def check_target(self, output: Tensor, target: Tensor) -> None:
+        if target.is_floating_point():
+            return
+        target = whole_labels(target)
         counted = target[target != self.ignore_index]
         classes = output.shape[self.axis]
-        if not target.is_floating_point() and counted.numel():
+        if counted.numel():
             low, high = counted.min().item(), counted.max().item()
             if low < 0 or high >= classes:
                 raise ValueError(
@@ -147,6 +150,7 @@ class _DenseCategorical(Likelihood, ABC):
                 )
 
     def chance_nll(self, target: Tensor) -> float | None:
+        target = whole_labels(target)
         counts = target[target != self.ignore_index].unique(return_counts=True)[1].double()
         return float(torch.special.entr(counts / counts.sum()).sum() * counts.sum() / len(target))
 
@@ -179,8 +183,9 @@ class _DenseCategorical(Likelihood, ABC):
 
     def _counted(self, probabilities: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return the probabilities (m, K) and labels (m,) of the places that count."""
-        counts = target != self.ignore_index
-        return probabilities[counts], target[counts].long()
+        labels = whole_labels(target)  # torch compares a uint8 156 with -100 as equal
+        counts = labels != self.ignore_index
+        return probabilities[counts], labels[counts]
 
     def extra_repr(self) -> str:
         return f"ignore_index={self.ignore_index}"
@@ -216,8 +221,9 @@ class TokenCategorical(_DenseCategorical):
     """A label for each token, log p(y|x,θ) = Σ over the tokens that count of log softmax(output)_y.
 
     Output (n, T, K), target integer labels (n, T). A datum is a sequence: its log-likelihood is the sum over its
-    tokens, so `num_data` counts sequences. For a language model the targets are the next tokens. `nll` is of the
-    sequence's tokens together, `token_nll` the mean of single tokens.
+    tokens, so `num_data` counts sequences. The target of a language model is the next token at each place. A causal
+    model of transformers whose batches are dicts with labels=input_ids gets it from these, shifted by one, without
+    what the attention mask hides. `nll` is of the sequence's tokens together, `token_nll` the mean of single tokens.
 
     Args:
         ignore_index: label of the tokens that do not count, such as padding.
@@ -243,6 +249,10 @@ def mean_iou(predicted: Tensor, labels: Tensor, num_classes: int) -> Tensor:
     both = torch.bincount(labels[predicted == labels], minlength=num_classes)
     union = torch.bincount(labels, minlength=num_classes) + torch.bincount(predicted, minlength=num_classes) - both
     return (both[union > 0] / union[union > 0]).mean()
+
+
+def _numbers(target: Tensor) -> Tensor:
+    return target if target.is_floating_point() else target.long()
 
 
 def _binary_entropy(probabilities: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Likelihoods of real numbers: Gaussian ones, Student's t, and mixtures."""
 
+import functools
 import math
 
 import torch
@@ -10,6 +11,7 @@ from lightning_sgmcmc.checks import check_count, check_flag, check_within
 from lightning_sgmcmc.likelihoods.base import Likelihood, check_finite, columns, positive, summed, where_observed
 from lightning_sgmcmc.predictions import distributions
 from lightning_sgmcmc.predictions.distributions import Normal, NormalMixture
+from lightning_sgmcmc.predictions.special import student_t_normaliser
 
 
 class Gaussian(Likelihood):
@@ -167,8 +169,7 @@ class StudentT(Likelihood):
         target, observed = self.split_missing(target)
         output, target = matched("StudentT", output, target)
         z, half = (target - output) / self.log_scale.exp(), (self.df + 1) / 2
-        normaliser = math.lgamma(half) - math.lgamma(self.df / 2) - math.log(self.df * math.pi) / 2
-        return summed(normaliser - half * (z.square() / self.df).log1p() - self.log_scale, observed)
+        return summed(_normaliser(self.df) - half * (z.square() / self.df).log1p() - self.log_scale, observed)
 
     def extra_repr(self) -> str:
         return f"df={self.df}, scale={self.scale}, learned={self.learned}"
@@ -237,6 +238,12 @@ def matched(name: str, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     if output.shape != target.shape:
         raise ValueError(f"{name}: outputs of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)}")
     return output, target
+
+
+@functools.cache
+def _normaliser(df: float) -> float:
+    """Return the constant of Student's log density, computed once, not with every step."""
+    return float(student_t_normaliser(torch.tensor(df, dtype=torch.float64)))
 
 
 def _split(output: Tensor, parts: int, name: str) -> tuple[Tensor, ...]:

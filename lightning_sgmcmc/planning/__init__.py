@@ -7,8 +7,8 @@ from lightning_sgmcmc.planning.controls import Blocks, ChainControls, blocks_of
 from lightning_sgmcmc.planning.kind import WANTED, RunKind
 from lightning_sgmcmc.planning.make import PlanInputs, make_plan
 from lightning_sgmcmc.planning.plan import RunPlan, TensorPlan
-from lightning_sgmcmc.planning.reach import Reached, TensorFacts, independent_draws, reach
-from lightning_sgmcmc.planning.recursion import LinearRule, StageMoments, stage_moments
+from lightning_sgmcmc.planning.reach import Reached, TensorFacts, reach
+from lightning_sgmcmc.planning.recursion import LinearRule, StageMoments, draws_of_mean, stage_moments
 from lightning_sgmcmc.planning.rules import linear_rule
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "TensorFacts",
     "TensorPlan",
     "blocks_of",
-    "independent_draws",
+    "draws_of_mean",
     "linear_rule",
     "make_plan",
     "reach",

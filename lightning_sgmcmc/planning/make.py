@@ -9,7 +9,7 @@ import torch
 from lightning_sgmcmc.finite import finite_or_none
 from lightning_sgmcmc.planning.controls import Blocks
 from lightning_sgmcmc.planning.plan import RunPlan, TensorPlan
-from lightning_sgmcmc.planning.reach import Reached, TensorFacts, independent_draws, reach
+from lightning_sgmcmc.planning.reach import Reached, TensorFacts, reach
 from lightning_sgmcmc.samplers import Sampler
 
 FAR = 0.6
@@ -97,9 +97,13 @@ def _with_reached(
     plan: RunPlan, tensors: Mapping[str, TensorFacts], reached: Mapping[str, Reached], facts: PlanInputs
 ) -> RunPlan:
     sizes = {name: tensors[name].numel for name in reached}
-    slowest = min(reached, key=lambda name: reached[name].burn_in + reached[name].sampling)
     is_exact = facts.directions is not None
-    middle = reached[slowest if is_exact else _median(reached, sizes)]
+    times = {name: own.burn_in + own.sampling for name, own in reached.items()}
+    worth = {name: own.draws for name, own in reached.items()}
+    slowest = min(times, key=times.__getitem__)
+    middle = reached[slowest if is_exact else _median(times, sizes)]
+    # Directions that oscillate relax alike, and their means are worth different numbers of draws.
+    expected = min(worth.values()) if is_exact else worth[_median(worth, sizes)]
     share = {name: sizes[name] / sum(sizes.values()) for name in reached}
     total = torch.stack([own.configurational * share[name] for name, own in reached.items()]).sum(0)
     from_start = torch.stack([own.from_start * share[name] for name, own in reached.items()]).sum(0)
@@ -112,7 +116,7 @@ def _with_reached(
         sampling_relaxation_times=middle.sampling,
         relaxation_times=middle.burn_in + middle.sampling,
         configurational_temperature=finite_or_none(sum(each) / len(each)),
-        independent_draws=facts.sampled_chains * independent_draws(middle.whole, draws),
+        independent_draws=facts.sampled_chains * min(expected, float(draws)),
         notes=(*plan.notes, FAR_START) if is_far else plan.notes,
     )
     if is_exact:
@@ -126,9 +130,9 @@ def _with_reached(
     )
 
 
-def _median(reached: Mapping[str, Reached], sizes: Mapping[str, int]) -> str:
-    """Return the tensor with the element-weighted median of the relaxation times."""
-    names = sorted(reached, key=lambda name: reached[name].burn_in + reached[name].sampling)
+def _median(values: Mapping[str, float], sizes: Mapping[str, int]) -> str:
+    """Return the tensor with the element-weighted median of values."""
+    names = sorted(values, key=values.__getitem__)
     return names[_place_of_median([sizes[name] for name in names])]
 
 

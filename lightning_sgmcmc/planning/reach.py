@@ -1,6 +1,5 @@
 """What a schedule reaches: relaxation times and configurational temperatures of each parameter tensor."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.planning.controls import Blocks
-from lightning_sgmcmc.planning.recursion import LinearRule, stage_moments
+from lightning_sgmcmc.planning.recursion import LinearRule, draws_of_mean, stage_moments
 from lightning_sgmcmc.planning.rules import linear_rule
 from lightning_sgmcmc.samplers import Sampler
 
@@ -42,6 +41,7 @@ class Reached:
             directions.
         sampling: those in its sampling stage.
         whole: those from the first sampling step to the end, with and without noise.
+        draws: independent draws that the mean over these steps is worth.
         configurational: expected configurational temperature over τ for each followed chain, shape (C,).
         from_start: the part of it that the start's way in contributes, which is not positive, shape (C,).
     """
@@ -49,6 +49,7 @@ class Reached:
     burn_in: float
     sampling: float
     whole: float
+    draws: float
     configurational: Tensor
     from_start: Tensor
 
@@ -73,14 +74,15 @@ def reach(sampler: Sampler, blocks: Blocks, tensors: Mapping[str, TensorFacts], 
         if found is None:
             return {}
         numbers.append(found)
-    temperatures, decays, parts = (torch.stack([chain[place] for chain in numbers]) for place in range(3))
+    temperatures, decays, parts, draws = (torch.stack([chain[place] for chain in numbers]) for place in range(4))
     place_of = {key: place for place, key in enumerate(classes)}
     result = {}
     for name, facts in known.items():
         place = place_of[facts.std or 0.0, facts.group]
         burn_in, sampling, whole = parts[:, :, place].mean(0).tolist()
         from_start = facts.start * decays[:, place]
-        result[name] = Reached(burn_in, sampling, whole, temperatures[:, place] + from_start, from_start)
+        worth = float(draws[:, place].mean())
+        result[name] = Reached(burn_in, sampling, whole, worth, temperatures[:, place] + from_start, from_start)
     return result
 
 
@@ -98,8 +100,9 @@ def _followed(blocks: Blocks) -> list[int]:
 
 def _of_chain(
     sampler: Sampler, blocks: Blocks, chain: int, classes: Sequence[tuple[float, int]], num_data: int
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return for each class the temperature from a start at rest, that of a unit start, and relaxation times (3, H)."""
+) -> tuple[Tensor, ...] | None:
+    """Return for each class the temperature from a start at rest, that of a unit start, relaxation times (3, H), and
+    the draws that the mean over the steps from the first sampling one is worth."""
     curvature = torch.tensor([1 / (std**2 * num_data) for std, _ in classes], dtype=torch.float64)
     groups = torch.tensor([group for _, group in classes])
     lrs = blocks.lrs[:, groups, chain]
@@ -114,7 +117,10 @@ def _of_chain(
     moments = stage_moments(joined, blocks.counts, blocks.is_sampling, twice, start, weights.repeat(1, 2))
     noise, decay = moments.anchored.chunk(2)
     times = rule.relaxation(curvature).clamp_min(0) * torch.tensor(blocks.counts)[:, None]
-    return noise, decay, _stretches(times, temperatures[:, 0] > 0, blocks.is_sampling)
+    first = blocks.is_sampling.index(True) if any(blocks.is_sampling) else len(blocks.counts)
+    later = LinearRule(rule.move, *(field[first:] for field in rule.tensors()))
+    draws = draws_of_mean(later, blocks.counts[first:], curvature)
+    return noise, decay, _stretches(times, temperatures[:, 0] > 0, blocks.is_sampling), draws
 
 
 def _rule(sampler: Sampler, groups: Tensor, lrs: Tensor, temperatures: Tensor, num_data: int) -> LinearRule | None:
@@ -149,21 +155,3 @@ def _stretches(times: Tensor, is_hot: Tensor, is_sampling: Sequence[bool]) -> Te
         best = torch.where(now.sum(0) > best.sum(0), now, best)
     first = next((place for place, sampling in enumerate(is_sampling) if sampling), len(times))
     return torch.cat([best, times[first:].sum(0, keepdim=True)])
-
-
-def independent_draws(relaxation_times: float, draws: int) -> float:
-    """Return the independent draws that a chain's mean is worth, at most its number of draws.
-
-    The mean of a stationary process with correlation e^-t over a time T has the variance of T²/(2·(T - 1 + e^-T))
-    independent draws: one for a short run, T/2 for a long one.
-
-    Args:
-        relaxation_times: T.
-        draws: draws of the chain.
-
-    >>> [round(independent_draws(t, 1000), 2) for t in (0.0, 0.01, 100.0)]
-    [1.0, 1.0, 50.51]
-    """
-    time = relaxation_times
-    worth = 1 + time / 3 if time < 1e-3 else time**2 / (2 * (time + math.expm1(-time)))
-    return min(worth, float(draws))

@@ -90,6 +90,45 @@ class LinearRule:
         return -largest.clamp_min(1e-300).log()
 
 
+def draws_of_mean(rule: LinearRule, counts: Sequence[int], curvature: Tensor) -> Tensor:
+    """Return the independent draws that the mean of a stationary chain over a run is worth, shape (H,).
+
+        Var(Σ_t w_t·θ_t)/Var(θ) = Σ_t w_t² + 2·Σ_t w_t·c_t,   c ← A·(c + w·s),   s = (1, E[θm]/E[θ²])
+
+    c is the covariance of the state with the sum so far. Over a block of equal steps its sum is closed,
+    Σ_k A^k·x = (I - Aⁿ)·(I - A)⁻¹·x, for complex and for several eigenvalues. Steps have their relaxation times as
+    weights w, so a step that moves little counts little. Of equal steps the result is exactly Var(θ)/Var(mean).
+
+    Args:
+        rule: the update in B blocks of steps, for H coordinates.
+        counts: steps of each block.
+        curvature: h of the mean potential for each coordinate, shape (H,).
+    """
+    matrix, noise = rule.step(curvature)
+    weights = rule.relaxation(curvature).clamp_min(0)
+    three = _one_step(matrix, noise)[..., : MOMENTUM + 1, :]
+    still = torch.eye(2, dtype=torch.float64) - matrix
+    moves = (weights > 0) & (rule.variance > 0)
+    eye = torch.eye(3, dtype=torch.float64)
+    moments = torch.linalg.solve(torch.where(moves[..., None, None], eye - three[..., :3], eye), three[..., ONE])
+    ratio = torch.where(moves, moments[..., CROSS] / torch.where(moves, moments[..., SQUARE], 1.0), 0.0)
+    inverse = torch.linalg.inv(torch.where((weights > 0)[..., None, None], still, torch.eye(2, dtype=torch.float64)))
+    covariance = torch.zeros(len(curvature), 2, dtype=torch.float64)
+    variance, total = torch.zeros(2, len(curvature), dtype=torch.float64)
+    for block, count in enumerate(counts):
+        weight = weights[block]
+        step = weight[:, None] * torch.stack([torch.ones_like(weight), ratio[block]], -1)
+        covariance = covariance * torch.stack([torch.ones_like(weight), rule.scale[block]], -1)
+        power = torch.linalg.matrix_power(matrix[block], count)
+        fixed = (matrix[block] @ inverse[block] @ step[..., None])[..., 0]
+        away = covariance - fixed
+        summed = count * fixed + (inverse[block] @ (away[..., None] - power @ away[..., None]))[..., 0]
+        variance = variance + weight * (weight * count + 2 * summed[:, 0])
+        covariance = torch.where((weight > 0)[:, None], fixed + (power @ away[..., None])[..., 0], covariance)
+        total = total + weight * count
+    return torch.where(total > 0, total.square() / variance.clamp_min(1e-300), 1.0)
+
+
 @dataclass(frozen=True)
 class StageMoments:
     """Weighted second moments of H coordinates, averaged over the observed steps of the sampling stages.

@@ -69,8 +69,7 @@ class Calibration:
         return f"{self.kind} {self.value:.4g}"
 
     def applied(self, prediction: Prediction) -> Prediction:
-        """Return a calibrated prediction, whose intervals are calibrated too; `sample_…` and the mutual information are
-        unchanged."""
+        """Return a calibrated prediction: parts, samples and intervals are of one calibrated law."""
         if isinstance(prediction, ClassPrediction | MultiLabelPrediction):
             return prediction.tempered(self.value)
         assert isinstance(prediction, RegressionPrediction)
@@ -108,6 +107,7 @@ def fit_calibration(
         raise ValueError("calibrate needs validation data, and the loader has none: pass a loader with some batches")
     terms, target = average_scores(model, samples, log_weights, converted)
     prediction = likelihood.prediction(terms, None)
+    check_predictions(prediction, "calibrate")
     if isinstance(prediction, ClassPrediction | MultiLabelPrediction):
         probabilities, labels = likelihood.scored(prediction, target)
         if isinstance(prediction, MultiLabelPrediction):
@@ -127,6 +127,25 @@ def fit_calibration(
         f"calibrate scales class probabilities or a standard deviation, and {type(likelihood).__name__} predicts a "
         f"{type(prediction).__name__}"
     )
+
+
+def check_predictions(prediction: Prediction, what: str) -> None:
+    """Raise if a prediction is NaN or infinite, since one such datum makes the fitted number meaningless.
+
+    Args:
+        prediction: of the validation data.
+        what: the method that needs them, for the message.
+
+    Raises:
+        ValueError: with the number of such data.
+    """
+    finite = [part.reshape(len(part), -1).isfinite().all(1) for part in prediction.parts.values()]
+    count = int((~torch.stack(finite).all(0)).sum())
+    if count:
+        raise ValueError(
+            f"{what} needs finite predictions, and {count} of {len(prediction)} are NaN or infinite: remove inputs "
+            "that are not finite from the data, and scale them as in training"
+        )
 
 
 def batches_of(data: Any, columns: Columns, what: str = "calibrate") -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sgmcmc.checks import check_choice, check_within
 from lightning_sgmcmc.diagnostics.conformal import class_scores, conformal_threshold
 from lightning_sgmcmc.model import EnergyModel
-from lightning_sgmcmc.posterior.calibration import batches_of
+from lightning_sgmcmc.posterior.calibration import batches_of, check_predictions
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tables import Columns, as_tensor
@@ -113,6 +113,7 @@ def fit_conformal(
     generator = torch.Generator().manual_seed(derive_seed(seed, "conformal", "fit"))
     for batch in map(columns.received, batches):
         prediction = standardised.predict([batch])
+        check_predictions(prediction, "conformal")
         target = as_tensor("the target", model.inputs_and_target(batch)[1])
         scores.append(_scores(prediction, target, model, method, generator).cpu())
     if not scores:

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.inputs import arguments_of_network, called, unwrapped
@@ -14,7 +15,7 @@ from lightning_sgmcmc.model import EnergyModel, overrides
 from lightning_sgmcmc.posterior.calibration import Calibration
 from lightning_sgmcmc.posterior.checks import check_sample
 from lightning_sgmcmc.posterior.store import SampleStore
-from lightning_sgmcmc.predictions import ON_REQUEST, Prediction, RegressionPrediction
+from lightning_sgmcmc.predictions import ON_REQUEST, Members, Prediction, RegressionPrediction
 from lightning_sgmcmc.tables import TargetScaling
 
 RUN_PARTS = ("chains", "posterior", "evaluations", "health", "contour", "plan", "sampler_factory", "prior")
@@ -215,12 +216,17 @@ class Ensemble(nn.Module):
         """
         inputs = named if named else (x, *others) if others else x
         terms: dict[str, Tensor] = {}
-        for weight, member in zip(self.weights, self.members, strict=True):
-            for name, term in member(inputs).items():
-                terms[name] = terms[name] + weight * term if name in terms else weight * term
         likelihood: Any = self.members[0].likelihood
+        each: list[Tensor] = []
+        for weight, member in zip(self.weights, self.members, strict=True):
+            own = member(inputs)
+            each += [own[likelihood.per_sample_term]] if self.calibration is not None else []
+            for name, term in own.items():
+                terms[name] = terms[name] + weight * term if name in terms else weight * term
         prediction: Prediction = likelihood.prediction(terms, None)
         if self.calibration is not None:
+            if "probabilities" in prediction.parts:
+                prediction.with_kept(Members(torch.stack(each), torch.as_tensor(self.weights)))
             prediction = self.calibration.applied(prediction)
         if self.scaling is not None:
             prediction = prediction.rescaled(self.scaling.mean, self.scaling.std)

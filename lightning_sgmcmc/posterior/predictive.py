@@ -12,7 +12,16 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_sgmcmc.batches.inputs import as_tensors, batches_in, check_dtype, has_doubtful_target, inputs_of, plain
+from lightning_sgmcmc.batches.inputs import (
+    as_tensors,
+    batches_in,
+    check_dtype,
+    has_doubtful_target,
+    innermost,
+    inputs_of,
+    plain,
+)
+from lightning_sgmcmc.batches.language import LABELS, with_decoder_inputs
 from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.sharing import Holder
@@ -274,7 +283,11 @@ def _inputs_alone(batches: Iterable[Any], model: EnergyModel) -> Iterator[Any]:
                 "although forward takes several inputs: if the second is one, pass dicts, {'name': …}, or nest them, "
                 "((a, b), y)."
             )
-        yield model.used_of(inputs_of(batch, arguments))
+        inputs = inputs_of(batch, arguments)
+        if arguments.decodes and isinstance(inputs, Mapping):
+            labels = batch.get(LABELS) if isinstance(batch, Mapping) else None
+            inputs = with_decoder_inputs(innermost(model.net), inputs, labels)
+        yield model.used_of(inputs)
 
 
 def _on(

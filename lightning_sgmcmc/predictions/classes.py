@@ -1,10 +1,14 @@
 """Predictions of classes: one of K, and several labels at once."""
 
+from typing import TYPE_CHECKING, Any, TypeVar
+
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.predictions.members import Members, generator_of, labels_of, tempered
+from lightning_sgmcmc.predictions.members import Members, generator_of, labels_of, moved, tempered
 from lightning_sgmcmc.predictions.prediction import Prediction, checked_quantile
+
+Own = TypeVar("Own", bound="_OfProbabilities")
 
 
 class _OfProbabilities(Prediction):
@@ -65,6 +69,46 @@ class _OfProbabilities(Prediction):
         """
         return self._members("cdf").cdf(y)
 
+    def _with_probabilities(self: Own, probabilities: Tensor) -> Own:
+        """Return the predictive with other probabilities, and samples whose mean these are.
+
+        Entropy, mutual information, quantiles and `sample_probabilities` are then of one law, and the mutual
+        information is at most the entropy. It needs the samples' probabilities, so without them there is none.
+        """
+        entropy = torch.special.entr(self._by_class(probabilities)).sum(-1)
+        kept = self._kept
+        if not isinstance(kept, Members):
+            found = self.replaced(probabilities=probabilities, entropy=entropy, sample_probabilities=None)
+            vars(found).pop("mutual_information")
+            return found
+        # The mean of what is kept differs from the average, which was taken batch by batch, by rounding.
+        before = torch.einsum("s,s...->...", kept.weights.to(kept.probabilities).double(), kept.probabilities.double())
+        wanted = self._by_class(probabilities)
+        each = moved(self._by_class(kept.probabilities), self._by_class(before), wanted)
+        own = torch.special.entr(each.double()).sum(-1)
+        aleatoric = torch.einsum("s,s...->...", kept.weights.to(own), own).to(entropy.dtype)
+        each = each if each.shape == kept.probabilities.shape else each[..., 1]
+        found = self.replaced(
+            probabilities=probabilities,
+            entropy=entropy,
+            mutual_information=(entropy - aleatoric).clamp_min(0),
+            sample_probabilities=each if "sample_probabilities" in vars(self) else None,
+        )
+        return found.with_kept(Members(each, kept.weights))
+
+    if not TYPE_CHECKING:  # as in `Prediction`
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("mutual_information", "epistemic", "aleatoric"):
+                raise AttributeError(
+                    f"{name} of calibrated predictions needs the distribution of each sample; {self._why_not_kept}"
+                )
+            return super().__getattr__(name)
+
+    def _by_class(self, probabilities: Tensor) -> Tensor:
+        """Return probabilities with an axis of classes, which sum to 1."""
+        return probabilities
+
     def _members(self, what: str) -> Members:
         if not isinstance(self._kept, Members):
             raise self._not_kept(what)
@@ -108,13 +152,8 @@ class ClassPrediction(_OfProbabilities):
         return labels_of(self._members("sample").chosen(num, generator), generator)
 
     def tempered(self, temperature: float) -> "ClassPrediction":
-        """Return p̄_k^(1/T)/Σ_j p̄_j^(1/T); each sample's probabilities in intervals are tempered alike."""
-        probabilities = tempered(self.probabilities, temperature)
-        found = self.replaced(probabilities=probabilities, entropy=torch.special.entr(probabilities).sum(-1))
-        kept = self._kept
-        if isinstance(kept, Members):
-            found.with_kept(Members(tempered(kept.probabilities, temperature), kept.weights))
-        return found
+        """Return p̄_k^(1/T)/Σ_j p̄_j^(1/T), with samples whose mean it is; see `_with_probabilities`."""
+        return self._with_probabilities(tempered(self.probabilities, temperature))
 
     def _columns(self, level: float | None) -> dict[str, Tensor]:
         return {"label": self.probabilities.argmax(-1)} | super()._columns(level)
@@ -144,14 +183,11 @@ class MultiLabelPrediction(_OfProbabilities):
         return labels_of(of_both(self._members("sample").chosen(num, generator)), generator)
 
     def tempered(self, temperature: float) -> "MultiLabelPrediction":
-        """Return p̄^(1/T)/(p̄^(1/T) + (1-p̄)^(1/T)) of each label; each sample's probabilities are tempered alike."""
-        both = tempered(of_both(self.probabilities), temperature)
-        found = self.replaced(probabilities=both[..., 1], entropy=torch.special.entr(both).sum(-1))
-        kept = self._kept
-        if isinstance(kept, Members):
-            each = tempered(of_both(kept.probabilities), temperature)[..., 1]
-            found.with_kept(Members(each, kept.weights))
-        return found
+        """Return p̄^(1/T)/(p̄^(1/T) + (1-p̄)^(1/T)) of each label, with samples whose mean it is."""
+        return self._with_probabilities(tempered(of_both(self.probabilities), temperature)[..., 1])
+
+    def _by_class(self, probabilities: Tensor) -> Tensor:
+        return of_both(probabilities)
 
 
 def of_both(probabilities: Tensor) -> Tensor:

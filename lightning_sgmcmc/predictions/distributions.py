@@ -7,7 +7,12 @@ import torch
 from torch import Tensor, distributions
 from torch.distributions import constraints
 
-from lightning_sgmcmc.predictions.special import betainc
+from lightning_sgmcmc.predictions.special import (
+    betainc,
+    negative_binomial_log_prob,
+    poisson_log_prob,
+    student_t_normaliser,
+)
 
 
 class Normal(distributions.Normal):
@@ -21,6 +26,11 @@ class StudentT(distributions.StudentT):
     tensor(0.7500)
     """
 
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log density; torch's is wrong at many degrees of freedom."""
+        z = (value - self.loc) / self.scale
+        return student_t_normaliser(self.df) - (self.df + 1) / 2 * (z.square() / self.df).log1p() - self.scale.log()
+
     def cdf(self, value: Tensor) -> Tensor:
         """Return P(Y ≤ value)."""
         t = (value - self.loc) / self.scale
@@ -31,6 +41,10 @@ class StudentT(distributions.StudentT):
 class Poisson(distributions.Poisson):
     """Poisson's distribution, with its distribution function."""
 
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log probability, right in float32 at large counts too."""
+        return poisson_log_prob(value, self.rate.log())
+
     def cdf(self, value: Tensor) -> Tensor:
         """Return P(Y ≤ value) = Q(⌊value⌋ + 1, rate), the regularised upper incomplete gamma function."""
         below, rate = torch.broadcast_tensors(value.floor(), self.rate)
@@ -40,6 +54,11 @@ class Poisson(distributions.Poisson):
 
 class NegativeBinomial(distributions.NegativeBinomial):
     """The number of successes before r failures, with its distribution function."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log probability, right at large r and large counts too."""
+        log_r = self.total_count.log()
+        return negative_binomial_log_prob(value, self.logits + log_r, log_r)
 
     def cdf(self, value: Tensor) -> Tensor:
         """Return P(Y ≤ value) = I_(1-p)(r, ⌊value⌋ + 1), p the probability of a success."""

@@ -13,6 +13,34 @@ def tempered(probabilities: Tensor, temperature: float) -> Tensor:
     return (probabilities.double().clamp_min(FLOOR).log() / temperature).softmax(-1).to(probabilities.dtype)
 
 
+def moved(each: Tensor, mean: Tensor, wanted: Tensor) -> Tensor:
+    """Return each sample's probabilities after the least move of labels that turns their mean into the wanted one.
+
+        q_sk = p_sk·min(1, w_k/p̄_k) + (Σ_j p_sj·(1 - w_j/p̄_j)⁺)·(w_k - p̄_k)⁺/Σ_j (w_j - p̄_j)⁺
+
+    A label of a class whose probability falls is changed, by chance, into one of a class whose probability rises,
+    alike for all samples. So the mean of q over the samples is exactly w, and the mutual information of label and
+    parameters is at most that before (data processing inequality).
+
+    Args:
+        each: p, shape (S, n, …, K).
+        mean: p̄, their mean, shape (n, …, K).
+        wanted: w, shape (n, …, K).
+
+    Source: the maximal coupling of two laws, Lindvall 1992, chapter I.5.
+
+    >>> each = torch.tensor([[[1.0, 0.0]], [[0.6, 0.4]]])
+    >>> moved(each, each.mean(0), torch.tensor([[0.9, 0.1]])).mean(0)
+    tensor([[0.9000, 0.1000]])
+    """
+    before, after, own = mean.double(), wanted.double(), each.double()
+    kept = torch.where(before > 0, (after / before.clamp_min(FLOOR)).clamp_max(1.0), 1.0)
+    risen = (after - before).clamp_min(0)
+    share = risen / risen.sum(-1, keepdim=True).clamp_min(FLOOR)
+    leaving = (own * (1 - kept)).sum(-1, keepdim=True)
+    return (own * kept + leaving * share).to(each.dtype)
+
+
 FLOOR = 1e-30
 """Smallest probability whose logarithm is taken."""
 

@@ -98,8 +98,10 @@ class RegressionPrediction(Prediction):
         return self.replaced(**places, **widths)._with_scaled(*exact)
 
     def stretched(self: Own, factor: float) -> Own:
-        """Return the predictive stretched about its mean by a factor."""
+        """Return the predictive stretched about its mean by a factor, and each sample's with it."""
         widths = {"std": self.std * factor, "epistemic_std": self.epistemic_std * factor}
+        if "sample_means" in self.parts:
+            widths["sample_means"] = self.mean + factor * (self.sample_means - self.mean)
         shift = (1 - factor) * self.mean.double() if self.mean.device.type != "mps" else (1 - factor) * self.mean
         return self.replaced(**widths)._with_scaled(shift, factor)
 

@@ -1,4 +1,6 @@
-"""The regularised incomplete beta function, which torch lacks."""
+"""Special functions that torch lacks, and log densities of counts and Student's t that keep their digits."""
+
+import math
 
 import torch
 from scipy import special
@@ -73,3 +75,97 @@ def _fraction(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
             c = nonzero(1 + term / c)
             fraction = fraction * d * c
     return fraction
+
+
+STIRLING = (1 / 12, -1 / 360, 1 / 1260, -1 / 1680, 1 / 1188, -691 / 360360, 1 / 156)
+"""Coefficients B_2k/(2k·(2k-1)) of z^(1-2k)."""
+FROM = 16.0
+"""The series is used from here on, where its error is below 1e-16."""
+
+
+def precise(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, where the device has it."""
+    return tensor if tensor.device.type == "mps" else tensor.double()
+
+
+def stirling_error(z: Tensor) -> Tensor:
+    """Return log Γ(z) - (z - 1/2)·log z + z - log(2π)/2 = 1/(12·z) - 1/(360·z³) + …, elementwise.
+
+    Args:
+        z: positive.
+
+    Source: DLMF 5.11.1; Loader 2000.
+    """
+    small, large = z.clamp_max(FROM), z.clamp_min(FROM)
+    direct = torch.lgamma(small) - (small - 0.5) * small.log() + small - math.log(2 * math.pi) / 2
+    inverse = large.reciprocal()
+    square, series = inverse.square(), torch.zeros_like(large)
+    for coefficient in reversed(STIRLING):
+        series = series * square + coefficient
+    return torch.where(z < FROM, direct, series * inverse)
+
+
+def log_gamma_rise(r: Tensor, y: Tensor) -> Tensor:
+    """Return log Γ(r + y) - log Γ(r) - y·log r, elementwise, which goes to 0 as r grows.
+
+        (r + y - 1/2)·log1p(y/r) - y + s(r + y) - s(r),   s = stirling_error
+
+    The difference of two log Γ loses all digits at large r, and its gradient too.
+
+    Args:
+        r: positive.
+        y: not negative.
+
+    >>> log_gamma_rise(torch.tensor([2.0, 1e12]).double(), torch.tensor([3.0, 3.0]).double())
+    tensor([1.0986e+00, 3.0000e-12], dtype=torch.float64)
+    """
+    return (r + y - 0.5) * torch.log1p(y / r) - y + stirling_error(r + y) - stirling_error(r)
+
+
+def poisson_log_prob(counts: Tensor, log_rate: Tensor) -> Tensor:
+    """Return y·η - e^η - log y!, computed in float64: its terms are of the size y·log y, and the sum is near 0.
+
+    Args:
+        counts: y ≥ 0.
+        log_rate: η, of the same shape.
+
+    Returns:
+        in the dtype of `log_rate`.
+    """
+    y, exact = precise(counts), precise(log_rate)
+    return (y * exact - exact.exp() - torch.lgamma(y + 1)).to(log_rate.dtype)
+
+
+def negative_binomial_log_prob(counts: Tensor, log_mean: Tensor, log_r: Tensor) -> Tensor:
+    """Return log p(y) of mean m and variance m + m²/r, computed in float64.
+
+        log_gamma_rise(r, y) + y·log r - log y! + r·log(r/(r + m)) + y·log(m/(r + m))
+
+    Args:
+        counts: y ≥ 0.
+        log_mean: log m, of the same shape.
+        log_r: broadcasts to it.
+
+    Returns:
+        in the dtype of `log_mean`.
+    """
+    y, log_m, log_r = precise(counts), precise(log_mean), precise(log_r)
+    r, logits = log_r.exp(), log_m - log_r
+    sigmoid = torch.nn.functional.logsigmoid
+    each = log_gamma_rise(r, y) + y * log_r - torch.lgamma(y + 1) + r * sigmoid(-logits) + y * sigmoid(logits)
+    return each.to(log_mean.dtype)
+
+
+def student_t_normaliser(df: Tensor) -> Tensor:
+    """Return log Γ((ν + 1)/2) - log Γ(ν/2) - log(ν·π)/2 of Student's t, for any number of degrees of freedom.
+
+        log_gamma_rise(ν/2, 1/2) - log(2π)/2
+
+    Args:
+        df: ν > 0.
+
+    Returns:
+        in the dtype of `df`.
+    """
+    half = precise(df) / 2
+    return (log_gamma_rise(half, torch.full_like(half, 0.5)) - math.log(2 * math.pi) / 2).to(df.dtype)

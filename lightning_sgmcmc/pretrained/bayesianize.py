@@ -20,6 +20,9 @@ What = Literal["last_layer", "lora", "all"]
 GAINS = {"lora": 1.0, "all": 0.1}
 """Width of the default prior, in units of the scale of fresh weights, 1/√fan_in."""
 
+NOISE_STD = 3.0
+"""Of the prior of the likelihood's own parameters, such as log σ, as in `AutoSampling`."""
+
 
 def bayesianize(
     network: "nn.Module | str | Path",
@@ -47,7 +50,9 @@ def bayesianize(
             patterns (`["fc.*", "layer4.*"]`).
         likelihood: p(y | output); None is `Categorical()`.
         prior: the prior, or the standard deviation of one that is centred at the weights. None centres one with 1 for
-            the last layer and for patterns, with 1/√fan_in for adapters, and with a tenth of it for all weights.
+            the last layer and for patterns, with 1/√fan_in for adapters, and with a tenth of it for all weights. The
+            likelihood's own parameters, such as a learned log σ, are centred at their start with 3, unless a `Prior`
+            is passed.
         checkpoint: weights to load into the network first: a state dict, or the path of a Lightning checkpoint, of a
             file by `torch.save` or of a safetensors file.
         example: inputs of the network, to find the last layer by a call.
@@ -85,10 +90,11 @@ def bayesianize(
     config: Any = getattr(network, "config", None)
     if getattr(config, "use_cache", None):
         config.use_cache = False  # a cache of earlier tokens serves the generation of text only
+    likelihood = likelihood if likelihood is not None else Categorical()
     module = BayesianModule(
         network,
-        likelihood if likelihood is not None else Categorical(),
-        _prior(prior, kind),
+        likelihood,
+        _prior(prior, kind, likelihood),
         chain_start=chain_start,
         **options,
     )
@@ -128,14 +134,14 @@ def _chosen(network: nn.Module, what: Any, example: Any) -> tuple[nn.Module, str
     return network, "patterns"
 
 
-def _prior(prior: Prior | float | None, kind: str) -> Prior:
+def _prior(prior: Prior | float | None, kind: str, likelihood: Likelihood) -> Prior:
     if isinstance(prior, Prior):
         return prior
-    # The likelihood's own parameters, such as a noise scale, are not the network's.
-    options: dict[str, Any] = {"center": "start", "centered": ["net.*"]}
+    # A noise scale or cut point is no weight, and the weights' scale would pin it.
+    scales: dict[str, Any] = {"likelihood.*": NOISE_STD} if list(likelihood.parameters()) else {}
     if prior is not None or kind not in GAINS:
-        return GaussianPrior(1.0 if prior is None else prior, **options)
-    return GaussianPrior("fan_in", gain=GAINS[kind], **options)
+        return GaussianPrior({**scales, "*": 1.0 if prior is None else prior}, center="start")
+    return GaussianPrior({**scales, "*": "fan_in"}, gain=GAINS[kind], center="start")
 
 
 def _say(network: nn.Module, kind: str) -> None:

@@ -15,6 +15,8 @@ from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.step_sizes import is_per_chain
 from lightning_sgmcmc.checks import is_of_other_namespace
 from lightning_sgmcmc.likelihoods.classes import ClassLikelihood
+from lightning_sgmcmc.priors import GaussianPrior
+from lightning_sgmcmc.priors.centers import is_centered
 from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_probe, is_trial, repeated_batches
 from lightning_sgmcmc.samplers import SGNHT, Sampler
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
@@ -174,6 +176,27 @@ def check_tested(trainer: pl.Trainer, sampler: Sampler) -> None:
             f"{type(sampler).__name__} takes the steps of OBABO without a MetropolisTest, so its law has their error: "
             "add MetropolisTest() to the trainer's callbacks, after the schedule."
         )
+
+
+FAR = 4.0
+"""Standard deviations of the prior beyond which a likelihood's parameter starts far out."""
+
+
+def check_own_prior(module: Any) -> None:
+    """Warn if a parameter of the likelihood, such as a learned log σ, starts far from where the prior holds it."""
+    prior = module.prior
+    if type(prior) is not GaussianPrior or module.likelihood is None:
+        return
+    for name, tensor in chains_of(module).trainable.items():
+        if not name.startswith("likelihood.") or (prior.center is not None and is_centered(name, prior.centered)):
+            continue
+        shape = tuple(tensor.shape) if chains_of(module).stacked is None else tuple(tensor.shape[1:])
+        std, start = prior.scale_of(name, shape), float(tensor.detach().abs().max())
+        if start > FAR * std:
+            rank_zero_warn(
+                f"'{name}' starts at {start:.3g} in size, {start / std:.2g} standard deviations of its prior from 0, "
+                f"which will pull it there: give it a scale of its own, GaussianPrior({{'likelihood.*': 3.0, '*': …}})"
+            )
 
 
 def check_data(trainer: pl.Trainer) -> None:

@@ -231,6 +231,8 @@ class EnergyGuard:
             )
         if lost is not None:
             return f"'{lost}' became NaN or infinite in earlier steps", self._smaller_step
+        if self._chains.observed.batch_size == 0:
+            return "the batch has no data", "leave out empty batches (in collate_fn or the batch sampler)"
         if _first(~self._finite_inputs()):
             return "the batch holds NaN or infinite numbers", "clean the data, or pass nonfinite_energy='skip'"
         if not _is_finite(potential) and (fault := self._fault_of_targets()) is not None:

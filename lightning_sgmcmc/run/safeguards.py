@@ -12,7 +12,14 @@ from lightning_sgmcmc.chains.samples import draw_samples
 from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
 from lightning_sgmcmc.run.checkpoints import keep_constructor_arguments, protect_checkpoints
-from lightning_sgmcmc.run.checks import check_data, check_run, check_step_size, check_tested, check_thermostat
+from lightning_sgmcmc.run.checks import (
+    check_data,
+    check_own_prior,
+    check_run,
+    check_step_size,
+    check_tested,
+    check_thermostat,
+)
 from lightning_sgmcmc.run.convolutions import FastConvolutions
 from lightning_sgmcmc.run.early_stopping import why_without_samples
 from lightning_sgmcmc.run.growth import begin_stream, follow_data
@@ -78,6 +85,7 @@ class Safeguards(pl.Callback):
         chains, sampler = chains_of(pl_module), sampler_of(pl_module)
         take_centers(chains)
         check_data(trainer)
+        check_own_prior(pl_module)
         if not trainer.ckpt_path:  # otherwise the states are the checkpoint's
             check_files(chains.start, chains.layout.chains)
         check_step_size(sampler)

@@ -33,9 +33,9 @@ class TimedHealth(ChainHealth):
         super().on_train_batch_end(*args)
         self.in_steps += time.perf_counter() - start
 
-    def _report(self, *args: Any) -> None:
+    def _report(self, *args: Any, **options: Any) -> None:
         start = time.perf_counter()
-        super()._report(*args)
+        super()._report(*args, **options)
         self.in_reports += time.perf_counter() - start
 
 
@@ -48,7 +48,7 @@ def main() -> None:
     print("| network | sampler | step µs | ChainHealth µs a step | share | reports ms |")
     print("|---|---|---|---|---|---|")
     for case, (build, shape, batch, usual) in CASES.items():
-        steps = int(usual * 4 * options.scale)
+        steps = max(2, int(usual * 4 * options.scale))
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(batch * 60, *shape, generator=generator)
         data = TensorBatches(x, torch.randint(10, (batch * 60,), generator=generator))

@@ -32,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the usual number of steps")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print("| network | bins | off µs | on µs | on/off | least | largest |")
@@ -45,7 +46,7 @@ def main() -> None:
             "200": partial(_contour, 200),
             "100000": partial(_contour, 100_000),
         }
-        steps = usual * 2
+        steps = max(2, round(usual * 2 * options.scale))
         seconds = interleaved(
             {name: partial(_run, case, data, steps, make) for name, make in variants.items()}, options.rounds
         )

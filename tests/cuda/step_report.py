@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m tests.cuda.step_report", description=__doc__.splitlines()[0])
     for field in fields(Case):
         name = "--" + field.name.replace("_", "-")
-        if field.name == "extra":
+        if field.name in ("extra", "options"):  # mappings, which a command line does not have
             continue
         if isinstance(field.default, bool) or field.name == "compile":
             made.add_argument(name, action=argparse.BooleanOptionalAction, default=field.default)

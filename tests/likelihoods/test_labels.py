@@ -13,6 +13,7 @@ from lightning_sgmcmc import Categorical, Likelihood, MultiLabelBernoulli, Ordin
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.posterior.kept import KeptPredictions, kept_of, with_distributions
 from lightning_sgmcmc.predictions import ClassPrediction, Members, MultiLabelPrediction, Prediction
+from lightning_sgmcmc.predictions.classes import of_both
 
 WEIGHTS = (0.2, 0.5, 0.3)
 IGNORED = -100
@@ -28,7 +29,7 @@ def labels(*shape: int, classes: int, ignored: float = 0.0, seed: int = 1) -> Te
     return found.masked_fill(torch.rand(shape, generator=generator) < ignored, IGNORED)
 
 
-def predicted(likelihood: Likelihood, outputs: Tensor) -> Prediction:
+def predicted(likelihood: Likelihood, outputs: Tensor, return_samples: bool = False) -> Prediction:
     """Return what `Posterior.predict` makes of samples with these outputs."""
     weights = torch.tensor(WEIGHTS, dtype=torch.float64)
     average, kept = WeightedAverage(), KeptPredictions(math.inf)
@@ -37,7 +38,8 @@ def predicted(likelihood: Likelihood, outputs: Tensor) -> Prediction:
             terms = likelihood.terms(output)
             average.add(terms, torch.empty(0), float(weight.log()))
             kept.add(0, kept_of(likelihood, output, terms))
-        return with_distributions(likelihood.prediction(average.terms, None), likelihood, kept, weights)
+        each = kept.stacked()[likelihood.per_sample_term] if return_samples else None
+        return with_distributions(likelihood.prediction(average.terms, each), likelihood, kept, weights)
 
 
 def averaged(likelihood: Likelihood, outputs: Tensor, target: Tensor) -> dict[str, float]:
@@ -202,20 +204,44 @@ def test_the_places_of_a_datum_are_drawn_from_one_sample() -> None:
         tokens.with_kept(None).sample(1)
 
 
-def test_calibrated_intervals_are_tempered() -> None:
-    outputs = normal(3, 5, 4)
-    prediction = predicted(Categorical(), outputs)
-    assert isinstance(prediction, ClassPrediction)
-    cold = prediction.tempered(2.0)
-    expected = np.quantile(
-        special.softmax(outputs.numpy() / 2, -1), 0.4, axis=0, weights=np.array(WEIGHTS), method="inverted_cdf"
+TEMPERATURES = (0.02, 0.245, 0.5, 0.9, 1.0, 1.5, 3.0, 50.0)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("likelihood", [Categorical(), MultiLabelBernoulli(), TokenCategorical()])
+def test_a_calibrated_prediction_is_one_law(likelihood: Any, temperature: float) -> None:
+    """Probabilities are the mean of the samples', entropies and quantiles theirs, and epistemic is at most total."""
+    outputs = 3 * normal(*((3, 50, 4) if not isinstance(likelihood, TokenCategorical) else (3, 5, 6, 4)))
+    before = predicted(likelihood, outputs, return_samples=True)
+    after = before.tempered(temperature)  # type: ignore[attr-defined]
+    p, each = after.probabilities.double(), after.sample_probabilities.double()
+    both = of_both(before.probabilities) if isinstance(likelihood, MultiLabelBernoulli) else before.probabilities
+    wanted = special.softmax(both.double().log().numpy() / temperature, -1)
+    wanted = wanted[..., 1] if isinstance(likelihood, MultiLabelBernoulli) else wanted
+    np.testing.assert_allclose(p.numpy(), wanted, atol=2e-6)
+    np.testing.assert_allclose(np.einsum("s,s...->...", WEIGHTS, each.numpy()), p.numpy(), atol=2e-6)
+    np.testing.assert_allclose(
+        after.quantile(0.4).numpy(),
+        np.quantile(each.numpy(), 0.4, axis=0, weights=np.array(WEIGHTS), method="inverted_cdf"),
+        atol=1e-7,
     )
-    np.testing.assert_allclose(cold.quantile(0.4).numpy(), expected, atol=1e-9)
-    several = predicted(MultiLabelBernoulli(), outputs)
-    assert isinstance(several, MultiLabelPrediction)
-    p = several.tempered(2.0).probabilities
-    root, other = several.probabilities.sqrt(), (1 - several.probabilities).sqrt()
-    torch.testing.assert_close(p, root / (root + other))
+
+    def entropy(q: Any) -> Any:
+        return special.entr(of_both(q) if isinstance(likelihood, MultiLabelBernoulli) else q).sum(-1)
+
+    np.testing.assert_allclose(after.total.numpy(), entropy(p), atol=1e-5)
+    np.testing.assert_allclose(after.aleatoric.numpy(), np.einsum("s,s...->...", WEIGHTS, entropy(each)), atol=1e-5)
+    assert (after.epistemic <= after.total + 1e-6).all()
+    if temperature == 1.0:
+        torch.testing.assert_close(each.float(), before.sample_probabilities.float(), atol=1e-6, rtol=1e-5)
+
+
+def test_without_the_samples_a_calibrated_prediction_says_that_they_are_needed() -> None:
+    after = predicted(Categorical(), normal(3, 5, 4)).without_distributions().tempered(0.5)  # type: ignore[attr-defined]
+    assert after.total.shape == (5,)
+    for name in ("epistemic", "aleatoric", "mutual_information"):
+        with pytest.raises(AttributeError, match=f"{name} of calibrated predictions needs the distribution"):
+            getattr(after, name)
 
 
 def test_a_table_of_predictions() -> None:

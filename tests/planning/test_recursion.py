@@ -4,16 +4,19 @@ import functools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from scipy.linalg import solve_discrete_lyapunov
 from torch import Tensor, nn
 
 from lightning_sgmcmc.planning import (
     Blocks,
     ChainControls,
+    LinearRule,
     TensorFacts,
     blocks_of,
-    independent_draws,
+    draws_of_mean,
     linear_rule,
     reach,
     stage_moments,
@@ -158,11 +161,41 @@ def test_a_rule_without_a_linear_law_is_not_planned() -> None:
     assert reach(sampler, blocks_of(60, functools.partial(controls, 0.1)), {"w": TensorFacts(3, STD)}, NUM_DATA) == {}
 
 
-def test_independent_draws_match_the_variance_of_a_mean() -> None:
-    """Against the sum of correlations of an AR(1) process, exact for its mean."""
-    steps, time = 4000, 7.0
-    correlation = torch.exp(-torch.arange(steps) * time / steps).double()
-    weights = 2 * (1 - torch.arange(steps).double() / steps) * correlation
-    exact = steps / float(weights.sum() - 1)
-    assert independent_draws(time, 10**9) == pytest.approx(exact, rel=1e-3)
-    assert independent_draws(time, 3) == 3
+@pytest.mark.parametrize(
+    ("cls", "options", "lr"),
+    [
+        *RULES,
+        pytest.param(SGHMC, {"friction": 0.02}, 0.05, id="SGHMC-complex"),
+        pytest.param(SGHMC, {"friction": 0.02}, 3.0, id="SGHMC-very-complex"),
+        pytest.param(UnderdampedLangevin, {"friction": 1.0, "integrator": "baoab"}, 0.3, id="BAOAB-complex"),
+        pytest.param(UnderdampedLangevin, {"friction": 30.0, "integrator": "baoab"}, 0.07, id="BAOAB-real"),
+    ],
+)
+@pytest.mark.parametrize("steps", [1, 7, 400])
+def test_draws_of_a_mean_are_those_of_its_variance(cls: Any, options: dict[str, Any], lr: float, steps: int) -> None:
+    """Against the sum of all covariances A^k·S, with S from a Lyapunov equation, of two curvatures."""
+    sampler, _ = make(cls, options, lr, torch.zeros(2))
+    lrs, taus = torch.full((1, 2), lr).double(), torch.full((1, 2), 0.7).double()
+    rule = linear_rule(sampler, sampler.param_groups[0], lrs, taus, NUM_DATA)
+    assert rule is not None
+    curvature = torch.tensor([1 / (NUM_DATA * STD**2), 0.3 / (NUM_DATA * STD**2)]).double()
+    matrices, noises = (part[0].numpy() for part in rule.step(curvature))
+    found = draws_of_mean(rule, [steps], curvature)
+    for matrix, noise, value in zip(matrices, noises, found.tolist(), strict=True):
+        stationary = solve_discrete_lyapunov(matrix, noise)
+        power, total = np.eye(2), stationary[0, 0] * steps
+        for lag in range(1, steps):
+            power = matrix @ power
+            total += 2 * (steps - lag) * (power @ stationary)[0, 0]
+        assert value == pytest.approx(steps**2 * stationary[0, 0] / total, rel=1e-9)
+
+
+def test_draws_of_a_mean_do_not_depend_on_how_steps_are_grouped() -> None:
+    sampler, _ = make(SGHMC, {"friction": 0.02}, 0.1, torch.zeros(1))
+    rule = linear_rule(
+        sampler, sampler.param_groups[0], *(torch.full((3, 1), v).double() for v in (0.1, 0.7)), NUM_DATA
+    )
+    assert rule is not None
+    curvature = torch.tensor([0.1]).double()
+    whole = LinearRule(rule.move, *(part[:1] for part in rule.tensors()))
+    torch.testing.assert_close(draws_of_mean(rule, [5, 90, 5], curvature), draws_of_mean(whole, [100], curvature))

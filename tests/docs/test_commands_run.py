@@ -1,0 +1,32 @@
+"""The measurements that the pages name run at their smallest settings (`-m slow`)."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import REPOSITORY
+
+COMMANDS = (
+    "tests.cuda.step_report --chains 4 --contour --clip",
+    "tests.benchmarks.chain_health --scale 0.001",
+    "tests.benchmarks.chains --rounds 1 --steps 4",
+    "tests.benchmarks.contour_step --rounds 1 --scale 0.01",
+    "tests.benchmarks.learning_coefficient --steps 20 --sizes 1",
+    "tests.benchmarks.predict --rounds 1 --samples 2",
+    "tests.benchmarks.readme_picture --out OUT/readme.png --draws 3",
+    "tests.benchmarks.sampler_step --rounds 1",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS, ids=[command.split()[0] for command in COMMANDS])
+def test_a_command_runs(command: str, tmp_path: Path) -> None:
+    words = [word.replace("OUT", str(tmp_path)) for word in shlex.split(command)]
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=REPOSITORY, env=dict(os.environ), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
