@@ -73,6 +73,8 @@ class ExactResume(pl.Callback):
         self._run_seed: int | None = None
         self._fits = 0
         """The module's fits before this one."""
+        self._chains: list[str] = []
+        """Global indices of the chains of this process; ranks that share a chain draw an epoch's order alike."""
         self._streams: list[str] = []
         """Names of the chains' random streams in this process."""
         self._device = torch.device("cpu")
@@ -138,6 +140,7 @@ class ExactResume(pl.Callback):
         log_settings(trainer, chains.model, self._settings | {"seed": self._seed})
         layout = chains.layout
         self._streams = [layout.stream(chain) for chain in layout.chains]
+        self._chains = [str(chain) for chain in layout.chains]
         self._device = pl_module.device
         self._has_length = math.isfinite(trainer.num_training_batches)
         self._prepare_loaders(trainer, layout.chains if not chains.shared_batch else range(1))
@@ -233,7 +236,8 @@ class ExactResume(pl.Callback):
             chains_of(pl_module).seeds.end_fit()
 
     def _reseed(self, purpose: str) -> None:
-        reseed(derive_seed(self._seed, purpose, *self._streams, self._batches), self._device)
+        names = self._chains if purpose == "epoch" else self._streams
+        reseed(derive_seed(self._seed, purpose, *names, self._batches), self._device)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
