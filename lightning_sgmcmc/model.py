@@ -129,11 +129,8 @@ class EnergyModel(pl.LightningModule):
         return unwrapped(called(self, inputs, self.accepted_arguments))
 
     def output_and_target(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the network's output for a batch and its target, by `inputs_and_target` and `output_of`.
-
-        The "labels" of a causal language model of transformers are those of its own tokens, as it takes them itself,
-        and the target of a position is the next one's.
-        """
+        """Return the output for a batch and its target, by `inputs_and_target` and `output_of`; for the "labels" of a
+        causal language model of transformers the next tokens."""
         inputs, target = self.inputs_and_target(batch)
         likelihood = self.likelihood
         if isinstance(likelihood, TokenCategorical) and self.takes_next_tokens(batch):
