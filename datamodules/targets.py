@@ -70,7 +70,7 @@ def read_targets(y: Any, task: str | None, classes: Sequence[Any] = ()) -> Targe
     if values.dim() == 0 or len(values) == 0:
         raise ValueError(f"y should have shape (n,) or (n, targets), got {tuple(values.shape)}")
     if values.is_floating_point():
-        _check_finite("y", values)
+        _check_observed(values, task)
     if task is None:
         return _guessed(values, names)
     if values.dim() > 2:
@@ -89,8 +89,9 @@ def _guessed(values: Tensor, names: tuple[Any, ...]) -> Targets:
     Raises:
         ValueError: if that is not plausible.
     """
-    count = len(values.unique())
-    whole = not values.is_floating_point() or bool((values == values.round()).all())
+    known = values[~values.isnan()] if values.is_floating_point() else values
+    count = len(known.unique())
+    whole = not values.is_floating_point() or bool((known == known.round()).all())
     remedy = "say which they are by task='classes', 'regression' or 'counts'"
     if values.dim() > 2:
         raise ValueError(f"y should have shape (n,) or (n, targets), got {tuple(values.shape)}")
@@ -189,6 +190,7 @@ def _check_whole(values: Tensor, task: str) -> None:
         ValueError: naming the first that is not.
     """
     numbers = values.double().reshape(-1)
+    numbers = numbers[~numbers.isnan()]
     odd = numbers[numbers != numbers.round()]
     if len(odd):
         raise ValueError(
@@ -199,7 +201,16 @@ def _check_whole(values: Tensor, task: str) -> None:
         raise ValueError(f"y has the {what} {int(numbers.min())}: {what}s count from 0")
 
 
-def _check_finite(name: str, values: Tensor) -> None:
-    bad = int((~values.isfinite()).sum())
-    if bad:
-        raise ValueError(f"{name} has {bad} values that are NaN or infinite: fill them in, or leave out their rows")
+def _check_observed(values: Tensor, task: str | None) -> None:
+    """Raise unless numbers are finite, or NaN where a target is not observed.
+
+    Raises:
+        ValueError: for infinite numbers, a target without any observed value, or NaN among classes.
+    """
+    infinite, missing = int(values.isinf().sum()), values.isnan()
+    if infinite:
+        raise ValueError(f"y has {infinite} infinite values: correct them, or leave out their rows")
+    if bool(missing.all(0).any()):
+        raise ValueError("y has a target whose values are all NaN: leave it out")
+    if task == "classes" and bool(missing.any()):
+        raise ValueError(f"y has {int(missing.sum())} rows without a class: leave out their rows")

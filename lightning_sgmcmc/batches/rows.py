@@ -134,13 +134,16 @@ def training_rows(trainer: pl.Trainer) -> TrainingRows:
     """
     if trainer.train_dataloader is None:
         trainer.fit_loop.setup_data()
-    rows, likelihood = rows_of(trainer.train_dataloader), getattr(trainer.lightning_module, "likelihood", None)
+    loader, likelihood = trainer.train_dataloader, getattr(trainer.lightning_module, "likelihood", None)
+    rows = rows_of(loader)
+    if isinstance(loader, ResumableLoader) and float(trainer.num_training_batches) != len(loader):
+        rows = replace(rows, share=None, sizes=None)  # the trainer's epochs begin anywhere in the order
     if likelihood is None or rows.count is None:
         return rows
     key = (rows.count, likelihood.missing)
-    known = _OBSERVED.get(trainer.train_dataloader)
+    known = _OBSERVED.get(loader)
     if known is None or known[0] != key:
-        known = _OBSERVED[trainer.train_dataloader] = (key, _observed(rows, likelihood))
+        known = _OBSERVED[loader] = (key, _observed(rows, likelihood))
     if known[1] in (0, rows.count):  # without any the first batch is refused
         return rows
     return replace(rows, count=known[1], source="the number of observed targets", is_observed=False)

@@ -149,7 +149,7 @@ def _check_observed(model: EnergyModel, target: Any) -> None:
         target: of the first batch; only if it has none the others are looked at.
     """
     dataset = getattr(getattr(getattr(model, "_trainer", None), "train_dataloader", None), "dataset", None)
-    if model.likelihood is None:
+    if model.likelihood is None or dataset is None:
         return
     for some in (target, (getattr(dataset, "tensors", None) or [None])[-1]):
         known = model.likelihood.observed(some) if isinstance(some, Tensor) and len(some) else None

@@ -118,7 +118,9 @@ class DataWeights:
         steps, sizes = math.ceil(batches / each), self.rows.sizes_of(int(batches))
         if not self.counts_rows:
             # An epoch may leave out rows: by drop_last, or limit_train_batches.
-            come = 1.0 if sizes is None or not self.rows.share else sum(sizes) / self.rows.share
+            come = min(1.0, batches / _length(self._trainer.train_dataloader))
+            if sizes is not None and self.rows.share:
+                come = sum(sizes) / self.rows.share
             return self.num_data * come / self._layout.ranks_per_chain / steps
         if sizes is None:
             return None if self.rows.share is None else self.rows.share / steps

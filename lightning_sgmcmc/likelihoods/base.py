@@ -143,16 +143,16 @@ class Likelihood(nn.Module):
         mean, observed = terms["mean"], self.observed_entries(target)
         target = columns(target, type(self).__name__)
         errors, cdf, below = mean - target, terms.get("cdf"), terms.get("cdf_below")
+        scales = scale if isinstance(scale, Tensor) else torch.tensor([scale], dtype=torch.float64)
+        logs, factor = scales.log().expand(mean.shape), 1.0 if isinstance(scale, Tensor) else scale
         if isinstance(scale, Tensor):
-            errors, scale, logs = errors * scale, 1.0, scale.log().expand(mean.shape)
-        else:
-            logs = torch.full((), math.log(scale), dtype=torch.float64).expand(mean.shape)
+            errors = errors * scale
         if observed is not None and not bool(observed.all()):
             entries = observed.reshape(mean.shape)
             errors, logs = errors[entries], logs[entries]
             cdf, below = (None if term is None else term[entries] for term in (cdf, below))
         metrics = {
-            "rmse": errors.square().mean().sqrt() * scale,
+            "rmse": errors.square().mean().sqrt() * factor,
             "nll": -log_density.mean() + float(logs.sum()) / len(mean),
         }
         if cdf is not None:

@@ -41,7 +41,8 @@ def is_finished(trainer: pl.Trainer) -> bool:
     `configure_optimizers` on."""
     by_steps = 0 <= trainer.max_steps <= trainer.global_step
     epochs = trainer.max_epochs
-    by_epochs = epochs is not None and 0 <= epochs <= trainer.fit_loop.epoch_progress.current.processed
+    processed: int = cast(Any, trainer.fit_loop.epoch_progress.current).processed
+    by_epochs = epochs is not None and 0 <= epochs <= processed
     return not trainer.ckpt_path and (by_steps or by_epochs)
 
 

@@ -153,3 +153,17 @@ def test_the_splits_of_papers_stay(tmp_path: Any) -> None:
     """Datamodules of fixed tables say no task: their likelihoods are the user's choice."""
     for data in (UCIRegressionDataModule("yacht", tmp_path), AirfoilDataModule(tmp_path)):
         assert data.task == ""
+
+
+def test_targets_with_gaps_are_taken() -> None:
+    """Statistics are of the observed values; N is their number of rows."""
+    y = np.random.default_rng(0).normal(100.0, 20.0, (90, 2))
+    y[::3, 0] = np.nan
+    y[::6, 1] = np.nan
+    data = TableDataModule(np.zeros((90, 1)), y, task="regression")
+    data.setup("fit")
+    training = data.training_data().tensors[1].double()
+    assert training.nanmean(0).abs().max() < 1e-5
+    assert bool(training.isnan().any())
+    with pytest.raises(ValueError, match="all NaN"):
+        TableDataModule(np.zeros((9, 1)), np.full(9, np.nan), task="regression")
