@@ -1,6 +1,8 @@
 """How much a datum of a mini-batch counts, and whether what the likelihood counts in an epoch is N."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -69,6 +71,16 @@ class DataWeights:
             raise ValueError(contradiction(num_data, self.rows.source, self.rows.count))
         self._counted, self._batches = 0, 0
         self._sizes.clear()
+        self._means.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what earlier batches have shown, by which later ones are weighed."""
+        return {"counts_rows": self.counts_rows, "measured": self._measured}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.counts_rows, measured = self.counts_rows and state["counts_rows"], state["measured"]
+        self._measured = None if measured is None else (measured[0], measured[1])
         self._means.clear()
 
     # -- the weight of a batch ----------------------------------------------------------------------------------------

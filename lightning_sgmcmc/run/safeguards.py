@@ -11,6 +11,7 @@ from lightning_sgmcmc.chains.replicas import check_replicas
 from lightning_sgmcmc.chains.samples import draw_samples
 from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
+from lightning_sgmcmc.chains.weights import DataWeights
 from lightning_sgmcmc.run.checkpoints import keep_constructor_arguments, protect_checkpoints
 from lightning_sgmcmc.run.checks import (
     check_data,
@@ -64,13 +65,16 @@ class Safeguards(pl.Callback):
         self._counters = Counters()
         self._pulse = Pulse()
         self._watch: RankWatch | None = None
+        self._weights: DataWeights | None = None
+        self._shown: dict[str, Any] | None = None
+        """What a checkpoint's batches have shown of their weights."""
         self._scales: PriorScales | None = None
         self._resumes = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         protect_checkpoints(trainer)
         if stage == "fit":
-            self.samples, self._guard, self._counters = 0, None, Counters()
+            self.samples, self._guard, self._counters, self._shown = 0, None, Counters(), None
             check_run(trainer, pl_module)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -92,6 +96,9 @@ class Safeguards(pl.Callback):
         check_thermostat(trainer, sampler)
         check_tested(trainer, sampler)
         chains.begin_energies(trainer)
+        self._weights = chains.weights
+        if self._shown is not None and self._weights is not None:
+            self._weights.load_state_dict(self._shown)
         self._convolutions.begin(pl_module.device, trainer.train_dataloader)
         chains.counters = self._counters
         self._guard = EnergyGuard(chains, sampler, trainer, self._nonfinite_energy, self._max_skipped_in_a_row)
@@ -208,7 +215,8 @@ class Safeguards(pl.Callback):
         chains_of(pl_module).unflatten(self._sampler)
         if self._scales is not None:
             self._scales.release()
-        self._guard = self._sampler = self._scales = None
+        self._shown = None if self._weights is None else self._weights.state_dict()
+        self._guard = self._sampler = self._scales = self._weights = None
         self._convolutions.end()
         chains_of(pl_module).end_energies()
 
@@ -227,12 +235,14 @@ class Safeguards(pl.Callback):
             "samples": self.samples,
             "skipped_steps": self._counters.skipped_steps,
             "gradient_evaluations": self._counters.gradient_evaluations,
+            "weights": self._shown if self._weights is None else self._weights.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.samples = state_dict["samples"]
         self._counters.skipped_steps = state_dict["skipped_steps"]
         self._counters.gradient_evaluations = state_dict.get("gradient_evaluations", 0)
+        self._shown = state_dict.get("weights")
 
 
 def _is_noisy(sampler: Sampler) -> bool:

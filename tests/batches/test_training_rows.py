@@ -581,3 +581,21 @@ def test_targets_that_are_not_observed_are_no_data(name: str, chains: int) -> No
 def test_unobserved_targets_that_are_not_in_memory_are_asked_for() -> None:
     with pytest.raises(ValueError, match=r"not observed.*\(105\): pass num_data=…"):
         fit(module(), DataLoader(Rows(with_gaps()), 20))
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_stream_and_graphs_resume_with_their_weights(tmp_path: Path, at: int) -> None:
+    """What earlier batches have shown is in the checkpoint, so a resumed run equals a whole one."""
+    for make, data in (
+        (lambda: module(num_data=ROWS), lambda: DataLoader(Stream(ALL), 40)),
+        (lambda: nodes(num_data=ROWS), lambda: graphs(1)),
+    ):
+        whole = fit(make(), data(), max_epochs=3)
+        saved = pl.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}", every_n_epochs=1)
+        first = Energies()
+        options = {"num_sanity_val_steps": 0, "precision": "64-true"}
+        quiet_trainer(callbacks=[first, saved], max_epochs=at, enable_checkpointing=True, **options).fit(make(), data())
+        rest, path = Energies(), saved.best_model_path or saved.last_model_path
+        quiet_trainer(callbacks=[rest], max_epochs=3, **options).fit(make(), data(), ckpt_path=path, weights_only=False)
+        for epoch in range(at, 3):
+            assert torch.equal(whole.of_epoch(epoch, False), rest.of_epoch(epoch, False))
