@@ -98,7 +98,7 @@ class RunSummary(SamplerCallback):
         results = {
             "recipe": self.name,
             "scale": "run",
-            "seed": module.chains.seed,
+            "seed": module.chains.seeds.run,
             "stage": stage,
             "samples": what,
             "kind": claim.kind,

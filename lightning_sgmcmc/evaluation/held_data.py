@@ -26,6 +26,9 @@ class HeldData:
     objects: tuple["weakref.ref[Any]", ...]
     versions: tuple[int, ...]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HeldData, ((), self.versions)  # a copy does not know which data are held
+
     def is_same(self, other: "HeldData") -> bool:
         """Return whether no data set or tensor was replaced or written in between."""
         if self.versions != other.versions or len(self.objects) != len(other.objects):

@@ -180,6 +180,8 @@ def text_of(value: Any) -> str:
     if own and cls.__repr__ is not object.__repr__:
         return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
     public = {k: v for k, v in vars(value).items() if not k.startswith("_") and k != "training"}
+    # An argument that is left out may be newer than a checkpoint's settings.
+    public = {k: v for k, v in public.items() if v is not None or getattr(cls, k, ...) is not None}
     return f"{cls.__name__}({', '.join(f'{k}={text_of(v)}' for k, v in public.items())})"
 
 

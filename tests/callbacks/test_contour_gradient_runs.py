@@ -124,7 +124,7 @@ def test_a_nan_stops_the_run_in_the_guards_words() -> None:
     class Poison(SamplerCallback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if trainer.global_step == 30:
-                batch[1].fill_(math.nan)
+                batch[0].fill_(math.nan)
 
     with pytest.raises(NonFiniteEnergyError, match="the run stops before step 31 of chain 0"):
         fit(contour(), Poison())
