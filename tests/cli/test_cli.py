@@ -15,6 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from lightning_sgmcmc import Posterior
+from lightning_sgmcmc.chains import seeds
 from lightning_sgmcmc.cli import main
 from lightning_sgmcmc.cli.exits import NO_SAMPLES
 from lightning_sgmcmc.datamodules import DigitsDataModule
@@ -35,8 +36,12 @@ def without_pictures(tmp_path: Path) -> str:
 
 
 def test_fit_test_and_predict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(seeds, "RUNS", seeds.ProcessRuns())  # as in a new process
     main(["fit", "--config", RECIPE, *SHORT])
     assert not [w for w in recwarn if "LightningCLI's args" in str(w.message)], "it would print the configuration"
     run = Path("runs/digits_csghmc/version_0")
