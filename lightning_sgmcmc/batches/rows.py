@@ -172,11 +172,6 @@ def targets_in_memory(dataset: Any) -> Tensor | None:
     return tensors[1] if isinstance(tensors, tuple) and len(tensors) == 2 else None
 
 
-def can_be_read_again(rows: TrainingRows) -> bool:
-    """Return whether random batches of the rows can be made."""
-    return rows.indices is not None and not rows.whole and rows.batch_size is not None
-
-
 _OBSERVED: "WeakKeyDictionary[Any, tuple[Any, int]]" = WeakKeyDictionary()
 """The number of observed targets of each loader's rows."""
 _KNOWN: "WeakKeyDictionary[Any, tuple[int, TrainingRows]]" = WeakKeyDictionary()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.per_chain import ChainBatches
-from lightning_sgmcmc.batches.rows import TrainingRows, can_be_read_again, training_rows
+from lightning_sgmcmc.batches.rows import TrainingRows, training_rows
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.energies import ChainEnergies
 from lightning_sgmcmc.evaluation.full_data import indices_of
@@ -69,7 +69,8 @@ def sample_energies(
 
 def has_fresh_batches(trainer: pl.Trainer) -> bool:
     """Return whether random batches can be drawn from the training data: one loader whose rows are known."""
-    return can_be_read_again(training_rows(trainer))
+    rows = training_rows(trainer)
+    return rows.indices is not None and not rows.whole and rows.batch_size is not None
 
 
 def fresh_energies(

@@ -1,132 +1,45 @@
 """Fits on loaders as users make them: N, the energy of an epoch, and the energies of all data, against U by hand."""
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import pytorch_lightning as pl
 import torch
-from hypothesis import HealthCheck, given, settings
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
-    TensorDataset,
     WeightedRandomSampler,
-    get_worker_info,
 )
 
 from lightning_sgmcmc import BayesianModule, Gaussian, GaussianPrior, ResumableLoader
 from lightning_sgmcmc.batches import CyclicOrder, SymmetricOrder
 from lightning_sgmcmc.datamodules import DatasetDataModule
-from lightning_sgmcmc.evaluation.full_energy import full_energies
-from lightning_sgmcmc.evaluation.sample_energy import fresh_energies, has_fresh_batches
+from tests.support.rows import (
+    ALL,
+    PRIOR,
+    ROWS,
+    STD,
+    WITH_HELD_OUT,
+    Constant,
+    Energies,
+    Stream,
+    energy,
+    fit,
+    module,
+    pairs,
+    targets,
+)
 from tests.support.trainers import quiet_trainer
-
-ROWS = 105
-STD, PRIOR = 1.0, 4.0
-
-
-class Constant(nn.Module):
-    """One output for all inputs: with a Gaussian likelihood the mean of the targets' law."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = nn.Parameter(torch.full((1,), 0.3))
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.mean)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mean.expand(len(x), 1)
-
-
-def targets(count: int = ROWS) -> Tensor:
-    """Targets whose last rows differ from the others, so that unequal weights show."""
-    y = torch.randn(count, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    y[-(count % 20 or 1) :] += 9
-    return y
-
-
-def pairs(y: Tensor) -> TensorDataset:
-    return TensorDataset(torch.zeros(len(y), 1, dtype=torch.float64), y)
-
-
-ALL = pairs(targets())
-WITH_HELD_OUT: Dataset[Any] = ConcatDataset([ALL, pairs(targets() + 50)])
-
-
-def energy(mean: Tensor, y: Tensor) -> float:
-    """U at a mean, by hand."""
-    unit = 0.5 * torch.log(torch.tensor(2 * torch.pi, dtype=torch.float64))
-    likelihood = (0.5 * ((y - mean) / STD) ** 2 + unit + torch.log(torch.tensor(STD, dtype=torch.float64))).sum()
-    prior = 0.5 * (mean / PRIOR) ** 2 + unit + torch.log(torch.tensor(PRIOR, dtype=torch.float64))
-    return float(likelihood + prior.sum())
-
-
-class Energies(pl.Callback):
-    """Records each step's energies and data, and at the end those of all data and of a fresh batch."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[int, float, Tensor]] = []
-        self.full: Tensor | None = None
-        self.fresh: Tensor | None = None
-        self._size = 0
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
-        observed, chains = pl_module.chains.observed, pl_module.chains
-        self._size += observed.batch_size
-        if not chains.accumulation.accumulating:
-            self.steps.append((trainer.current_epoch, self._size, observed.energy.clone()))
-            self._size = 0
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if has_fresh_batches(trainer):
-            self.full = full_energies(trainer, pl_module.chains, True, "a test")
-            self.fresh = fresh_energies(trainer, pl_module.chains, pl_module.sampler, True)
-
-    def of_epoch(self, epoch: int, by_size: bool) -> Tensor:
-        """Return the mean of an epoch's energies, of each chain."""
-        own = [(size, found) for number, size, found in self.steps if number == epoch]
-        weights = torch.tensor([size if by_size else 1 for size, _ in own], dtype=torch.float64)
-        return (weights[:, None] * torch.stack([found for _, found in own])).sum(0) / weights.sum()
-
-
-def module(**options: Any) -> BayesianModule:
-    """A module that does not move, so that all energies of an epoch are at one state."""
-    options = {"net": Constant(), "likelihood": Gaussian(std=STD)} | options
-    return BayesianModule(prior=GaussianPrior(std=PRIOR), lr=1e-30, temperature=0.0, **options).double()
-
-
-def fit(model: BayesianModule, data: Any, **options: Any) -> Energies:
-    seen = Energies()
-    source = {"datamodule": data} if isinstance(data, pl.LightningDataModule) else {"train_dataloaders": data}
-    options = {"max_epochs": 2, "precision": "64-true"} | options
-    quiet_trainer(callbacks=[seen], num_sanity_val_steps=0, **options).fit(model, **source)
-    return seen
-
-
-class Stream(IterableDataset[Any]):
-    """Rows one after another, in each worker."""
-
-    def __init__(self, data: Any, divided: bool = True) -> None:
-        self.data, self.divided = data, divided
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        step = info.num_workers if info is not None and self.divided else 1
-        return iter([self.data[i] for i in range(info.id if info and self.divided else 0, len(self.data), step)])
 
 
 class Own(Sampler[int]):
@@ -356,86 +269,6 @@ def test_the_seeds_of_samplers_are_left_alone() -> None:
 
     fit(module(), DataLoader(ALL, 20, sampler=Recording()), max_epochs=1)
     assert drawn[-1] == torch.randperm(ROWS, generator=torch.Generator().manual_seed(3)).tolist()
-
-
-# -- any loader -------------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def runs(draw: st.DrawFn) -> dict[str, Any]:
-    return {
-        "count": draw(st.integers(1, 30)),
-        "held_out": draw(st.integers(0, 10)),
-        "batch_size": draw(st.integers(1, 12)),
-        "kind": draw(st.sampled_from(["in order", "shuffle", "subset", "batches", "resumable", "datamodule", "list"])),
-        "drop_last": draw(st.booleans()),
-        "accumulated": draw(st.integers(1, 4)),
-        "chains": draw(st.integers(1, 3)),
-        "workers": draw(st.sampled_from([0] * 9 + [1])),
-        "dtype": draw(st.sampled_from([torch.float32, torch.float64])),
-    }
-
-
-def loader_of(run: dict[str, Any]) -> tuple[Any, Tensor, bool]:
-    """Return a loader, the targets of its rows (those that come in an epoch), and whether its batches are random."""
-    count, size, drop, kind = run["count"], run["batch_size"], run["drop_last"], run["kind"]
-    drop = drop and count >= size
-    y = targets(count).to(run["dtype"])
-    rows = TensorDataset(torch.zeros(count, 1, dtype=run["dtype"]), y)
-    held_out = TensorDataset(torch.zeros(run["held_out"], 1, dtype=run["dtype"]), y.new_full((run["held_out"], 1), 99))
-    both: Dataset[Any] = ConcatDataset([rows, held_out]) if run["held_out"] else rows
-    options = {"num_workers": run["workers"]}
-    if kind == "in order":
-        come = y[: count // size * size] if drop else y
-        return DataLoader(rows, size, drop_last=drop, **options), come, False
-    if kind == "shuffle":
-        return DataLoader(rows, size, shuffle=True, **options), y, True
-    if kind == "subset":
-        return DataLoader(both, size, sampler=SubsetRandomSampler(range(count)), **options), y, True
-    if kind == "batches":
-        sampler = BatchSampler(SubsetRandomSampler(range(count)), size, False)
-        return DataLoader(both, batch_sampler=sampler, **options), y, True
-    if kind == "resumable":
-        return ResumableLoader(rows, size), y, True
-    if kind == "datamodule":
-        return DatasetDataModule(rows, batch_size=size), y, True
-    cuts = sorted({0, count // 3, count // 2, count})
-    batches = [list(range(a, b)) for a, b in itertools.pairwise(cuts)]
-    return DataLoader(rows, batch_sampler=batches, **options), y, False
-
-
-def check_run(run: dict[str, Any]) -> None:
-    data, y, is_random = loader_of(run)
-    model = module(num_chains=run["chains"], chain_start="same", shared_batch=True)
-    options: dict[str, Any] = {} if run["dtype"] == torch.float64 else {"precision": "32-true"}
-    model = model.to(run["dtype"])
-    seen = fit(model, data, max_epochs=1, accumulate_grad_batches=run["accumulated"], **options)
-    assert model.num_data == run["count"]
-    with model.at_chain(0):
-        mean = model.net.mean.detach().double()
-    prior = energy(mean, y[:0].double())
-    wanted = prior + (energy(mean, y.double()) - prior) * run["count"] / len(y)
-    found = seen.of_epoch(0, is_random).double()
-    rounding = 1e-9 if run["dtype"] == torch.float64 else 1e-4
-    torch.testing.assert_close(found, torch.full_like(found, wanted), rtol=rounding, atol=rounding)
-
-
-PROPERTY = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "database": None}
-
-
-@settings(max_examples=15, **PROPERTY)
-@given(runs())
-@pytest.mark.filterwarnings("ignore")
-def test_an_epoch_of_any_loader(run: dict[str, Any]) -> None:
-    check_run(run)
-
-
-@pytest.mark.slow
-@settings(max_examples=500, **PROPERTY)
-@given(runs())
-@pytest.mark.filterwarnings("ignore")
-def test_an_epoch_of_five_hundred_loaders(run: dict[str, Any]) -> None:
-    check_run(run)
 
 
 # -- streams, ranks ---------------------------------------------------------------------------------------------------
