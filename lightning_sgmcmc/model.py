@@ -4,7 +4,8 @@ import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MethodType
+from functools import partial
+from types import CodeType, MethodType
 from typing import Any
 
 import pytorch_lightning as pl
@@ -296,20 +297,47 @@ OWN_STEPS = {
 
 
 def check_methods(model: nn.Module, base: type) -> None:
-    """Raise if a subclass replaces one of `OWN_STEPS`; a method that calls the base class's own is accepted.
+    """Raise if a subclass or an object replaces one of `OWN_STEPS`; a method that calls the one it replaces is
+    accepted, and so is a value without code of its own, such as a mock.
 
     Raises:
         TypeError: with the class, the method, and the remedy.
     """
     for name, remedy in OWN_STEPS.items():
+        if name in vars(model) and not _calls_replaced(vars(model)[name], name, getattr(type(model), name)):
+            hint = "; LightningCLI sets it for --optimizer: pass --model.sampler and --model.lr in its place"
+            raise TypeError(
+                f"{name} was set on an object of {type(model).__name__}, whose own is then not called, so nothing is "
+                f"sampled ({remedy}): do not set it, or call the object's own in it"
+                f"{hint if name == 'configure_optimizers' else ''}"
+            )
         owner = next(cls for cls in type(model).__mro__ if name in vars(cls))
         code = getattr(inspect.unwrap(getattr(owner, name)), "__code__", None)
-        if issubclass(base, owner) or code is None or name in code.co_names:
+        if issubclass(base, owner) or code is None or _names(code, name, type(model)):
             continue
         raise TypeError(
             f"{owner.__name__} defines {name}, and {base.__name__} has its own, without which nothing is sampled "
             f"({remedy}): remove {name} from {owner.__name__}, or call super().{name} in it"
         )
+
+
+def _names(code: CodeType, name: str, cls: type) -> bool:
+    """Return whether code names a class's method; `backward` is also a tensor's, so it must come with a class."""
+    classes = {"super", *(one.__name__ for one in cls.__mro__)}
+    return name in code.co_names and (name != "backward" or not classes.isdisjoint(code.co_names))
+
+
+def _calls_replaced(value: Any, name: str, replaced: Any) -> bool:
+    """Return whether a value that was set on an object, in place of a method, may call that method."""
+    while isinstance(value, partial | MethodType):
+        value = value.func if isinstance(value, partial) else value.__func__
+    code = getattr(value, "__code__", None)
+    if value is replaced or code is None or _names(code, name, type(replaced)):
+        return True
+    held = [cell.cell_contents for cell in value.__closure__ or ()]
+    held += [value.__globals__.get(one) for one in code.co_names]
+    held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    return any(isinstance(one, MethodType) and one.__func__ is replaced for one in held)
 
 
 def check_layers(model: nn.Module) -> None:

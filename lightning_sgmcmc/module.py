@@ -293,6 +293,7 @@ class BayesianModule(EnergyModel):
     def configure_optimizers(self) -> Any:
         """Return the sampler, with N, the seed and the number of chains filled in."""
         check_model(self)
+        check_methods(self, BayesianModule)
         chains = self.chains
         chains.trainable = named_trainable(self)
         chains.sharing.check(chains.trainable)

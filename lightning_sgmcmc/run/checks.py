@@ -15,6 +15,7 @@ from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.step_sizes import is_per_chain
 from lightning_sgmcmc.checks import is_of_other_namespace
 from lightning_sgmcmc.likelihoods.classes import ClassLikelihood
+from lightning_sgmcmc.model import check_methods
 from lightning_sgmcmc.priors import GaussianPrior
 from lightning_sgmcmc.priors.centers import is_centered
 from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_probe, is_trial, repeated_batches
@@ -50,6 +51,7 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         ValueError: for a strategy, callback or option that would make samples wrong.
     """
     _check_namespace(trainer)
+    check_methods(module, type(module))
     _check_strategy(trainer.strategy)
     _check_callbacks(trainer)
     _check_chains(trainer, module)

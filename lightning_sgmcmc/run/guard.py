@@ -231,6 +231,11 @@ class EnergyGuard:
             )
         if lost is not None:
             return f"'{lost}' became NaN or infinite in earlier steps", self._smaller_step
+        if potential is self._last_potential:
+            return (
+                f"{type(self._model).__name__}.training_step has computed no energy for the gradient",
+                "let it return super().training_step(batch, batch_idx)",
+            )
         if self._chains.observed.batch_size == 0:
             return "the batch has no data", "leave out empty batches (in collate_fn or the batch sampler)"
         if _first(~self._finite_inputs()):
