@@ -15,6 +15,8 @@ HIGHER_IS_BETTER = ("accuracy", "auroc", "log_likelihood")
 LOWER_IS_BETTER = ("nll", "brier", "ece", "rmse", "mae", "error")
 LONGEST_SETTINGS = 2**16
 """Characters of `hparams.yaml` that are read."""
+OF_RUN = "run."
+"""What the names of the run's settings begin with in `hparams.yaml`; earlier versions wrote them without it."""
 PLAIN_NAMES = {"lr": "Step size lr", "temperature": "Temperature τ", "num_chains": None, "seed": None}
 """Labels of hyperparameters; None omits one."""
 
@@ -49,7 +51,7 @@ def _hyperparameters(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def plain_settings(run: RunRecord) -> dict[str, str]:
-    """Return the plain values of `hparams.yaml` as short texts."""
+    """Return the plain values of `hparams.yaml` as short texts; the run's own, `run.…`, replace the user's."""
     import yaml
 
     try:
@@ -62,7 +64,9 @@ def plain_settings(run: RunRecord) -> dict[str, str]:
         for k, v in plain.items()
         if _is_flat(k) and (_is_flat(v) or (isinstance(v, list) and all(map(_is_flat, v))))
     }
-    return {name: value for name, value in named.items() if len(value) < 80}
+    short = {name: value for name, value in named.items() if len(value) < 80}
+    of_run = {name.removeprefix(OF_RUN): value for name, value in short.items() if name.startswith(OF_RUN)}
+    return {name: value for name, value in short.items() if not name.startswith(OF_RUN)} | of_run
 
 
 def _is_flat(value: Any) -> bool:

@@ -65,7 +65,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         file_system = get_filesystem(path)
         if not file_system.exists(path):
-            raise FileNotFoundError(f"there is no checkpoint {path}: pass the path of an existing one as ckpt_path")
+            raise FileNotFoundError(f"Checkpoint file not found: {path}: pass the path of an existing one as ckpt_path")
         try:
             if isinstance(file_system, LocalFileSystem):
                 check_regular(Path(str(path).removeprefix("file://")).resolve())

@@ -1,7 +1,7 @@
 """The settings of a run, as hyperparameters for loggers."""
 
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -18,20 +18,15 @@ from lightning_sgmcmc.run.trainer import callbacks_of
 
 
 def log_settings(trainer: pl.Trainer, model: EnergyModel, settings: Settings) -> None:
-    """Write a run's settings to every logger, once its sampler, N and seed are known.
+    """Write a run's settings to every logger, as `run.…`, once its sampler, N and seed are known.
 
     Args:
         trainer: the run's.
         model: the run's module.
         settings: the result of `settings_of`.
     """
-    if not trainer.loggers:
-        return
-    hyperparameters = hyperparameters_of(trainer, model, settings)
-    for logger in trainer.loggers:
-        logger.log_hyperparams(hyperparameters)
-        if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
-            _update_tensorboard(logger, hyperparameters)
+    if trainer.loggers:
+        log_values(trainer, "run", hyperparameters_of(trainer, model, settings))
 
 
 def log_plan(trainer: pl.Trainer, plan: RunPlan) -> None:
@@ -40,15 +35,23 @@ def log_plan(trainer: pl.Trainer, plan: RunPlan) -> None:
 
 
 def log_values(trainer: pl.Trainer, part: str, known: Mapping[str, Any]) -> None:
-    """Write values that a run has found to every logger, as hyperparameters `part.…`."""
+    """Write values that a run has found to every logger, as hyperparameters `part.…`, beside the user's own.
+
+    `Trainer(enable_autolog_hparams=False)` writes none.
+    """
+    if not trainer.enable_autolog_hparams:
+        return
     values = {f"{part}.{name}": value for name, value in known.items()}
     for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
+        if not isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams(values)
+            continue
+        if logger.hparams:  # TensorBoard keeps a run's first ones
             logger.hparams.update(values)
-            if trainer.is_global_zero:
-                _update_tensorboard(logger, values, part)
         else:
             logger.log_hyperparams(values)
+        if trainer.is_global_zero:
+            _show_in_tensorboard(logger, part, known)
 
 
 def hyperparameters_of(trainer: pl.Trainer, model: EnergyModel, settings: Settings) -> dict[str, Any]:
@@ -73,11 +76,8 @@ def hyperparameters_of(trainer: pl.Trainer, model: EnergyModel, settings: Settin
     }
 
 
-def _update_tensorboard(logger: TensorBoardLogger, hyperparameters: dict[str, Any], name: str = "settings") -> None:
-    """Show values as text and write them to `hparams.yaml`.
-
-    TensorBoard keeps a run's first hyperparameters, which Lightning logs before N and the seed are known.
-    """
-    rows = [[name, str(value)] for name, value in hyperparameters.items()]
-    logger.experiment.add_text(name, markdown_table(["setting", "value"], rows))
-    save_hparams_to_yaml(str(Path(logger.log_dir) / logger.NAME_HPARAMS_FILE), logger.hparams)
+def _show_in_tensorboard(logger: TensorBoardLogger, part: str, known: Mapping[str, Any]) -> None:
+    """Show values as text, and write them to `hparams.yaml`."""
+    rows = [[name, str(value)] for name, value in known.items()]
+    logger.experiment.add_text(part, markdown_table(["setting", "value"], rows))
+    save_hparams_to_yaml(os.path.join(logger.log_dir, logger.NAME_HPARAMS_FILE), logger.hparams)

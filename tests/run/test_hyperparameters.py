@@ -1,4 +1,4 @@
-"""What a user saves by `save_hyperparameters` stays whole in checkpoints, and loads back."""
+"""What a user saves by `save_hyperparameters` stays whole in checkpoints and in loggers, and loads back."""
 
 import argparse
 from dataclasses import dataclass, field
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+import yaml
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -110,3 +111,77 @@ def test_plain_arguments_load_without_save_hyperparameters(tmp_path: Path) -> No
     path = saved(Unsaved(0.2, 0.5, GaussianPrior(2.0)), tmp_path)
     loaded = Unsaved.load_from_checkpoint(path)
     assert (loaded.lr, loaded.temperature) == (0.2, 0.5)
+
+
+NAMES = {
+    "lr": 0.3,
+    "batch_size": 3,
+    "precision": "mine",
+    "seed": 5,
+    "max_steps": -2,
+    "callbacks": "none",
+    "sampler": "a",
+}
+
+
+class Named(BayesianModule):
+    """Hyperparameters with the names of a run's settings, and with other values than the run's."""
+
+    def __init__(self, lr: float = 0.1, **others: Any) -> None:
+        super().__init__(nn.Linear(6, 2), Gaussian(), lr=lr / 100)
+        self.save_hyperparameters()
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, temperature: float = 7.0, prior: str = "of the data") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(X, X[:, :2]), 8)
+
+
+def logged(logger: Any, **options: Any) -> dict[str, Any]:
+    """Fit an epoch, and return the content of `hparams.yaml`."""
+    quiet_trainer(max_epochs=1, logger=logger, **options).fit(Named(**NAMES), datamodule=Data())
+    path = Path(logger.log_dir) / "hparams.yaml"
+    return yaml.safe_load(path.read_text()) if path.is_file() else {}
+
+
+LOGGERS = [pl.loggers.CSVLogger, pl.loggers.TensorBoardLogger]
+
+
+@pytest.mark.parametrize("kind", LOGGERS)
+def test_a_logger_keeps_the_users_values_beside_the_runs(kind: Any, tmp_path: Path) -> None:
+    found = logged(kind(tmp_path))
+    assert {name: found.get(name) for name in NAMES} == NAMES
+    assert (found["temperature"], found["prior"]) == (7.0, "of the data")
+    assert (found["run.lr"], found["run.temperature"], found["run.batch_size"]) == (0.003, 1.0, 8)
+    assert found["run.sampler"] == "SGLD"
+
+
+@pytest.mark.parametrize("kind", LOGGERS)
+def test_hyperparameters_are_not_logged_where_the_trainer_says_so(kind: Any, tmp_path: Path) -> None:
+    assert not logged(kind(tmp_path), enable_autolog_hparams=False)
+
+
+def test_a_module_loads_with_the_loggers_file(tmp_path: Path) -> None:
+    """As of a checkpoint that holds no hyperparameters."""
+    logger = pl.loggers.CSVLogger(tmp_path)
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, "a")
+    logged(logger, enable_checkpointing=True, callbacks=[saver])
+    content = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    del content["hyper_parameters"]
+    torch.save(content, tmp_path / "b.ckpt")
+    loaded = Named.load_from_checkpoint(tmp_path / "b.ckpt", hparams_file=Path(logger.log_dir) / "hparams.yaml")
+    assert loaded.lr == 0.003
+
+
+def test_tensorboards_own_metric_is_logged_once(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    logger = pl.loggers.TensorBoardLogger(tmp_path)
+    logged(logger)
+    logger.finalize("success")
+    events = accumulator.EventAccumulator(logger.log_dir)
+    events.Reload()
+    assert len(events.Scalars("hp_metric")) == 1

@@ -78,8 +78,9 @@ SETTINGS = {
 
 
 def check_settings(logged: dict[str, Any]) -> None:
-    assert {name: logged.get(name) for name in SETTINGS} == SETTINGS
-    assert {"version.lightning-sgmcmc", "version.pytorch-lightning", "version.python"} <= logged.keys()
+    assert {name: logged.get(f"run.{name}") for name in SETTINGS} == SETTINGS
+    versions = {"lightning-sgmcmc", "pytorch-lightning", "python"}
+    assert {f"run.version.{name}" for name in versions} <= logged.keys()
 
 
 class Extras(SamplerCallback):
@@ -203,12 +204,12 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [picture.step for picture in events.Images("posterior/energy")] == [10, 20]
     assert set(events.Tags()["histograms"]) == HISTOGRAMS
     assert [h.histogram_value.num for h in events.Histograms("posterior/energy_histogram")] == [2, 4]
-    assert set(events.Tags()["tensors"]) == {f"{name}/text_summary" for name in (*TABLES, "settings", "plan")}
+    assert set(events.Tags()["tensors"]) == {f"{name}/text_summary" for name in (*TABLES, "run", "plan")}
     text = events.Tensors("posterior/sample_table/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert text.splitlines()[0].startswith("| step | chain | cycle | energy | log_weight | accuracy |")
     assert len(text.splitlines()) == 6
     check_settings(yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text()))
-    settings = events.Tensors("settings/text_summary")[-1].tensor_proto.string_val[0].decode()
+    settings = events.Tensors("run/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert all(f"| {name} | {value} |" in settings for name, value in SETTINGS.items())
 
 
