@@ -152,6 +152,11 @@ class ResumableLoader:
         if tuple(chains) != self.chains:
             self.chains, self._fetch = tuple(chains), None
 
+    @property
+    def position(self) -> int:
+        """Batches returned so far, over all epochs."""
+        return self._batches
+
     def start_at(self, batch: int) -> None:
         """Continue with this batch of the stream, counted from 0 over all epochs."""
         self._batches = batch

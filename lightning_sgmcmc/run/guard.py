@@ -216,6 +216,11 @@ class EnergyGuard:
         for logger in self._trainer.loggers:
             logger.log_metrics({"sampler/skipped_steps": counters.skipped_steps}, step=self._trainer.global_step)
 
+    def leave_step(self) -> None:
+        """Put the saved state back, after an error within a step and before its update."""
+        if self._kept:
+            _copy(self._buffers, self._kept)
+
     def _undo(self) -> None:
         if self._kept:
             _copy(self._buffers, self._kept)

@@ -39,7 +39,8 @@ class ExactResume(pl.Callback):
     * The default generators (dropout, augmentation on the device) are seeded before each batch by (seed, rank, batch),
       and are after the fit where plain Lightning would leave them.
     * A `ResumableLoader` gets the fit's seed. A checkpoint keeps the run's seed and the number of the fit.
-    * A checkpoint between the micro-batches of an accumulated step keeps their gradients.
+    * A checkpoint between the micro-batches of an accumulated step keeps their gradients; one that an error within a
+      step saves goes back to where that step began.
     * Lightning's own counts of batches and epochs, which drift in a run that resumes several times, are repaired.
     * A run resumes only with the checkpoint's settings: prior, likelihood, temperature, N, lr, seed, sampler and its
       options, schedule and its arguments, and data. Ranks must agree on N and the data.
@@ -83,6 +84,10 @@ class ExactResume(pl.Callback):
         self._loaders: list[ResumableLoader] = []
         self._positions: list[dict[str, Any]] = []
         """The loaders' states in the checkpoint."""
+        self._reached: list[int] = []
+        """Batches of each loader that the run has trained on, or left out at an epoch's end."""
+        self._steps_when_begun: int | None = None
+        """Optimizer steps when the present batch began, None between two batches."""
         self._awaits_batches = False
         """Whether the first batch is to show if the chains share batches."""
 
@@ -92,6 +97,7 @@ class ExactResume(pl.Callback):
             counts = trainer.fit_loop.epoch_loop.batch_progress.total
             self._place = Place(before=counts.completed, steps_before=trainer.global_step)
             self._settings, self._saved_settings, self._new_options = {}, None, []
+            self._reached, self._steps_when_begun = [], None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.check(trainer, pl_module)
@@ -159,6 +165,9 @@ class ExactResume(pl.Callback):
             chains.spread_gradients()
         self._accumulated = {}
 
+    def _note_positions(self) -> None:
+        self._reached = [loader.position for loader in self._loaders]
+
     def begin_chain(self, index: int) -> None:
         """Seed the default generators before a chain's part of a step, by its index in this process."""
         reseed(derive_seed(self._seed, "batch", self._streams[index], self._batches), self._device)
@@ -175,6 +184,7 @@ class ExactResume(pl.Callback):
                 loader.adopt_chains(chains)
             elif isinstance(loader, torch.utils.data.DataLoader):
                 self._generators.seed_workers(loader, self._seed)
+        self._note_positions()
         self._awaits_batches = len(self._loaders) < len(loaders) and len(chains) > 1
         if len(self._loaders) < len(loaders) and trainer.checkpoint_callbacks:
             rank_zero_warn(
@@ -202,10 +212,12 @@ class ExactResume(pl.Callback):
         self._prepare_loaders(trainer, chains.layout.chains if not chains.shared_batch else range(1))
         for loader in self._loaders:
             loader.start_at(self._batches)
+        self._note_positions()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._steps_when_begun = trainer.global_step
         self._reseed("batch")
         if self._awaits_batches:
             self._awaits_batches = False
@@ -214,17 +226,41 @@ class ExactResume(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._count_batch(trainer)
+
+    def _count_batch(self, trainer: pl.Trainer) -> None:
+        self._steps_when_begun = None
         self._batches += 1
         self._place.count(trainer)
+        self._note_positions()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._note_positions()
         self._place.end_epoch(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end(trainer, pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._leave_batch(trainer, pl_module)
         self._end(trainer, pl_module)
+
+    def _leave_batch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """After an error within a batch, count it if its step is made, else go back to where its step began."""
+        begun, self._steps_when_begun = self._steps_when_begun, None
+        if begun is None:
+            return
+        if trainer.global_step > begun:
+            self._count_batch(trainer)
+            return
+        within = 0 if self._place.begins_epoch else self._place.in_epoch % trainer.accumulate_grad_batches
+        self._batches -= within
+        self._place.in_epoch -= within
+        self._reached = [position - within for position in self._reached]
+        chains_of(pl_module).accumulation.accumulating = False
+        guard = sampler_of(pl_module).guard
+        if guard is not None:
+            guard.leave_step()
 
     def _end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put the process's generators back, and count the fit if it has made a step."""
@@ -255,7 +291,10 @@ class ExactResume(pl.Callback):
             "fits": self._fits,
             "place": self._place.state_dict(),
             "has_length": self._has_length,
-            "loaders": [loader.state_dict() for loader in self._loaders],
+            "loaders": [
+                loader.state_dict() | {"batches": reached}
+                for loader, reached in zip(self._loaders, self._reached, strict=True)
+            ],
             "settings": self._settings,
         }
 

@@ -34,6 +34,9 @@ class Guard(Protocol):
     def allows_update(self) -> bool:
         """Return whether the sampler may make the update."""
 
+    def leave_step(self) -> None:
+        """Undo what a step has changed before its update, which an error keeps from being made."""
+
 
 class Sampler(UpdateRule):
     """Base of the samplers: a torch optimizer that adds Gaussian noise, scaled by the number of data and by τ.

@@ -303,3 +303,81 @@ def test_a_checkpoint_saved_by_hand_after_the_end_continues(tmp_path: Path) -> N
         assert trainer.global_step == steps
         assert not differences(whole.state_dict(), resumed.state_dict())
         assert not differences(whole.sampler.state_dict(), resumed.sampler.state_dict())
+
+
+HOOKS = [
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_validation_start",
+]
+
+
+class FailsAt(pl.Callback):
+    """Raises in a hook, once a number of batches has begun."""
+
+    def __init__(self, hook: str, batch: int) -> None:
+        self.begun, self.batch = 0, batch
+        setattr(self, hook, self.fail)
+        if hook == "on_train_batch_start":
+            setattr(self, hook, self.begin_and_fail)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.begun += 1
+
+    def begin_and_fail(self, *args: Any) -> None:
+        self.begun += 1
+        self.fail()
+
+    def fail(self, *args: Any, **kwargs: Any) -> None:
+        if self.begun >= self.batch:
+            raise ValueError("a mistake of the user's")
+
+
+class Normed(BayesianModule):
+    """With everything that a step changes before its update: statistics, and random numbers of the network."""
+
+    def __init__(self, chains: int = 1) -> None:
+        net = torch.nn.Sequential(
+            torch.nn.Linear(5, 5), torch.nn.BatchNorm1d(5), torch.nn.Dropout(), torch.nn.Linear(5, 3)
+        )
+        super().__init__(net, Categorical(), sampler=SGHMC, lr=0.01, seed=3, num_chains=chains)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    ("accumulated", "chains", "batch"),
+    [
+        (1, 1, 5),
+        (3, 2, 6),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 1, 5), (2, 1, 7), (1, 2, 1))),
+    ],
+)
+def test_a_run_goes_on_from_a_checkpoint_of_an_error(
+    hook: str, accumulated: int, chains: int, batch: int, tmp_path: Path
+) -> None:
+    def trained(*callbacks: pl.Callback, **options: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        module = Normed(chains)
+        settings = {"max_epochs": 4, "accumulate_grad_batches": accumulated, "callbacks": list(callbacks)}
+        data_ = Data() if hook != "on_validation_start" else DataWithValidation()
+        trainer = quiet_trainer(**settings, enable_checkpointing=bool(callbacks), num_sanity_val_steps=0)
+        trainer.fit(module, datamodule=data_, **options)
+        counts = {"steps": trainer.global_step, "epochs": trainer.current_epoch}
+        return dict(module.state_dict()) | {name: torch.tensor(count) for name, count in counts.items()}
+
+    whole = trained()
+    saver = pl.callbacks.OnExceptionCheckpoint(tmp_path)
+    with pytest.raises(ValueError, match="a mistake"):
+        trained(FailsAt(hook, batch), saver)
+    resumed = trained(ckpt_path=tmp_path / "on_exception.ckpt")
+    assert [name for name, value in whole.items() if not torch.equal(value, resumed[name])] == []
+
+
+class DataWithValidation(Data):
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
