@@ -5,9 +5,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-MORE_THAN_AN_EPOCH = 2**40
-"""Batches."""
-
 
 @dataclass
 class Place:
@@ -67,17 +64,18 @@ def repair_loop_counts(fit_loop: dict[str, Any], batches: int, place: Place, acc
         place: where it is.
         accumulating: whether the last batch was not the last of its step.
     """
-    # Lightning begins the next epoch after as many batches as that has, which may be more than the last one had.
-    begun = MORE_THAN_AN_EPOCH if place.is_over else place.in_epoch
-    total, epoch = place.before + batches, place.epoch
+    total, over = place.before + batches, place.is_over
+    # Within an epoch as in the hook at a batch's end; after one as before the next, whose hooks are still to be called.
+    pending = int(not over)
+    within, epochs = (0, place.epoch + 1) if over else (place.in_epoch, place.epoch)
     progress = fit_loop["epoch_loop.batch_progress"]
-    _set_counts(progress, "total", begun=total, processed=total, ended=total - 1)
-    _set_counts(progress, "current", begun=begun, processed=begun, ended=begun - 1)
-    progress["is_last_batch"] = place.is_over
+    _set_counts(progress, "total", begun=total, processed=total, ended=total - pending)
+    _set_counts(progress, "current", begun=within, processed=within, ended=within - pending)
+    progress["is_last_batch"] = False
     for count in ("total", "current"):
-        _set_counts(fit_loop["epoch_progress"], count, begun=epoch + 1, processed=epoch, ended=epoch)
+        _set_counts(fit_loop["epoch_progress"], count, begun=epochs + pending, processed=epochs, ended=epochs)
     steps = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
-    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = steps if accumulating else steps - 1
+    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = steps if accumulating or over else steps - 1
 
 
 def _set_counts(progress: dict[str, Any], count: str, begun: int, processed: int, ended: int) -> None:
