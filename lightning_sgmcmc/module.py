@@ -349,3 +349,8 @@ class BayesianModule(EnergyModel):
 
 
 record_arguments(BayesianModule)
+# Scripting compiles every property that is not named here.
+BayesianModule.__jit_unused_properties__ = [
+    *pl.LightningModule.__jit_unused_properties__,
+    *(name for cls in (EnergyModel, BayesianModule) for name, part in vars(cls).items() if isinstance(part, property)),
+]

@@ -474,3 +474,18 @@ def test_several_validation_loaders() -> None:
         name = f"bma_accuracy/dataloader_idx_{index}"
         assert logged[f"val/{name}"] == pytest.approx(tested[f"test/{name}"], abs=1e-6)
     assert module.evaluations["val"].bma["accuracy"] == pytest.approx(logged["val/bma_accuracy/dataloader_idx_0"])
+
+
+def test_a_module_with_a_forward_of_its_own_can_be_scripted() -> None:
+    class Scripted(BayesianModule):
+        def __init__(self) -> None:
+            super().__init__(likelihood=Gaussian())
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            output: Tensor = self.layer(x)
+            return output
+
+    module, x = Scripted(), torch.randn(2, 3)
+    scripted: Any = module.to_torchscript()
+    assert torch.equal(scripted(x), module(x))

@@ -139,6 +139,11 @@ def _check_callbacks(trainer: pl.Trainer) -> None:
         for name, sentence in SEARCHING.items():
             if isinstance(callback, getattr(lightning_callbacks, name)):
                 raise ValueError(sentence)
+        if isinstance(callback, lightning_callbacks.LearningRateMonitor) and callback.log_weight_decay:
+            raise ValueError(
+                "LearningRateMonitor(log_weight_decay=True) needs an optimizer with a weight decay, and a sampler has "
+                "none, since the prior has its place: leave log_weight_decay out"
+            )
 
 
 def check_step_size(sampler: Sampler) -> None:

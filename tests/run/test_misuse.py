@@ -398,3 +398,8 @@ def test_options_that_are_fine(options: dict[str, Any]) -> None:
     fit(model, SampleCollector(in_memory=True), **options)
     torch.use_deterministic_algorithms(False)
     assert model.sampler.step_count == 6
+
+
+def test_a_monitor_of_the_weight_decay_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"log_weight_decay=True.* leave log_weight_decay out"):
+        fit(module(), callbacks=[pl.callbacks.LearningRateMonitor(log_weight_decay=True)])
