@@ -10,8 +10,8 @@ from lightning_sgmcmc.chains.drawing import Drawing
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import is_of_other_namespace
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.settings import changed_arguments
-from lightning_sgmcmc.run.trainer import callbacks_of
 
 
 class SamplerCallback(pl.Callback):
@@ -25,6 +25,10 @@ class SamplerCallback(pl.Callback):
     setting: ClassVar[str | None] = None
     """Name of the callback among the run's settings, which a resumed run must share; None if it does not change the
     chain."""
+
+    place: ClassVar[Place | None] = None
+    """Where it runs among the library's callbacks, whatever their order in the trainer's list; None leaves it where the
+    list has it."""
 
     kind: str | None = None
     """What a run with this callback is called, if that is a baseline, from `setup` on; None for a run that samples."""
@@ -101,10 +105,3 @@ def refuse_loss_scaler(trainer: pl.Trainer, why: str) -> None:
             f"{why}, but a loss scaler rescales them and makes some infinite: use "
             "precision='bf16-mixed' instead of '16-mixed'"
         )
-
-
-def name_after(trainer: pl.Trainer, callback: pl.Callback, kinds: tuple[type, ...]) -> str | None:
-    """Return the class name of the first callback of these kinds after a callback in the trainer's list, or None."""
-    callbacks = callbacks_of(trainer)
-    later = callbacks[callbacks.index(callback) :]
-    return next((type(c).__name__ for c in later if isinstance(c, kinds)), None)

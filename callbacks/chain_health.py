@@ -25,6 +25,7 @@ from lightning_sgmcmc.run.facts import facts_of
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.run.loggers import log_scalars, write_output
+from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import StepLaw
 
@@ -78,6 +79,8 @@ class ChainHealth(StepClaimant):
 
         trainer = pl.Trainer(max_epochs=200, callbacks=[CyclicalSchedule(num_cycles=4), ChainHealth()])
     """
+
+    place = Place.DIAGNOSIS
 
     def __init__(
         self,

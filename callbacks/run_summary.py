@@ -19,6 +19,7 @@ from lightning_sgmcmc.run.baseline import baseline_of
 from lightning_sgmcmc.run.evaluation_file import StoredEvaluation, per_datum, write_evaluation
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.origin import origin_of_run
+from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.results import (
     METHODS,
     OPTIMIZED,
@@ -48,6 +49,8 @@ class RunSummary(SamplerCallback):
     Args:
         name: the run's name in `results.json`.
     """
+
+    place = Place.SUMMARY
 
     def __init__(self, name: str = "run") -> None:
         if not isinstance(name, str) or not name.strip():

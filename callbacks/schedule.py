@@ -12,6 +12,7 @@ from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.interruption import pass_on
+from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.base import NO_COLD_LIMIT, Control
@@ -78,6 +79,7 @@ class Schedule(SamplerCallback):
     resume, and excludes steps that a loss scaler skipped.
     """
 
+    place = Place.SCHEDULE
     setting = "schedule"
 
     temperature: float | None = None

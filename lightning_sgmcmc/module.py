@@ -27,6 +27,7 @@ from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import Prior
 from lightning_sgmcmc.run.offline import stay_offline_without_login
+from lightning_sgmcmc.run.places import put_in_place
 from lightning_sgmcmc.run.progress_bar import SamplingProgress
 from lightning_sgmcmc.run.resume import ExactResume, count_saved_fit
 from lightning_sgmcmc.run.safeguards import Safeguards
@@ -316,6 +317,7 @@ class BayesianModule(EnergyModel):
         stay_offline_without_login(self.trainer.loggers)  # the loggers start before any later hook
         self.chains.claims.clear()
         self.chains.seeds.place = present_place()
+        put_in_place(self.trainer)
         if any(isinstance(callback, Safeguards) for callback in callbacks_of(self.trainer)):
             return []
         safeguards = Safeguards(self.nonfinite_energy, self.max_skipped_in_a_row)

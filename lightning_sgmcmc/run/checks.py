@@ -181,7 +181,7 @@ def check_tested(trainer: pl.Trainer, sampler: Sampler) -> None:
     if not any(getattr(callback, "setting", None) == "metropolis_test" for callback in callbacks_of(trainer)):
         rank_zero_warn(
             f"{type(sampler).__name__} takes the steps of OBABO without a MetropolisTest, so its law has their error: "
-            "add MetropolisTest() to the trainer's callbacks, after the schedule."
+            "add MetropolisTest() to the trainer's callbacks."
         )
 
 
