@@ -18,7 +18,7 @@ from lightning_sgmcmc.likelihoods.classes import ClassLikelihood
 from lightning_sgmcmc.model import check_methods
 from lightning_sgmcmc.priors import GaussianPrior
 from lightning_sgmcmc.priors.centers import is_centered
-from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_probe, is_trial, repeated_batches
+from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_probe, is_trial, repeated_batches, said_by
 from lightning_sgmcmc.samplers import SGNHT, Sampler
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
 
@@ -178,7 +178,7 @@ def check_tested(trainer: pl.Trainer, sampler: Sampler) -> None:
     """Warn about a sampler for trajectories in a run that does not test them; called when training starts."""
     if not isinstance(sampler, ReversibleLangevin) or is_trial(trainer) or is_probe(trainer):
         return
-    if not any(getattr(callback, "setting", None) == "metropolis_test" for callback in callbacks_of(trainer)):
+    if not any(said_by(callback, "setting") == "metropolis_test" for callback in callbacks_of(trainer)):
         rank_zero_warn(
             f"{type(sampler).__name__} takes the steps of OBABO without a MetropolisTest, so its law has their error: "
             "add MetropolisTest() to the trainer's callbacks."
