@@ -26,14 +26,21 @@ from lightning_sgmcmc.posterior.description import record_arguments
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import Prior
+from lightning_sgmcmc.run.example_input import is_example
 from lightning_sgmcmc.run.offline import stay_offline_without_login
 from lightning_sgmcmc.run.places import put_in_place
 from lightning_sgmcmc.run.progress_bar import SamplingProgress
-from lightning_sgmcmc.run.resume import ExactResume, count_saved_fit
+from lightning_sgmcmc.run.resume import ExactResume, check_continues, count_saved_fit
 from lightning_sgmcmc.run.safeguards import Safeguards
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.samplers.factories import check_sampler
+
+OUTSIDE_A_FIT = (
+    "{}.{} belongs to pl.Trainer.fit, which fills in N and the chains: with Fabric, or in a loop of your own, pass "
+    "num_data=… to the module, take module.potential_energy(batch).sum() / num_data as the loss, and step a sampler, "
+    "SGLD(module.parameters(), lr=…, num_data=…)"
+)
 
 
 class BayesianModule(EnergyModel):
@@ -196,6 +203,9 @@ class BayesianModule(EnergyModel):
         stacked = self.chains.stacked
         # A data-parallel wrapper calls the training step through its own `forward`, set on the object.
         if stacked is not None and stacked.is_at_rest and "forward" not in vars(self):
+            if is_example(self, args, kwargs):  # of a model summary, or of a graph in TensorBoard
+                with self.at_chain(0):
+                    return super().__call__(*args, **kwargs)
             raise RuntimeError(
                 f"{type(self).__name__} holds {self.num_chains} chains, and an output belongs to one: call it inside "
                 "`with module.at_chain(c):`, or average over samples with module.posterior.predict(x)"
@@ -221,11 +231,22 @@ class BayesianModule(EnergyModel):
         """Let the coming fit be the one after the checkpoint's: it continues from the states, with noise of its own.
 
         A subclass that defines it calls `super().on_load_checkpoint(checkpoint)`.
+
+        Raises:
+            ValueError: if a fit is to continue from a checkpoint of an optimizer.
         """
+        if self._trainer is not None and self._trainer.state.fn == "fit":
+            check_continues(checkpoint, str(self._trainer.ckpt_path), type(self).__name__)
         count_saved_fit(self.chains.seeds, checkpoint)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss Σ_c Ũ_c/N; `chains` stores the energies."""
+        """Return the loss Σ_c Ũ_c/N; `chains` stores the energies.
+
+        Raises:
+            RuntimeError: outside a fit.
+        """
+        if self.chains.energies is None:
+            raise RuntimeError(OUTSIDE_A_FIT.format(type(self).__name__, "training_step"))
         return self.chains.loss(batch, batch_idx, self.trainer)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -277,22 +298,34 @@ class BayesianModule(EnergyModel):
         """Read the samples into memory, once for all batches.
 
         Raises:
-            RuntimeError: if there are no samples.
+            RuntimeError: if there are no samples, unless a `predict_step` of the user's decides what to do.
         """
+        is_own = "predict_step" in vars(self) or type(self).predict_step is not BayesianModule.predict_step
+        if is_own and (self.posterior is None or len(self.posterior) == 0):
+            return
+        self.posterior = self._samples().in_memory(getattr(self.trainer, "datamodule", None))
+
+    def _samples(self) -> Posterior:
         if self.posterior is None or len(self.posterior) == 0:
             raise RuntimeError(
                 "prediction averages over posterior samples, and there are none: add a SampleCollector to the trainer, "
                 "with the dirpath of the fit's samples if they were written by another process"
             )
-        self.posterior = self.posterior.in_memory(getattr(self.trainer, "datamodule", None))
+        return self.posterior
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Prediction:
         """Return the posterior predictive for a batch: inputs, or a batch as in training, whose target is ignored."""
-        assert self.posterior is not None
-        return self.posterior.predict([batch]).without_distributions()
+        return self._samples().predict([batch]).without_distributions()
 
     def configure_optimizers(self) -> Any:
-        """Return the sampler, with N, the seed and the number of chains filled in."""
+        """Return the sampler, with N, the seed and the number of chains filled in.
+
+        Raises:
+            RuntimeError: without a trainer.
+            ValueError: for a module that is not complete, or has nothing to sample.
+        """
+        if self._trainer is None:
+            raise RuntimeError(OUTSIDE_A_FIT.format(type(self).__name__, "configure_optimizers"))
         check_model(self)
         check_methods(self, BayesianModule)
         chains = self.chains
