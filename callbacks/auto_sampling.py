@@ -34,7 +34,7 @@ from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.sureness import sureness
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, Prior
-from lightning_sgmcmc.priors.hierarchical import VARIANCE
+from lightning_sgmcmc.priors.hierarchical import NEVER, VARIANCE
 from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import pSGHMC
@@ -286,7 +286,8 @@ class AutoSampling(Schedule):
         if self.objective == "nll":
             self._weigh(trainer, module, posterior)
         if trainer.is_global_zero:
-            self._write_choices(posterior.store.path.parent if isinstance(posterior.store, DiskStore) else None)
+            folder = posterior.store.path.parent if isinstance(posterior.store, DiskStore) else None
+            self._write_choices(folder, isinstance(module.prior, HierarchicalPrior))
 
     def _weigh(self, trainer: pl.Trainer, module: BayesianModule, posterior: Posterior) -> None:
         """Store the samples' weights, and evaluate their average on the validation data again."""
@@ -310,15 +311,16 @@ class AutoSampling(Schedule):
         arguments = {name: getattr(self, name) for name in names} | {"prior_scales": scales}
         return {"class_path": "lightning_sgmcmc.callbacks.AutoSampling", "init_args": arguments}
 
-    def _write_choices(self, folder: Path | None) -> None:
+    def _write_choices(self, folder: Path | None, chose_prior: bool) -> None:
         """Write the callback that repeats this run beside its samples, and say what it chose."""
         where = "."
         if folder is not None:
             write_atomically(folder / CHOICES, yaml.safe_dump(self.as_configuration(), sort_keys=False).encode())
             where = f"; {folder / CHOICES} repeats these choices."
         final = ", ".join(f"{self.chosen[chain][-1][1]:.3g}" for chain in sorted(self.chosen))
+        prior = f"prior std {final}" if chose_prior else "the module's prior"
         draws = len(self.chosen) * len(self.stages.draw_steps)
-        rank_zero_info(f"AutoSampling: prior std {final}, temperature {self.temperature:g}, {draws} draws{where}")
+        rank_zero_info(f"AutoSampling: {prior}, temperature {self.temperature:g}, {draws} draws{where}")
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -339,7 +341,3 @@ class AutoSampling(Schedule):
         self._counts.update(state_dict["counts"])
         for chain, saved in state_dict["blocks"].items():
             self._blocks[chain].load_state_dict(saved)
-
-
-NEVER = 2**62
-"""Steps between Gibbs draws of a prior whose scale this callback sets."""

@@ -1,6 +1,6 @@
 """Base class and checks shared by the library's callbacks."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
@@ -8,7 +8,7 @@ import torch
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.drawing import Drawing
 from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.checks import is_of_other_namespace
+from lightning_sgmcmc.checks import is_of_other_namespace, names_arguments
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.settings import changed_arguments
@@ -32,6 +32,10 @@ class SamplerCallback(pl.Callback):
 
     kind: str | None = None
     """What a run with this callback is called, if that is a baseline, from `setup` on; None for a run that samples."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        names_arguments(cls)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raise for a module that does not sample; reset at the start of a fit.

@@ -195,7 +195,10 @@ class Schedule(SamplerCallback):
         self._sampler = module.sampler
         if self.sets_lr and trainer.lr_scheduler_configs:
             scheduler = type(trainer.lr_scheduler_configs[0].scheduler).__name__
-            raise ValueError(f"both {type(self).__name__} and the {scheduler} set the step size: remove one of them")
+            raise ValueError(
+                f"both {type(self).__name__} and the {scheduler} set the step size: remove one of them (the schedules' "
+                "own ways are CyclicalSchedule and SamplingSchedule(lr_decay=…) or lr_annealing=…)"
+            )
         for group in self._sampler.param_groups:
             group.setdefault("initial_lr", group["lr"])
         module.chains.progress.schedule = type(self).__name__

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc.batches.rows import resolve_num_data
 from lightning_sgmcmc.chains.chains import Chains, sampler_of
 from lightning_sgmcmc.chains.energies import Execution, each_log_likelihood
+from lightning_sgmcmc.chains.first_batches import check_batch
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.seeds import present_place
 from lightning_sgmcmc.chains.starts import redraw
@@ -26,6 +27,7 @@ from lightning_sgmcmc.posterior.description import record_arguments
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import Prior
+from lightning_sgmcmc.run.checks import warn_of_other_loss
 from lightning_sgmcmc.run.example_input import is_example
 from lightning_sgmcmc.run.offline import stay_offline_without_login
 from lightning_sgmcmc.run.places import put_in_place
@@ -58,7 +60,8 @@ class BayesianModule(EnergyModel):
     Args:
         net: the network; omit it in a subclass that defines `forward`.
         likelihood: p(y | output); omit it in a subclass that defines `log_likelihood`.
-        prior: log p(θ) over all trainable parameters, including a learned noise scale.
+        prior: log p(θ) over all trainable parameters, including a learned noise scale; a number is the standard
+            deviation of a `GaussianPrior`, and None is 1.
         sampler: a sampler class, or any callable that returns a sampler for parameters and the keyword arguments `lr`,
             `temperature`, `num_data`, `num_chains`, `seed` and, in a process that does not hold the run's first
             chain, `first_chain` (`functools.partial(SGHMC, friction=0.05)`).
@@ -95,7 +98,7 @@ class BayesianModule(EnergyModel):
         self,
         net: nn.Module | None = None,
         likelihood: Likelihood | None = None,
-        prior: Prior | None = None,
+        prior: Prior | float | None = None,
         sampler: Callable[..., Sampler] = SGLD,
         lr: float | Sequence[float] | Mapping[str, float | Sequence[float]] | None = None,
         temperature: float | Sequence[float] = 1.0,
@@ -133,6 +136,8 @@ class BayesianModule(EnergyModel):
         self.chains = Chains(self, num_chains, chain_start, shared_batch, chain_execution, compile, seed)
         self.chains.sharing.choose(sampled, frozen_dropout)
         """The chains of this process, their energies and state."""
+        self._looks_at_loss = 0
+        """Coming backward passes whose loss is compared with the energy, each a wait for the device."""
         self.posterior: Posterior | None = None
         """The collected samples, if a callback collects them."""
         self.evaluations: dict[str, Evaluation] = {}
@@ -251,6 +256,9 @@ class BayesianModule(EnergyModel):
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass; gather and correct the gradients once the batch is complete."""
+        if self._looks_at_loss > 0:
+            self._looks_at_loss -= 1
+            warn_of_other_loss(self.trainer, self, loss)
         self.chains.backward(loss, *args, **kwargs)
 
     def optimizer_step(
@@ -281,15 +289,20 @@ class BayesianModule(EnergyModel):
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the current state's mean negative log likelihood as `val/nll`."""
-        self._log_nll(batch, "val")
+        self._log_nll(batch, batch_idx, "val")
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the current state's mean negative log likelihood as `test/nll`, if there are no posterior samples."""
-        self._log_nll(batch, "test")
+        self._log_nll(batch, batch_idx, "test")
 
-    def _log_nll(self, batch: Any, stage: str) -> None:
-        if self.trainer.state.fn != "fit" and self.posterior is not None and len(self.posterior) > 0:
+    def _log_nll(self, batch: Any, batch_idx: int, stage: str) -> None:
+        in_fit = self.trainer.state.fn == "fit"
+        if not in_fit and self.posterior is not None and len(self.posterior) > 0:
             return  # after a fit the samples are evaluated, not the chain's last state
+        if batch_idx == 0 and (
+            self.trainer.sanity_checking or not in_fit
+        ):  # else the first training batches were checked
+            check_batch(self, self.chains.stacked, batch)
         each = each_log_likelihood(self, self.num_chains, batch)
         self.chains.observed.validation.add(each)
         self.log(f"{stage}/nll", -each.mean(), batch_size=each.shape[1], sync_dist=True)
@@ -329,6 +342,8 @@ class BayesianModule(EnergyModel):
         check_model(self)
         check_methods(self, BayesianModule)
         chains = self.chains
+        own_step = "training_step" in vars(self) or type(self).training_step is not BayesianModule.training_step
+        self._looks_at_loss = 3 if own_step else 0
         chains.trainable = named_trainable(self)
         chains.sharing.check(chains.trainable)
         if not chains.trainable:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def inputs() -> Tensor:
     data = Data()
-    data.setup()
+    data.setup("fit")
     return data.splits[0].inputs
 
 
@@ -140,7 +140,7 @@ def test_another_input_still_belongs_to_one_chain() -> None:
 
 def test_fabric_steps_a_sampler_on_the_potential_energy() -> None:
     data = Data()
-    data.setup()
+    data.setup("fit")
     fabric = Fabric(accelerator="cpu", devices=1)
     module = BayesianModule(net=network(), likelihood=Categorical(), num_data=60)
     before = [p.detach().clone() for p in module.parameters()]
