@@ -83,7 +83,7 @@ def test_the_usual_five_in_any_order(order: tuple[int, ...], tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_the_usual_five_in_every_order(tmp_path: Path) -> None:
-    """`pytest -m slow tests/callbacks/test_order_of_callbacks.py`"""
+    """`pytest -m slow tests/callbacks/test_places.py`"""
     for number, order in enumerate(permutations(range(5))):
         check(usual, order, tmp_path / str(number))
 
