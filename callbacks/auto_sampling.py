@@ -291,18 +291,27 @@ class AutoSampling(Schedule):
 
     def _weigh(self, trainer: pl.Trainer, module: BayesianModule, posterior: Posterior) -> None:
         """Store the samples' weights, and evaluate their average on the validation data again."""
-        places = [(record.step, record.chain) for record in posterior.records]
-        if not places or not all(place in self._densities for place in places):
+        # Rank 0's store decides, since the others' may lag behind it until their collector's own hook.
+        weights = trainer.strategy.broadcast(self._weights_of(posterior))
+        if weights is None:
             return
-        each = torch.stack([self._densities[place] for place in places])
         if trainer.is_global_zero or not isinstance(posterior.store, DiskStore):
-            posterior.store.set_log_weights(stacking_weights(each).log().clamp_min(-50).tolist())
+            posterior.store.set_log_weights(weights)
         trainer.strategy.barrier("the weights are written")
         if isinstance(posterior.store, DiskStore):
             posterior.store.reload()
         for callback in callbacks_of(trainer):
             if isinstance(callback, BayesianModelAverage):
                 callback.evaluate_stored(trainer, module, "val")
+
+    def _weights_of(self, posterior: Posterior) -> list[float] | None:
+        """Return the logarithms of the stacking weights of a store's samples; None if not all were evaluated."""
+        places = [(record.step, record.chain) for record in posterior.records]
+        if not places or not all(place in self._densities for place in places):
+            return None
+        each = torch.stack([self._densities[place] for place in places])
+        found: list[float] = stacking_weights(each).log().clamp_min(-50).tolist()
+        return found
 
     def as_configuration(self) -> dict[str, Any]:
         """Return this callback with the choices of the run, as an entry of `trainer.callbacks` in a configuration."""
