@@ -164,19 +164,36 @@ def check_names(owner: str, given: Iterable[str], known: Collection[str]) -> Non
             raise TypeError(f"{owner} has no argument {name!r}{similar(name, known)}")
 
 
+def is_of_library(cls: type) -> bool:
+    """Return whether a class is this library's, and not a user's."""
+    return f"{cls.__module__}.".startswith("lightning_sgmcmc.")
+
+
+def names_of(cls: type) -> list[str]:
+    """Return the names of a library class's arguments, with those that it passes on to its base classes."""
+    inits = [vars(base)["__init__"] for base in cls.__mro__ if is_of_library(base) and "__init__" in vars(base)]
+    return [p.name for init in inits for p in [*inspect.signature(init).parameters.values()][1:] if not _is_open(p)]
+
+
+def _is_open(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+
+
 def names_arguments(cls: type) -> None:
     """Let a constructor of the library say what a mistyped argument could have meant; for `__init_subclass__`."""
     init: Callable[..., None] | None = vars(cls).get("__init__")
-    if init is None or not f"{cls.__module__}.".startswith("lightning_sgmcmc."):
+    if init is None or not is_of_library(cls):
         return
     signature = inspect.signature(init)
+    names = [p.name for p in signature.parameters.values() if not _is_open(p)][1:]
     if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         return  # the constructor that gets them says it
 
     @functools.wraps(init)
     def checking_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        owner = type(self) if type(self).__init__ is checking_init else cls  # else a subclass has passed them on
-        check_names(owner.__name__, kwargs, [*signature.parameters][1:])
+        if not kwargs.keys() <= set(names):
+            owner = next(base for base in type(self).__mro__ if is_of_library(base))
+            check_names(owner.__name__, kwargs.keys() - set(names), names_of(owner))
         init(self, *args, **kwargs)
 
     vars(checking_init)["__signature__"] = signature  # Lightning reads it without following wrappers
