@@ -197,4 +197,4 @@ def names_arguments(cls: type) -> None:
         init(self, *args, **kwargs)
 
     vars(checking_init)["__signature__"] = signature  # Lightning reads it without following wrappers
-    cls.__init__ = checking_init  # type: ignore[misc]
+    type.__setattr__(cls, "__init__", checking_init)

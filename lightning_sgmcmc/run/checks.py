@@ -175,7 +175,7 @@ def warn_of_other_loss(trainer: pl.Trainer, module: Any, loss: torch.Tensor) -> 
         loss: as Lightning passes it to the backward pass. It is compared for the first micro-batch of a step.
     """
     accumulated, has_scaler = trainer.accumulate_grad_batches, getattr(trainer.precision_plugin, "scaler", None)
-    if has_scaler is not None or trainer.fit_loop.epoch_loop.batch_idx % accumulated:
+    if has_scaler is not None or loss.numel() != 1 or trainer.fit_loop.epoch_loop.batch_idx % accumulated:
         return
     returned = float(loss.detach()) * accumulated
     energy = float(chains_of(module).observed.mean_potential.sum())

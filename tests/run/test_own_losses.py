@@ -52,7 +52,7 @@ class Extra(Net):
     """Adds a term to the loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) + 0.1 * self.scale.abs()
+        return super().training_step(batch, batch_idx) + 0.1 * self.scale.abs().sum()
 
 
 class InADict(Net):

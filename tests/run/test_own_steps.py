@@ -11,7 +11,7 @@ from lightning_fabric import Fabric
 from pytorch_lightning.callbacks import ModelSummary, RichModelSummary
 from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import SGLD, BayesianModule, Categorical
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
@@ -128,6 +128,7 @@ def test_another_input_still_belongs_to_one_chain() -> None:
     module = Example()
     trainer = quiet_trainer(max_steps=2, callbacks=[SamplingSchedule(every_n_steps=1)])
     trainer.fit(module, datamodule=Data())
+    module.eval()
     with module.at_chain(0), torch.no_grad():
         expected = module(inputs()[:4])
     torch.testing.assert_close(module(inputs()[:4]), expected)
@@ -147,7 +148,7 @@ def test_fabric_steps_a_sampler_on_the_potential_energy() -> None:
     sampler = SGLD(module.parameters(), lr=0.01, num_data=60)
     wrapped, optimizer = fabric.setup(module, sampler)
     wrapped.mark_forward_method("potential_energy")
-    for batch in fabric.setup_dataloaders(DataLoader(data.splits[0], 20)):
+    for batch in fabric.setup_dataloaders(DataLoader(TensorDataset(data.splits[0].inputs, data.splits[0].targets), 20)):
         optimizer.zero_grad()
         fabric.backward(wrapped.potential_energy(batch).sum() / 60)
         optimizer.step()

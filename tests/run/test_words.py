@@ -62,7 +62,7 @@ def test_private_values_stay_private(tmp_path: Path, caplog: pytest.LogCaptureFi
     for prior, words in ((None, "prior std 0."), (LaplacePrior(0.3), "the module's prior")):
         caplog.clear()
         module = Net(prior=prior)
-        with caplog.at_level("INFO"):
+        with caplog.at_level("INFO", "pytorch_lightning"):
             trainer = quiet_trainer(
                 max_epochs=2,
                 callbacks=recommended(tmp_path / words[:4], AutoSampling(num_draws=4)),
