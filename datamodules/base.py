@@ -75,6 +75,12 @@ class ArrayDataModule(pl.LightningDataModule):
         super().__init_subclass__(**kwargs)
         names_arguments(cls)
 
+    def __str__(self) -> str:
+        if self._splits is None:
+            return f"{type(self).__name__}, whose data are read by setup()"
+        train, val, test = (f"{len(split.targets):,}" for split in self._splits)
+        return f"{type(self).__name__}: {train} training, {val} validation and {test} test data"
+
     @abstractmethod
     def load(self) -> tuple[Split, Split, Split]:
         """Return the training, validation and test parts."""

@@ -57,6 +57,20 @@ def test_one_sample_of_a_trial_is_one(capsys: pytest.CaptureFixture[str]) -> Non
     assert "fast_dev_run" in said
 
 
+def test_a_datamodule_says_how_many_data_it_has() -> None:
+    data = Data()
+    assert str(data) == "Data, whose data are read by setup()"
+    data.setup("fit")
+    assert "60 training" in str(data)
+
+
+def test_a_budget_that_is_too_short_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "pytorch_lightning"):
+        trainer = quiet_trainer(max_epochs=1, callbacks=[AutoSampling(budget="0.001s", num_draws=4)])
+        trainer.fit(Net(), datamodule=Data())
+    assert [m for m in caplog.messages if "budget=0.001s" in m and "has 240 at least" in m]
+
+
 def test_private_values_stay_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The prior that `AutoSampling` sets has no number of steps, and a prior that it keeps no scale of its own."""
     for prior, words in ((None, "prior std 0."), (LaplacePrior(0.3), "the module's prior")):
