@@ -28,7 +28,7 @@ from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import Prior
 from lightning_sgmcmc.run.checks import warn_of_other_loss
-from lightning_sgmcmc.run.example_input import is_example, of_example
+from lightning_sgmcmc.run.example_input import is_example
 from lightning_sgmcmc.run.offline import stay_offline_without_login
 from lightning_sgmcmc.run.places import put_in_place
 from lightning_sgmcmc.run.progress_bar import SamplingProgress
@@ -209,8 +209,8 @@ class BayesianModule(EnergyModel):
         # A data-parallel wrapper calls the training step through its own `forward`, set on the object.
         if stacked is not None and stacked.is_at_rest and "forward" not in vars(self):
             if is_example(self, args, kwargs):  # of a model summary, or of a graph in TensorBoard
-                with self.at_chain(0):
-                    return of_example(self, args, kwargs)
+                with stacked.swapped([tensor.detach() for tensor in stacked.slices[0]]):  # a trace's constants
+                    return super().__call__(*args, **kwargs)
             raise RuntimeError(
                 f"{type(self).__name__} holds {self.num_chains} chains, and an output belongs to one: call it inside "
                 "`with module.at_chain(c):`, or average over samples with module.posterior.predict(x)"

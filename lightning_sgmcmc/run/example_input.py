@@ -5,7 +5,6 @@ from typing import Any, cast
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from torch.utils._pytree import tree_flatten
 
 
@@ -17,14 +16,6 @@ def is_example(module: pl.LightningModule, arguments: tuple[Any, ...], named: di
     private = cast(Any, module)
     moved = private._apply_batch_transfer_handler(private._on_before_batch_transfer(example))
     return any(_equal((arguments, named), _call_of(one)) for one in (example, moved))
-
-
-def of_example(module: pl.LightningModule, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Return the output of one chain's network; a trace takes its tensors as constants, so without gradients."""
-    if not torch.jit.is_tracing():
-        return module(*arguments, **named)
-    constants = {name: tensor.detach() for name, tensor in module.named_parameters()}
-    return functional_call(module, constants, arguments, named)
 
 
 def _call_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
