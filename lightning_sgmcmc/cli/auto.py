@@ -19,6 +19,8 @@ from lightning_sgmcmc.run.trainer import callbacks_of
 
 PACKAGE = "lightning_sgmcmc.callbacks."
 AUTO = PACKAGE + "AutoSampling"
+WITH_IT = tuple(type(callback).__name__ for callback in recommended()[1:])
+"""What `AutoSampling` runs with."""
 
 
 def choose_sampling(config: Any, objective: str, budget: str | None) -> None:
@@ -38,8 +40,7 @@ def choose_sampling(config: Any, objective: str, budget: str | None) -> None:
     if dropped:
         rank_zero_info(f"--auto replaces {', '.join(dropped)} and the module's prior, sampler and lr.")
     known = {_name(entry) for entry in kept}
-    usual = [type(callback).__name__ for callback in recommended()]
-    added = [Namespace(class_path=PACKAGE + name) for name in usual if name not in {"AutoSampling", *known}]
+    added = [Namespace(class_path=PACKAGE + name) for name in WITH_IT if name not in known]
     options = Namespace(objective=objective, budget=budget)
     config.trainer.callbacks = [Namespace(class_path=AUTO, init_args=options), *kept, *added]
 
