@@ -15,6 +15,7 @@ from lightning_sgmcmc.callbacks.mc_dropout import MCDropout
 from lightning_sgmcmc.callbacks.metropolis_test import MetropolisTest
 from lightning_sgmcmc.callbacks.posterior_dashboard import PosteriorDashboard
 from lightning_sgmcmc.callbacks.prediction_writer import PredictionWriter
+from lightning_sgmcmc.callbacks.recommended import recommended
 from lightning_sgmcmc.callbacks.replica_exchange import ReplicaExchange
 from lightning_sgmcmc.callbacks.run_summary import RunSummary
 from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
@@ -49,4 +50,5 @@ __all__ = [
     "SamplingSchedule",
     "VarianceReducedEnergy",
     "WarmStart",
+    "recommended",
 ]

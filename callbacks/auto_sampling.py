@@ -34,7 +34,7 @@ from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.sureness import sureness
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, Prior
-from lightning_sgmcmc.priors.hierarchical import VARIANCE
+from lightning_sgmcmc.priors.hierarchical import NEVER, VARIANCE
 from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 from lightning_sgmcmc.samplers import pSGHMC
@@ -286,22 +286,32 @@ class AutoSampling(Schedule):
         if self.objective == "nll":
             self._weigh(trainer, module, posterior)
         if trainer.is_global_zero:
-            self._write_choices(posterior.store.path.parent if isinstance(posterior.store, DiskStore) else None)
+            folder = posterior.store.path.parent if isinstance(posterior.store, DiskStore) else None
+            self._write_choices(folder, isinstance(module.prior, HierarchicalPrior))
 
     def _weigh(self, trainer: pl.Trainer, module: BayesianModule, posterior: Posterior) -> None:
         """Store the samples' weights, and evaluate their average on the validation data again."""
-        places = [(record.step, record.chain) for record in posterior.records]
-        if not places or not all(place in self._densities for place in places):
+        # Rank 0's store decides, since the others' may lag behind it until their collector's own hook.
+        weights = trainer.strategy.broadcast(self._weights_of(posterior))
+        if weights is None:
             return
-        each = torch.stack([self._densities[place] for place in places])
         if trainer.is_global_zero or not isinstance(posterior.store, DiskStore):
-            posterior.store.set_log_weights(stacking_weights(each).log().clamp_min(-50).tolist())
+            posterior.store.set_log_weights(weights)
         trainer.strategy.barrier("the weights are written")
         if isinstance(posterior.store, DiskStore):
             posterior.store.reload()
         for callback in callbacks_of(trainer):
             if isinstance(callback, BayesianModelAverage):
                 callback.evaluate_stored(trainer, module, "val")
+
+    def _weights_of(self, posterior: Posterior) -> list[float] | None:
+        """Return the logarithms of the stacking weights of a store's samples; None if not all were evaluated."""
+        places = [(record.step, record.chain) for record in posterior.records]
+        if not places or not all(place in self._densities for place in places):
+            return None
+        each = torch.stack([self._densities[place] for place in places])
+        found: list[float] = stacking_weights(each).log().clamp_min(-50).tolist()
+        return found
 
     def as_configuration(self) -> dict[str, Any]:
         """Return this callback with the choices of the run, as an entry of `trainer.callbacks` in a configuration."""
@@ -310,15 +320,16 @@ class AutoSampling(Schedule):
         arguments = {name: getattr(self, name) for name in names} | {"prior_scales": scales}
         return {"class_path": "lightning_sgmcmc.callbacks.AutoSampling", "init_args": arguments}
 
-    def _write_choices(self, folder: Path | None) -> None:
+    def _write_choices(self, folder: Path | None, chose_prior: bool) -> None:
         """Write the callback that repeats this run beside its samples, and say what it chose."""
         where = "."
         if folder is not None:
             write_atomically(folder / CHOICES, yaml.safe_dump(self.as_configuration(), sort_keys=False).encode())
             where = f"; {folder / CHOICES} repeats these choices."
         final = ", ".join(f"{self.chosen[chain][-1][1]:.3g}" for chain in sorted(self.chosen))
+        prior = f"prior std {final}" if chose_prior else "the module's prior"
         draws = len(self.chosen) * len(self.stages.draw_steps)
-        rank_zero_info(f"AutoSampling: prior std {final}, temperature {self.temperature:g}, {draws} draws{where}")
+        rank_zero_info(f"AutoSampling: {prior}, temperature {self.temperature:g}, {draws} draws{where}")
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -339,7 +350,3 @@ class AutoSampling(Schedule):
         self._counts.update(state_dict["counts"])
         for chain, saved in state_dict["blocks"].items():
             self._blocks[chain].load_state_dict(saved)
-
-
-NEVER = 2**62
-"""Steps between Gibbs draws of a prior whose scale this callback sets."""

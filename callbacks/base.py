@@ -1,6 +1,6 @@
 """Base class and checks shared by the library's callbacks."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
@@ -8,10 +8,10 @@ import torch
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.drawing import Drawing
 from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.checks import is_of_other_namespace
+from lightning_sgmcmc.checks import is_of_other_namespace, names_arguments
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.settings import changed_arguments
-from lightning_sgmcmc.run.trainer import callbacks_of
 
 
 class SamplerCallback(pl.Callback):
@@ -26,8 +26,16 @@ class SamplerCallback(pl.Callback):
     """Name of the callback among the run's settings, which a resumed run must share; None if it does not change the
     chain."""
 
+    place: ClassVar[Place | None] = None
+    """Where it runs among the library's callbacks, whatever their order in the trainer's list; None leaves it where the
+    list has it."""
+
     kind: str | None = None
     """What a run with this callback is called, if that is a baseline, from `setup` on; None for a run that samples."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        names_arguments(cls)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raise for a module that does not sample; reset at the start of a fit.
@@ -101,10 +109,3 @@ def refuse_loss_scaler(trainer: pl.Trainer, why: str) -> None:
             f"{why}, but a loss scaler rescales them and makes some infinite: use "
             "precision='bf16-mixed' instead of '16-mixed'"
         )
-
-
-def name_after(trainer: pl.Trainer, callback: pl.Callback, kinds: tuple[type, ...]) -> str | None:
-    """Return the class name of the first callback of these kinds after a callback in the trainer's list, or None."""
-    callbacks = callbacks_of(trainer)
-    later = callbacks[callbacks.index(callback) :]
-    return next((type(c).__name__ for c in later if isinstance(c, kinds)), None)

@@ -26,6 +26,7 @@ from lightning_sgmcmc.evaluation.user_metrics import UserMetrics
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.units import scaling_of_run
 from lightning_sgmcmc.run.early_stopping import PatientStopping
+from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.trainer import is_finished
 
 MONITORS = ("val/bma_", "val/single_", "val/chain_disagreement")
@@ -83,6 +84,8 @@ class BayesianModelAverage(SamplerCallback):
 
     Source: Zhang et al. 2020 (cSG-MCMC), eq. (4).
     """
+
+    place = Place.AVERAGE
 
     def __init__(
         self,

@@ -25,7 +25,8 @@ from lightning_sgmcmc.run.facts import facts_of
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.run.loggers import log_scalars, write_output
-from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
+from lightning_sgmcmc.run.places import Place
+from lightning_sgmcmc.run.trainer import callbacks_of, is_trial, said_by
 from lightning_sgmcmc.samplers import StepLaw
 
 URGENT = (FindingKind.DIVERGENCE, FindingKind.AT_CHANCE, FindingKind.CLIPPING)
@@ -78,6 +79,8 @@ class ChainHealth(StepClaimant):
 
         trainer = pl.Trainer(max_epochs=200, callbacks=[CyclicalSchedule(num_cycles=4), ChainHealth()])
     """
+
+    place = Place.DIAGNOSIS
 
     def __init__(
         self,
@@ -264,7 +267,7 @@ class ChainHealth(StepClaimant):
     def _is_cooling(self, trainer: pl.Trainer) -> bool:
         """Return whether this is amid a stage whose later steps are smaller, and so less hot."""
         amid = self._observer is not None and self._observer.in_stage
-        return amid and any(getattr(callback, "sets_lr", False) for callback in callbacks_of(trainer))
+        return amid and any(said_by(callback, "sets_lr", False) for callback in callbacks_of(trainer))
 
     def _mean_over_processes(self, means: Tensor) -> Tensor:
         assert self._trainer is not None

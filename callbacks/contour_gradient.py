@@ -27,6 +27,7 @@ from lightning_sgmcmc.evaluation.sample_energy import Kind, available_kind, samp
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.hyperparameters import log_values
 from lightning_sgmcmc.run.loggers import is_logged, log_scalars
+from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.trainer import fit_steps, is_trial
 
 
@@ -88,6 +89,8 @@ class ContourGradient(StepClaimant):
         schedule = SamplingSchedule(burn_in_epochs=100, every_n_epochs=1)
         trainer = pl.Trainer(max_epochs=200, callbacks=[schedule, contour])
     """
+
+    place = Place.CHAIN
 
     def __init__(
         self,

@@ -8,9 +8,8 @@ import torch
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
-from lightning_sgmcmc.callbacks.base import bayesian, name_after
+from lightning_sgmcmc.callbacks.base import bayesian
 from lightning_sgmcmc.callbacks.control_variates import ControlVariates
-from lightning_sgmcmc.callbacks.schedule import Schedule
 from lightning_sgmcmc.callbacks.snapshot import SnapshotCallback
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.layout import layout_of
@@ -125,12 +124,6 @@ class CovarianceFriction(SnapshotCallback):
             raise ValueError(
                 "CovarianceFriction needs batches of one size, but a GradientAccumulationScheduler changes it: set "
                 "the trainer's accumulate_grad_batches instead"
-            )
-        name = name_after(trainer, self, (Schedule,))
-        if name is not None:
-            raise ValueError(
-                f"{name} sets the temperature of a step, which CovarianceFriction needs: put CovarianceFriction after "
-                f"{name} in the list of callbacks"
             )
         if any(isinstance(callback, ControlVariates) for callback in callbacks):
             raise ValueError(

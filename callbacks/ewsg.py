@@ -13,6 +13,7 @@ from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian, refuse_loss_
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.checks import check_choice, check_count
 from lightning_sgmcmc.run.loggers import is_logged, log_cost, log_scalars
+from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
@@ -67,6 +68,8 @@ class EWSG(StepClaimant):
 
     Source: Li et al. 2021 (EWSG), Algorithm 1, eq. (6), Figure 1b, appendices D and E.
     """
+
+    place = Place.CHAIN
 
     def __init__(self, num_proposals: int = 1, guess: Guess = "unchanged") -> None:
         check_count("num_proposals", num_proposals, least=0, optional=False)

@@ -33,6 +33,7 @@ from lightning_sgmcmc.run.learning_coefficient import (
     other_temperature,
 )
 from lightning_sgmcmc.run.loggers import log_figure, log_scalars
+from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.trainer import is_trial
 from lightning_sgmcmc.samplers import Sampler
 
@@ -80,6 +81,8 @@ class LearningCoefficient(SamplerCallback):
         callbacks = [SamplingSchedule(burn_in_steps=200, every_n_steps=5), coefficient]
         trainer = pl.Trainer(max_steps=1000, callbacks=callbacks)  # trainer.fit(module, data); coefficient.result
     """
+
+    place = Place.DIAGNOSIS
 
     def __init__(self, loss: Kind = "own", warn: bool = True) -> None:
         check_choice("loss", loss, ("own", "full", "step"))

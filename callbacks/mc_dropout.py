@@ -15,6 +15,7 @@ from lightning_sgmcmc.chains.masks import MASK_SEED, dropout_layers
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.seeding import derive_seed
 
 WITHOUT_MASK = (nn.MultiheadAttention, nn.RNNBase)
@@ -47,6 +48,8 @@ class MCDropout(SamplerCallback):
 
         trainer = pl.Trainer(max_epochs=50, callbacks=[DeepEnsemble(), MCDropout(num_draws=30)])
     """
+
+    place = Place.CHAIN
 
     def __init__(self, num_draws: int = 30) -> None:
         check_count("num_draws", num_draws, optional=False)

@@ -8,7 +8,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.batches.reversal import fault_of_start
-from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, name_after, refuse_loss_scaler
+from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, refuse_loss_scaler
 from lightning_sgmcmc.callbacks.metropolis_checks import check_run, check_trajectories, warn_of_other_laws
 from lightning_sgmcmc.callbacks.schedule import Schedule, epoch_length, require_schedule, schedule_of
 from lightning_sgmcmc.chains.chains import Chains
@@ -18,6 +18,7 @@ from lightning_sgmcmc.diagnostics.verdict import SELDOM_ACCEPTED
 from lightning_sgmcmc.evaluation.full_energy import full_energies
 from lightning_sgmcmc.evaluation.held_data import HeldData, held_data
 from lightning_sgmcmc.run.loggers import log_scalars
+from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.trainer import is_probe, is_trial, log_interval
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
 from lightning_sgmcmc.samplers.trajectory import Trajectory
@@ -66,6 +67,7 @@ class MetropolisTest(SamplerCallback):
         trainer = pl.Trainer(max_epochs=1000, callbacks=callbacks)  # trainer.fit(module, data)
     """
 
+    place = Place.CHAIN
     setting = "metropolis_test"
 
     def __init__(self, every_n_steps: int | None = None) -> None:
@@ -108,12 +110,6 @@ class MetropolisTest(SamplerCallback):
             return
         require_schedule(trainer, self)
         refuse_loss_scaler(trainer, "MetropolisTest adds up the work of the gradients")
-        name = name_after(trainer, self, (Schedule,))
-        if name is not None:
-            raise ValueError(
-                f"{name} sets the controls of a step before MetropolisTest saves its state: put MetropolisTest after "
-                f"{name} in the list of callbacks"
-            )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)

@@ -23,6 +23,7 @@ from lightning_sgmcmc.run.facts import prior_norm
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.history import CYCLE, NLL, PRIOR_NORM, RunHistory
 from lightning_sgmcmc.run.loggers import log_figure, log_histogram, log_scalars, log_table, write_output
+from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.traces import named_step_sizes, traced_weights
 from lightning_sgmcmc.run.trainer import is_trial, log_interval
 from lightning_sgmcmc.samplers import Sampler
@@ -89,6 +90,8 @@ class PosteriorDashboard(SamplerCallback):
     Raises:
         ValueError: for an argument out of range or an unknown figure.
     """
+
+    place = Place.PICTURES
 
     def __init__(
         self,

@@ -60,8 +60,15 @@ class RunBudget:
         if step < TIMED:
             return False
         each = trainer.strategy.broadcast((time.monotonic() - self._begun) / (TIMED - SKIPPED))
-        self._steps = max(int(SHARE * self._seconds / each), 4 * TIMED)
-        rank_zero_info(f"AutoSampling: {self._steps:,} steps of {1000 * each:.3g} ms in {self._seconds:g} seconds.")
+        within, least = int(SHARE * self._seconds / each), 4 * TIMED
+        self._steps = max(within, least)
+        said = f"AutoSampling: {self._steps:,} steps of {1000 * each:.3g} ms in {self._seconds:g} seconds."
+        if within < least:
+            said = (
+                f"AutoSampling: budget={self._seconds:g}s holds {within:,} steps of {1000 * each:.3g} ms, and a run "
+                f"has {least} at least, so this one takes about {least * each:.2g} seconds."
+            )
+        rank_zero_info(said)
         return True
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The end of a run: a table and `results.json`."""
 
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_sgmcmc.run.baseline import baseline_of
 from lightning_sgmcmc.run.evaluation_file import StoredEvaluation, per_datum, write_evaluation
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.origin import origin_of_run
+from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.results import (
     METHODS,
     OPTIMIZED,
@@ -48,6 +50,8 @@ class RunSummary(SamplerCallback):
     Args:
         name: the run's name in `results.json`.
     """
+
+    place = Place.SUMMARY
 
     def __init__(self, name: str = "run") -> None:
         if not isinstance(name, str) or not name.strip():
@@ -81,8 +85,10 @@ class RunSummary(SamplerCallback):
             self._write_files(folder, module, stage, rows, what, sentences, claim, health)
             self._write_evaluation(folder, trainer, module, stage, claim.kind or what)
         efficiency, count = evaluation.weight_efficiency, len(evaluation.members)
-        counted = f"{count} {what}" + ("" if efficiency is None else f", worth {efficiency * count:.1f},")
-        _print(evaluation, list(sentences.values()), f"{counted} on the {STAGE_NAMES[stage]}", folder)
+        named = what if count != 1 else _one(what)
+        counted = f"{count} {named}" + ("" if efficiency is None else f", worth {efficiency * count:.1f},")
+        trial = " (fast_dev_run: hardly trained)" if is_trial(trainer) else ""
+        _print(evaluation, list(sentences.values()), f"{counted} on the {STAGE_NAMES[stage]}" + trial, folder)
 
     def _write_files(
         self,
@@ -191,6 +197,11 @@ def _called(trainer: pl.Trainer, module: BayesianModule, claim: Claim) -> str:
     if is_optimization(trainer, module):
         return OPTIMIZED
     return "samples of a cold ensemble" if claim.kind == COLD else "posterior samples"
+
+
+def _one(what: str) -> str:
+    """Return the singular of what the table calls the samples."""
+    return re.sub(r"\b(sample|network|state)s\b", r"\1", what, count=1)
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:

@@ -26,6 +26,7 @@ from lightning_sgmcmc.posterior.network import model_of
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.run.folder import newest_store, run_folder
+from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.resume import check_resume
 from lightning_sgmcmc.run.sample_folder import begin_store, continue_store, find_store, on_rank_zero
 from lightning_sgmcmc.run.trainer import is_finished, is_trial
@@ -54,6 +55,8 @@ class SampleCollector(SamplerCallback):
             from a checkpoint, if the folder holds other samples than the checkpoint's.
         RuntimeError: at the start of a fit, if another process writes to the folder.
     """
+
+    place = Place.STORE
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.interruption import pass_on
+from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.base import NO_COLD_LIMIT, Control
@@ -78,6 +79,7 @@ class Schedule(SamplerCallback):
     resume, and excludes steps that a loss scaler skipped.
     """
 
+    place = Place.SCHEDULE
     setting = "schedule"
 
     temperature: float | None = None
@@ -193,7 +195,10 @@ class Schedule(SamplerCallback):
         self._sampler = module.sampler
         if self.sets_lr and trainer.lr_scheduler_configs:
             scheduler = type(trainer.lr_scheduler_configs[0].scheduler).__name__
-            raise ValueError(f"both {type(self).__name__} and the {scheduler} set the step size: remove one of them")
+            raise ValueError(
+                f"both {type(self).__name__} and the {scheduler} set the step size: remove one of them (the schedules' "
+                "own ways are CyclicalSchedule and SamplingSchedule(lr_decay=…) or lr_annealing=…)"
+            )
         for group in self._sampler.param_groups:
             group.setdefault("initial_lr", group["lr"])
         module.chains.progress.schedule = type(self).__name__

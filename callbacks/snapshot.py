@@ -14,6 +14,7 @@ from lightning_sgmcmc.chains.stateless import undisturbed_generators
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.evaluation.full_data import pass_over_data
 from lightning_sgmcmc.evaluation.held_data import HeldData, held_data
+from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.subsampling.snapshot import Snapshot
 
 
@@ -34,6 +35,8 @@ class SnapshotCallback(SamplerCallback):
     Raises:
         ValueError: for an argument out of range; at setup, for gradients under a loss scaler.
     """
+
+    place = Place.CHAIN
 
     shuffles_pass = False
     """Whether a pass over all data uses random batches."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder, check_order
 from lightning_sgmcmc.batches.per_chain import ChainBatches
-from lightning_sgmcmc.checks import check_count, check_within
+from lightning_sgmcmc.checks import check_count, check_within, names_arguments
 from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader
 from lightning_sgmcmc.tables import InputColumns
 from lightning_sgmcmc.tables.inputs import some
@@ -70,6 +70,16 @@ class ArrayDataModule(pl.LightningDataModule):
         self.seed = seed
         self.order = order
         self._splits: tuple[Split, Split, Split] | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        names_arguments(cls)
+
+    def __str__(self) -> str:
+        if self._splits is None:
+            return f"{type(self).__name__}, whose data are read by setup()"
+        train, val, test = (f"{len(split.targets):,}" for split in self._splits)
+        return f"{type(self).__name__}: {train} training, {val} validation and {test} test data"
 
     @abstractmethod
     def load(self) -> tuple[Split, Split, Split]:

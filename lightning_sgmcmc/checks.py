@@ -1,10 +1,12 @@
 """Checks of arguments: each raises with argument, value and remedy."""
 
+import difflib
+import functools
 import inspect
 import math
 import numbers
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 
@@ -104,3 +106,95 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raise unless `value` is among the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
+
+
+OTHER_WORDS: dict[str, tuple[str, ...]] = {
+    "learning_rate": ("lr",),
+    "step_size": ("lr",),
+    "stepsize": ("lr",),
+    "eta": ("lr",),
+    "burn_in": ("burn_in_steps", "warm_up", "exploration", "warm_up_steps"),
+    "burnin": ("burn_in_steps", "warm_up", "exploration", "warm_up_steps"),
+    "warmup": ("warm_up", "burn_in_steps", "exploration", "warm_up_steps"),
+    "thinning": ("every_n_steps", "every_n_samples"),
+    "thin": ("every_n_steps", "every_n_samples"),
+    "weight_decay": ("prior",),
+    "prior_std": ("prior", "std"),
+    "scale": ("std",),
+    "sigma": ("std",),
+    "chains": ("num_chains",),
+    "optimizer": ("sampler",),
+    "model": ("net",),
+    "network": ("net",),
+    "module": ("net",),
+    "loss": ("likelihood",),
+    "loss_fn": ("likelihood",),
+    "criterion": ("likelihood",),
+    "momentum": ("friction",),
+    "dataset_size": ("num_data",),
+    "train_size": ("num_data",),
+    "samples": ("num_draws", "max_samples", "samples_per_cycle"),
+    "num_samples": ("num_draws", "max_samples", "samples_per_cycle"),
+    "cycles": ("num_cycles",),
+    "folder": ("dirpath",),
+    "path": ("dirpath",),
+    "save_dir": ("dirpath",),
+}
+"""What other libraries call an argument, and its names here; a class has one of them."""
+
+
+def similar(name: str, known: Iterable[str]) -> str:
+    """Return '; did you mean X?', or '' if nothing known is similar in letters or in sense."""
+    names = list(known)
+    in_sense = [word for word in OTHER_WORDS.get(name, ()) if word in names]
+    close = in_sense or difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_names(owner: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise TypeError if an argument's name is unknown.
+
+    Args:
+        owner: the class that has the arguments.
+        given: the names that were passed.
+        known: those that it has.
+    """
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{owner} has no argument {name!r}{similar(name, known)}")
+
+
+def is_of_library(cls: type) -> bool:
+    """Return whether a class is this library's, and not a user's."""
+    return f"{cls.__module__}.".startswith("lightning_sgmcmc.")
+
+
+def names_of(cls: type) -> list[str]:
+    """Return the names of a library class's arguments, with those that it passes on to its base classes."""
+    inits = [vars(base)["__init__"] for base in cls.__mro__ if is_of_library(base) and "__init__" in vars(base)]
+    return [p.name for init in inits for p in [*inspect.signature(init).parameters.values()][1:] if not _is_open(p)]
+
+
+def _is_open(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+
+
+def names_arguments(cls: type) -> None:
+    """Let a constructor of the library say what a mistyped argument could have meant; for `__init_subclass__`."""
+    init: Callable[..., None] | None = vars(cls).get("__init__")
+    if init is None or not is_of_library(cls):
+        return
+    signature = inspect.signature(init)
+    names = [p.name for p in signature.parameters.values() if not _is_open(p)][1:]
+    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        return  # the constructor that gets them says it
+
+    @functools.wraps(init)
+    def checking_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.keys() <= set(names):
+            owner = next(base for base in type(self).__mro__ if is_of_library(base))
+            check_names(owner.__name__, kwargs.keys() - set(names), names_of(owner))
+        init(self, *args, **kwargs)
+
+    vars(checking_init)["__signature__"] = signature  # Lightning reads it without following wrappers
+    type.__setattr__(cls, "__init__", checking_init)

@@ -60,13 +60,13 @@ class EnergyModel(pl.LightningModule):
     Args:
         net: the network; omit it in a subclass that defines `forward`.
         likelihood: p(y | output); omit it in a subclass that defines `log_likelihood`.
-        prior: log p(θ) over all trainable parameters; None is a standard Gaussian.
+        prior: log p(θ) over all trainable parameters; a number is a Gaussian's standard deviation, None is 1.
 
     Raises:
         TypeError: if a part is a class instead of an object, or has the wrong type.
     """
 
-    def __init__(self, net: nn.Module | None, likelihood: Likelihood | None, prior: Prior | None) -> None:
+    def __init__(self, net: nn.Module | None, likelihood: Likelihood | None, prior: Prior | float | None) -> None:
         super().__init__()
         self.plan: RunPlan | None = None
         """What the fit reaches and costs by its settings, once it begins; None without a schedule."""
@@ -79,6 +79,8 @@ class EnergyModel(pl.LightningModule):
             )
         check_part("net", net, nn.Module)
         check_part("likelihood", likelihood, Likelihood)
+        if isinstance(prior, int | float) and not isinstance(prior, bool):
+            prior = GaussianPrior(std=prior)
         check_part("prior", prior, Prior)
         self._accepted: Arguments | None = None
         self._said_unused = False

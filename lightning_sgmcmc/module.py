@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc.batches.rows import resolve_num_data
 from lightning_sgmcmc.chains.chains import Chains, sampler_of
 from lightning_sgmcmc.chains.energies import Execution, each_log_likelihood
+from lightning_sgmcmc.chains.first_batches import check_batch
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.seeds import present_place
 from lightning_sgmcmc.chains.starts import redraw
@@ -26,13 +27,22 @@ from lightning_sgmcmc.posterior.description import record_arguments
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import Prior
+from lightning_sgmcmc.run.checks import warn_of_other_loss
+from lightning_sgmcmc.run.example_input import is_example
 from lightning_sgmcmc.run.offline import stay_offline_without_login
+from lightning_sgmcmc.run.places import put_in_place
 from lightning_sgmcmc.run.progress_bar import SamplingProgress
-from lightning_sgmcmc.run.resume import ExactResume, count_saved_fit
+from lightning_sgmcmc.run.resume import ExactResume, check_continues, count_saved_fit
 from lightning_sgmcmc.run.safeguards import Safeguards
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.samplers.factories import check_sampler
+
+OUTSIDE_A_FIT = (
+    "{}.{} belongs to pl.Trainer.fit, which fills in N and the chains: with Fabric, or in a loop of your own, pass "
+    "num_data=… to the module, take module.potential_energy(batch).sum() / num_data as the loss, and step a sampler, "
+    "SGLD(module.parameters(), lr=…, num_data=…)"
+)
 
 
 class BayesianModule(EnergyModel):
@@ -50,7 +60,8 @@ class BayesianModule(EnergyModel):
     Args:
         net: the network; omit it in a subclass that defines `forward`.
         likelihood: p(y | output); omit it in a subclass that defines `log_likelihood`.
-        prior: log p(θ) over all trainable parameters, including a learned noise scale.
+        prior: log p(θ) over all trainable parameters, including a learned noise scale; a number is the standard
+            deviation of a `GaussianPrior`, and None is 1.
         sampler: a sampler class, or any callable that returns a sampler for parameters and the keyword arguments `lr`,
             `temperature`, `num_data`, `num_chains`, `seed` and, in a process that does not hold the run's first
             chain, `first_chain` (`functools.partial(SGHMC, friction=0.05)`).
@@ -87,7 +98,7 @@ class BayesianModule(EnergyModel):
         self,
         net: nn.Module | None = None,
         likelihood: Likelihood | None = None,
-        prior: Prior | None = None,
+        prior: Prior | float | None = None,
         sampler: Callable[..., Sampler] = SGLD,
         lr: float | Sequence[float] | Mapping[str, float | Sequence[float]] | None = None,
         temperature: float | Sequence[float] = 1.0,
@@ -125,6 +136,8 @@ class BayesianModule(EnergyModel):
         self.chains = Chains(self, num_chains, chain_start, shared_batch, chain_execution, compile, seed)
         self.chains.sharing.choose(sampled, frozen_dropout)
         """The chains of this process, their energies and state."""
+        self._looks_at_loss = 0
+        """Coming backward passes whose loss is compared with the energy, each a wait for the device."""
         self.posterior: Posterior | None = None
         """The collected samples, if a callback collects them."""
         self.evaluations: dict[str, Evaluation] = {}
@@ -195,6 +208,9 @@ class BayesianModule(EnergyModel):
         stacked = self.chains.stacked
         # A data-parallel wrapper calls the training step through its own `forward`, set on the object.
         if stacked is not None and stacked.is_at_rest and "forward" not in vars(self):
+            if is_example(self, args, kwargs):  # of a model summary, or of a graph in TensorBoard
+                with stacked.swapped([tensor.detach() for tensor in stacked.slices[0]]):  # a trace's constants
+                    return super().__call__(*args, **kwargs)
             raise RuntimeError(
                 f"{type(self).__name__} holds {self.num_chains} chains, and an output belongs to one: call it inside "
                 "`with module.at_chain(c):`, or average over samples with module.posterior.predict(x)"
@@ -220,15 +236,29 @@ class BayesianModule(EnergyModel):
         """Let the coming fit be the one after the checkpoint's: it continues from the states, with noise of its own.
 
         A subclass that defines it calls `super().on_load_checkpoint(checkpoint)`.
+
+        Raises:
+            ValueError: if a fit is to continue from a checkpoint of an optimizer.
         """
+        if self._trainer is not None and self._trainer.state.fn == "fit":
+            check_continues(checkpoint, str(self._trainer.ckpt_path), type(self).__name__)
         count_saved_fit(self.chains.seeds, checkpoint)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss Σ_c Ũ_c/N; `chains` stores the energies."""
+        """Return the loss Σ_c Ũ_c/N; `chains` stores the energies.
+
+        Raises:
+            RuntimeError: outside a fit.
+        """
+        if self.chains.energies is None:
+            raise RuntimeError(OUTSIDE_A_FIT.format(type(self).__name__, "training_step"))
         return self.chains.loss(batch, batch_idx, self.trainer)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass; gather and correct the gradients once the batch is complete."""
+        if self._looks_at_loss > 0:
+            self._looks_at_loss -= 1
+            warn_of_other_loss(self.trainer, self, loss)
         self.chains.backward(loss, *args, **kwargs)
 
     def optimizer_step(
@@ -259,15 +289,20 @@ class BayesianModule(EnergyModel):
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the current state's mean negative log likelihood as `val/nll`."""
-        self._log_nll(batch, "val")
+        self._log_nll(batch, batch_idx, "val")
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the current state's mean negative log likelihood as `test/nll`, if there are no posterior samples."""
-        self._log_nll(batch, "test")
+        self._log_nll(batch, batch_idx, "test")
 
-    def _log_nll(self, batch: Any, stage: str) -> None:
-        if self.trainer.state.fn != "fit" and self.posterior is not None and len(self.posterior) > 0:
+    def _log_nll(self, batch: Any, batch_idx: int, stage: str) -> None:
+        in_fit = self.trainer.state.fn == "fit"
+        if not in_fit and self.posterior is not None and len(self.posterior) > 0:
             return  # after a fit the samples are evaluated, not the chain's last state
+        if batch_idx == 0 and (
+            self.trainer.sanity_checking or not in_fit
+        ):  # else the first training batches were checked
+            check_batch(self, self.chains.stacked, batch)
         each = each_log_likelihood(self, self.num_chains, batch)
         self.chains.observed.validation.add(each)
         self.log(f"{stage}/nll", -each.mean(), batch_size=each.shape[1], sync_dist=True)
@@ -276,25 +311,39 @@ class BayesianModule(EnergyModel):
         """Read the samples into memory, once for all batches.
 
         Raises:
-            RuntimeError: if there are no samples.
+            RuntimeError: if there are no samples, unless a `predict_step` of the user's decides what to do.
         """
+        is_own = "predict_step" in vars(self) or type(self).predict_step is not BayesianModule.predict_step
+        if is_own and (self.posterior is None or len(self.posterior) == 0):
+            return
+        self.posterior = self._samples().in_memory(getattr(self.trainer, "datamodule", None))
+
+    def _samples(self) -> Posterior:
         if self.posterior is None or len(self.posterior) == 0:
             raise RuntimeError(
                 "prediction averages over posterior samples, and there are none: add a SampleCollector to the trainer, "
                 "with the dirpath of the fit's samples if they were written by another process"
             )
-        self.posterior = self.posterior.in_memory(getattr(self.trainer, "datamodule", None))
+        return self.posterior
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Prediction:
         """Return the posterior predictive for a batch: inputs, or a batch as in training, whose target is ignored."""
-        assert self.posterior is not None
-        return self.posterior.predict([batch]).without_distributions()
+        return self._samples().predict([batch]).without_distributions()
 
     def configure_optimizers(self) -> Any:
-        """Return the sampler, with N, the seed and the number of chains filled in."""
+        """Return the sampler, with N, the seed and the number of chains filled in.
+
+        Raises:
+            RuntimeError: without a trainer.
+            ValueError: for a module that is not complete, or has nothing to sample.
+        """
+        if self._trainer is None:
+            raise RuntimeError(OUTSIDE_A_FIT.format(type(self).__name__, "configure_optimizers"))
         check_model(self)
         check_methods(self, BayesianModule)
         chains = self.chains
+        own_step = "training_step" in vars(self) or type(self).training_step is not BayesianModule.training_step
+        self._looks_at_loss = 3 if own_step else 0
         chains.trainable = named_trainable(self)
         chains.sharing.check(chains.trainable)
         if not chains.trainable:
@@ -316,6 +365,7 @@ class BayesianModule(EnergyModel):
         stay_offline_without_login(self.trainer.loggers)  # the loggers start before any later hook
         self.chains.claims.clear()
         self.chains.seeds.place = present_place()
+        put_in_place(self.trainer)
         if any(isinstance(callback, Safeguards) for callback in callbacks_of(self.trainer)):
             return []
         safeguards = Safeguards(self.nonfinite_energy, self.max_skipped_in_a_row)

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from lightning_sgmcmc import BayesianModule, Categorical
-from lightning_sgmcmc.callbacks import AutoSampling, BayesianModelAverage, RunSummary, SampleCollector
+from lightning_sgmcmc.callbacks import recommended
 from lightning_sgmcmc.datamodules import DigitsDataModule
 
 
@@ -19,7 +19,7 @@ class Classifier(BayesianModule):
 pl.seed_everything(0)
 data = DigitsDataModule()
 module = Classifier()
-trainer = pl.Trainer(max_epochs=60, callbacks=[AutoSampling(), SampleCollector(), BayesianModelAverage(), RunSummary()])
+trainer = pl.Trainer(max_epochs=60, callbacks=recommended())
 trainer.fit(module, datamodule=data)
 
 test = data.splits[2]

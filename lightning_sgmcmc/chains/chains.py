@@ -301,7 +301,7 @@ class Chains(ChainGradients):
             batch_idx: its index in the epoch.
             trainer: the run's.
         """
-        assert self.energies is not None, "energies are computed only during a fit"
+        assert self.energies is not None
         assert self.weights is not None
         step = self.energies(
             batch,

@@ -10,7 +10,7 @@ from jsonargparse import Namespace
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from lightning_sgmcmc import callbacks
-from lightning_sgmcmc.callbacks import AutoSampling
+from lightning_sgmcmc.callbacks import AutoSampling, recommended
 from lightning_sgmcmc.callbacks.auto_sampling import CHOICES
 from lightning_sgmcmc.cli.config_file import NAME
 from lightning_sgmcmc.files import write_atomically
@@ -19,14 +19,14 @@ from lightning_sgmcmc.run.trainer import callbacks_of
 
 PACKAGE = "lightning_sgmcmc.callbacks."
 AUTO = PACKAGE + "AutoSampling"
-WITH_IT = ("SampleCollector", "BayesianModelAverage", "RunSummary")
+WITH_IT = tuple(type(callback).__name__ for callback in recommended()[1:])
+"""What `AutoSampling` runs with."""
 
 
 def choose_sampling(config: Any, objective: str, budget: str | None) -> None:
     """Replace what decides about sampling in a fit's configuration by `AutoSampling`, in place.
 
-    The callbacks that change the chain are left out; `SampleCollector`, `BayesianModelAverage` and `RunSummary` are
-    added where they are missing.
+    The callbacks that change the chain are left out; those of `recommended` are added where they are missing.
 
     Args:
         config: the parsed configuration of `fit`.

@@ -1,13 +1,13 @@
 """Messages of errors as one sentence; those of jsonargparse have up to 60 lines."""
 
 import argparse
-import difflib
 import importlib
 import inspect
 import re
-from collections.abc import Iterable
 
 import pytorch_lightning as pl
+
+from lightning_sgmcmc.checks import similar
 
 KEY = re.compile(r'Parser key "(.+)":')
 CLASS = re.compile(r"Problem with given class_path '(.+)':")
@@ -87,18 +87,18 @@ def config_sentence(message: str) -> str:
 def _reason(text: str, given_class: str) -> str:
     name = given_class.rpartition(".")[2]
     if found := NOT_ACCEPTED.search(text):
-        return f"{name} has no argument {found[1]!r}{_similar(found[1], _arguments(given_class))}"
+        return f"{name} has no argument {found[1]!r}{similar(found[1], _arguments(given_class))}"
     if found := SUBCOMMAND.search(text):
         name, known = found[1], ["model", "data", "trainer", "seed_everything", "ckpt_path"]
         if name.startswith("trainer."):
             known = [f"trainer.{option}" for option in inspect.signature(pl.Trainer).parameters]
-        return f"a configuration has no key {name!r}{_similar(name, known)}"
+        return f"a configuration has no key {name!r}{similar(name, known)}"
     if found := REQUIRED.search(text):
         keys = [key.split(".", 1)[-1] for key in found[1].split(", ")]
         return f"the configuration has no {' and no '.join(keys)}: pass --config FILE (`sgmcmc example` prints one)"
     if found := NO_ATTRIBUTE.search(text):
         path = _class_path(text) or given_class
-        return f"there is no class {path}{_similar(path.rpartition('.')[2], _names(path.rpartition('.')[0]))}"
+        return f"there is no class {path}{similar(path.rpartition('.')[2], _names(path.rpartition('.')[0]))}"
     if text.startswith("No module named"):
         return f"{given_class} cannot be imported: {text}"
     if text.startswith("Import path "):
@@ -109,12 +109,6 @@ def _reason(text: str, given_class: str) -> str:
 def _class_path(text: str) -> str:
     found = re.search(r"class_path='([^']+)'", text)
     return found[1] if found else ""
-
-
-def _similar(name: str, known: Iterable[str]) -> str:
-    """Return '; did you mean X?', or '' if nothing known is similar."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _names(module: str) -> list[str]:

@@ -75,13 +75,17 @@ class Evaluation:
     def __repr__(self) -> str:
         single = self.single
         metrics = (f"{name} {value:.4g} (single {single[name]:.4g})" for name, value in self.bma.items())
-        return f"Evaluation({', '.join([f'{len(self.members)} samples', *metrics])})"
+        return f"Evaluation({', '.join([f'{len(self.members)} sample{self._plural}', *metrics])})"
 
     def _repr_html_(self) -> str:
         single, deviations = self.single, self.single_std
         rows = [(name, single[name], deviations[name], value) for name, value in self.bma.items()]
         columns = ("metric", "mean single sample", "standard deviation", "model average")
-        return html_table(f"{len(self.members)} posterior samples", columns, rows)
+        return html_table(f"{len(self.members)} posterior sample{self._plural}", columns, rows)
+
+    @property
+    def _plural(self) -> str:
+        return "" if len(self.members) == 1 else "s"
 
     @property
     def bma(self) -> dict[str, float]:

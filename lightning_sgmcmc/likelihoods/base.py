@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from lightning_sgmcmc.checks import check_within
+from lightning_sgmcmc.checks import check_within, names_arguments
 from lightning_sgmcmc.predictions import ClassPrediction, CountPrediction, Prediction, RegressionPrediction
 from lightning_sgmcmc.predictions.distributions import has_cdf, is_discrete
 
@@ -66,6 +66,7 @@ class Likelihood(nn.Module):
         own = any("metric_names" in vars(base) for base in cls.__mro__[: cls.__mro__.index(Likelihood)])
         if cls.distribution is not None and not own:
             cls.metric_names = ("rmse", "nll", *(COVERAGES if has_cdf(cls.distribution) else ()))
+        names_arguments(cls)
 
     def components(self, output: Tensor) -> dict[str, Tensor]:
         """Return the arguments of `distribution` for each number, by name.
@@ -253,6 +254,9 @@ class Likelihood(nn.Module):
                 f"{tuple(law.batch_shape)}, for targets of shape {tuple(target.shape)}"
             )
         return law, target
+
+
+names_arguments(Likelihood)
 
 
 def positive(module: nn.Module, name: str, value: float, learned: bool) -> None:

@@ -18,6 +18,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_sgmcmc.chains.stateless import network_state
+from lightning_sgmcmc.checks import check_names
 from lightning_sgmcmc.expansion import collapse
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.classes import NotDescribableError, find_module_class, path_of
@@ -308,9 +309,13 @@ def _plain_type(module: nn.Module) -> type[nn.Module]:
 def record_arguments(cls: type[nn.Module]) -> None:
     """Make `cls.__init__` store the arguments of the outermost constructor call in `_arguments`."""
     init = cls.__init__
+    parameters = inspect.signature(init).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
     @functools.wraps(init)
     def recording_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if not takes_any:
+            check_names(cls.__name__, kwargs, parameters)
         if "_arguments" not in vars(self):
             # nn.Module accepts no attributes before its constructor has run.
             object.__setattr__(self, "_arguments", _named_arguments(init, self, *args, **kwargs))

@@ -335,6 +335,7 @@ class Posterior(StoredSamples):
         if len(self) == 0:
             raise RuntimeError("the posterior has no samples to predict with")
         if self.model is None:
-            remedy = "use Posterior.load(path, net=…) or model=…"
-            raise RuntimeError(f"predictions need the network, but {self._why_no_model}; {remedy}")
+            why = f"predictions need the network, but {self._why_no_model}"
+            remedy = "" if "pass net=…" in why else "; use Posterior.load(path, net=…) or model=…"
+            raise RuntimeError(why + remedy)
         return self.model

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.checks import names_arguments
+
 Scale: TypeAlias = "float | Mapping[str, float]"
 
 RowDensity: TypeAlias = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
@@ -19,6 +21,10 @@ STATE = "prior_state"
 
 class Prior(ABC):
     """A prior log p(θ) over all trainable parameters of one chain; subclass it for your own."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        names_arguments(cls)
 
     @abstractmethod
     def log_prob(self, parameters: Mapping[str, Tensor]) -> Tensor:

@@ -18,6 +18,9 @@ Groups: TypeAlias = "Literal['tensor', 'layer', 'all'] | Sequence[str]"
 
 VARIANCE = f"{STATE}.variance"
 
+NEVER = 2**62
+"""Steps between draws of scales that something else sets."""
+
 
 class HierarchicalPrior(Prior):
     """Gaussians with unknown scales, which are drawn by Gibbs: each group g of parameters has its own factor v_g.
@@ -261,7 +264,8 @@ class HierarchicalPrior(Prior):
     def __repr__(self) -> str:
         groups = self.groups if isinstance(self.groups, str) else list(self.groups)
         inner = repr(self.given).partition("(")[2]
-        return f"HierarchicalPrior(groups={groups!r}, nu={self.nu:g}, every_n_steps={self.every_n_steps}, {inner}"
+        every = "" if self.every_n_steps == NEVER else f"every_n_steps={self.every_n_steps}, "
+        return f"HierarchicalPrior(groups={groups!r}, nu={self.nu:g}, {every}{inner}"
 
 
 def log_density_of_scales(variance: Tensor, squares: Tensor, counts: Tensor, nu: float) -> Tensor:

@@ -1,10 +1,8 @@
 """The name of a baseline among a run's callbacks."""
 
-from typing import Any
-
 import pytorch_lightning as pl
 
-from lightning_sgmcmc.run.trainer import callbacks_of
+from lightning_sgmcmc.run.trainer import callbacks_of, said_by
 
 
 def baseline_of(trainer: pl.Trainer) -> str | None:
@@ -13,7 +11,7 @@ def baseline_of(trainer: pl.Trainer) -> str | None:
     A callback that makes several networks of each of the schedule's names the run: dropout masks of a deep ensemble's
     members are an "MC dropout ensemble".
     """
-    own: list[Any] = [c for c in callbacks_of(trainer) if hasattr(c, "setting")]  # the library's
-    inner = next((c.kind for c in own if c.setting == "schedule"), None)
-    outer = next((c.kind for c in own if c.setting != "schedule" and c.kind is not None), inner)
+    named = [(said_by(c, "setting"), said_by(c, "kind")) for c in callbacks_of(trainer)]
+    inner = next((kind for setting, kind in named if setting == "schedule"), None)
+    outer = next((kind for setting, kind in named if setting != "schedule" and kind is not None), inner)
     return None if inner is None else outer

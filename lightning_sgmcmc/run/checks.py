@@ -1,5 +1,6 @@
 """Checks of the trainer's settings before the first step: errors and warnings."""
 
+import math
 from typing import Any
 
 import pytorch_lightning as pl
@@ -18,7 +19,7 @@ from lightning_sgmcmc.likelihoods.classes import ClassLikelihood
 from lightning_sgmcmc.model import check_methods
 from lightning_sgmcmc.priors import GaussianPrior
 from lightning_sgmcmc.priors.centers import is_centered
-from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_probe, is_trial, repeated_batches
+from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_probe, is_trial, repeated_batches, said_by
 from lightning_sgmcmc.samplers import SGNHT, Sampler
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
 
@@ -154,6 +155,40 @@ def check_step_size(sampler: Sampler) -> None:
         rank_zero_warn(f"lr=0: {which}, so its samples all equal its start: pass a positive lr.")
 
 
+def check_schedulers(trainer: pl.Trainer, sampler: Sampler) -> None:
+    """Warn if a scheduler of torch changes the step size of a chain that samples; called when training starts."""
+    is_noisy = any(map(sampler.is_noisy, sampler.param_groups))
+    if trainer.lr_scheduler_configs and is_noisy and not is_trial(trainer) and not is_probe(trainer):
+        scheduler = type(trainer.lr_scheduler_configs[0].scheduler).__name__
+        rank_zero_warn(
+            f"{scheduler} changes the step size while the chain samples, which no schedule of the library plans for: "
+            "leave it out of configure_optimizers, and pass SamplingSchedule(lr_decay=…) or lr_annealing=…"
+        )
+
+
+def warn_of_other_loss(trainer: pl.Trainer, module: Any, loss: torch.Tensor) -> None:
+    """Warn once if a `training_step` of the user's returns another loss than the batch's energy.
+
+    Args:
+        trainer: the run's.
+        module: the run's.
+        loss: as Lightning passes it to the backward pass. It is compared for the first micro-batch of a step.
+    """
+    accumulated, has_scaler = trainer.accumulate_grad_batches, getattr(trainer.precision_plugin, "scaler", None)
+    if has_scaler is not None or loss.numel() != 1 or trainer.fit_loop.epoch_loop.batch_idx % accumulated:
+        return
+    returned = float(loss.detach()) * accumulated
+    energy = float(chains_of(module).observed.mean_potential.sum())
+    if math.isfinite(returned + energy) and abs(returned - energy) > 1e-3 * max(abs(energy), 1.0):
+        module._looks_at_loss = 0
+        name = type(module).__name__
+        rank_zero_warn(
+            f"{name}.training_step returns {returned:.4g}, and its batch's energy is {energy:.4g}: what it adds moves "
+            "the chain, but is in no energy, plan or weight. Put it into log_likelihood(batch) or log_prior() of "
+            f"{name}, or return super().training_step as it is."
+        )
+
+
 def check_thermostat(trainer: pl.Trainer, sampler: Sampler) -> None:
     """Warn about a thermostat that cannot adapt within the run; called when training starts."""
     if not isinstance(sampler, SGNHT) or is_trial(trainer):
@@ -178,10 +213,10 @@ def check_tested(trainer: pl.Trainer, sampler: Sampler) -> None:
     """Warn about a sampler for trajectories in a run that does not test them; called when training starts."""
     if not isinstance(sampler, ReversibleLangevin) or is_trial(trainer) or is_probe(trainer):
         return
-    if not any(getattr(callback, "setting", None) == "metropolis_test" for callback in callbacks_of(trainer)):
+    if not any(said_by(callback, "setting") == "metropolis_test" for callback in callbacks_of(trainer)):
         rank_zero_warn(
             f"{type(sampler).__name__} takes the steps of OBABO without a MetropolisTest, so its law has their error: "
-            "add MetropolisTest() to the trainer's callbacks, after the schedule."
+            "add MetropolisTest() to the trainer's callbacks."
         )
 
 

@@ -7,7 +7,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import EarlyStopping, Timer
 
 from lightning_sgmcmc.chains.state import Progress
-from lightning_sgmcmc.run.trainer import callbacks_of
+from lightning_sgmcmc.run.trainer import callbacks_of, said_by
 
 
 class PatientStopping:
@@ -37,7 +37,7 @@ class PatientStopping:
         """
         self.samples = samples
         for callback in callbacks_of(trainer):
-            if isinstance(callback, EarlyStopping) and str(callback.monitor).startswith(self._monitors):
+            if isinstance(callback, EarlyStopping) and str(said_by(callback, "monitor")).startswith(self._monitors):
                 vars(callback)["_should_skip_check"] = self._waiting(callback._should_skip_check)
                 self._patched.append(callback)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.profilers import PassThroughProfiler
+from pytorch_lightning.trainer import call
 
 from lightning_sgmcmc.run.trainer import callbacks_of
 
@@ -41,18 +42,29 @@ class QuietProfiler(PassThroughProfiler):
         return NOTHING
 
 
+def idle(*arguments: Any, **named: Any) -> None:
+    """Stands for an empty hook: whoever else calls it can, and Lightning leaves it out."""
+
+
+def _is_called(hook: Any) -> bool:
+    """Return whether Lightning calls a callback's hook: it asks `callable`, in which this function stands."""
+    return hook is not idle and callable(hook)
+
+
 def leave_out(trainer: Any) -> None:
     """Replace a trainer's profiler if its user has chosen none, and hide the hooks that callbacks do not define.
 
-    Lightning skips a hook that cannot be called. Hooks of a class or of an object that differ from Lightning's own
-    empty ones stay.
+    Hooks of a class or of an object that differ from Lightning's own empty ones stay.
     """
     if type(trainer.profiler) is PassThroughProfiler:
         trainer.profiler = QuietProfiler()
+    vars(call)["callable"] = _is_called  # a hook that cannot be called is skipped, before a profiler is entered for it
     for callback in callbacks_of(trainer):
         for hook in HOOKS:
-            if getattr(type(callback), hook) is getattr(pl.Callback, hook) and hook not in vars(callback):
-                setattr(callback, hook, None)
+            # Not the object's own hook: a mock makes one when it is asked.
+            is_empty = getattr(type(callback), hook, None) is getattr(pl.Callback, hook)
+            if is_empty and hook not in vars(callback):
+                setattr(callback, hook, idle)
 
 
 def restore(trainer: Any) -> None:
@@ -61,5 +73,5 @@ def restore(trainer: Any) -> None:
         trainer.profiler = PassThroughProfiler()
     for callback in callbacks_of(trainer):
         for hook in HOOKS:
-            if vars(callback).get(hook, hook) is None:
+            if vars(callback).get(hook) is idle:
                 delattr(callback, hook)

@@ -27,7 +27,7 @@ from lightning_sgmcmc.run.baseline import baseline_of
 from lightning_sgmcmc.run.growth import stream_of
 from lightning_sgmcmc.run.hyperparameters import log_plan
 from lightning_sgmcmc.run.linear_model import exact_directions
-from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_trial
+from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_trial, said_by
 from lightning_sgmcmc.samplers import SGNHT, Sampler
 from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
 
@@ -76,7 +76,7 @@ def plan_of(trainer: pl.Trainer, module: Any) -> RunPlan | None:
 
 def _part(trainer: pl.Trainer, setting: str) -> Any:
     """Return the callback of a setting, None without it."""
-    return next((c for c in callbacks_of(trainer) if getattr(c, "setting", None) == setting), None)
+    return next((c for c in callbacks_of(trainer) if said_by(c, "setting") == setting), None)
 
 
 # -- controls ---------------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def _on_preconditioner(sampler: PreconditionedSampler) -> str:
 
 
 def _sets_lr(trainer: pl.Trainer) -> bool:
-    return any(getattr(c, "sets_lr", False) for c in callbacks_of(trainer))
+    return any(said_by(c, "sets_lr", False) for c in callbacks_of(trainer))
 
 
 # -- cost -------------------------------------------------------------------------------------------------------------
@@ -268,9 +268,9 @@ def _evaluations(trainer: pl.Trainer, module: Any) -> int | None:
         if length is not None:
             data = round(epochs * min(length, batches * size * ranks))  # the last batch may be smaller
     for callback in callbacks_of(trainer):
-        every = getattr(callback, "every_n_epochs", None)
-        if getattr(callback, "setting", None) in ("control_variates", "covariance_friction") and every:
-            share = max(epochs - getattr(callback, "start_epoch", 0), 0.0)
+        every = said_by(callback, "every_n_epochs")
+        if said_by(callback, "setting") in ("control_variates", "covariance_friction") and every:
+            share = max(epochs - said_by(callback, "start_epoch", 0), 0.0)
             if math.isnan(share):
                 return None
             data += round(data * share / epochs + math.ceil(share / every) * module.num_data)
@@ -290,8 +290,8 @@ def _memory(trainer: pl.Trainer, module: Any, sampler: Sampler) -> int:
     copies += len(sampler.averages) if isinstance(sampler, PreconditionedSampler) else 0
     for callback in callbacks_of(trainer):
         copies += 3 if type(callback).__name__ == "ChainHealth" else 0
-        copies += getattr(callback, "num_proposals", -1) + 1 if type(callback).__name__ == "EWSG" else 0
-        copies += {"control_variates": 3, "metropolis_test": 2}.get(getattr(callback, "setting", None) or "", 0)
+        copies += said_by(callback, "num_proposals", -1) + 1 if type(callback).__name__ == "EWSG" else 0
+        copies += {"control_variates": 3, "metropolis_test": 2}.get(said_by(callback, "setting") or "", 0)
     return _bytes([*module.parameters(), *module.buffers()]) + copies * own
 
 

@@ -334,6 +334,26 @@ def count_saved_fit(seeds: FitSeeds, checkpoint: Mapping[str, Any]) -> None:
             seeds.resume(None, max(seeds.fits, saved.get("fits", 0) + 1))
 
 
+def check_continues(checkpoint: Mapping[str, Any], path: str, name: str) -> None:
+    """Raise unless a chain can continue from a checkpoint.
+
+    Args:
+        checkpoint: its content.
+        path: its file.
+        name: the module's class.
+
+    Raises:
+        ValueError: if it has the state of torch's optimizers alone.
+    """
+    states = checkpoint.get("optimizer_states") or []
+    if states and not any("sampler" in state for state in states):
+        raise ValueError(
+            f"ckpt_path={path!r} is a checkpoint of an optimizer, not of a sampler, so no chain can continue from it: "
+            f"start from its weights by chain_start=[{path!r}] (one entry for each chain) or "
+            f"{name}.load_from_checkpoint({path!r}), and omit ckpt_path"
+        )
+
+
 def check_resume(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Compare a run's settings with its checkpoint's now, before anything of the run is changed; see `ExactResume`."""
     for callback in callbacks_of(trainer):

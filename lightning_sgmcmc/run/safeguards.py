@@ -17,6 +17,7 @@ from lightning_sgmcmc.run.checks import (
     check_data,
     check_own_prior,
     check_run,
+    check_schedulers,
     check_step_size,
     check_tested,
     check_thermostat,
@@ -93,6 +94,7 @@ class Safeguards(pl.Callback):
         if not trainer.ckpt_path:  # otherwise the states are the checkpoint's
             check_files(chains.start, chains.layout.chains)
         check_step_size(sampler)
+        check_schedulers(trainer, sampler)
         check_thermostat(trainer, sampler)
         check_tested(trainer, sampler)
         chains.begin_energies(trainer)

@@ -17,7 +17,7 @@ from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.layout import layout_of
 from lightning_sgmcmc.chains.starts import text_of_start
 from lightning_sgmcmc.run.fingerprint import fingerprint, is_divided, is_same_data
-from lightning_sgmcmc.run.trainer import callbacks_of
+from lightning_sgmcmc.run.trainer import callbacks_of, said_by
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.base import CONTROLS
 from lightning_sgmcmc.samplers.factories import name_of
@@ -49,7 +49,7 @@ def settings_of(trainer: pl.Trainer, module: Any, sampler: Sampler) -> Settings:
         if values and name not in ("params", *CONTROLS) and not any(isinstance(v, Tensor) for v in values):
             settings[f"sampler.{name}"] = _collapsed([_plain(value) for value in values])
     for callback in callbacks_of(trainer):
-        part = getattr(callback, "setting", None)
+        part = said_by(callback, "setting")
         if part is not None:
             settings[part] = type(callback).__name__
             settings |= {f"{part}.{name}": _plain(value) for name, value in _arguments_of(callback)}

@@ -1,5 +1,6 @@
 """Typed access to attributes that Lightning's trainer leaves untyped."""
 
+import inspect
 import math
 from typing import Any, cast
 
@@ -7,10 +8,17 @@ import pytorch_lightning as pl
 
 from lightning_sgmcmc.chains.chains import chains_of
 
+NOTHING = object()
+
 
 def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     """Return the trainer's callbacks, in their order."""
     return cast("list[pl.Callback]", cast(Any, trainer).callbacks)
+
+
+def said_by(callback: Any, name: str, default: Any = None) -> Any:
+    """Return an attribute of a callback or its class; a mock has every attribute when asked, and says nothing."""
+    return default if inspect.getattr_static(callback, name, NOTHING) is NOTHING else getattr(callback, name)
 
 
 def log_interval(trainer: pl.Trainer) -> int:
@@ -25,7 +33,7 @@ def is_trial(trainer: pl.Trainer) -> bool:
 
 def is_probe(trainer: pl.Trainer) -> bool:
     """Return whether this is a short fit of a tuner."""
-    return any(getattr(callback, "is_probe", False) for callback in callbacks_of(trainer))
+    return any(said_by(callback, "is_probe", False) for callback in callbacks_of(trainer))
 
 
 def fit_steps(trainer: pl.Trainer) -> float:

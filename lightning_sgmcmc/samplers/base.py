@@ -89,7 +89,8 @@ class Sampler(UpdateRule):
         if num_data is None and self._needs_num_data(temperature):
             raise ValueError(
                 f"{type(self).__name__} needs num_data, the number of training data, to scale its noise (only a "
-                "temperature of 0 needs none)"
+                f"temperature of 0 needs none): pass num_data=…, or to a BayesianModule the class, "
+                f"sampler={type(self).__name__}"
             )
         check_count("num_data", num_data)
         if not self.has_cold_limit and not isinstance(temperature, Tensor) and temperature == 0:

@@ -4,6 +4,7 @@ import functools
 import inspect
 from typing import Any
 
+from lightning_sgmcmc.checks import check_names, is_of_library, names_of
 from lightning_sgmcmc.samplers.base import Sampler
 
 SET_BY_MODULE = ("lr", "temperature", "num_data", "num_chains", "seed", "first_chain")
@@ -22,6 +23,11 @@ def check_sampler(sampler: Any, lr: Any = None) -> None:
         ValueError: if it sets an argument that the module sets, or a weight decay, which would count the prior twice.
     """
     made = sampler.func if isinstance(sampler, functools.partial) else sampler
+    if isinstance(sampler, Sampler):
+        raise TypeError(
+            f"sampler={type(sampler).__name__}(…) has its parameters already, and a module passes its own: pass the "
+            f"class, sampler={type(sampler).__name__}, or functools.partial with its other arguments"
+        )
     if not callable(made):
         raise TypeError(
             "sampler should be a class or function that returns a sampler for parameters, got a "
@@ -37,6 +43,8 @@ def check_sampler(sampler: Any, lr: Any = None) -> None:
             "weight decay is a Gaussian prior, which the potential energy already contains: omit weight_decay, "
             "and pass prior=GaussianPrior(std=…) with std² = 1/(N·weight_decay)"
         )
+    if isinstance(sampler, functools.partial) and isinstance(made, type) and is_of_library(made):
+        check_names(made.__name__, sampler.keywords, names_of(made))
     for name, value in _set_twice(sampler, lr).items():
         raise ValueError(
             f"sampler=partial({name_of(sampler)}, {name}={value!r}) has no effect, since the module sets {name}: pass "

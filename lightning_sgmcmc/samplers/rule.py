@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sgmcmc.checks import names_arguments
 from lightning_sgmcmc.samplers.flat import FlatGroup, FlatParameters
 from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.tensors import Control, as_rows, for_each_tensor
@@ -39,6 +40,7 @@ class UpdateRule(Optimizer):
         super().__init_subclass__(**kwargs)
         owners = [next(base for base in cls.__mro__ if name in vars(base)) for name in ("elementwise", "update")]
         cls._takes_rows = cls.elementwise and issubclass(*owners)
+        names_arguments(cls)
 
     flat: "FlatParameters | None" = None
     """The parameters as rows of one tensor, during a fit with several chains or on a GPU."""

@@ -283,12 +283,6 @@ def test_every_save_point(tmp_path: Path, form: Any, options: dict[str, Any]) ->
         ),
         (
             {},
-            [CovarianceFriction(), SamplingSchedule(every_n_steps=1)],
-            {},
-            "put CovarianceFriction after SamplingSchedule in the list",
-        ),
-        (
-            {},
             [CovarianceFriction(), pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})],
             {},
             "CovarianceFriction needs batches of one size",

@@ -284,11 +284,9 @@ def test_what_cannot_be_exact_is_refused(options: Any, callbacks: Any, data: Any
         fit(regression(**options), schedule, test, *others, data=data)
 
 
-def test_arguments_and_places_are_checked() -> None:
+def test_arguments_and_the_schedule_are_checked() -> None:
     with pytest.raises(ValueError, match="every_n_steps must be"):
         MetropolisTest(0)
-    with pytest.raises(ValueError, match="put MetropolisTest after SamplingSchedule"):
-        fit(regression(), MetropolisTest(), SamplingSchedule(every_n_epochs=1))
     with pytest.raises(ValueError, match="MetropolisTest would never see a sample"):
         fit(regression(), MetropolisTest())
 

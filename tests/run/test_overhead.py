@@ -1,5 +1,9 @@
 """Idle profilers and hooks are left out during a fit only; what a user defines is used."""
 
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, Mock, create_autospec
+
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -8,9 +12,13 @@ from torch import nn
 
 from lightning_sgmcmc import BayesianModule, Gaussian
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.callbacks import SamplingSchedule
+from lightning_sgmcmc.callbacks import SamplingSchedule, recommended
 from lightning_sgmcmc.datamodules import TensorBatches
+from lightning_sgmcmc.run import overhead
 from lightning_sgmcmc.run.overhead import HOOKS, QuietProfiler
+from lightning_sgmcmc.run.overhead import idle as idle_hook
+from tests.support.problems import Data, Net
+from tests.support.trainers import quiet_trainer
 
 
 class Fails(pl.Callback):
@@ -82,7 +90,70 @@ def test_idle_hooks_are_hidden_during_a_fit() -> None:
     fit(trainer_of(defines, inherits, idle, sees))
     assert defines.seen == ["of the class"] * 3
     assert sorted(inherits.seen) == ["of the class"] * 3 + ["of the object"] * 3
-    assert hidden == [[None] * len(HOOKS)] * 3
+    assert hidden == [[idle_hook] * len(HOOKS)] * 3
     assert not set(HOOKS) & set(vars(idle))
     assert callable(idle.on_train_batch_end)
     assert callable(defines.on_train_batch_end)
+
+
+def test_lightning_does_not_call_a_hidden_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else hiding it would cost time instead of saving it."""
+    calls: list[object] = []
+    monkeypatch.setattr(overhead, "idle", lambda *arguments: calls.append(arguments))
+    fit(trainer_of(pl.Callback()))
+    assert calls == []
+
+
+class Relay(pl.Callback):
+    """Calls hooks of another of the trainer's callbacks."""
+
+    def __init__(self, other: pl.Callback) -> None:
+        self.other = other
+
+    def on_train_batch_start(self, *arguments: Any) -> None:
+        self.other.on_train_batch_start(*arguments)
+        self.other.on_before_zero_grad(*arguments[:2], optimizer=None)  # type: ignore[arg-type]
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        self.other.on_train_batch_end(*arguments)
+
+
+@pytest.mark.parametrize("make", [pl.Callback, Defines, Inherits, MagicMock, pl.callbacks.ModelSummary])
+def test_a_callback_may_call_hooks_of_another(make: Any) -> None:
+    other = make()
+    fit(trainer_of(other, Relay(other)))
+
+
+MOCKS: dict[str, Any] = {
+    "MagicMock": MagicMock,
+    "Mock": Mock,
+    "MagicMock of a callback": lambda: MagicMock(spec=pl.Callback),
+    "Mock of a callback": lambda: Mock(spec=pl.Callback),
+    "autospec of a callback": lambda: create_autospec(pl.Callback, instance=True),
+    "autospec of its class": lambda: create_autospec(Sees, instance=True),
+    "wrapping a callback": lambda: MagicMock(wraps=Defines()),
+    "Mock of EarlyStopping": lambda: Mock(spec=pl.callbacks.EarlyStopping),
+    "Mock of ModelCheckpoint": lambda: Mock(spec=pl.callbacks.ModelCheckpoint),
+    "MagicMock of Timer": lambda: MagicMock(spec=pl.callbacks.Timer),
+    "Mock of a callback of the library": lambda: Mock(spec=recommended()[-1]),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", MOCKS.values(), ids=MOCKS.keys())
+def test_a_mock_is_a_callback_like_any_other(make: Any, tmp_path: Path) -> None:
+    """With the usual callbacks, a checkpoint and a test: it is called, and says nothing of the run."""
+    mock = make()
+    mock.state_key, mock.state_dict.return_value = "mock", {}  # Lightning writes them to the checkpoint
+    trainer = quiet_trainer(
+        max_epochs=2,
+        callbacks=[mock, *recommended(sampling=SamplingSchedule(every_n_steps=3))],
+        enable_checkpointing=True,
+        default_root_dir=tmp_path,
+    )
+    module = Net()
+    trainer.fit(module, datamodule=Data())
+    trainer.test(module, datamodule=Data(), verbose=False)
+    assert mock.on_train_batch_end.call_count == trainer.global_step
+    assert module.posterior is not None
+    assert len(module.posterior) > 3

@@ -1,0 +1,43 @@
+"""The usual callbacks of a run, in one call."""
+
+from pathlib import Path
+
+import pytorch_lightning as pl
+
+from lightning_sgmcmc.callbacks.auto_sampling import AutoSampling
+from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAverage
+from lightning_sgmcmc.callbacks.chain_health import ChainHealth
+from lightning_sgmcmc.callbacks.run_summary import RunSummary
+from lightning_sgmcmc.callbacks.sample_collector import SampleCollector
+from lightning_sgmcmc.callbacks.schedule import Schedule
+
+
+def recommended(
+    folder: str | Path | None = None, sampling: Schedule | None = None, name: str = "run"
+) -> list[pl.Callback]:
+    """Return the five callbacks of a usual run, a list like any other: extend it, or leave one out.
+
+    They are the schedule, `SampleCollector`, `BayesianModelAverage`, `ChainHealth` and `RunSummary`. Whoever changes
+    more than these arguments writes the five down; their order in the trainer's list does not matter.
+
+    Args:
+        folder: of the samples; None uses `samples` in the run's folder.
+        sampling: the schedule; None is `AutoSampling()`, which also chooses prior, sampler and lr.
+        name: the run's name in `results.json`.
+
+    Raises:
+        TypeError: if `sampling` is no schedule.
+
+    Example::
+
+        trainer = pl.Trainer(max_epochs=100, callbacks=recommended("samples"))
+        trainer = pl.Trainer(max_epochs=200, callbacks=[*recommended(sampling=CyclicalSchedule()), EWSG()])
+    """
+    if sampling is not None and not isinstance(sampling, Schedule):
+        called = sampling.__name__ if isinstance(sampling, type) else type(sampling).__name__
+        raise TypeError(
+            f"sampling should be a schedule, got {called}: pass an object such as SamplingSchedule(every_n_epochs=1), "
+            "and append other callbacks to the list"
+        )
+    schedule = AutoSampling() if sampling is None else sampling
+    return [schedule, SampleCollector(folder), BayesianModelAverage(), ChainHealth(), RunSummary(name)]

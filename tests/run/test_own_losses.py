@@ -1,0 +1,93 @@
+"""What users return beside `super()`: a scheduler of torch's, and another loss than the energy."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sgmcmc import SGHMC, BayesianModule
+from lightning_sgmcmc.callbacks import AutoSampling, CyclicalSchedule, SamplingSchedule
+from lightning_sgmcmc.schedules import PolynomialDecay
+from tests.support.problems import Data, Net
+from tests.support.trainers import quiet_trainer
+
+
+class Scheduled(Net):
+    def configure_optimizers(self) -> Any:
+        sampler = super().configure_optimizers()
+        return [sampler], [torch.optim.lr_scheduler.StepLR(sampler, 1, 0.1)]
+
+
+def warnings_of(module: BayesianModule, *callbacks: Any, **options: Any) -> str:
+    trainer = quiet_trainer(**({"max_epochs": 2} | options), callbacks=list(callbacks))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, datamodule=Data())
+    return "\n".join(str(one.message) for one in caught)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda: AutoSampling(num_draws=4),
+        lambda: CyclicalSchedule(1, 0.5, 2),
+        lambda: SamplingSchedule(every_n_steps=2, lr_decay=PolynomialDecay(a=0.1, b=5, gamma=0.6)),
+    ],
+)
+def test_a_schedule_that_sets_the_step_size_refuses_another_and_names_the_ways(schedule: Any) -> None:
+    with pytest.raises(ValueError, match=r"the StepLR set the step size.*SamplingSchedule\(lr_decay=…\)"):
+        warnings_of(Scheduled(), schedule())
+
+
+def test_a_chain_that_samples_warns_of_torchs_schedulers() -> None:
+    every = SamplingSchedule(every_n_steps=2)
+    assert "StepLR changes the step size while the chain samples" in warnings_of(Scheduled(), every)
+    assert "lr_decay=…" in warnings_of(Scheduled(), every)
+    assert "StepLR" not in warnings_of(Scheduled(temperature=0.0), every), "an optimization is planned as torch's"
+    assert "StepLR" not in warnings_of(Net(), every)
+
+
+class Extra(Net):
+    """Adds a term to the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + 0.1 * self.scale.abs().sum()
+
+
+class InADict(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": 2 * super().training_step(batch, batch_idx), "more": 1}
+
+
+class Later(Net):
+    """Adds it from the second step on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1 + (batch_idx > 0))
+
+
+class Logs(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train", loss)
+        return {"loss": loss}
+
+
+OPTIONS: list[dict[str, Any]] = [{}, {"accumulate_grad_batches": 4}, {"precision": "bf16-mixed"}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize("kind", [Extra, InADict, Later, Logs])
+def test_another_loss_than_the_energy_is_named_once(kind: Any, chains: int, options: dict[str, Any]) -> None:
+    said = warnings_of(kind(chains, sampler=SGHMC), SamplingSchedule(every_n_steps=2), **options)
+    expected = 0 if kind is Logs or (kind is Later and options.get("accumulate_grad_batches")) else 1
+    assert said.count(f"{kind.__name__}.training_step returns") == expected
+    assert ("log_likelihood(batch) or log_prior()" in said) == bool(expected)
+
+
+def test_a_short_last_window_is_no_other_loss() -> None:
+    """Three of its batches belong to a step of four."""
+    said = warnings_of(Logs(), SamplingSchedule(every_n_steps=1), accumulate_grad_batches=4, limit_train_batches=7)
+    assert "training_step returns" not in said

@@ -1,0 +1,210 @@
+"""What users do beside a sampling fit: a `predict_step` of their own, example inputs, Fabric, other checkpoints."""
+
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from lightning_fabric import Fabric
+from pytorch_lightning.callbacks import ModelSummary, RichModelSummary
+from pytorch_lightning.loggers import TensorBoardLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sgmcmc import SGLD, BayesianModule, Categorical
+from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
+from tests.support.problems import CLASSES, Data, Net, network
+from tests.support.trainers import quiet_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def inputs() -> Tensor:
+    data = Data()
+    data.setup("fit")
+    return data.splits[0].inputs
+
+
+# -- prediction -------------------------------------------------------------------------------------------------------
+
+
+class Features(Net):
+    """Returns a layer's output for each batch."""
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self(batch).relu()
+
+
+class Both(Net):
+    """Averages beside its own network."""
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self(batch), super().predict_step(batch, batch_idx, dataloader_idx)
+
+
+def set_on_the_object() -> BayesianModule:
+    module = Net()
+    module.predict_step = MethodType(Features.predict_step, module)  # type: ignore[method-assign, assignment]
+    return module
+
+
+@pytest.mark.parametrize("make", [Features, set_on_the_object])
+def test_an_own_prediction_needs_no_samples(make: Any) -> None:
+    predictions: Any = quiet_trainer().predict(make(), DataLoader(inputs(), 16))
+    assert torch.cat(predictions).shape == (len(inputs()), CLASSES)
+
+
+@pytest.mark.parametrize("make", [Net, Both])
+def test_an_average_needs_samples(make: Any) -> None:
+    with pytest.raises(RuntimeError, match="there are none: add a SampleCollector"):
+        quiet_trainer().predict(make(), DataLoader(inputs(), 16))
+
+
+def test_an_own_prediction_may_average() -> None:
+    module, x = Both(), inputs()
+    trainer = quiet_trainer(max_steps=6, callbacks=[SamplingSchedule(every_n_steps=2), SampleCollector(in_memory=True)])
+    trainer.fit(module, datamodule=Data())
+    ((outputs, average),) = trainer.predict(module, DataLoader(x, len(x)))
+    assert outputs.shape == average.probabilities.shape
+    assert module.posterior is not None
+    torch.testing.assert_close(average.probabilities, module.posterior.predict(x).probabilities)
+
+
+# -- example inputs ---------------------------------------------------------------------------------------------------
+
+
+class Example(Net):
+    def __init__(self, num_chains: int = 2, **options: Any) -> None:
+        super().__init__(num_chains, **options)
+        self.example_input_array = inputs()[:4]
+
+
+class Moved(Example):
+    """What Lightning passes on is not the example itself."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch / 2 if isinstance(batch, Tensor) else batch
+
+
+class Named(BayesianModule):
+    """Two inputs, the example a dict."""
+
+    def __init__(self) -> None:
+        super().__init__(likelihood=Categorical(), num_chains=2, lr=0.01)
+        self.inner, size = network(), inputs()[:4]
+        self.example_input_array = {"x": size, "scale": torch.ones(())}
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Any:
+        return self.inner(x) if scale is None else self.inner(x) * scale
+
+
+@pytest.mark.parametrize("make", [Example, Moved, Named])
+@pytest.mark.parametrize("summary", [ModelSummary, RichModelSummary])
+def test_a_model_summary_of_several_chains(make: Any, summary: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=2,
+        callbacks=[SamplingSchedule(every_n_steps=1), summary(max_depth=2)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(make(), datamodule=Data())
+    if summary is RichModelSummary:
+        assert "Out sizes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_tensorboard_gets_the_graph(chains: int, tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, log_graph=True)
+    trainer = quiet_trainer(max_steps=2, logger=logger, callbacks=[SamplingSchedule(every_n_steps=1)])
+    trainer.fit(Example(chains), datamodule=Data())
+    assert any(b"aten::linear" in file.read_bytes() or b"Linear" in file.read_bytes() for file in tmp_path.rglob("ev*"))
+
+
+def test_another_input_still_belongs_to_one_chain() -> None:
+    module = Example()
+    trainer = quiet_trainer(max_steps=2, callbacks=[SamplingSchedule(every_n_steps=1)])
+    trainer.fit(module, datamodule=Data())
+    module.eval()
+    with module.at_chain(0), torch.no_grad():
+        expected = module(inputs()[:4])
+    torch.testing.assert_close(module(inputs()[:4]), expected)
+    with pytest.raises(RuntimeError, match="holds 2 chains, and an output belongs to one"):
+        module(inputs()[4:8])
+
+
+# -- Fabric -----------------------------------------------------------------------------------------------------------
+
+
+def test_fabric_steps_a_sampler_on_the_potential_energy() -> None:
+    data = Data()
+    data.setup("fit")
+    fabric = Fabric(accelerator="cpu", devices=1)
+    module = BayesianModule(net=network(), likelihood=Categorical(), num_data=60)
+    before = [p.detach().clone() for p in module.parameters()]
+    sampler = SGLD(module.parameters(), lr=0.01, num_data=60)
+    wrapped, optimizer = fabric.setup(module, sampler)
+    wrapped.mark_forward_method("potential_energy")
+    for batch in fabric.setup_dataloaders(DataLoader(TensorDataset(data.splits[0].inputs, data.splits[0].targets), 20)):
+        optimizer.zero_grad()
+        fabric.backward(wrapped.potential_energy(batch).sum() / 60)
+        optimizer.step()
+    assert all((p != b).any() for p, b in zip(module.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("method", ["training_step", "configure_optimizers"])
+def test_fabric_says_its_way(method: str) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    module = Net()
+    wrapped = fabric.setup(module)
+    batch = (inputs()[:4], torch.zeros(4, dtype=torch.long))
+    with pytest.raises(RuntimeError, match=rf"Net.{method} belongs to pl.Trainer.fit.*potential_energy"):
+        wrapped.training_step(batch, 0) if method == "training_step" else module.configure_optimizers()
+
+
+def test_a_step_after_the_fit_says_the_way_too() -> None:
+    module = Net()
+    quiet_trainer(max_steps=2, callbacks=[SamplingSchedule(every_n_steps=1)]).fit(module, datamodule=Data())
+    with pytest.raises(RuntimeError, match=r"Net.training_step belongs to pl.Trainer.fit.*potential_energy"):
+        module.training_step((inputs()[:4], torch.zeros(4, dtype=torch.long)), 0)
+
+
+# -- checkpoints of plain Lightning -----------------------------------------------------------------------------------
+
+
+class PlainNet(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_a_plain_checkpoint_names_how_to_start_from_it(chains: int, tmp_path: Path) -> None:
+    trainer = quiet_trainer(max_steps=2)
+    trainer.fit(PlainNet(), datamodule=Data())
+    path = str(tmp_path / "plain.ckpt")
+    trainer.save_checkpoint(path)
+
+    def fit(ckpt_path: str | None = None, **options: Any) -> BayesianModule:
+        options |= {"net": network(), "likelihood": Categorical(), "num_chains": chains, "lr": 1e-9, "temperature": 0}
+        module = BayesianModule(**options)
+        callbacks = [SamplingSchedule(every_n_steps=1)]
+        quiet_trainer(max_steps=4, callbacks=callbacks).fit(module, datamodule=Data(), ckpt_path=ckpt_path)
+        return module
+
+    with pytest.raises(ValueError, match=r"ckpt_path='.*plain.ckpt' .*chain_start=.*load_from_checkpoint"):
+        fit(path)
+    module = fit(chain_start=[path] * chains)
+    with module.at_chain(chains - 1):
+        torch.testing.assert_close(module.net[0].weight, torch.load(path)["state_dict"]["net.0.weight"])
+    loaded = BayesianModule.load_from_checkpoint(path, net=network(), likelihood=Categorical())
+    torch.testing.assert_close(loaded.net[0].weight, torch.load(path)["state_dict"]["net.0.weight"])
