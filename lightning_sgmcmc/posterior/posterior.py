@@ -82,6 +82,7 @@ class Posterior(StoredSamples):
         if model is not None and not isinstance(model, EnergyModel):
             model, net = None, model
         store = DiskStore(samples_in(Path(path)), skip_damaged=skip_damaged)
+        store.hold()
         posterior = cls(store)
         if model is None:
             model, posterior._why_no_model = model_of(store, net, trust)

@@ -132,6 +132,8 @@ def read_run(folder: Path) -> RunRecord:
         store = None
     try:
         run.store = DiskStore(store) if store is not None else None
+        if run.store is not None:
+            run.store.hold()
     except (OSError, ValueError) as error:
         raise RunError(str(error)) from None
     rows = history.get("samples", []) if run.store is None else [vars(r) for r in run.store.records]
