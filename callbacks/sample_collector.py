@@ -14,7 +14,7 @@ from lightning_sgmcmc.chains.drawing import Drawing
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.contour.learned import LearnedContour
-from lightning_sgmcmc.files import is_remote
+from lightning_sgmcmc.files import local_path
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.calibration import saved_calibration
 from lightning_sgmcmc.posterior.checks import check_fits
@@ -69,18 +69,14 @@ class SampleCollector(SamplerCallback):
                 f"dirpath={str(dirpath)!r} is the working folder, and samples need a folder of their own: pass "
                 "dirpath='samples', or omit it to use the run's folder"
             )
-        if is_remote(dirpath):
-            raise ValueError(
-                f"dirpath={str(dirpath)!r} is not on a local disk, where samples are written: pass a local folder, and "
-                "copy it afterwards"
-            )
         if in_memory and dirpath is not None:
             raise ValueError(
                 f"in_memory=True writes no files, so dirpath={str(dirpath)!r} has no effect: pass only one of them"
             )
         check_count("every_n_samples", every_n_samples)
         check_count("max_samples", max_samples)
-        self.dirpath = None if dirpath is None else Path(str(dirpath).removeprefix("file://")).absolute()
+        remedy = "pass a local folder, and copy it afterwards"
+        self.dirpath = None if dirpath is None else local_path(dirpath, "dirpath", remedy)
         self.in_memory = in_memory
         self.every_n_samples = every_n_samples
         self.max_samples = max_samples

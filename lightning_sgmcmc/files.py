@@ -33,6 +33,22 @@ def is_remote(path: object) -> bool:
     return "://" in str(path) and not str(path).startswith("file://")
 
 
+def local_path(path: str | Path, argument: str, remedy: str) -> Path:
+    """Return the absolute path of a file or folder on a local disk.
+
+    Args:
+        path: a path, or a local address (`file:///…`).
+        argument: its name, for the message.
+        remedy: what to do if it is elsewhere.
+
+    Raises:
+        ValueError: if it is the address of something else.
+    """
+    if is_remote(path):
+        raise ValueError(f"{argument}={str(path)!r} is not on a local disk, where samples are kept: {remedy}")
+    return Path(str(path).removeprefix("file://")).absolute()
+
+
 def is_regular(path: Path) -> bool:
     """Return whether a path is a file itself: not a link, pipe or device, and not missing."""
     try:

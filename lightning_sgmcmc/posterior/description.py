@@ -45,7 +45,7 @@ from lightning_sgmcmc.priors.state import is_prior_state
 
 MISSING = "missing"
 """Key of a network that is not described; its value is the reason."""
-MOST_PARTS = 300_000
+MOST_PARTS = 200_000
 """Largest number of submodules, parameters and functions of tensors in rebuilding a network; a BERT of 1,000 layers has
 150,000."""
 ON_PARTS = (register_module_module_registration_hook, register_module_parameter_registration_hook)

@@ -31,12 +31,13 @@ def settle_folders(trainer: pl.Trainer) -> None:
     It warns if the run's folder is not on a local disk.
     """
     _STARTED_IN[trainer] = Path.cwd()
-    _make_absolute(trainer, OF_A_TRAINER)
+    _make_absolute(vars(trainer), OF_A_TRAINER)
     for logger in trainer.loggers:
-        _make_absolute(logger, OF_A_LOGGER)
-        _make_absolute(getattr(logger, "_experiment", None), OF_AN_EXPERIMENT)
+        _make_absolute(vars(logger), OF_A_LOGGER)
+        _make_absolute(vars(logger).get("_wandb_init"), ("dir",))
+        _make_absolute(getattr(vars(logger).get("_experiment"), "__dict__", None), OF_AN_EXPERIMENT)
     for callback in trainer.checkpoint_callbacks:
-        _make_absolute(callback, ("dirpath",))
+        _make_absolute(vars(callback), ("dirpath",))
     remote = remote_root(trainer)
     if remote is not None and not is_trial(trainer):
         rank_zero_warn(
@@ -46,11 +47,12 @@ def settle_folders(trainer: pl.Trainer) -> None:
         )
 
 
-def _make_absolute(owner: Any, names: tuple[str, ...]) -> None:
-    for name in names:
-        value = getattr(owner, "__dict__", {}).get(name)
-        if isinstance(value, str | Path) and str(value)[:1] not in ("", "~", "$") and "://" not in str(value):
-            setattr(owner, name, type(value)(os.path.abspath(value)))
+def _make_absolute(attributes: dict[str, Any] | None, names: tuple[str, ...]) -> None:
+    for name in names if attributes is not None else ():
+        value = attributes.get(name)
+        local = str(value).removeprefix("file://")
+        if isinstance(value, str | Path) and local[:1] not in ("", "~", "$") and not is_remote(local):
+            attributes[name] = type(value)(os.path.abspath(local))
 
 
 def remote_root(trainer: pl.Trainer) -> str | None:
