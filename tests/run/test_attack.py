@@ -148,13 +148,19 @@ def begin_half(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("begun", [begin, begin_half], ids=["fit", "resume"])
-@pytest.mark.parametrize("stride", [pytest.param(25, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("operations", "stride"),
+    [
+        pytest.param(OPERATIONS[:2], 25, id="some"),
+        *(pytest.param((name,), 1, id=f"every {name}", marks=pytest.mark.slow) for name in OPERATIONS),
+    ],
+)
 def test_a_fault_at_every_file_operation(
-    tmp_path: Path, whole: Samples, begun: Callable[[Path], Any], stride: int
+    tmp_path: Path, whole: Samples, begun: Callable[[Path], Any], operations: tuple[str, ...], stride: int
 ) -> None:
     places = [
         (operation, kind, at)
-        for operation in (OPERATIONS if stride == 1 else OPERATIONS[:2])
+        for operation in operations
         for at in range(1, calls_of(operation, tmp_path / f"count-{operation}", begun) + 1)
         for kind in FAULTS
     ][::stride]
@@ -170,8 +176,7 @@ def test_a_fault_at_every_file_operation(
         code = in_a_fork(disturbed)
         assert code in ((-signal.SIGKILL,) if "kill" in kind else (0, 1)), (operation, kind, at)
         check(folder, whole, before)
-    print(f"{begun.__name__}: {len(places)} faults, 0 lost, 0 mixed")
-    assert len(places) > 2
+    print(f"{begun.__name__}, {', '.join(operations)}: {len(places)} faults, 0 lost, 0 mixed")
 
 
 # -- kills -------------------------------------------------------------------------------------------------------------
