@@ -53,6 +53,7 @@ class Failing(pl.Callback):
     """Raises once, when a hook is called for the second time (for the first, if that is the only one)."""
 
     def __init__(self, hook: str, kind: type[BaseException]) -> None:
+        self.has_raised = False
         self._kind, self._left = kind, 1 if hook in ("setup", "teardown") or "_fit_" in hook else 2
         if hook in ("on_train_start", "on_train_end", "on_sanity_check_start"):
             self._left = 1
@@ -61,6 +62,7 @@ class Failing(pl.Callback):
     def _fail(self, *_: Any, **__: Any) -> None:
         self._left -= 1
         if self._left == 0:
+            self.has_raised = True
             raise self._kind("here")
 
 
