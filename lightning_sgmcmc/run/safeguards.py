@@ -184,6 +184,7 @@ class Safeguards(pl.Callback):
         self._pulse.busy = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop_watching(trainer, well=True)  # all ranks together, before one of them may fail
         if self._guard is not None:
             self._guard.finish()
         progress = chains_of(pl_module).progress
@@ -191,7 +192,7 @@ class Safeguards(pl.Callback):
             updates = sampler_of(pl_module).step_count
             why = why_without_samples(trainer, progress, updates)
             rank_zero_warn(f"The fit ended without a posterior sample: {why}.")
-        self._end(trainer, pl_module, well=True)
+        self._end(trainer, pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._pulse.busy = True
@@ -203,16 +204,19 @@ class Safeguards(pl.Callback):
         if stage == "fit":
             self._end(trainer, pl_module)  # a fit that Lightning's tuner has left calls no other hook
 
-    def _end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, well: bool = False) -> None:
-        """Leave trainer, process and module as plain Lightning does, however the fit ends; a second call does nothing.
-
-        The module drops the trainer, so that it can be copied and pickled.
-        """
+    def _stop_watching(self, trainer: pl.Trainer, well: bool) -> None:
         restore(trainer)
         if self._watch is not None:
             self._watch.end(well)
         self._watch = None
         self._interruption.end(well)
+
+    def _end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave trainer, process and module as plain Lightning does, however the fit ends; a second call does nothing.
+
+        The module drops the trainer, so that it can be copied and pickled.
+        """
+        self._stop_watching(trainer, well=False)
         if self._sampler is not None:
             self._sampler.guard = None
         chains_of(pl_module).unflatten(self._sampler)
