@@ -26,6 +26,7 @@ from lightning_sgmcmc.run.results import (
     OPTIMIZED,
     keep_earlier_results,
     markdown_table,
+    plain_console,
     read_health,
     write_results,
 )
@@ -213,13 +214,11 @@ def _markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def _print(evaluation: Evaluation, sentences: list[str], title: str, folder: Path) -> None:
-    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
-    console, columns = Console(), _columns(evaluation)
+    console, columns = plain_console(), _columns(evaluation)
     for sentence in sentences:
-        console.print(Text(sentence))
+        console.print(sentence, highlight=False)
     table = Table(title=title, caption=str(folder))
     table.add_column("")
     for method in columns:

@@ -14,6 +14,7 @@ from lightning_sgmcmc.chains.drawing import Drawing
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.contour.learned import LearnedContour
+from lightning_sgmcmc.files import local_path
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.calibration import saved_calibration
 from lightning_sgmcmc.posterior.checks import check_fits
@@ -77,7 +78,8 @@ class SampleCollector(SamplerCallback):
             )
         check_count("every_n_samples", every_n_samples)
         check_count("max_samples", max_samples)
-        self.dirpath = Path(dirpath) if dirpath is not None else None
+        remedy = "pass a local folder, and copy it afterwards"
+        self.dirpath = None if dirpath is None else local_path(dirpath, "dirpath", remedy)
         self.in_memory = in_memory
         self.every_n_samples = every_n_samples
         self.max_samples = max_samples
@@ -104,6 +106,7 @@ class SampleCollector(SamplerCallback):
             if path is not None and (path / MANIFEST).exists():
                 rank_zero_info(f"Samples of the posterior: {path}")
                 self._store = DiskStore(path)
+                self._store.hold()
         if self._store is not None:
             self._publish(bayesian(pl_module, self))
             if self.posterior is not None:

@@ -4,8 +4,15 @@ import errno
 import os
 import shutil
 import stat
+import threading
+import time
 from pathlib import Path
 from typing import Any
+
+TEMPORARY = ".sgmcmc.tmp"
+"""How the names of files end that are being written."""
+LEFT_OVER = 600.0
+"""Seconds after which a temporary file that nobody has written to is one of a process that was killed."""
 
 
 def megabytes(count: int) -> str:
@@ -19,6 +26,27 @@ def free_space(folder: Path) -> str:
         return f" ({megabytes(shutil.disk_usage(folder).free)} are free there)"
     except OSError:
         return ""
+
+
+def is_remote(path: object) -> bool:
+    """Return whether a path is the address of something that is not on a local disk, such as `s3://bucket/run`."""
+    return "://" in str(path) and not str(path).startswith("file://")
+
+
+def local_path(path: str | Path, argument: str, remedy: str) -> Path:
+    """Return the absolute path of a file or folder on a local disk.
+
+    Args:
+        path: a path, or a local address (`file:///…`).
+        argument: its name, for the message.
+        remedy: what to do if it is elsewhere.
+
+    Raises:
+        ValueError: if it is the address of something else.
+    """
+    if is_remote(path):
+        raise ValueError(f"{argument}={str(path)!r} is not on a local disk, where samples are kept: {remedy}")
+    return Path(str(path).removeprefix("file://")).absolute()
 
 
 def is_regular(path: Path) -> bool:
@@ -59,6 +87,8 @@ def read_regular(path: Path, limit: int | None = None) -> bytes:
 def write_atomically(path: Path, content: bytes | memoryview, durable: bool = True) -> None:
     """Write a file under a temporary name and rename it, so that a reader sees either the old or the new content.
 
+    The temporary name is this thread's own, so that of several writers the last one wins.
+
     Args:
         path: the file; its folder must exist.
         content: the bytes to write.
@@ -67,7 +97,9 @@ def write_atomically(path: Path, content: bytes | memoryview, durable: bool = Tr
     Raises:
         OSError: if it cannot be written; an earlier file of this name is unchanged.
     """
-    temporary = path.with_name(f".{path.name}.tmp")  # hidden, since callers look for files by the beginnings of names
+    writer = f"{os.getpid():x}-{threading.get_ident():x}"
+    # Hidden, since callers look for files by the beginnings of names; cut, since file systems limit their lengths.
+    temporary = path.with_name(f".{path.name[:40]}.{writer}{TEMPORARY}")
     try:
         temporary.unlink(missing_ok=True)  # of an earlier process, or a link that someone left there
         with open(temporary, "xb") as file:
@@ -79,7 +111,29 @@ def write_atomically(path: Path, content: bytes | memoryview, durable: bool = Tr
         temporary.unlink(missing_ok=True)
         raise
     if durable:
-        _flush_folder(path.parent)
+        flush_folder(path.parent)
+
+
+def remove_left_over(folder: Path) -> None:
+    """Delete the temporary files of writers that were killed; those of the last ten minutes may be in use, and stay."""
+    for path in folder.glob(f".*{TEMPORARY}"):
+        try:
+            if is_regular(path) and time.time() - path.stat().st_mtime > LEFT_OVER:
+                path.unlink()
+        except OSError:  # another process has renamed or deleted it
+            continue
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents where they are missing, so that they survive a power failure.
+
+    Raises:
+        OSError: if it cannot be made, or is not a folder.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        flush_folder(folder.parent)
 
 
 def write_output(path: Path, content: bytes) -> None:
@@ -103,7 +157,8 @@ def flush(file: Any) -> None:
     os.fsync(file.fileno())
 
 
-def _flush_folder(path: Path) -> None:
+def flush_folder(path: Path) -> None:
+    """Flush a folder's list of files to the disk."""
     if os.name != "posix":  # elsewhere folders cannot be opened
         return
     descriptor = os.open(path, os.O_RDONLY)

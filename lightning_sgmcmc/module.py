@@ -29,6 +29,7 @@ from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import Prior
 from lightning_sgmcmc.run.checks import warn_of_other_loss
 from lightning_sgmcmc.run.example_input import is_example
+from lightning_sgmcmc.run.folder import settle_folders
 from lightning_sgmcmc.run.offline import stay_offline_without_login
 from lightning_sgmcmc.run.places import put_in_place
 from lightning_sgmcmc.run.progress_bar import SamplingProgress
@@ -362,6 +363,7 @@ class BayesianModule(EnergyModel):
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Add the callbacks that every run needs, after the user's and before the checkpoint callbacks."""
+        settle_folders(self.trainer)
         stay_offline_without_login(self.trainer.loggers)  # the loggers start before any later hook
         self.chains.claims.clear()
         self.chains.seeds.place = present_place()

@@ -10,7 +10,6 @@ from typing import Any
 import pytorch_lightning as pl
 import yaml
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from rich.console import Console
 from rich.table import Table
 
 from lightning_sgmcmc.cli.auto import PACKAGE, WITH_IT
@@ -18,7 +17,7 @@ from lightning_sgmcmc.cli.config_file import NAME
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.folder import run_folder
-from lightning_sgmcmc.run.results import RESULTS, TABLE, markdown_table, write_results
+from lightning_sgmcmc.run.results import RESULTS, TABLE, markdown_table, plain_console, write_results
 
 MEMBERS = {"sgd": 1, "ensemble": 4}
 DECAY = 5e-4
@@ -105,4 +104,4 @@ def _print(folder: Path) -> None:
         table.add_column(column, justify="left" if not column else "right")
     for metric in metrics:
         table.add_row(metric, *(f"{values.get((method, metric), math.nan):.4f}" for method in methods))
-    Console().print(table)
+    plain_console().print(table)

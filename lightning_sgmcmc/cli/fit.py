@@ -6,7 +6,7 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,17 @@ from lightning_sgmcmc.cli.exits import Mistake, NoSamplesError
 from lightning_sgmcmc.cli.folders import no_folder_left_behind
 from lightning_sgmcmc.cli.plan import plan
 from lightning_sgmcmc.cli.tune import TuningTrainer, tune
+from lightning_sgmcmc.files import is_remote
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.early_stopping import why_without_samples
-from lightning_sgmcmc.run.folder import continue_run_of, evaluate_beside, newest_checkpoint, newest_store, run_folder
+from lightning_sgmcmc.run.folder import (
+    continue_run_of,
+    evaluate_beside,
+    newest_checkpoint,
+    newest_store,
+    remote_root,
+    run_folder,
+)
 from lightning_sgmcmc.run.safeguards import samples_drawn
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial
 
@@ -105,6 +113,10 @@ class SamplingCLI(LightningCLI):
         """Find the checkpoint to continue from."""
         if not self.config.fit.resume:
             return
+        folders = (remote_root(self.trainer), *(getattr(c, "dirpath", None) for c in self.trainer.checkpoint_callbacks))
+        remote = next((folder for folder in folders if folder is not None and is_remote(folder)), None)
+        if remote is not None:
+            raise Mistake(f"--resume searches local folders, and this run's is {remote}: pass --ckpt_path={remote}/…")
         checkpoint = newest_checkpoint(self.trainer)
         if checkpoint is None:
             where = run_folder(self.trainer).parent
@@ -185,10 +197,12 @@ class SamplingCLI(LightningCLI):
 def _own_folder(trainer: pl.Trainer) -> AbstractContextManager[None]:
     """Return the context of a run: if it fails before its first step, it leaves no folder."""
     folder = run_folder(trainer)
+    if not trainer.is_global_zero:
+        return nullcontext()
     return no_folder_left_behind(
         folder,
         "choose another one by --trainer.default_root_dir, or by the logger's save_dir",
-        lambda: trainer.is_global_zero and trainer.global_step == 0 and not any(folder.rglob("*.safetensors")),
+        lambda: trainer.global_step == 0 and not any(folder.rglob("*.safetensors")),
     )
 
 

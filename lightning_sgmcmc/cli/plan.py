@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytorch_lightning as pl
-from rich.console import Console
 from rich.table import Table
 
 from lightning_sgmcmc.callbacks import BayesianModelAverage, PosteriorDashboard, PredictionWriter, RunSummary
@@ -18,6 +17,7 @@ from lightning_sgmcmc.cli.exits import Mistake
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.run.plan import plan_of
+from lightning_sgmcmc.run.results import plain_console
 from lightning_sgmcmc.run.trainer import callbacks_of
 
 AFTERWARDS = (
@@ -110,7 +110,7 @@ def _on_all_ranks(found: RunPlan, trainer: pl.Trainer, model: BayesianModule) ->
 
 
 def _print(found: RunPlan) -> None:
-    console = Console()
+    console = plain_console()
     table: Any = Table(title="Plan of the run", show_header=False)
     table.add_column("", no_wrap=True)
     table.add_column("", justify="right")

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.folder import run_folder
+from lightning_sgmcmc.run.results import plain_console
 from lightning_sgmcmc.tune import StepProposal, propose_lr
 
 OUTPUT = "tune.json"
@@ -70,7 +71,7 @@ def tune(trainer: pl.Trainer, make_trainer: Callable[..., pl.Trainer], model: Ba
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / OUTPUT
     path.write_text(json.dumps(proposal.as_json(), indent=2) + "\n")
-    console = Console()
+    console = plain_console()
     console.print(_table(proposal, path))
     _print_setting(console, proposal)
 

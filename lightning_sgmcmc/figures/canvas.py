@@ -51,6 +51,11 @@ METRIC_LABELS = {
 }
 
 
+def literal(name: str) -> str:
+    """Return a name that the user has given, of a metric or a run, as a label: matplotlib reads $…$ as a formula."""
+    return name.replace("$", r"\$")
+
+
 @contextmanager
 def styled() -> Iterator[None]:
     """Draw in the library's style within this context, whatever the user's own settings are."""

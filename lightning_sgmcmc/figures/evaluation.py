@@ -15,6 +15,7 @@ from lightning_sgmcmc.figures.canvas import (
     integer_ticks,
     legend_above,
     legend_below,
+    literal,
     panels,
     series,
 )
@@ -55,7 +56,7 @@ def running_figure(metrics: Mapping[str, tuple[Sequence[float], Sequence[float]]
             linewidth=1.4,
             label="average so far",
         )
-        axes.set_title(METRIC_LABELS.get(metric, metric.replace("_", " ")), fontsize=8, loc="left", pad=3)
+        axes.set_title(METRIC_LABELS.get(metric, literal(metric.replace("_", " "))), fontsize=8, loc="left", pad=3)
         axes.set_xlim(0.5, len(running) + 0.5)
         axes.xaxis.set_major_locator(integer_ticks(4))
         axes.locator_params(axis="y", nbins=5)
@@ -101,7 +102,7 @@ def reliability_figure(
             "elinewidth": 1,
             "capsize": 2,
         }
-        upper.errorbar(x, y, errors, fmt="o", label=name, **style)
+        upper.errorbar(x, y, errors, fmt="o", label=literal(name), **style)
     upper.set_ylabel("accuracy")
     upper.set_xlim(0, 1.02)
     upper.set_ylim(0, 1.04)
@@ -131,7 +132,7 @@ def entropy_figure(entropies: Mapping[str, Sequence[float]], num_classes: int) -
         ordered = np.sort(np.asarray(values, dtype=float))
         share = np.arange(len(ordered) + 1) / max(len(ordered), 1)
         style = {key: value for key, value in series(index).items() if key in ("color", "linestyle", "linewidth")}
-        axes.step([0, *ordered, largest], [*share, 1], where="post", label=name, **style)
+        axes.step([0, *ordered, largest], [*share, 1], where="post", label=literal(name), **style)
     axes.axvline(largest, color="0.5", linewidth=0.8, label=f"log {num_classes}, the largest")
     axes.set_xlim(0, 1.03 * largest)
     axes.set_ylim(0, 1.02)
@@ -199,7 +200,7 @@ def predictions_figure(
                 color=AVERAGE_COLOUR,
                 alpha=strength,
                 linewidth=0,
-                label=name,
+                label=literal(name),
             )
         axes.plot(at, centre, color=AVERAGE_COLOUR, label="mean")
         if observed is not None:
@@ -221,7 +222,7 @@ def growth_figure(curves: Mapping[str, Sequence[float]], label: str) -> "Figure"
     figure, (axes,) = canvas(height=3.8)
     for index, (name, values) in enumerate(curves.items()):
         count = np.arange(1, len(values) + 1)
-        axes.plot(count, values, label=name, **series(index, len(values)))
+        axes.plot(count, values, label=literal(name), **series(index, len(values)))
     longest = max(map(len, curves.values()))
     axes.set_xlim(0.8, 1.08 * longest)
     if longest > 10 * min(map(len, curves.values())):

@@ -12,6 +12,7 @@ from lightning_sgmcmc.figures.canvas import (
     finite_values,
     integer_ticks,
     legend_above,
+    literal,
     point_marker,
     series,
     shade_cycles,
@@ -184,7 +185,7 @@ def traces_figure(
         shade_cycles(axes, cycles)
         axes.plot(steps, values, color="black", linewidth=0.8, marker=point_marker(steps))
         _mark_samples(axes, steps, values, sample_steps)
-        axes.set_title(name, fontsize=8, loc="right", pad=2)
+        axes.set_title(literal(name), fontsize=8, loc="right", pad=2)
     legend_above(rows[0])
     rows[-1].set_xlabel("optimizer step")
     return figure
@@ -205,7 +206,7 @@ def sample_trace_figure(traces: Mapping[str, Mapping[int, tuple[Sequence[int], S
     for axes, (label, chains) in zip(rows, traces.items(), strict=True):
         for index, (chain, (steps, values)) in enumerate(chains.items()):
             axes.plot(steps, values, label=f"chain {chain}", **series(index, len(steps)))
-        axes.set_ylabel(label, fontsize=9 if len(traces) == 1 else 8)
+        axes.set_ylabel(literal(label), fontsize=9 if len(traces) == 1 else 8)
         axes.ticklabel_format(axis="y", useOffset=False)
     rows[-1].set_xlabel("optimizer step")
     rows[-1].xaxis.set_major_locator(integer_ticks())

@@ -14,6 +14,7 @@ from lightning_sgmcmc.figures.canvas import (
     canvas,
     integer_ticks,
     legend_above,
+    literal,
     panels,
     series,
 )
@@ -121,7 +122,7 @@ def weight_paths_figure(
         drawn = axes.scatter(places[:, 0], places[:, 1], s=9, c=energies[name], cmap="viridis", norm=scale, zorder=2)
         axes.plot(*places[0], "o", color=SAMPLE_COLOUR, markersize=7, zorder=3, label="start")
         axes.plot(*places[-1], "X", color=SAMPLE_COLOUR, markersize=8, zorder=3, label="end")
-        axes.set_title(name, fontsize=9)
+        axes.set_title(literal(name), fontsize=9)
         axes.set_xlabel(f"coordinate 1 ({share[0]:.0%} of the variance)")
     row[0].set_ylabel(f"coordinate 2 ({share[1]:.0%} of the variance)")
     row[0].legend(loc="best", fontsize=8)
@@ -150,7 +151,7 @@ def segments_figure(
             named.add(kind)
             style = series(KINDS.index(kind) if kind in KINDS else len(KINDS)) | {"markersize": 3, "linewidth": 1}
             axes.plot(positions, values[metric], alpha=0.8, label=label, **style)
-        axes.set_ylabel(metric)
+        axes.set_ylabel(literal(metric))
     legend_above(rows[0])
     rows[-1].set_xlabel(f"position on the segment between two samples, t (on the {data})")
     rows[-1].set_xlim(-0.02, 1.02)

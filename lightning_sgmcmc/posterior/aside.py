@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from lightning_sgmcmc.chains.sample import SampleRecord
-from lightning_sgmcmc.files import is_regular, read_regular
+from lightning_sgmcmc.files import flush, flush_folder, is_regular, read_regular
 from lightning_sgmcmc.posterior.manifest import LARGEST_MANIFEST, MANIFEST
 from lightning_sgmcmc.posterior.sample_file import checksum
 
@@ -62,18 +62,20 @@ def _is_file_of(file: Path, record: SampleRecord) -> bool:
     try:
         with safe_open(file, "pt") as content:
             metadata = content.metadata() or {}
-    except (OSError, SafetensorError):
+    except (OSError, SafetensorError, RuntimeError):
         return False
     return all(metadata.get(name, str(getattr(record, name))) == str(getattr(record, name)) for name in IDENTITY)
 
 
 def fill_aside(path: Path, aside: Path, files: Iterable[str]) -> None:
     """Create a folder with files of another one, without copying their content where possible; missing ones are left
-    out."""
+    out. All of it is on the disk before this returns, so that the caller may delete the originals."""
     aside.mkdir()
+    flush_folder(aside.parent)
     for file in files:
         if is_regular(path / file):
             _link_or_copy(path / file, aside / file)
+    flush_folder(aside)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -82,3 +84,5 @@ def _link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
+        with open(target, "r+b") as copied:
+            flush(copied)

@@ -7,15 +7,19 @@ them. Nothing is pickled: a description contains importable class names and cons
 import functools
 import inspect
 import json
-import sys
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
 
 from lightning_sgmcmc.chains.stateless import network_state
 from lightning_sgmcmc.checks import check_names
@@ -42,8 +46,10 @@ from lightning_sgmcmc.priors.state import is_prior_state
 
 MISSING = "missing"
 """Key of a network that is not described; its value is the reason."""
-MOST_CALLS = 10_000_000
-"""Largest number of calls and returns that rebuilding a network may take; a network of 1,000 layers takes about 10⁶."""
+MOST_PARTS = 200_000
+"""Largest number of submodules, parameters and functions of tensors in rebuilding a network; a BERT of 1,000 layers has
+150,000."""
+ON_PARTS = (register_module_module_registration_hook, register_module_parameter_registration_hook)
 
 
 def describe(value: Any) -> Any:
@@ -123,9 +129,9 @@ def build(description: Any, net: nn.Module | None = None, trust: bool = False) -
         NotDescribableError: if a named class cannot be found or is not a torch module, its constructor refuses the
             arguments, or a network is missing.
     """
-    import_named(description)  # importing them takes as many calls as building a network
+    import_named(description)  # importing them makes many tensors too
     try:
-        with _few_calls():
+        with _FewParts():
             if net is None:
                 return _build(description, trust)
             arguments = description["arguments"] if isinstance(description, dict) else {}
@@ -181,23 +187,37 @@ def _check_numbers(cls: type[nn.Module], arguments: Mapping[str, Any]) -> None:
             raise NotDescribableError(f"{cls.__name__} has {name}={str(value)[:80]!r}, which should be a number")
 
 
-@contextmanager
-def _few_calls() -> Iterator[None]:
-    """Raise once more than `MOST_CALLS` are made: a damaged description may ask for any number of layers."""
-    count = 0
+class _FewParts(TorchFunctionMode):
+    """Raises once more than `MOST_PARTS` are made within it: a damaged description may ask for any number of layers.
 
-    def one_more(*_: Any) -> None:
-        nonlocal count
-        count += 1
-        if count > MOST_CALLS:
+    It counts what this thread does with torch: submodules and parameters that modules get, and functions of tensors.
+    Python's own hooks (`sys.setprofile`) belong to profilers, debuggers and measurements of coverage.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = 0
+        self._thread = threading.get_ident()
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> "_FewParts":
+        self._hooks = [register(self._on_part) for register in ON_PARTS]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._on_part()
+        return function(*args, **(kwargs or {}))
+
+    def _on_part(self, *_: Any) -> None:
+        self._count += threading.get_ident() == self._thread  # the hooks are called for modules of all threads
+        if self._count > MOST_PARTS:
             raise NotDescribableError("the described network has too many parts to be rebuilt")
-
-    before = sys.getprofile()
-    sys.setprofile(one_more)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
 
 
 def warn_of_other_network(description: Any, model: EnergyModel) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord
 from lightning_sgmcmc.contour.learned import LearnedContour
-from lightning_sgmcmc.files import check_regular, is_regular, read_regular, write_atomically
+from lightning_sgmcmc.files import check_regular, is_regular, make_folder, read_regular, write_atomically
 from lightning_sgmcmc.posterior.aside import fill_aside, next_aside, place_of
-from lightning_sgmcmc.posterior.lock import unusable
+from lightning_sgmcmc.posterior.lock import is_in_use, unusable
 from lightning_sgmcmc.posterior.manifest import (
     LARGEST_MANIFEST,
     MANIFEST,
@@ -27,7 +27,13 @@ from lightning_sgmcmc.posterior.manifest import (
     with_own_constants,
     write_manifest,
 )
-from lightning_sgmcmc.posterior.sample_file import in_order, read_sample_file, verify_content
+from lightning_sgmcmc.posterior.sample_file import (
+    OpenFiles,
+    in_order,
+    most_open_files,
+    read_sample_file,
+    verify_content,
+)
 from lightning_sgmcmc.posterior.shared_file import SHARED, read_shared, shared_shapes, write_shared
 from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.posterior.writing import wait_for_writers, write_sample
@@ -39,6 +45,8 @@ ORIGIN = ("step", "cycle", "chain", "energy", "log_weight", "bin", "comparable",
 LARGEST_CONTOUR = 2**30  # bytes; a million bins of one chain have 16 MB
 SURPLUS = 20
 """`keep_newest` leaves up to 1/20 more samples in the manifest than it keeps."""
+MOST_TRIES = 100
+"""Times that the manifest is read again when a fit has deleted samples meanwhile."""
 LEAVE_OUT = "Posterior.load(…, skip_damaged=True) skips"
 
 
@@ -61,10 +69,11 @@ class DiskStore(SampleStore):
     """
 
     def __init__(self, path: str | Path, verify: bool = True, skip_damaged: bool = False) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # the working folder may change
         self.verify = verify
         self.skips_damaged = skip_damaged
         self._verified: set[str] = set()
+        self._held = OpenFiles()
         self._dropped: list[SampleRecord] = []
         """Records that `keep_newest` has dropped and the manifest still contains."""
         self._manifest = Manifest()
@@ -120,7 +129,7 @@ class DiskStore(SampleStore):
         if (path / MANIFEST).exists():
             raise FileExistsError(f"{path} already contains a sample store: choose another folder")
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
             checksum = write_shared(path, shared or {})
             content = write_manifest(model_description, uuid.uuid4().hex, (), columns, checksum)
             write_atomically(path / MANIFEST, content)
@@ -190,6 +199,24 @@ class DiskStore(SampleStore):
         self.records = with_own_constants(self.records, self._has_own_contours)
         self._places = _places_of(self.records)
 
+    def hold(self) -> None:
+        """Keep the sample files open if a fit is running in the folder, since its `max_samples` deletes the oldest."""
+        for _ in range(MOST_TRIES):
+            if not is_in_use(self.path):
+                return
+            files, held = [record.file for record in self.records], OpenFiles()
+            try:
+                for record in self.records[: most_open_files()]:
+                    held.hold(record.file, place_of(self.path, record))
+            except OSError:
+                held.close()
+                self.reload()
+                if files == [record.file for record in self.records]:
+                    return  # reading the sample says what is wrong
+                continue
+            self._held = held
+            return
+
     def append(self, sample: PosteriorSample) -> None:
         self._take_place(sample)
         try:
@@ -220,13 +247,13 @@ class DiskStore(SampleStore):
         record = self.records[index]
         path = place_of(self.path, record)
         try:
-            content = read_sample_file(path)
+            content = self._held.read(record.file) or read_sample_file(path)
             if self.verify and record.file not in self._verified:
                 verify_content(path, content, record)
                 self._verified.add(record.file)
             tensors = in_order(load(content), content)
         except Exception as error:  # a damaged file can raise anything: an odd header, a type that torch does not know
-            raise ValueError(f"the sample file {path} is missing or damaged: {error}; {LEAVE_OUT} it") from error
+            raise ValueError(self._unreadable(path, error, f"; {LEAVE_OUT} it")) from error
         parts = [
             {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
             for start in ("parameter.", "buffer.", "scale.")
@@ -246,12 +273,26 @@ class DiskStore(SampleStore):
         """Return the shapes of what is not sampled, by name."""
         return {} if self._manifest.shared is None else shared_shapes(self.path)
 
+    def _unreadable(self, path: Path, error: Exception, remedy: str) -> str:
+        """Return the sentence on a sample that cannot be read."""
+        if not path.exists() and is_in_use(self.path):
+            remedy = "; a fit is running there, whose max_samples deletes the oldest samples: load the posterior again"
+        return f"the sample file {path} is missing or damaged: {error}{remedy}"
+
     def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
+        held = self._held.read(self.records[index].file)
+        if held is not None:
+            named = {n.partition(".")[::2]: tuple(tensor.shape) for n, tensor in load(held).items()}
+            return {name: shape for (part, name), shape in named.items() if part == "parameter"}
         with self._open(index) as file:
             keys = [key for key in file.keys() if key.startswith("parameter.")]  # noqa: SIM118, not a dictionary
             return {key.removeprefix("parameter."): tuple(file.get_slice(key).get_shape()) for key in keys}
 
     def parameters(self, index: int, names: Iterable[str]) -> dict[str, Tensor]:
+        held = self._held.read(self.records[index].file)
+        if held is not None:
+            tensors = load(held)
+            return {name: tensors[f"parameter.{name}"] for name in names}
         with self._open(index) as file:  # the others stay on disk
             return {name: file.get_tensor(f"parameter.{name}") for name in names}
 
@@ -262,8 +303,8 @@ class DiskStore(SampleStore):
             check_regular(path)
             with safe_open(path, framework="pt") as file:
                 yield file
-        except (OSError, SafetensorError, KeyError, TypeError) as error:
-            raise ValueError(f"the sample file {path} is missing or damaged: {error}") from error
+        except (OSError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(self._unreadable(path, error, "")) from error
 
     def set_log_weights(self, log_weights: Sequence[float]) -> None:
         pairs = zip(self.records, log_weights, strict=True)

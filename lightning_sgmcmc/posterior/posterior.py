@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_sgmcmc.diagnostics.samples import normalised_weights
+from lightning_sgmcmc.files import local_path
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.calibration import fit_calibration, identify, save_calibration, saved_calibration
 from lightning_sgmcmc.posterior.checks import check_fits, sound_records
@@ -81,7 +82,10 @@ class Posterior(StoredSamples):
             raise ValueError("model already contains a network: pass either model=… or net=…")
         if model is not None and not isinstance(model, EnergyModel):
             model, net = None, model
-        store = DiskStore(samples_in(Path(path)), skip_damaged=skip_damaged)
+        store = DiskStore(
+            samples_in(local_path(path, "path", "copy the folder to one first")), skip_damaged=skip_damaged
+        )
+        store.hold()
         posterior = cls(store)
         if model is None:
             model, posterior._why_no_model = model_of(store, net, trust)

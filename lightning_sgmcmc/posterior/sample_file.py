@@ -1,5 +1,6 @@
 """Bytes of a store's files: checksums, the order of tensors, the last line."""
 
+import errno
 import json
 import os
 import zlib
@@ -52,6 +53,63 @@ def read_sample_file(path: Path) -> bytes:
         with safe_open(path, "pt"):  # reads only the header
             pass
     return path.read_bytes()
+
+
+class OpenFiles:
+    """Sample files that are held open, so that they can be read after another process has deleted them.
+
+    A copy in this process shares them; one in another process has none.
+    """
+
+    def __init__(self) -> None:
+        self._descriptors: dict[str, int] = {}
+
+    def hold(self, name: str, path: Path) -> None:
+        """Open a file.
+
+        Raises:
+            OSError: if it is missing, a link or a device.
+        """
+        check_regular(path)
+        self._descriptors[name] = os.open(path, os.O_RDONLY)
+
+    def read(self, name: str) -> bytes | None:
+        """Return a file's content; None if it is not held."""
+        descriptor = self._descriptors.get(name)
+        if descriptor is None:
+            return None
+        parts: list[bytes] = []
+        position, size = 0, os.fstat(descriptor).st_size
+        while position < size:
+            part = os.pread(descriptor, size - position, position)  # at most 2 GB at a time
+            if not part:
+                raise OSError(errno.EIO, "it has become shorter")
+            parts.append(part)
+            position += len(part)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Close all files."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors = {}
+
+    __del__ = close
+
+    def __deepcopy__(self, memo: Any) -> "OpenFiles":
+        return self
+
+    def __reduce__(self) -> Any:
+        return OpenFiles, ()
+
+
+def most_open_files() -> int:
+    """Return how many files a store may hold open: a quarter of what the system allows this process."""
+    try:
+        import resource
+    except ImportError:  # not a POSIX system
+        return 0
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
 
 
 def verify_content(path: Path, content: bytes, record: SampleRecord) -> None:

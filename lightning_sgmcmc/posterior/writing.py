@@ -36,11 +36,13 @@ def write_sample(folder: Path, sample: PosteriorSample, earlier: int) -> SampleR
         write_atomically(folder / name, content)
         add_line(folder / MANIFEST, line_of(record))
     except OSError as error:
+        what = f"the {earlier} earlier samples are complete: free space, and resume from the last checkpoint"
+        if not (folder / MANIFEST).exists():
+            what = f"the folder was deleted, with the {earlier} earlier samples: start a new run"
         raise OSError(
             error.errno,
             f"the sample of step {sample.step} could not be written to {folder / name} "
-            f"({megabytes(len(content))}): {error.strerror}{free_space(folder)}; the {earlier} earlier "
-            "samples are complete: free space, and resume from the last checkpoint",
+            f"({megabytes(len(content))}): {error.strerror}{free_space(folder)}; {what}",
         ) from error
     return record
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_sgmcmc.chains.sample import SampleRecord
 from lightning_sgmcmc.diagnostics.health import HealthReport
-from lightning_sgmcmc.files import is_regular, read_regular
+from lightning_sgmcmc.files import is_regular, local_path, read_regular
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.run.folder import has_samples
@@ -77,7 +77,10 @@ def find_run(path: str | Path) -> tuple[Path, int]:
     Raises:
         RunError: if there is no such folder, or no run in it.
     """
-    path = Path(path)
+    try:
+        path = local_path(path, "path", "copy the folder to one first")
+    except ValueError as error:
+        raise RunError(str(error)) from None
     if not path.exists():
         raise RunError(f"there is no folder {path}: pass a run's folder")
     if not path.is_dir():
@@ -132,6 +135,8 @@ def read_run(folder: Path) -> RunRecord:
         store = None
     try:
         run.store = DiskStore(store) if store is not None else None
+        if run.store is not None:
+            run.store.hold()
     except (OSError, ValueError) as error:
         raise RunError(str(error)) from None
     rows = history.get("samples", []) if run.store is None else [vars(r) for r in run.store.records]

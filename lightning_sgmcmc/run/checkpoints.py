@@ -12,7 +12,15 @@ from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_fabric.utilities.cloud_io import _load as pl_load
 from lightning_fabric.utilities.cloud_io import get_filesystem
 
-from lightning_sgmcmc.files import check_regular, free_space, megabytes, write_atomically
+from lightning_sgmcmc.files import (
+    check_regular,
+    free_space,
+    is_remote,
+    make_folder,
+    megabytes,
+    remove_left_over,
+    write_atomically,
+)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -35,7 +43,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(place.parent)
             write_atomically(place, buffer.getbuffer())
         except OSError as error:
             raise OSError(
@@ -125,7 +133,15 @@ def protect_checkpoints(trainer: pl.Trainer) -> None:
         strategy.checkpoint_io = AtomicCheckpointIO()
 
 
-def last_good_checkpoint(trainer: pl.Trainer) -> Path | None:
+def clean_checkpoints(trainer: pl.Trainer) -> None:
+    """Delete the half-written checkpoints of killed processes from the trainer's folders."""
+    folders = {str(folder) for c in trainer.checkpoint_callbacks if (folder := getattr(c, "dirpath", None))}
+    for folder in folders if trainer.is_global_zero else ():
+        if not is_remote(folder):
+            remove_left_over(Path(folder))
+
+
+def last_good_checkpoint(trainer: pl.Trainer) -> Path | str | None:
     """Return the newest checkpoint file of this run, else the one that it resumed from, else None."""
     names: set[str] = {str(trainer.ckpt_path)} if trainer.ckpt_path else set()
     for callback in trainer.checkpoint_callbacks:
@@ -133,7 +149,8 @@ def last_good_checkpoint(trainer: pl.Trainer) -> Path | None:
             names.add(str(getattr(callback, attribute, "") or ""))
         names.update(getattr(callback, "best_k_models", ()))
     paths = [Path(name) for name in names if name and Path(name).is_file()]
-    return max(paths, key=lambda path: path.stat().st_mtime, default=None)
+    remote = [name for name in sorted(names) if is_remote(name)]
+    return max(paths, key=lambda path: path.stat().st_mtime, default=remote[-1] if remote else None)
 
 
 def describe_checkpoint(trainer: pl.Trainer) -> str:

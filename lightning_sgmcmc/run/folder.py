@@ -1,16 +1,74 @@
 """Folders of this run and of earlier runs."""
 
+import os
 import zipfile
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytorch_lightning as pl
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from lightning_sgmcmc.files import free_name
+from lightning_sgmcmc.files import free_name, is_remote
 from lightning_sgmcmc.posterior.manifest import MANIFEST
+from lightning_sgmcmc.run.trainer import is_trial
 
 _EVALUATIONS: "WeakKeyDictionary[pl.Trainer, tuple[Path, Path]]" = WeakKeyDictionary()
 """Of trainers that evaluate another run's samples: their folder, and the samples."""
+
+
+_STARTED_IN: "WeakKeyDictionary[pl.Trainer, Path]" = WeakKeyDictionary()
+"""The working folders in which trainers began to run, to which relative paths refer."""
+OF_A_TRAINER = ("_default_root_dir",)
+OF_A_LOGGER = ("_root_dir", "_save_dir")
+OF_AN_EXPERIMENT = ("log_dir", "metrics_file_path")
+"""Attributes of Lightning's objects that may be relative paths; its checkpoint callbacks' `dirpath` follows them."""
+
+
+def settle_folders(trainer: pl.Trainer) -> None:
+    """Make a trainer's relative folders absolute when it begins, so that a later `os.chdir` changes nothing.
+
+    It warns if the run's folder is not on a local disk.
+    """
+    _STARTED_IN[trainer] = Path.cwd()
+    _make_absolute(vars(trainer), OF_A_TRAINER)
+    for logger in trainer.loggers:
+        _make_absolute(vars(logger), OF_A_LOGGER)
+        _make_absolute(vars(logger).get("_wandb_init"), ("dir",))
+        _make_absolute(getattr(vars(logger).get("_experiment"), "__dict__", None), OF_AN_EXPERIMENT)
+    for callback in trainer.checkpoint_callbacks:
+        _make_absolute(vars(callback), ("dirpath",))
+    remote = remote_root(trainer)
+    if remote is not None and not is_trial(trainer):
+        rank_zero_warn(
+            f"The run's folder is in {remote}, not on a local disk. Checkpoints and the logger's own files go there; "
+            f"samples, results and pictures are written below {_STARTED_IN[trainer] / 'sgmcmc'}: copy them afterwards, "
+            "or pass a local default_root_dir or save_dir."
+        )
+
+
+def _make_absolute(attributes: dict[str, Any] | None, names: tuple[str, ...]) -> None:
+    for name in names if attributes is not None else ():
+        value = attributes.get(name)
+        local = str(value).removeprefix("file://")
+        if isinstance(value, str | Path) and local[:1] not in ("", "~", "$") and not is_remote(local):
+            attributes[name] = type(value)(os.path.abspath(local))
+
+
+def remote_root(trainer: pl.Trainer) -> str | None:
+    """Return the address of the folder of this trainer's runs if it is not on a local disk (`s3://…`), else None."""
+    folder = next((logger.save_dir for logger in trainer.loggers[:1]), None) or trainer.default_root_dir
+    return str(folder) if is_remote(folder) else None
+
+
+def _folder_of(trainer: pl.Trainer) -> str:
+    for logger in trainer.loggers[:1]:
+        own = getattr(logger, "log_dir", None)
+        if isinstance(own, str | Path):
+            return str(own)
+        parts = [str(part) for part in (logger.name, logger.version) if part]
+        return os.path.join(str(logger.save_dir or trainer.default_root_dir), *parts)
+    return os.path.join(trainer.default_root_dir, "sgmcmc")
 
 
 def run_folder(trainer: pl.Trainer) -> Path:
@@ -18,18 +76,15 @@ def run_folder(trainer: pl.Trainer) -> Path:
 
     Loggers with one folder per run (CSV, TensorBoard) provide it; for others (W&B) it is built from `save_dir`, name
     and version. A trainer that evaluates another run's samples has a folder in that run's (see `evaluate_beside`).
+    It is absolute. That of a run whose folder is not on a local disk (`s3://bucket/run`) is `sgmcmc/bucket/run`.
     """
     if trainer in _EVALUATIONS:
         return Path(trainer.strategy.broadcast(str(_EVALUATIONS[trainer][0])))
-    folder = Path(trainer.default_root_dir, "sgmcmc")
-    for logger in trainer.loggers[:1]:
-        own = getattr(logger, "log_dir", None)
-        if isinstance(own, str | Path):
-            folder = Path(own)
-        else:
-            parts = [str(part) for part in (logger.name, logger.version) if part]
-            folder = Path(logger.save_dir or trainer.default_root_dir, *parts)
-    return Path(trainer.strategy.broadcast(str(folder)))
+    folder = _folder_of(trainer).removeprefix("file://")
+    if is_remote(folder):
+        parts = folder.partition("://")[2].replace("..", "").split("/")
+        folder = os.path.join("sgmcmc", *(part for part in parts if part))
+    return Path(trainer.strategy.broadcast(os.path.join(_STARTED_IN.get(trainer) or Path.cwd(), folder)))
 
 
 def newest_store(trainer: pl.Trainer) -> Path | None:

@@ -1,9 +1,9 @@
 """SIGTERM and Ctrl-C: finish the current step, save a checkpoint, and exit."""
 
+import os
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -153,7 +153,7 @@ class Interruption:
         if folder is None or not whole or not alone:
             rank_zero_info(f"Interrupted at step {trainer.global_step}: {describe_checkpoint(trainer)}.")
             return
-        path = Path(folder) / FILE_NAME
+        path = os.path.join(folder, FILE_NAME)
         try:
             trainer.save_checkpoint(path)
         except (OSError, NonFiniteEnergyError) as error:

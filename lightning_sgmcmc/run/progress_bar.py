@@ -66,6 +66,9 @@ class SamplingProgress(pl.Callback):
         if stage == "fit" and bar is not None:
             _restore(bar)
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
+
     def items(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
         """Return the progress bar's entries for the current step; NLL and temperature are means over chains."""
         chains, sampler = chains_of(module), sampler_of(module)

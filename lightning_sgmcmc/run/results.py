@@ -3,10 +3,13 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.files import free_name, read_regular, write_output
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 RESULTS, TABLE = "results.json", "table.md"
 OPTIMIZED = "states of an optimization (temperature 0)"
@@ -62,6 +65,13 @@ def keep_earlier_results(folder: Path, results: Mapping[str, Any]) -> None:
         path = folder / name
         if path.exists():
             path.rename(free_name(path.with_stem(f"{path.stem}-{earlier.get('stage', 'run')}")))
+
+
+def plain_console() -> "Console":
+    """Return the terminal for tables: rich would read names of metrics and folders, such as "top1[/5]", as markup."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False)
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

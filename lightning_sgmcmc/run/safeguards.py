@@ -12,7 +12,7 @@ from lightning_sgmcmc.chains.samples import draw_samples
 from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
 from lightning_sgmcmc.chains.weights import DataWeights
-from lightning_sgmcmc.run.checkpoints import keep_constructor_arguments, protect_checkpoints
+from lightning_sgmcmc.run.checkpoints import clean_checkpoints, keep_constructor_arguments, protect_checkpoints
 from lightning_sgmcmc.run.checks import (
     check_data,
     check_own_prior,
@@ -79,6 +79,7 @@ class Safeguards(pl.Callback):
             check_run(trainer, pl_module)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        clean_checkpoints(trainer)
         self._scales = begin_scales(chains_of(pl_module), sampler_of(pl_module))
         if is_finished(trainer) and trainer.global_step > 0:
             rank_zero_warn(
@@ -185,9 +186,7 @@ class Safeguards(pl.Callback):
         self._pulse.busy = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        restore(trainer)
-        self._end_watch(well=True)
-        self._interruption.end(well=True)
+        self._stop_watching(trainer, well=True)  # all ranks together, before one of them may fail
         if self._guard is not None:
             self._guard.finish()
         progress = chains_of(pl_module).progress
@@ -195,29 +194,38 @@ class Safeguards(pl.Callback):
             updates = sampler_of(pl_module).step_count
             why = why_without_samples(trainer, progress, updates)
             rank_zero_warn(f"The fit ended without a posterior sample: {why}.")
-        self._release(pl_module)
+        self._end(trainer, pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._pulse.busy = True
         restore(trainer)
         self._interruption.save(trainer, exception)
-        self._end_watch(well=False)
-        self._interruption.end()
-        self._release(pl_module)
+        self._end(trainer, pl_module)
 
-    def _end_watch(self, well: bool) -> None:
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._end(trainer, pl_module)  # a fit that Lightning's tuner has left calls no other hook
+
+    def _stop_watching(self, trainer: pl.Trainer, well: bool) -> None:
+        restore(trainer)
         if self._watch is not None:
             self._watch.end(well)
         self._watch = None
+        self._interruption.end(well)
 
-    def _release(self, pl_module: pl.LightningModule) -> None:
-        """Drop the trainer, so that the module can be copied and pickled."""
+    def _end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave trainer, process and module as plain Lightning does, however the fit ends; a second call does nothing.
+
+        The module drops the trainer, so that it can be copied and pickled.
+        """
+        self._stop_watching(trainer, well=False)
         if self._sampler is not None:
             self._sampler.guard = None
         chains_of(pl_module).unflatten(self._sampler)
         if self._scales is not None:
             self._scales.release()
-        self._shown = None if self._weights is None else self._weights.state_dict()
+        if self._weights is not None:
+            self._shown = self._weights.state_dict()
         self._guard = self._sampler = self._scales = self._weights = None
         self._convolutions.end()
         chains_of(pl_module).end_energies()

@@ -9,7 +9,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sgmcmc.chains.sample import SampleRecord
-from lightning_sgmcmc.files import is_regular
+from lightning_sgmcmc.files import flush_folder, is_regular, remove_left_over
 from lightning_sgmcmc.posterior.aside import aside_folders, next_aside
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.lock import StoreLock
@@ -38,12 +38,14 @@ def begin_store(
         the lock that keeps other processes out.
 
     Raises:
-        RuntimeError: if another process writes there.
+        InUseError: if another fit writes there.
     """
     lock = StoreLock(path)
+    remove_left_over(path)
     if (path / MANIFEST).exists():
         aside = next_aside(path)
         path.rename(aside)
+        flush_folder(path.parent)
         rank_zero_info(f"The samples of an earlier run in {path} were moved to {aside}")
         lock.release()
         lock = StoreLock(path)
@@ -107,9 +109,10 @@ def continue_store(path: Path, saved: dict[str, Any]) -> StoreLock:
         the lock that keeps other processes out.
 
     Raises:
-        RuntimeError: if another process writes there.
+        InUseError: if another fit writes there.
     """
     lock = StoreLock(path)
+    remove_left_over(path)
     store = DiskStore(path)
     aside = store.set_aside(_records_of(saved, store))
     if aside is not None:

@@ -1,16 +1,20 @@
 """RunSummary through the trainer: five sentences, rows of single samples and cycles, and the name of the run."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import torchmetrics
+from pytorch_lightning.loggers import CSVLogger
 
 from lightning_sgmcmc.callbacks import (
     BayesianModelAverage,
     ChainHealth,
     CyclicalSchedule,
+    PosteriorDashboard,
     RunSummary,
     SampleCollector,
     SamplingSchedule,
@@ -66,3 +70,44 @@ def test_one_sample_of_an_optimization_without_health(capsys: pytest.CaptureFixt
     assert said["gain"] == "There is one sample, so the model average is that sample."
     assert said["sampled"].startswith("Sampled the posterior? No, this is a snapshot ensemble")
     assert said["next"] == "Next: compare this baseline with a run that samples, by sgmcmc compare."
+
+
+NAMES_LIKE_MARKUP = (
+    "a[/b]c",
+    "top1[/5]",
+    "[red]",
+    "[link=x]y",
+    ":fire:",
+    "$\\frac$",
+    "a$b$",
+    "[bold",
+    "\\[a]",
+    "%s {0}",
+)
+
+
+@pytest.mark.parametrize("folder", ["run", "a[/b]c", "[red]x", "$\\frac$"])
+def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str], folder: str) -> None:
+    """Rich would read brackets and colons as markup, and matplotlib dollars as formulas."""
+    names = NAMES_LIKE_MARKUP if folder == "run" else ()
+    metrics = {name: torchmetrics.Accuracy("multiclass", num_classes=2) for name in names}
+    train, val = loaders()
+    trainer = quiet_trainer(
+        max_epochs=2,
+        callbacks=[
+            SamplingSchedule(every_n_steps=4),
+            SampleCollector(),
+            BayesianModelAverage(metrics=metrics),
+            PosteriorDashboard(every="end", figures=["running"]),
+            RunSummary(name=folder),
+        ],
+        logger=CSVLogger(".", name=folder),
+    )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(classifier(), train, val)
+    assert not [str(w.message) for w in said if "could not draw" in str(w.message)]
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names)
+    assert folder in "".join(line.strip() for line in printed.splitlines())
+    assert Path(folder, "version_0", "results.json").exists()

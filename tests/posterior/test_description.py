@@ -1,8 +1,12 @@
 """Networks as plain data and back."""
 
 import copy
+import cProfile
 import functools
 import json
+import pstats
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +14,13 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from lightning_sgmcmc import BayesianModule, Bernoulli, Categorical, Gaussian, GaussianPrior
+from lightning_sgmcmc import BayesianModule, Bernoulli, Categorical, Gaussian, GaussianPrior, Posterior
+from lightning_sgmcmc.callbacks import SampleCollector
+from lightning_sgmcmc.posterior import description
 from lightning_sgmcmc.posterior.description import NotDescribableError, build, describe
 from lightning_sgmcmc.samplers import SGHMC
+from tests.support.recorders import Each
+from tests.support.small_run import fit_every_step, module, tensors
 
 
 def mlp() -> nn.Module:
@@ -319,3 +327,58 @@ def test_only_torch_modules_are_built(path: str, message: str) -> None:
     """A manifest names classes; nothing but a module is ever called."""
     with pytest.raises(NotDescribableError, match=message):
         build({"class": path, "arguments": {"command": "false"}})
+
+
+def test_a_network_with_endlessly_many_parts_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(description, "MOST_PARTS", 10_000)
+    endless = {"class": "torch.nn.modules.transformer:Transformer", "arguments": {"num_encoder_layers": 10**9}}
+    with torch.device("meta"), pytest.raises(NotDescribableError, match="too many parts"):
+        build(endless)
+
+
+def test_a_users_profiler_counts_on(tmp_path: Path) -> None:
+    """`cProfile`, coverage and debuggers are Python's hooks; a fit and a load in their midst leave them alone."""
+    hooks: list[Any] = []
+
+    def after(*_: Any) -> int:
+        hooks.append(sys.getprofile())
+        counted()
+        return 0
+
+    def counted() -> None:
+        """What the profile should have."""
+
+    profile = cProfile.Profile()
+    profile.enable()
+    before = sys.getprofile()
+    fit_every_step(module(), SampleCollector(tmp_path), Each("on_train_batch_end", after))
+    posterior = Posterior.load(tmp_path)
+    posterior.predict(tensors()[0])
+    counted()
+    assert sys.getprofile() is before
+    profile.disable()
+    assert all(hook is before for hook in hooks)
+    calls = {name: count for (_, _, name), (count, *_) in pstats.Stats(profile).stats.items()}  # type: ignore[attr-defined]
+    assert calls["counted"] == len(hooks) + 1 == 7
+
+
+@pytest.mark.parametrize("set_hook", ["setprofile", "settrace"])
+def test_python_hooks_of_the_user_stay(tmp_path: Path, set_hook: str) -> None:
+    calls: list[str] = []
+
+    def hook(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "fit_loop_of_the_test":
+            calls.append(event)
+
+    def fit_loop_of_the_test(*_: Any) -> int:
+        return 0
+
+    before = getattr(sys, set_hook.replace("set", "get"))()
+    getattr(sys, set_hook)(hook)
+    try:
+        fit_every_step(module(), SampleCollector(tmp_path), Each("on_train_batch_end", fit_loop_of_the_test))
+        Posterior.load(tmp_path)
+        fit_loop_of_the_test()
+    finally:
+        getattr(sys, set_hook)(before)
+    assert len(calls) == 7

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,18 @@ def test_a_store_that_is_gone_on_resume(tmp_path: Path) -> None:
     (tmp_path / "samples").rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=r"checkpoint refers to 4 samples in .*, which holds 0: restore the folder"):
         fit(tmp_path, ckpt_path="last")
+
+
+def test_a_store_that_is_deleted_in_mid_fit(tmp_path: Path) -> None:
+    """The sentence does not speak of samples that are complete."""
+
+    def delete(trainer: pl.Trainer, *_: Any) -> int:
+        if trainer.global_step == 5:
+            shutil.rmtree(tmp_path / "samples")
+        return 0
+
+    with pytest.raises(OSError, match=r"step 6 could not be written to .*deleted, with the 2 earlier.*a new run"):
+        fit(tmp_path, Each("on_train_batch_end", delete))
 
 
 class FailAt(pl.Callback):

@@ -144,6 +144,6 @@ def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest
     def refuse(*arguments: Any) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(lock.fcntl, "lockf", refuse)
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
     with pytest.warns(UserWarning, match="cannot be locked .No locks available.*start only one run in this folder"):
         lock.StoreLock(tmp_path).release()
