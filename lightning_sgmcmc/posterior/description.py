@@ -20,7 +20,7 @@ from torch import nn
 from lightning_sgmcmc.chains.stateless import network_state
 from lightning_sgmcmc.expansion import collapse
 from lightning_sgmcmc.model import EnergyModel
-from lightning_sgmcmc.posterior.classes import NotDescribableError, find_module_class, path_of
+from lightning_sgmcmc.posterior.classes import NotDescribableError, check_texts, find_module_class, path_of
 from lightning_sgmcmc.posterior.hugging_face import (
     build_adapted,
     build_transformer,
@@ -100,6 +100,11 @@ def description_for_store(model: EnergyModel) -> Any:
                 "The network's class is defined in the running script, so another program can only load the samples "
                 f"with Posterior.load(path, {argument}=…): move the class to a module that both programs import."
             )
+        try:
+            with torch.device("meta"):
+                build(description)
+        except NotDescribableError as error:
+            rank_zero_warn(f"Posterior.load(path) will ask whether you trust the folder of this run's samples: {error}")
         return description
     argument = "model" if description is None else "net"
     rank_zero_warn(
@@ -122,7 +127,7 @@ def build(description: Any, net: nn.Module | None = None, trust: bool = False) -
         NotDescribableError: if a named class cannot be found or is not a torch module, its constructor refuses the
             arguments, or a network is missing.
     """
-    import_named(description)  # importing them takes as many calls as building a network
+    import_named(description, trust)  # importing them takes as many calls as building a network
     try:
         with _few_calls():
             if net is None:
@@ -131,7 +136,10 @@ def build(description: Any, net: nn.Module | None = None, trust: bool = False) -
             if "net" not in arguments:
                 raise NotDescribableError("the model that sampled has no argument net: pass model=…")
             rest = {name: _build(value, trust) for name, value in arguments.items() if name != "net"}
-            return find_module_class(description["class"], trust)(**rest, net=net)
+            cls = find_module_class(description["class"], trust)
+            if not trust:
+                check_texts(cls, rest)
+            return cls(**rest, net=net)
     except NotDescribableError:
         raise
     except Exception as error:  # whatever a constructor raises for arguments that it does not know
@@ -151,7 +159,7 @@ def _build(description: Any, trust: bool) -> Any:
     if "peft" in description:
         return build_adapted(description, lambda network: _build(network, trust))
     if "config" in description:
-        return build_transformer(description)
+        return build_transformer(description, trust)
     if "replaced" in description:
         network = build_by(find_builder(description["class"]), description["arguments"])
         for name, part in description["replaced"].items():
@@ -162,6 +170,8 @@ def _build(description: Any, trust: bool) -> Any:
         return cls(OrderedDict((name, _build(child, trust)) for name, child in description["children"]))
     arguments = {name: _build(argument, trust) for name, argument in description["arguments"].items()}
     _check_numbers(cls, arguments)
+    if not trust:
+        check_texts(cls, arguments)
     return cls(**arguments)
 
 
@@ -286,7 +296,7 @@ def _arguments_of(module: nn.Module) -> dict[str, Any]:
 def _check_rebuilds(module: nn.Module, description: dict[str, Any]) -> None:
     try:
         with torch.device("meta"):  # uses neither memory nor random numbers
-            twin = build(description)
+            twin = build(description, trust=True)  # this program has just made it
     except Exception as error:
         raise NotDescribableError(f"{type(module).__name__} cannot be rebuilt from its arguments: {error}") from error
     if _outline(module) != _outline(twin):
