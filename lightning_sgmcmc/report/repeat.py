@@ -6,6 +6,7 @@ from lightning_sgmcmc.report import html_page
 from lightning_sgmcmc.report.html_page import folded, paragraph, preformatted
 from lightning_sgmcmc.report.results import plain_settings
 from lightning_sgmcmc.report.run_record import RunRecord
+from lightning_sgmcmc.secrecy import text_without_secrets
 
 CONFIG = "config.yaml"
 VERSION = "version."
@@ -45,4 +46,4 @@ def repeat(run: RunRecord) -> str:
 
 
 def _text(value: Any) -> str | None:
-    return str(value)[:LONGEST] if isinstance(value, str | int | float) else None
+    return text_without_secrets(str(value)[:LONGEST]) if isinstance(value, str | int | float) else None

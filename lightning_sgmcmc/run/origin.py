@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lightning_sgmcmc.secrecy import without_secrets
+
 PACKAGES = ("lightning-sgmcmc", "torch", "pytorch-lightning")
 INERT = re.compile(
     r"core\.(repositoryformatversion|filemode|bare|logallrefupdates|ignorecase|precomposeunicode|symlinks|autocrlf|eol)"
@@ -32,7 +34,7 @@ def origin_of_run() -> dict[str, Any]:
     program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "command": shlex.join([program, *sys.argv[1:]]),
+        "command": shlex.join([program, *without_secrets(sys.argv[1:])]),
         "commit": commit(),
         "versions": versions((*PACKAGES, "numpy")),
         "platform": f"{platform.system()} {platform.machine()}",

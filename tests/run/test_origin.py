@@ -4,10 +4,19 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pytorch_lightning.loggers import CSVLogger
+from torch import nn
 
+from lightning_sgmcmc import BayesianModule, Categorical
+from lightning_sgmcmc.callbacks import BayesianModelAverage, RunSummary, SampleCollector, SamplingSchedule
+from lightning_sgmcmc.report.page import write_report
 from lightning_sgmcmc.run import origin
+from lightning_sgmcmc.secrecy import MASK, without_secrets
+from tests.support import small_run
+from tests.support.trainers import quiet_trainer
 
 Change = Callable[[Path, str], None]
 
@@ -77,7 +86,9 @@ def lazy(folder: Path, program: str) -> None:
     for name, value in (("url", str(folder)), ("promisor", "true"), ("uploadpack", program)):
         git(folder, "config", f"remote.origin.{name}", value)
     git(folder, "config", "extensions.partialClone", "origin")
-    tree = subprocess.run(["git", "rev-parse", "HEAD^{tree}"], cwd=folder, capture_output=True, text=True).stdout.strip()
+    tree = subprocess.run(
+        ["git", "rev-parse", "HEAD^{tree}"], cwd=folder, capture_output=True, text=True
+    ).stdout.strip()
     (folder / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
     git(folder, "config", "core.repositoryFormatVersion", "1")
 
@@ -103,7 +114,9 @@ CHANGES: dict[str, Change] = {
     "process": setting("filter.x.process", attributes="* filter=x\n"),
     "smudge and required": setting("filter.x.smudge", "filter.x.clean", attributes="*.txt filter=x\n"),
     "diff": setting("diff.external", "diff.x.command", "diff.x.textconv", attributes="* diff=x\n"),
-    "ssh, pager, editor, askpass": setting("core.sshCommand", "core.pager", "core.editor", "core.askPass", "pager.status"),
+    "ssh, pager, editor, askpass": setting(
+        "core.sshCommand", "core.pager", "core.editor", "core.askPass", "pager.status"
+    ),
     "alias": setting("alias.status", "alias.rev-parse", "alias.config"),
     "gitProxy and credential": setting("core.gitProxy", "credential.helper", "gpg.program"),
     "hooks": hooks,
@@ -157,3 +170,78 @@ def test_changes_are_named(repository: Path, tmp_path: Path) -> None:
     git(repository, "config", "filter.lfs.clean", "git-lfs clean -- %f")
     assert origin.commit(repository) == f"{head}, changes not looked for"
     assert origin.commit(tmp_path) is None
+
+
+# -- secrets ----------------------------------------------------------------------------------------------------------
+
+SECRET = "s3cr3tABC"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [f"--api_key={SECRET}"],
+        ["--token", SECRET],
+        [f"--trainer.logger.init_args.apiKey={SECRET}"],
+        ["--password", SECRET, "--lr", "0.1"],
+        [f"--db-password=has a space {SECRET}"],
+        [f"+hf_token={SECRET}"],
+        [f"WANDB_API_KEY={SECRET}"],
+        [f"--url=https://me:{SECRET}@host/data"],
+        [f"https://{SECRET}@host/x.git"],
+        [f"--data=https://host/f?key={SECRET}&size=2"],
+        [f"s3://bucket/f?X-Amz-Signature={SECRET}"],
+        ["--header", f"Authorization: Bearer {SECRET}"],
+        [f"--logger={{api_key: {SECRET}, name: a}}"],
+        ["--logger", f'{{"client_secret": "{SECRET}"}}'],
+        ["--x", f"hf_{SECRET}ABCDEFGHIJKL"],
+        ["-password", SECRET],
+    ],
+)
+def test_a_secret_of_the_command_line_is_masked(arguments: list[str]) -> None:
+    kept = without_secrets(arguments)
+    assert SECRET not in " ".join(kept)
+    assert MASK in " ".join(kept)
+    assert len(kept) == len(arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--num_tokens", "512", "--max_tokens=5", "--tokenizer", "bert-base", "--pad_token", "<pad>"],
+        ["--sort_key", "name", "--keys=a", "--monkey", "3", "--mask_token=[MASK]"],
+        ["fit", "--config", "a.yaml", "--model.lr=0.1", "--data=~/data", "x=1", "C:\\data", "https://host/a?size=2"],
+        ["--use_auth_token", "--lr", "0.1"],
+    ],
+)
+def test_other_arguments_stay(arguments: list[str]) -> None:
+    assert without_secrets(arguments) == arguments
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_file_of_a_run_has_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a fit with a logger and a report; `api_key` is also an argument of the user's module."""
+    monkeypatch.setattr("sys.argv", ["train.py", f"--api_key={SECRET}", "--data", "x"])
+    monkeypatch.setenv("TOKEN", SECRET)
+    origin.origin_of_run.cache_clear()
+    module = Own(api_key=SECRET, net=nn.Linear(2, 2), likelihood=Categorical(), lr=0.01)
+    callbacks = [SamplingSchedule(every_n_steps=1), SampleCollector(), BayesianModelAverage(), RunSummary()]
+    trainer = quiet_trainer(max_steps=2, callbacks=callbacks, logger=CSVLogger(tmp_path))
+    trainer.fit(module, small_run.loader(), small_run.loader())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    origin.origin_of_run.cache_clear()
+    (results,) = tmp_path.rglob("results.json")
+    (results.parent / "config.yaml").write_text(f"model: {{api_key: {SECRET}}}\nlr: 0.1\n")
+    page = write_report(results.parent).read_text()
+    assert "train.py --api_key=HIDDEN --data x" in page
+    assert "lr: 0.1" in page
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    assert [file.name for file in files] == ["config.yaml"]
+
+
+class Own(BayesianModule):
+    """A user's module with a secret among its arguments."""
+
+    def __init__(self, api_key: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.api_key = api_key
