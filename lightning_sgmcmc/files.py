@@ -1,11 +1,15 @@
 """Reading and atomic writing of files, and file sizes for messages."""
 
 import errno
+import json
 import os
 import shutil
 import stat
 from pathlib import Path
 from typing import Any
+
+LONGEST_INTEGER = 20
+"""Characters of an integer of 64 bits."""
 
 
 def megabytes(count: int) -> str:
@@ -54,6 +58,25 @@ def read_regular(path: Path, limit: int | None = None) -> bytes:
     """Return the content of a file; see `check_regular`."""
     check_regular(path, limit)
     return path.read_bytes()
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return the value of a JSON document that may come from anywhere.
+
+    Raises:
+        ValueError: in one sentence, if it is none, is nested too deeply, or has an integer of more than 64 bits, which
+            neither a tensor nor a float may hold.
+    """
+    try:
+        return json.loads(content, parse_int=_parse_integer)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _parse_integer(text: str) -> int:
+    if len(text) > LONGEST_INTEGER:
+        raise ValueError(f"it has a number of {len(text)} digits, {text[:10]}…, and integers have at most 64 bits")
+    return int(text)
 
 
 def write_atomically(path: Path, content: bytes | memoryview, durable: bool = True) -> None:

@@ -38,9 +38,12 @@ from lightning_sgmcmc.posterior.vision import (
     replace_part,
 )
 from lightning_sgmcmc.priors.state import is_prior_state
+from lightning_sgmcmc.secrecy import MASK, is_secret
 
 MISSING = "missing"
 """Key of a network that is not described; its value is the reason."""
+MOST_CHAINS = 2**20
+"""Largest number of chains of a described model, each of which takes memory when it is rebuilt."""
 MOST_CALLS = 10_000_000
 """Largest number of calls and returns that rebuilding a network may take; a network of 1,000 layers takes about 10⁶."""
 
@@ -79,7 +82,7 @@ def describe_model(model: nn.Module) -> tuple[Any, str | None]:
     if not isinstance(recorded.get("net"), nn.Module):
         return None, reason
     try:
-        arguments = {name: describe(value) for name, value in recorded.items() if name != "net"}
+        arguments = _described({name: value for name, value in recorded.items() if name != "net"})
         return {"class": path_of(type(model)), "arguments": arguments | {"net": {MISSING: reason}}}, reason
     except NotDescribableError as error:
         return None, str(error)
@@ -137,6 +140,7 @@ def build(description: Any, net: nn.Module | None = None, trust: bool = False) -
                 raise NotDescribableError("the model that sampled has no argument net: pass model=…")
             rest = {name: _build(value, trust) for name, value in arguments.items() if name != "net"}
             cls = find_module_class(description["class"], trust)
+            _check_chains(rest)
             if not trust:
                 check_texts(cls, rest)
             return cls(**rest, net=net)
@@ -170,9 +174,18 @@ def _build(description: Any, trust: bool) -> Any:
         return cls(OrderedDict((name, _build(child, trust)) for name, child in description["children"]))
     arguments = {name: _build(argument, trust) for name, argument in description["arguments"].items()}
     _check_numbers(cls, arguments)
+    _check_chains(arguments)
     if not trust:
         check_texts(cls, arguments)
     return cls(**arguments)
+
+
+def _check_chains(arguments: Mapping[str, Any]) -> None:
+    count = arguments.get("num_chains")
+    if isinstance(count, int) and count > MOST_CHAINS:
+        raise NotDescribableError(
+            f"the store has num_chains={str(count)[:20]}, more than {MOST_CHAINS:,}: pass model=…"
+        )
 
 
 def _check_numbers(cls: type[nn.Module], arguments: Mapping[str, Any]) -> None:
@@ -275,7 +288,7 @@ def _describe_module(module: nn.Module) -> dict[str, Any]:
 def _arguments_of(module: nn.Module) -> dict[str, Any]:
     recorded = getattr(module, "recorded_arguments", None)
     if recorded is not None:
-        return {name: describe(value) for name, value in recorded().items()}
+        return _described(recorded())
     arguments: dict[str, Any] = {}
     if type(module).__init__ is nn.Module.__init__ or type(module) is nn.Identity:
         return arguments
@@ -291,6 +304,12 @@ def _arguments_of(module: nn.Module) -> dict[str, Any]:
             value = value is not None  # such as the `bias` of a linear layer
         arguments[parameter.name] = describe(value)
     return arguments
+
+
+def _described(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return described arguments; a secret's text is replaced, since no network depends on it."""
+    hidden = {name for name, value in arguments.items() if isinstance(value, str) and is_secret(name)}
+    return {name: MASK if name in hidden else describe(value) for name, value in arguments.items()}
 
 
 def _check_rebuilds(module: nn.Module, description: dict[str, Any]) -> None:

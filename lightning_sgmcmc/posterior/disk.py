@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
 from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord
 from lightning_sgmcmc.contour.learned import LearnedContour
-from lightning_sgmcmc.files import check_regular, is_regular, read_regular, write_atomically
+from lightning_sgmcmc.files import is_regular, read_regular, write_atomically
 from lightning_sgmcmc.posterior.aside import fill_aside, next_aside, place_of
 from lightning_sgmcmc.posterior.lock import unusable
 from lightning_sgmcmc.posterior.manifest import (
@@ -27,7 +27,7 @@ from lightning_sgmcmc.posterior.manifest import (
     with_own_constants,
     write_manifest,
 )
-from lightning_sgmcmc.posterior.sample_file import in_order, read_sample_file, verify_content
+from lightning_sgmcmc.posterior.sample_file import in_order, opened, read_sample_file, verify_content
 from lightning_sgmcmc.posterior.shared_file import SHARED, read_shared, shared_shapes, write_shared
 from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.posterior.writing import wait_for_writers, write_sample
@@ -259,8 +259,7 @@ class DiskStore(SampleStore):
     def _open(self, index: int) -> Iterator[Any]:
         path = place_of(self.path, self.records[index])
         try:
-            check_regular(path)
-            with safe_open(path, framework="pt") as file:
+            with opened(path) as file:
                 yield file
         except (OSError, SafetensorError, KeyError, TypeError) as error:
             raise ValueError(f"the sample file {path} is missing or damaged: {error}") from error

@@ -17,19 +17,18 @@ from lightning_sgmcmc.chains.stateless import state_of
 from lightning_sgmcmc.posterior.classes import TRUST, NotDescribableError, find, path_of, texts_of
 
 PACKAGE = "transformers.models."
-FAMILIES = frozenset(
-    """
-    albert audio_spectrogram_transformer bart beit bert bert_generation big_bird biogpt bit blenderbot blenderbot_small
-    bloom camembert canine clip codegen cohere convbert convnext convnextv2 ctrl cvt deberta deberta_v2 deit dinov2
-    distilbert efficientnet electra ernie falcon fnet funnel gemma gemma2 glm gpt2 gpt_bigcode gpt_neo gpt_neox gptj
-    granite ibert imagegpt layoutlm led levit llama longformer longt5 luke m2m_100 marian mbart megatron_bert mistral
-    mixtral mobilebert mobilenet_v1 mobilenet_v2 mobilevit mobilevitv2 modernbert modernbert_decoder mpnet mpt mt5
-    nomic_bert nystromformer olmo olmo2 openai opt pegasus persimmon phi phi3 poolformer pvt qwen2 qwen2_moe qwen3
-    regnet rembert resnet roberta roberta_prelayernorm roc_bert roformer segformer siglip smollm3 splinter squeezebert
-    stablelm starcoder2 swiftformer swin swinv2 switch_transformers t5 timesformer umt5 videomae vit vit_mae vit_msn
-    vivit whisper xglm xlm xlm_roberta xlm_roberta_xl xlnet xmod yolos
-    """.split()
-)
+_FAMILIES = """
+albert audio_spectrogram_transformer bart beit bert bert_generation big_bird biogpt bit blenderbot blenderbot_small
+bloom camembert canine clip codegen cohere convbert convnext convnextv2 ctrl cvt deberta deberta_v2 deit dinov2
+distilbert efficientnet electra ernie falcon fnet funnel gemma gemma2 glm gpt2 gpt_bigcode gpt_neo gpt_neox gptj
+granite ibert imagegpt layoutlm led levit llama longformer longt5 luke m2m_100 marian mbart megatron_bert mistral
+mixtral mobilebert mobilenet_v1 mobilenet_v2 mobilevit mobilevitv2 modernbert modernbert_decoder mpnet mpt mt5
+nomic_bert nystromformer olmo olmo2 openai opt pegasus persimmon phi phi3 poolformer pvt qwen2 qwen2_moe qwen3 regnet
+rembert resnet roberta roberta_prelayernorm roc_bert roformer segformer siglip smollm3 splinter squeezebert stablelm
+starcoder2 swiftformer swin swinv2 switch_transformers t5 timesformer umt5 videomae vit vit_mae vit_msn vivit whisper
+xglm xlm xlm_roberta xlm_roberta_xl xlnet xmod yolos
+"""
+FAMILIES = frozenset(_FAMILIES.split())
 """Architectures that a store may name: none of them builds another library's network, or one that a text names."""
 MODULE = re.compile(r"transformers\.models\.(\w+)\.(?:modeling|configuration)_\w+:\w+")
 MOST_LAYERS = 1_000

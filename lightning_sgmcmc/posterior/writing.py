@@ -36,11 +36,15 @@ def write_sample(folder: Path, sample: PosteriorSample, earlier: int) -> SampleR
         write_atomically(folder / name, content)
         add_line(folder / MANIFEST, line_of(record))
     except OSError as error:
+        is_there = (folder / MANIFEST).exists()
+        fate = (
+            "are complete: free space, and" if is_there else "were deleted or moved during the run: restore them, and"
+        )
         raise OSError(
             error.errno,
             f"the sample of step {sample.step} could not be written to {folder / name} "
             f"({megabytes(len(content))}): {error.strerror}{free_space(folder)}; the {earlier} earlier "
-            "samples are complete: free space, and resume from the last checkpoint",
+            f"samples {fate} resume from the last checkpoint",
         ) from error
     return record
 

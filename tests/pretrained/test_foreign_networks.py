@@ -122,8 +122,7 @@ LISTED: dict[str, tuple[str, dict[str, Any]]] = {
         "CLIPConfig",
         {
             "text_config": SMALL,
-            "vision_config": {k: v for k, v in SMALL.items() if k != "vocab_size"}
-            | {"image_size": 8, "patch_size": 4},
+            "vision_config": {k: v for k, v in SMALL.items() if k != "vocab_size"} | {"image_size": 8, "patch_size": 4},
         },
     ),
 }
