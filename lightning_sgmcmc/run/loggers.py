@@ -153,7 +153,10 @@ def log_table(
 
 def _inert(cell: Any) -> Any:
     """Return a cell that no spreadsheet takes for a formula, as names of metrics that begin with "=" are."""
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
+    if not isinstance(cell, str):
+        return cell
+    line = " ".join(cell.split())
+    return f"'{line}" if line.startswith(("=", "+", "-", "@")) else line
 
 
 def _log_object(logger: WandbLogger, name: str, value: Any, step: int) -> None:

@@ -217,7 +217,7 @@ def test_names_are_no_formulas_of_a_spreadsheet(name: str, tmp_path: Path) -> No
     (file,) = tmp_path.glob("*.csv")
     with open(file, newline="") as content:
         rows = list(csv.reader(content))
-    assert rows[1] == [f"'{name}", "-1.5"]
+    assert rows[1] == [f"'{name.strip()}", "-1.5"]
 
 
 @pytest.mark.parametrize("stage", ["a/b", "../x", None, 3, "\x00", "val"])
