@@ -26,6 +26,8 @@ ENTRIES: dict[str, dict[str, Any]] = {
     },
 }
 """Entries of callbacks in a checkpoint that are read without another check."""
+NEEDED = ("batches", "loaders", "samples", "skipped_steps", "best_model_path")
+"""Those that every version writes."""
 PLACE = "callbacks.ExactResume.place"
 """The entry of a checkpoint with the run's own counts."""
 
@@ -139,7 +141,9 @@ def check_entries(callback: str, saved: Any) -> None:
         raise ValueError(_damaged(f"callbacks.{name}", saved))
     for entry, kind in known.items():
         value = saved.get(entry)
-        if entry in saved and (not isinstance(value, kind) or (isinstance(value, int) and not 0 <= value < 2**62)):
+        if entry not in saved and entry not in NEEDED:
+            continue  # an earlier version's lacks some
+        if not isinstance(value, kind) or (isinstance(value, int) and not 0 <= value < 2**62):
             raise ValueError(_damaged(f"callbacks.{name}.{entry}", value))
 
 

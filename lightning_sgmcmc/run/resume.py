@@ -19,6 +19,7 @@ from lightning_sgmcmc.run.loop_counts import Place, check_entries, check_loops, 
 from lightning_sgmcmc.run.settings import (
     Settings,
     check_ranks,
+    check_saved,
     check_settings,
     differences,
     is_allowed,
@@ -301,6 +302,7 @@ class ExactResume(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._batches, self._positions = state_dict["batches"], state_dict["loaders"]
         self._saved_settings = state_dict.get("settings", {})
+        check_saved(self._saved_settings)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -58,7 +58,7 @@ def checked_state(
             "this state is not a sampler's: it has no step counter and no noise generators, so "
             f"{rule} cannot continue from it"
         )
-    _check_form(state, groups)
+    _check_form(state, rule, groups)
     saved: dict[str, Any] = state["sampler"]
     if saved["rule"] != rule:
         raise ValueError(f"this state is a {saved['rule']}'s, so {rule} cannot continue from it")
@@ -73,7 +73,7 @@ def checked_state(
     return saved
 
 
-def _check_form(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+def _check_form(state: Mapping[str, Any], rule: str, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError unless a saved state's entries have the types of a sampler's."""
     own, their_groups = state["sampler"], state.get("param_groups")
     noise = own.get("noise") if isinstance(own, dict) else None
@@ -87,7 +87,7 @@ def _check_form(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -
         wrong = "the state of its noise"
     elif not isinstance(their_groups, list) or not all(isinstance(group, dict) for group in their_groups):
         wrong = "its groups of parameters"
-    else:
+    elif own["rule"] == rule:
         for theirs, ours in zip(their_groups, groups, strict=False):
             names = [n for n, value in ours.items() if n != "params" and isinstance(value, int | float | Tensor)]
             odd = [n for n in names if n in theirs and not isinstance(theirs[n], int | float | Tensor)]

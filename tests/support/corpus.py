@@ -209,7 +209,10 @@ def json_changed(text: str, chooser: random.Random, outside: Path) -> str:
 
 def file_replaced(path: Path, chooser: random.Random, outside: Path) -> None:
     """Put something else than a file in a file's place."""
-    kind = chooser.choice(("link", "device", "pipe", "folder", "loop", "nothing", "dangling", "temporary", "sparse"))
+    kinds = ["device", "pipe", "folder", "loop", "nothing", "dangling", "temporary", "sparse"]
+    if path.suffix != ".ckpt":  # its path is an argument, and Lightning itself makes such links
+        kinds.append("link")
+    kind = chooser.choice(kinds)
     if kind == "temporary":  # where the library writes before it renames
         path.with_name(f".{path.name}.tmp").symlink_to(outside / "victim")
         return
@@ -296,7 +299,10 @@ def leaf_changed(path: Path, chooser: random.Random, outside: Path) -> None:
     if chooser.random() < 0.2:
         del owner[key]
     else:
-        plain = [value for value in odd_values(outside) if not isinstance(value, Raw)]
+        # torch.save itself takes no value as deep as the description of nested layers.
+        plain = [
+            v for v in odd_values(outside) if not isinstance(v, Raw) and not (isinstance(v, dict) and "children" in v)
+        ]
         owner[key] = chooser.choice([*plain, torch.zeros(2), torch.zeros(2, 3, 4), math.nan])
     torch.save(content, path)
 
