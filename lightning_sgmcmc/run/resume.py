@@ -318,7 +318,7 @@ class ExactResume(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        check_loops(checkpoint["loops"].get("fit_loop"), trainer.fit_loop.state_dict(), "loops.fit_loop")
+        check_loops(checkpoint.get("loops", {}).get("fit_loop"), trainer.fit_loop.state_dict(), "loops.fit_loop")
         saved: Mapping[str, Tensor] = checkpoint.get(ACCUMULATED, {})
         layout = chains_of(pl_module).layout
         self._accumulated = {name: layout.own_unreduced(tensor) for name, tensor in saved.items()}

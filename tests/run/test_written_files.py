@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sgmcmc import Categorical, NonFiniteEnergyError
 from lightning_sgmcmc.callbacks import BayesianModelAverage, PredictionWriter, SampleCollector
 from lightning_sgmcmc.cli.config_file import ConfigFile
+from lightning_sgmcmc.run.folder import run_folder
 from tests.support import small_run
 from tests.support.trainers import quiet_trainer
 
@@ -112,35 +113,40 @@ class Parser:
             file.write(self.text[2:])
 
 
+def trainer_in(folder: Path) -> pl.Trainer:
+    return pl.Trainer(default_root_dir=folder, logger=False, accelerator="cpu", enable_progress_bar=False)
+
+
 def written(folder: Path, parser: Parser) -> None:
     one = ConfigFile(parser, None)  # type: ignore[arg-type]
-    one._write(pl.Trainer(default_root_dir=folder, logger=False, accelerator="cpu", enable_progress_bar=False))
+    one._write(trainer_in(folder))
 
 
 def test_a_configuration_is_written_whole(tmp_path: Path) -> None:
-    parser = Parser()
+    parser, folder = Parser(), run_folder(trainer_in(tmp_path))
     written(tmp_path, parser)
     written(tmp_path, parser)
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
     parser.text = "a: 2\n"
     written(tmp_path, parser)
-    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    found = {path.name: path.read_text() for path in folder.iterdir()}
     assert found == {"config.yaml": "a: 2\n", "config-1.yaml": "a: 1\n"}
     parser.text, parser.fails = "a: 3\n", True
     with pytest.raises(OSError, match="disk full"):
         written(tmp_path, parser)
-    assert (tmp_path / "config.yaml").read_text() == "a: 2\n"
+    assert (folder / "config.yaml").read_text() == "a: 2\n"
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_a_configuration_follows_no_link(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    path = tmp_path / "run" / "config.yaml"
+    path = run_folder(trainer_in(tmp_path)) / "config.yaml"
+    path.parent.mkdir(parents=True)
     if kind == "pipe":
         os.mkfifo(path)
     else:
         path.symlink_to(tmp_path / "victim")
-    written(tmp_path / "run", Parser())
+    written(tmp_path, Parser())
+    assert path.is_file()
     assert path.read_text() == "a: 1\n"
     assert not (tmp_path / "victim").exists()
 
