@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_sgmcmc.chains.stateless import network_state
 from lightning_sgmcmc.expansion import collapse
+from lightning_sgmcmc.files import MASK, is_secret
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.classes import NotDescribableError, check_texts, find_module_class, path_of
 from lightning_sgmcmc.posterior.hugging_face import (
@@ -38,7 +39,6 @@ from lightning_sgmcmc.posterior.vision import (
     replace_part,
 )
 from lightning_sgmcmc.priors.state import is_prior_state
-from lightning_sgmcmc.secrecy import MASK, is_secret
 
 MISSING = "missing"
 """Key of a network that is not described; its value is the reason."""

@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from lightning_sgmcmc.files import text_without_secrets
 from lightning_sgmcmc.report import html_page
 from lightning_sgmcmc.report.html_page import folded, paragraph, preformatted
 from lightning_sgmcmc.report.results import plain_settings
 from lightning_sgmcmc.report.run_record import RunRecord
-from lightning_sgmcmc.secrecy import text_without_secrets
 
 CONFIG = "config.yaml"
 VERSION = "version."

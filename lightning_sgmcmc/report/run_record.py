@@ -8,12 +8,11 @@ from typing import Any
 
 from lightning_sgmcmc.chains.sample import SampleRecord
 from lightning_sgmcmc.diagnostics.health import HealthReport
-from lightning_sgmcmc.files import is_regular, parse_json, read_regular
+from lightning_sgmcmc.files import is_regular, parse_json, read_regular, text_without_secrets
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.run.folder import has_samples
 from lightning_sgmcmc.run.results import RESULTS
-from lightning_sgmcmc.secrecy import text_without_secrets
 
 HISTORY, HEALTH = "history.json", "health.json"
 MARKS = (RESULTS, HISTORY, HEALTH, f"samples/{MANIFEST}")

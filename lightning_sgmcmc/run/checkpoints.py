@@ -12,8 +12,7 @@ from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_fabric.utilities.cloud_io import _load as pl_load
 from lightning_fabric.utilities.cloud_io import get_filesystem
 
-from lightning_sgmcmc.files import check_regular, free_space, megabytes, write_atomically
-from lightning_sgmcmc.secrecy import is_secret
+from lightning_sgmcmc.files import check_regular, free_space, is_secret, megabytes, write_atomically
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

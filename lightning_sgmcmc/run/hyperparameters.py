@@ -9,13 +9,13 @@ from pytorch_lightning.core.saving import save_hparams_to_yaml
 from pytorch_lightning.loggers import TensorBoardLogger
 
 from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.files import MASK, is_secret, text_without_secrets
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.run.origin import versions
 from lightning_sgmcmc.run.results import markdown_table
 from lightning_sgmcmc.run.settings import Settings
 from lightning_sgmcmc.run.trainer import callbacks_of
-from lightning_sgmcmc.secrecy import MASK, is_secret, text_without_secrets
 
 
 def log_settings(trainer: pl.Trainer, model: EnergyModel, settings: Settings) -> None:

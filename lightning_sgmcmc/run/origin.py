@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lightning_sgmcmc.secrecy import without_secrets
+from lightning_sgmcmc.files import without_secrets
 
 PACKAGES = ("lightning-sgmcmc", "torch", "pytorch-lightning")
 INERT = re.compile(

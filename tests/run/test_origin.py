@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from torch import nn
 
 from lightning_sgmcmc import BayesianModule, Categorical
 from lightning_sgmcmc.callbacks import BayesianModelAverage, RunSummary, SampleCollector, SamplingSchedule
+from lightning_sgmcmc.files import MASK, text_without_secrets, without_secrets
 from lightning_sgmcmc.report.page import write_report
 from lightning_sgmcmc.run import origin
-from lightning_sgmcmc.secrecy import MASK, without_secrets
 from tests.support import small_run
 from tests.support.trainers import quiet_trainer
 
@@ -245,3 +246,12 @@ class Own(BayesianModule):
     def __init__(self, api_key: str, **options: Any) -> None:
         super().__init__(**options)
         self.api_key = api_key
+
+
+@pytest.mark.parametrize(
+    "text", ["a", "-", "- ", "token: ", "a ", "=", "://", "?sig=", "'password:", "hf_", "token  ", '"']
+)
+def test_a_long_text_takes_little_time(text: str) -> None:
+    start = time.process_time()
+    text_without_secrets(text * (2**18 // len(text)))
+    assert time.process_time() - start < 5
