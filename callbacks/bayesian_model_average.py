@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import pytorch_lightning as pl
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.utils._pytree import tree_leaves
 
 from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
@@ -23,6 +25,7 @@ from lightning_sgmcmc.evaluation.reference import Reference
 from lightning_sgmcmc.evaluation.scoring import Scorer, of_observed
 from lightning_sgmcmc.evaluation.stored_scores import StoredScores
 from lightning_sgmcmc.evaluation.user_metrics import UserMetrics
+from lightning_sgmcmc.files import megabytes
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.units import scaling_of_run
 from lightning_sgmcmc.run.early_stopping import PatientStopping
@@ -31,6 +34,8 @@ from lightning_sgmcmc.run.trainer import is_finished
 
 MONITORS = ("val/bma_", "val/single_", "val/chain_disagreement")
 """The beginnings of the names of the metrics that change with the samples only."""
+LARGE_STATE = 5 * 10**7
+"""Bytes of a checkpoint that the user hears of."""
 
 
 class BayesianModelAverage(SamplerCallback):
@@ -39,8 +44,9 @@ class BayesianModelAverage(SamplerCallback):
         p(y|x,D) ≈ Σ_j w_j·p(y|x,θ_j)
 
     Each sample is evaluated once, when it is drawn, on the validation data. The callback stores the running weighted
-    average of probabilities (in regression, of densities and moments), not the samples. `trainer.test` and
-    `trainer.validate` evaluate the samples that a `SampleCollector` stored. Metrics are logged as `val/bma_…`,
+    average of probabilities (in regression, of densities and moments), not the samples; checkpoints have it too.
+    `trainer.test` and `trainer.validate` evaluate the samples that a `SampleCollector` stored. Metrics are logged as
+    `val/bma_…`,
     `test/bma_…`, and the mean over single samples as `val/single_…`: accuracy, nll, brier, ece and entropy for
     classification; rmse, nll and the coverage of central 50 % and 90 % intervals for regression, in original units if
     the fit's datamodule has a `target_std`: the store has them, for loaders in a new program too.
@@ -109,6 +115,7 @@ class BayesianModelAverage(SamplerCallback):
         self.scores = scores
         self.reference = Reference(reference)
         self._averages: list[LoaderAverage] = []
+        self._told_size = False
         self._scorer: Scorer | None = None
         self._scores = DrawingScores()
         self._stopping = PatientStopping(MONITORS)
@@ -316,7 +323,15 @@ class BayesianModelAverage(SamplerCallback):
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return {"averages": [average.state_dict() for average in self._averages]}
+        state = {"averages": [average.state_dict() for average in self._averages]}
+        size = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
+        if size > LARGE_STATE and not self._told_size:
+            self._told_size = True
+            rank_zero_info(
+                f"BayesianModelAverage adds {megabytes(size)} to each checkpoint, its sums over the validation data: "
+                "validate on fewer data, or test after the fit."
+            )
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._averages = []

@@ -1,5 +1,6 @@
 """Writes the predictions of `trainer.predict` to a file."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from safetensors.torch import save_file
 
-from lightning_sgmcmc.files import free_name
+from lightning_sgmcmc.files import free_name, is_regular
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.predictions import ON_REQUEST, Prediction
 from lightning_sgmcmc.run.folder import run_folder
@@ -55,9 +56,12 @@ class PredictionWriter(BasePredictionWriter):
             tensors["index"] = torch.tensor(_flatten(batch_indices))
             name = f"predictions-rank-{trainer.global_rank}.safetensors"
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / name).exists():
+        if is_regular(folder / name):
             (folder / name).rename(free_name(folder / name))
-        save_file(tensors, folder / name)
+        temporary = folder / f".{name}.tmp"
+        temporary.unlink(missing_ok=True)
+        save_file(tensors, temporary)
+        os.replace(temporary, folder / name)  # a link there is replaced, not followed
         rank_zero_info(f"Predictions for {len(next(iter(tensors.values())))} data: {folder / name}")
 
 

@@ -144,7 +144,10 @@ class SampleCollector(SamplerCallback):
     def _resume(self, trainer: pl.Trainer, module: BayesianModule) -> None:
         assert self._restored is not None
         restored, self._restored = self._restored, None
-        self._seen = Counter(restored["seen"])
+        seen = restored.get("seen")
+        if not isinstance(seen, dict) or not all(isinstance(number, int) for pair in seen.items() for number in pair):
+            raise ValueError(f"the checkpoint's count of samples is damaged ({str(seen)[:80]}): resume from another")
+        self._seen = Counter(seen)
         if self.in_memory:
             self._store, shared = MemoryStore(), module.chains.sharing.tensors()
             for sample in restored["samples"]:

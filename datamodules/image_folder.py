@@ -2,8 +2,10 @@
 
 import functools
 import random
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,8 @@ from lightning_sgmcmc.datamodules.images import ImageDataModule, Resident
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 """Of files that are read as images, in lower case."""
+MOST_PIXELS = 2**25
+"""Of images that are decoded at the same time."""
 
 
 class ImageFolderDataModule(ImageDataModule):
@@ -29,7 +33,9 @@ class ImageFolderDataModule(ImageDataModule):
     validation part; otherwise a share of the training images is. Shares hold within each class.
 
     Images are cropped to a square around their centre, resized and kept as bytes, so all of them need
-    count·C·size² bytes of memory; for more, pass torchvision's `ImageFolder` to `DatasetDataModule`. They are
+    count·C·size² bytes of memory; for more, pass torchvision's `ImageFolder` to `DatasetDataModule`. While they are
+    read, those of at most 33 megapixels together are decoded at a time, some 0.3 GB, and larger ones one by one; one of
+    more than 179 megapixels is refused. They are
     normalised batch by batch, by each channel's mean and standard deviation over the training part. White is 65535 of
     16 bits and 1 of floats; files with 32-bit integers are refused. Files that do not
     end like an image (`.jpg`, `.png`, …) and hidden ones are ignored. `classes` and `num_classes` are known after
@@ -196,20 +202,44 @@ def read_images(paths: Iterable[Path], shape: tuple[int, int, int]) -> Tensor:
     """
     chosen = list(paths)
     images = np.empty((len(chosen), *shape), np.uint8)
+    room = _Room(MOST_PIXELS)
     with ThreadPoolExecutor() as pool:
-        for index, image in enumerate(pool.map(functools.partial(_read_image, shape=shape), chosen)):
+        for index, image in enumerate(pool.map(functools.partial(_read_image, shape=shape, room=room), chosen)):
             images[index] = image
     return torch.from_numpy(images)
 
 
-def _read_image(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
+class _Room:
+    """Pixels that threads may decode at the same time: a small file can hold a picture of any size."""
+
+    def __init__(self, size: int) -> None:
+        self._size = self._free = size
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, count: int) -> Iterator[None]:
+        """Wait until there is room for this many pixels; a larger picture takes all of it."""
+        count = min(count, self._size)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= count)
+            self._free -= count
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += count
+                self._changed.notify_all()
+
+
+def _read_image(path: Path, shape: tuple[int, int, int], room: _Room) -> np.ndarray:
     from PIL import Image, ImageOps
 
     channels, height, width = shape
     try:
-        with Image.open(path) as opened:
+        with Image.open(path) as opened, room.taken(opened.width * opened.height):
             white = _white_of(opened.mode, opened.format, path)
-            upright = ImageOps.exif_transpose(opened)
+            ImageOps.exif_transpose(opened, in_place=True)
+            upright: Image.Image = opened
             if white is None:
                 upright = upright.convert("L" if channels == 1 else "RGB")
             else:

@@ -1,11 +1,14 @@
-"""Reading and atomic writing of files, and file sizes for messages."""
+"""Reading and atomic writing of files, file sizes for messages, and secrets that no file is to hold."""
 
 import errno
+import json
 import os
+import re
 import shutil
 import stat
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,25 @@ TEMPORARY = ".sgmcmc.tmp"
 """How the names of files end that are being written."""
 LEFT_OVER = 600.0
 """Seconds after which a temporary file that nobody has written to is one of a process that was killed."""
+LONGEST_INTEGER = 20
+"""Characters of an integer of 64 bits."""
+MASK = "HIDDEN"
+_WORDS = """
+apikey authorization bearer credential credentials passphrase passwd password passwords pwd secret secrets signature
+"""
+SECRETS = frozenset(_WORDS.split())
+"""Words of a name whose value is secret."""
+KEYS = frozenset(("", "access", "account", "api", "auth", "license", "private", "secret", "ssh", "subscription"))
+"""Words before "key" in such a name; other keys are those of data."""
+VOCABULARY = frozenset(("bos", "cls", "eos", "mask", "pad", "sep", "unk"))
+"""Words before "token" in the names of a tokenizer's entries."""
+# Only from a word's beginning: else a text of one long word takes the square of its length.
+NAMED = re.compile(r"(?<![\w.+-])(?:([\w.+-]+)[\"']?\s*[=:]\s*|--?([\w.-]+)\s+(?!-))")
+VALUE = re.compile(r"(?:(?:bearer|basic|token)\s+)?(?:\"[^\"]*\"|'[^']*'|[^\s\"'&,;}\])]+)", re.IGNORECASE)
+ADDRESS = re.compile(r"(?<=://)[^/\s@]+(?=@)|(?<=[?&]sig=)[^&\s]+")
+"""The user of an address, and its signature."""
+SHAPED = re.compile(r"\b(?:hf_|sk-|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA|eyJ)[\w.-]{16,}")
+"""Texts that services issue as secrets, by their beginnings."""
 
 
 def megabytes(count: int) -> str:
@@ -82,6 +104,25 @@ def read_regular(path: Path, limit: int | None = None) -> bytes:
     """Return the content of a file; see `check_regular`."""
     check_regular(path, limit)
     return path.read_bytes()
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return the value of a JSON document that may come from anywhere.
+
+    Raises:
+        ValueError: in one sentence, if it is none, is nested too deeply, or has an integer of more than 64 bits, which
+            neither a tensor nor a float may hold.
+    """
+    try:
+        return json.loads(content, parse_int=_parse_integer)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _parse_integer(text: str) -> int:
+    if len(text) > LONGEST_INTEGER:
+        raise ValueError(f"it has a number of {len(text)} digits, {text[:10]}…, and integers have at most 64 bits")
+    return int(text)
 
 
 def write_atomically(path: Path, content: bytes | memoryview, durable: bool = True) -> None:
@@ -166,3 +207,45 @@ def flush_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# -- secrets ----------------------------------------------------------------------------------------------------------
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """Return a program's arguments with `MASK` for the values of those that are secret by name, and of others' parts.
+
+    Args:
+        arguments: as in `sys.argv`.
+    """
+    kept: list[str] = []
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        before = kept[-1] if kept else ""
+        if equals and is_secret(name):
+            kept.append(f"{name}={MASK}")
+        elif before.startswith("-") and "=" not in before and is_secret(before) and not argument.startswith("--"):
+            kept.append(MASK)
+        else:
+            kept.append(text_without_secrets(argument))
+    return kept
+
+
+def text_without_secrets(text: str) -> str:
+    """Return a text with `MASK` for values that follow a secret's name, users of addresses, and what looks issued."""
+    parts, place = [], 0
+    for named in NAMED.finditer(text):
+        value = VALUE.match(text, named.end()) if is_secret(named[1] or named[2]) else None
+        if value is not None and named.start() >= place:
+            parts += [text[place : named.end()], MASK]
+            place = value.end()
+    return SHAPED.sub(MASK, ADDRESS.sub(MASK, "".join([*parts, text[place:]])))
+
+
+def is_secret(name: str) -> bool:
+    """Return whether a setting of this name, such as `hf_token` or `--logger.apiKey`, has a value to keep secret."""
+    words = [word.lower() for word in re.split(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])", name)]
+    before, last = ["", *words][-2:]
+    if SECRETS & set(words):
+        return True
+    return (last == "token" and before not in VOCABULARY) or (last == "key" and before in KEYS)

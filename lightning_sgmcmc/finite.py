@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+STATISTICS = ("running_mean", "running_var")
+"""Ends of the names of the buffers in which BatchNorm and InstanceNorm keep statistics."""
+
 
 def finite_or_none(value: Any) -> Any:
     """Return a value as JSON has it: None in place of a number that is NaN or infinite."""
@@ -33,10 +36,16 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]], infinities: bool = T
 
 
 def bad_tensor(parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> str | None:
-    """Return the name of a tensor that rules a state out as a sample, or None; wait for the device once if all is well.
+    """Return the name of a tensor that rules a state out as a sample, or None.
 
     Such a tensor is a parameter with a NaN or an infinity, or a buffer with a NaN (masks often have infinities).
+    Running statistics count as parameters: an infinite one spoils every prediction. The device is waited for once if
+    all is well.
     """
+    statistics = {name: tensor for name, tensor in buffers.items() if name.endswith(STATISTICS)}
+    if statistics:
+        parameters = {**parameters, **statistics}
+        buffers = {name: tensor for name, tensor in buffers.items() if name not in statistics}
     of_parameters, of_buffers = (
         [t for t in part.values() if t.is_floating_point() and t.numel()] for part in (parameters, buffers)
     )

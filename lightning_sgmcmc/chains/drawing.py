@@ -61,9 +61,10 @@ class FlatStates:
         return {part: {name: found[part][name] for name in names} for part, names in self._order.items()}
 
     def suspects(self) -> Tensor:
-        """Return for each chain whether its parameters may have a NaN or an infinity, or its buffers a NaN.
+        """Return for each chain whether a parameter or a buffer may have a NaN or an infinity.
 
-        A sum of finite numbers may overflow, so a suspect is to be examined; other chains are sound.
+        A sum of finite numbers may overflow, and masks may have infinities, so a suspect is to be examined; other
+        chains are sound.
 
         Returns:
             shape (C,), bool, on the device.
@@ -73,9 +74,8 @@ class FlatStates:
             if not dtype.is_floating_point:
                 continue
             ends, wide = self._ends[dtype], torch.promote_types(dtype, torch.float32)
-            end = ends.get("parameters", 0)
+            end = ends.get("buffers", ends.get("parameters", 0))
             found.append(~flat[:, :end].sum(1, dtype=wide).isfinite())
-            found.append(flat[:, end : ends.get("buffers", end)].sum(1, dtype=wide).isnan())
         return torch.stack(found).any(0) if found else torch.zeros(self._num_chains, dtype=torch.bool)
 
 

@@ -39,7 +39,7 @@ class ProcessRuns:
         if not given:
             self._begun = None
             return int.from_bytes(os.urandom(4), "little")
-        seed = int(given)
+        seed = stated_seed(given)
         self._begun = (seed, place)
         if launched:
             return derive_seed(seed, "run", place)
@@ -101,7 +101,7 @@ class FitSeeds:
     def stated(self) -> int | None:
         """The seed that the user has given, to the module or by `seed_everything`; else the run's."""
         text = os.environ.get("PL_GLOBAL_SEED")
-        return self.given if self.given is not None else int(text) if text else self.run
+        return self.given if self.given is not None else stated_seed(text) if text else self.run
 
     def begin(self, trainer: pl.Trainer | None, starts: bool) -> None:
         """Choose the coming fit's seed; all ranks do, since they take the first one's.
@@ -143,3 +143,18 @@ class FitSeeds:
         """Count a fit that has made a step."""
         self.fits += 1
         RUNS.count()
+
+
+def stated_seed(text: str) -> int:
+    """Return the seed in the environment, which `seed_everything` sets.
+
+    Raises:
+        ValueError: if it is no whole number.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"the environment variable PL_GLOBAL_SEED must be a whole number, got {text[:40]!r}: unset it, or call "
+            "seed_everything"
+        ) from None

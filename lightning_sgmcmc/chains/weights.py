@@ -79,7 +79,12 @@ class DataWeights:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        self.counts_rows, measured = self.counts_rows and state["counts_rows"], state["measured"]
+        measured = state.get("measured")
+        numbers = measured if isinstance(measured, list | tuple) else ()
+        is_pair = len(numbers) == 2 and all(isinstance(number, int | float) for number in numbers)
+        if "counts_rows" not in state or not (measured is None or is_pair):
+            raise ValueError("the checkpoint is damaged in what its batches have shown: resume from another")
+        self.counts_rows = self.counts_rows and bool(state["counts_rows"])
         self._measured = None if measured is None else (measured[0], measured[1])
         self._means.clear()
 

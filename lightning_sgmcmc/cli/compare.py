@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_sgmcmc.cli.sentences import printable
 from lightning_sgmcmc.report.compare import compare_runs, text, write_comparison
 from lightning_sgmcmc.report.run_record import RunError
 
@@ -23,6 +24,6 @@ def main(args: Sequence[str]) -> None:
         runs = compare_runs(options.runs)
         write_comparison(runs, Path(options.output))
     except (RunError, OSError) as error:
-        parser.exit(2, f"sgmcmc compare: {error}\n")
-    print(text(runs), end="")
-    print(f"Page: {options.output}")
+        parser.exit(2, printable(f"sgmcmc compare: {error}\n"))
+    print(printable(text(runs)), end="")
+    print(printable(f"Page: {options.output}"))

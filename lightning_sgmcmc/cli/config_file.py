@@ -1,11 +1,12 @@
 """`config.yaml` in a run's folder."""
 
+import os
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.cli import SaveConfigCallback
 
-from lightning_sgmcmc.files import free_name
+from lightning_sgmcmc.files import free_name, is_regular, write_output
 from lightning_sgmcmc.run.folder import run_folder
 
 NAME = "config.yaml"
@@ -41,14 +42,11 @@ class ConfigFile(SaveConfigCallback):
         if not trainer.is_global_zero:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        options: dict[str, Any] = {"skip_none": False, "multifile": False}
-        path = folder / NAME
-        earlier = path.read_text() if path.exists() else None
-        aside = free_name(path)
-        self.parser.save(self.config, aside, **options)
-        if earlier is not None:
-            new = aside.read_text()
-            aside.unlink()
-            if new != earlier:
-                path.rename(aside)
-                path.write_text(new)
+        options: dict[str, Any] = {"skip_none": False, "multifile": False, "overwrite": True}
+        path, temporary = folder / NAME, folder / f".{NAME}.tmp"
+        temporary.unlink(missing_ok=True)
+        self.parser.save(self.config, temporary, **options)
+        # At every moment there is a whole file of this name.
+        if is_regular(path) and (earlier := path.read_bytes()) != temporary.read_bytes():
+            write_output(free_name(path), earlier)
+        os.replace(temporary, path)

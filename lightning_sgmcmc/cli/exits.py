@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from lightning_sgmcmc.cli.sentences import sentence
+from lightning_sgmcmc.cli.sentences import printable, sentence
 
 FAILED, MISTAKE, NO_SAMPLES = 1, 2, 3
 
@@ -55,7 +55,7 @@ def one_sentence(command: str, debug: bool = False, steps: Callable[[], int] = l
         if debug:
             traceback.print_exc()
         elif known or (isinstance(error, EXPECTED) and (not begun or _is_raised_here(error))):
-            print(f"{command}: {sentence(error)}", file=sys.stderr)
+            print(printable(f"{command}: {sentence(error)}"), file=sys.stderr)
             if not known:
                 print("(--debug shows where it was raised)", file=sys.stderr)
         else:

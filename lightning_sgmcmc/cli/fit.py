@@ -244,7 +244,7 @@ def _check_config_files(arguments: list[str]) -> None:
         except yaml.MarkedYAMLError as error:
             line = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
             raise Mistake(f"{path}{line} is not YAML: {error.problem}") from error
-        except (ValueError, yaml.YAMLError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, yaml.YAMLError) as error:
             raise Mistake(f"{path} is not a YAML file: {error}") from error
         if not isinstance(content, dict):
             kind = "nothing" if content is None else f"a {type(content).__name__}"

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+from lightning_sgmcmc.cli.sentences import printable
 from lightning_sgmcmc.report.page import write_report
 from lightning_sgmcmc.report.run_record import RunError, find_run
 
@@ -24,7 +25,7 @@ def main(args: Sequence[str]) -> None:
     try:
         folder, among = find_run(options.run)
         if among > 1:
-            print(f"{options.run} holds {among} runs; this is the newest with samples: {folder}")
-        print(f"Report: {write_report(folder, options.output, options.parameters)}")
+            print(printable(f"{options.run} holds {among} runs; this is the newest with samples: {folder}"))
+        print(printable(f"Report: {write_report(folder, options.output, options.parameters)}"))
     except (RunError, OSError) as error:
-        parser.exit(2, f"sgmcmc report: {error}\n")
+        parser.exit(2, printable(f"sgmcmc report: {error}\n"))

@@ -49,6 +49,11 @@ def sentence(error: BaseException) -> str:
     return " ".join(text.split())
 
 
+def printable(text: str) -> str:
+    """Return a text for a terminal: names of files and metrics may hold escape sequences, or bytes that are no text."""
+    return "".join(one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text)
+
+
 def config_sentence(message: str) -> str:
     """Return jsonargparse's message as one sentence: the key, the class, and the reason.
 

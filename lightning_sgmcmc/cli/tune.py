@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 from rich.console import Console
 from rich.table import Table
 
+from lightning_sgmcmc.files import write_output
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.results import plain_console
@@ -68,9 +69,8 @@ def tune(trainer: pl.Trainer, make_trainer: Callable[..., pl.Trainer], model: Ba
     folder = run_folder(trainer)
     if not trainer.is_global_zero:
         return
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / OUTPUT
-    path.write_text(json.dumps(proposal.as_json(), indent=2) + "\n")
+    write_output(path, (json.dumps(proposal.as_json(), indent=2) + "\n").encode())
     console = plain_console()
     console.print(_table(proposal, path))
     _print_setting(console, proposal)

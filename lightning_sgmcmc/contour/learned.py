@@ -15,6 +15,7 @@ from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.contour.rules import ContourRules
 from lightning_sgmcmc.contour.weight_shares import WeightShares
 from lightning_sgmcmc.diagnostics.contour_use import ContourUse
+from lightning_sgmcmc.files import parse_json
 from lightning_sgmcmc.tensors import Control
 
 
@@ -105,7 +106,7 @@ class LearnedContour:
         """
         try:
             length = int.from_bytes(content[:8], "little")
-            settings = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["rules"])
+            settings = parse_json(parse_json(content[8 : 8 + length])["__metadata__"]["rules"])
             contour, state = Contour.from_dict(settings), ContourState(**load(content))
             shape, kinds = state.log_vector.shape, (state.log_vector.dtype, state.visits.dtype)
             if kinds != (torch.float64, torch.int64) or len(shape) not in (1, 2) or state.visits.shape != shape:

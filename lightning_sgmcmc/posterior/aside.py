@@ -5,12 +5,12 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from lightning_sgmcmc.chains.sample import SampleRecord
 from lightning_sgmcmc.files import flush, flush_folder, is_regular, read_regular
 from lightning_sgmcmc.posterior.manifest import LARGEST_MANIFEST, MANIFEST
-from lightning_sgmcmc.posterior.sample_file import checksum
+from lightning_sgmcmc.posterior.sample_file import checksum, opened
 
 IDENTITY = ("step", "chain", "energy")
 """What a sample's file says of it and stays; its weight may be another one in the manifest (`set_log_weights`)."""
@@ -60,7 +60,7 @@ def _is_file_of(file: Path, record: SampleRecord) -> bool:
     if not is_regular(file):
         return False
     try:
-        with safe_open(file, "pt") as content:
+        with opened(file) as content:
             metadata = content.metadata() or {}
     except (OSError, SafetensorError, RuntimeError):
         return False

@@ -25,7 +25,7 @@ from lightning_sgmcmc.diagnostics.calibration import (
     gaussian_nll,
     tempered,
 )
-from lightning_sgmcmc.files import read_regular, write_atomically
+from lightning_sgmcmc.files import parse_json, read_regular, write_atomically
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.aside import home_of
 from lightning_sgmcmc.posterior.disk import DiskStore
@@ -221,14 +221,14 @@ def saved_calibration(store: SampleStore) -> Calibration | None:
         return None
     path = store.path / FILE
     try:
-        content = json.loads(read_regular(path, LARGEST_FILE).decode())
+        content = parse_json(read_regular(path, LARGEST_FILE).decode())
         calibration = Calibration(**content)
         sound = calibration.kind in ("temperature", "std factor") and math.isfinite(calibration.value)
         if not sound or calibration.value <= 0:
             raise ValueError("it has no positive number")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError) as error:
         rank_zero_warn(f"{path} is not used, since it cannot be read: {error}; calibrate again.")
         return None
     if calibration.samples != identify(store.records):

@@ -6,6 +6,8 @@ modules that the program has imported, and only torch's and this library's netwo
 
 import importlib
 import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -23,6 +25,9 @@ REFUSED = (
     "transformers",
 )
 """Packages whose other modules are refused even if imported: some of their classes read files or download."""
+
+
+TRUST = "pass net=… or model=…, or trust=True if you trust whoever wrote the folder"
 
 
 class NotDescribableError(ValueError):
@@ -58,6 +63,43 @@ def find_module_class(path: Any, trust: bool = False) -> type[nn.Module]:
     return found
 
 
+def check_texts(cls: type[nn.Module], arguments: Any) -> None:
+    """Raise if a text of a store would reach a constructor that may take it for a file or a download.
+
+    A class of another installed package gets no text at all, a user's own class none with a separator.
+
+    Args:
+        cls: the class.
+        arguments: plain data, and modules that are built already.
+
+    Raises:
+        NotDescribableError: if so.
+    """
+    if _is_below(cls.__module__, IMPORTED):
+        return
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
+    is_installed = any(f"{part}-packages" in Path(file).parts for part in ("site", "dist"))
+    for text in texts_of(arguments):
+        if is_installed or "/" in text or "\\" in text:
+            whose = "of another package" if is_installed else "yours"
+            raise NotDescribableError(
+                f"{cls.__name__} is {whose}, and gets the text {text[:80]!r}, which it may take for the name of a file "
+                f"or a download: {TRUST}"
+            )
+
+
+def texts_of(values: Any) -> Iterator[str]:
+    """Yield all texts in plain data."""
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from texts_of(value)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from texts_of(value)
+
+
 def find(path: Any, trust: bool = False, packages: tuple[str, ...] = ()) -> Any:
     """Return the class or function of this name; see `find_module_class`.
 
@@ -89,8 +131,7 @@ def _module(name: str, trust: bool, packages: tuple[str, ...]) -> Any:
         return sys.modules[name]
     if not (trust or known):
         raise NotDescribableError(
-            f"{name} is not imported, and a store does not choose what is: import {name} first, pass net=… or "
-            "model=…, or pass trust=True if you trust whoever wrote the folder"
+            f"{name} is not imported, and a store does not choose what is: import {name} first, {TRUST}"
         )
     try:
         return importlib.import_module(name)

@@ -24,8 +24,9 @@ from torch.overrides import TorchFunctionMode
 from lightning_sgmcmc.chains.stateless import network_state
 from lightning_sgmcmc.checks import check_names
 from lightning_sgmcmc.expansion import collapse
+from lightning_sgmcmc.files import MASK, is_secret
 from lightning_sgmcmc.model import EnergyModel
-from lightning_sgmcmc.posterior.classes import NotDescribableError, find_module_class, path_of
+from lightning_sgmcmc.posterior.classes import NotDescribableError, check_texts, find_module_class, path_of
 from lightning_sgmcmc.posterior.hugging_face import (
     build_adapted,
     build_transformer,
@@ -50,6 +51,8 @@ MOST_PARTS = 200_000
 """Largest number of submodules, parameters and functions of tensors in rebuilding a network; a BERT of 1,000 layers has
 150,000."""
 ON_PARTS = (register_module_module_registration_hook, register_module_parameter_registration_hook)
+MOST_CHAINS = 2**20
+"""Largest number of chains of a described model, each of which takes memory when it is rebuilt."""
 
 
 def describe(value: Any) -> Any:
@@ -86,7 +89,7 @@ def describe_model(model: nn.Module) -> tuple[Any, str | None]:
     if not isinstance(recorded.get("net"), nn.Module):
         return None, reason
     try:
-        arguments = {name: describe(value) for name, value in recorded.items() if name != "net"}
+        arguments = _described({name: value for name, value in recorded.items() if name != "net"})
         return {"class": path_of(type(model)), "arguments": arguments | {"net": {MISSING: reason}}}, reason
     except NotDescribableError as error:
         return None, str(error)
@@ -107,6 +110,11 @@ def description_for_store(model: EnergyModel) -> Any:
                 "The network's class is defined in the running script, so another program can only load the samples "
                 f"with Posterior.load(path, {argument}=…): move the class to a module that both programs import."
             )
+        try:
+            with torch.device("meta"):
+                build(description)
+        except NotDescribableError as error:
+            rank_zero_warn(f"Posterior.load(path) will ask whether you trust the folder of this run's samples: {error}")
         return description
     argument = "model" if description is None else "net"
     rank_zero_warn(
@@ -129,7 +137,7 @@ def build(description: Any, net: nn.Module | None = None, trust: bool = False) -
         NotDescribableError: if a named class cannot be found or is not a torch module, its constructor refuses the
             arguments, or a network is missing.
     """
-    import_named(description)  # importing them makes many tensors too
+    import_named(description, trust)  # importing them makes many tensors too
     try:
         with _FewParts():
             if net is None:
@@ -138,7 +146,11 @@ def build(description: Any, net: nn.Module | None = None, trust: bool = False) -
             if "net" not in arguments:
                 raise NotDescribableError("the model that sampled has no argument net: pass model=…")
             rest = {name: _build(value, trust) for name, value in arguments.items() if name != "net"}
-            return find_module_class(description["class"], trust)(**rest, net=net)
+            cls = find_module_class(description["class"], trust)
+            _check_chains(rest)
+            if not trust:
+                check_texts(cls, rest)
+            return cls(**rest, net=net)
     except NotDescribableError:
         raise
     except Exception as error:  # whatever a constructor raises for arguments that it does not know
@@ -158,7 +170,7 @@ def _build(description: Any, trust: bool) -> Any:
     if "peft" in description:
         return build_adapted(description, lambda network: _build(network, trust))
     if "config" in description:
-        return build_transformer(description)
+        return build_transformer(description, trust)
     if "replaced" in description:
         network = build_by(find_builder(description["class"]), description["arguments"])
         for name, part in description["replaced"].items():
@@ -169,7 +181,18 @@ def _build(description: Any, trust: bool) -> Any:
         return cls(OrderedDict((name, _build(child, trust)) for name, child in description["children"]))
     arguments = {name: _build(argument, trust) for name, argument in description["arguments"].items()}
     _check_numbers(cls, arguments)
+    _check_chains(arguments)
+    if not trust:
+        check_texts(cls, arguments)
     return cls(**arguments)
+
+
+def _check_chains(arguments: Mapping[str, Any]) -> None:
+    count = arguments.get("num_chains")
+    if isinstance(count, int) and count > MOST_CHAINS:
+        raise NotDescribableError(
+            f"the store has num_chains={str(count)[:20]}, more than {MOST_CHAINS:,}: pass model=…"
+        )
 
 
 def _check_numbers(cls: type[nn.Module], arguments: Mapping[str, Any]) -> None:
@@ -286,7 +309,7 @@ def _describe_module(module: nn.Module) -> dict[str, Any]:
 def _arguments_of(module: nn.Module) -> dict[str, Any]:
     recorded = getattr(module, "recorded_arguments", None)
     if recorded is not None:
-        return {name: describe(value) for name, value in recorded().items()}
+        return _described(recorded())
     arguments: dict[str, Any] = {}
     if type(module).__init__ is nn.Module.__init__ or type(module) is nn.Identity:
         return arguments
@@ -304,10 +327,16 @@ def _arguments_of(module: nn.Module) -> dict[str, Any]:
     return arguments
 
 
+def _described(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return described arguments; a secret's text is replaced, since no network depends on it."""
+    hidden = {name for name, value in arguments.items() if isinstance(value, str) and is_secret(name)}
+    return {name: MASK if name in hidden else describe(value) for name, value in arguments.items()}
+
+
 def _check_rebuilds(module: nn.Module, description: dict[str, Any]) -> None:
     try:
         with torch.device("meta"):  # uses neither memory nor random numbers
-            twin = build(description)
+            twin = build(description, trust=True)  # this program has just made it
     except Exception as error:
         raise NotDescribableError(f"{type(module).__name__} cannot be rebuilt from its arguments: {error}") from error
     if _outline(module) != _outline(twin):

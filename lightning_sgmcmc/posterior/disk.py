@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
 from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord
 from lightning_sgmcmc.contour.learned import LearnedContour
-from lightning_sgmcmc.files import check_regular, is_regular, make_folder, read_regular, write_atomically
+from lightning_sgmcmc.files import is_regular, make_folder, read_regular, write_atomically
 from lightning_sgmcmc.posterior.aside import fill_aside, next_aside, place_of
 from lightning_sgmcmc.posterior.lock import is_in_use, unusable
 from lightning_sgmcmc.posterior.manifest import (
@@ -31,6 +31,7 @@ from lightning_sgmcmc.posterior.sample_file import (
     OpenFiles,
     in_order,
     most_open_files,
+    opened,
     read_sample_file,
     verify_content,
 )
@@ -300,8 +301,7 @@ class DiskStore(SampleStore):
     def _open(self, index: int) -> Iterator[Any]:
         path = place_of(self.path, self.records[index])
         try:
-            check_regular(path)
-            with safe_open(path, framework="pt") as file:
+            with opened(path) as file:
                 yield file
         except (OSError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(self._unreadable(path, error, "")) from error

@@ -1,20 +1,38 @@
 """Models of transformers, and peft's LoRA on any network, as plain data: their classes and configurations.
 
-A store can come from anywhere: only classes of `transformers.models` are named, from their configuration alone, and
-nothing is downloaded.
+A store can come from anywhere: only classes of `FAMILIES` are named, which build themselves from the numbers of their
+configuration alone. No text of a store reaches a loader, and nothing is downloaded.
 """
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.chains.stateless import state_of
-from lightning_sgmcmc.posterior.classes import NotDescribableError, find, path_of
+from lightning_sgmcmc.posterior.classes import TRUST, NotDescribableError, find, path_of, texts_of
 
 PACKAGE = "transformers.models."
+_FAMILIES = """
+albert audio_spectrogram_transformer bart beit bert bert_generation big_bird biogpt bit blenderbot blenderbot_small
+bloom camembert canine clip codegen cohere convbert convnext convnextv2 ctrl cvt deberta deberta_v2 deit dinov2
+distilbert efficientnet electra ernie falcon fnet funnel gemma gemma2 glm gpt2 gpt_bigcode gpt_neo gpt_neox gptj
+granite ibert imagegpt layoutlm led levit llama longformer longt5 luke m2m_100 marian mbart megatron_bert mistral
+mixtral mobilebert mobilenet_v1 mobilenet_v2 mobilevit mobilevitv2 modernbert modernbert_decoder mpnet mpt mt5
+nomic_bert nystromformer olmo olmo2 openai opt pegasus persimmon phi phi3 poolformer pvt qwen2 qwen2_moe qwen3 regnet
+rembert resnet roberta roberta_prelayernorm roc_bert roformer segformer siglip smollm3 splinter squeezebert stablelm
+starcoder2 swiftformer swin swinv2 switch_transformers t5 timesformer umt5 videomae vit vit_mae vit_msn vivit whisper
+xglm xlm xlm_roberta xlm_roberta_xl xlnet xmod yolos
+"""
+FAMILIES = frozenset(_FAMILIES.split())
+"""Architectures that a store may name: none of them builds another library's network, or one that a text names."""
+MODULE = re.compile(r"transformers\.models\.(\w+)\.(?:modeling|configuration)_\w+:\w+")
+MOST_LAYERS = 1_000
+"""Largest number of layers in a configuration: the deepest published networks have a few hundred."""
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """Implementations of attention that a store may name: others are code that transformers downloads."""
 LEFT_OUT = frozenset(
@@ -30,9 +48,15 @@ LEFT_OUT = frozenset(
         "custom_pipelines",
         "experts_implementation",
         "quantization_config",
+        "task_specific_params",
+        "tokenizer_class",
     }
 )
-"""Entries of a configuration that name code or files to download."""
+"""Entries of a configuration that name code or files to download, or that no network reads."""
+LABELS = ("id2label", "label2id")
+"""Entries whose texts are a user's own names."""
+SEPARATORS = re.compile(r"[/\\:]")
+"""In the name of a file, of a network on a hub, or of a protocol; no setting of a network has one."""
 LORA = frozenset(
     {
         "alpha_pattern",
@@ -55,6 +79,10 @@ LORA = frozenset(
     }
 )
 """Arguments of peft's LoraConfig that change the network; others choose its first values, and may read files."""
+REPEATED = re.compile(r"\)[*+{]")
+QUANTIFIERS = re.compile(r"[*+{]")
+MOST_QUANTIFIERS = 4
+"""Repeated groups take exponential time on some names, and k repetitions a name's length to the power k."""
 Build = Callable[[Any], Any]
 
 
@@ -83,7 +111,7 @@ def describe_transformer(module: Any) -> dict[str, Any]:
     attention = getattr(config, "_attn_implementation", None)
     if attention is not None and attention not in ATTENTION:
         raise NotDescribableError(f"its attention {attention!r} is not part of transformers")
-    values = _sound(json.loads(config.to_json_string(use_diff=False)))
+    values = sound_values(json.loads(config.to_json_string(use_diff=False)))
     return {
         "class": path_of(type(module)),
         "config": path_of(type(config)),
@@ -92,14 +120,45 @@ def describe_transformer(module: Any) -> dict[str, Any]:
     }
 
 
-def build_transformer(description: Mapping[str, Any]) -> nn.Module:
-    """Return the described model with untrained weights.
+def check_family(description: Mapping[str, Any]) -> None:
+    """Raise unless a described model is of `FAMILIES`, and so are the models in its configuration.
 
     Raises:
-        NotDescribableError: if the named classes are not a model of transformers and its configuration.
+        NotDescribableError: if not; the message says what to pass instead.
+    """
+    for place in ("class", "config"):
+        path = str(description[place])
+        named = MODULE.fullmatch(path)
+        if path.startswith(PACKAGE) and (named is None or named[1] not in FAMILIES):
+            raise NotDescribableError(
+                f"{path[:80]} is not among the architectures of transformers that build from numbers alone, as BERT, "
+                f"GPT-2, Llama and ViT do: {TRUST}"
+            )
+    for kind in _model_types(description["arguments"]["dict"]):
+        # "clip_text_model" is a part of "clip", and the folder of "xlm-roberta" is xlm_roberta.
+        folder = kind.replace("-", "_").removesuffix("_gpt")
+        if not any(folder == family or folder.startswith(f"{family}_") for family in FAMILIES):
+            raise NotDescribableError(
+                f"its configuration has a network of type {kind[:80]!r}, which is not among the architectures of "
+                f"transformers that build from numbers alone: {TRUST}"
+            )
+
+
+def build_transformer(description: Mapping[str, Any], trust: bool = False) -> nn.Module:
+    """Return the described model with untrained weights.
+
+    Args:
+        description: what `describe_transformer` returned.
+        trust: build every architecture of transformers, and not only those of `FAMILIES`.
+
+    Raises:
+        NotDescribableError: if the named classes are not a model of transformers and its configuration, or the
+            architecture is not one of `FAMILIES`.
     """
     from transformers import PretrainedConfig, PreTrainedModel
 
+    if not trust:
+        check_family(description)
     cls, kind = (find(description[name], packages=(PACKAGE[:-1],)) for name in ("class", "config"))
     for found, base, place in ((cls, PreTrainedModel, "class"), (kind, PretrainedConfig, "config")):
         below = str(description[place]).startswith(PACKAGE)
@@ -108,26 +167,60 @@ def build_transformer(description: Mapping[str, Any]) -> nn.Module:
     attention = description["attention"]
     if attention is not None and attention not in ATTENTION:
         raise NotDescribableError(f"the attention {str(attention)[:80]!r} is not part of transformers")
-    config = kind.from_dict(_sound(description["arguments"]["dict"]))
+    config = kind.from_dict(sound_values(description["arguments"]["dict"]))
     if attention is not None:
         config._attn_implementation = attention
     return cls(config)
 
 
-def _sound(values: Any) -> Any:
-    """Return a configuration without the entries that name code or files.
+def sound_values(values: Any) -> Any:
+    """Return a configuration without the entries that name code, files or downloads.
 
     Raises:
-        NotDescribableError: if it names a network to download.
+        NotDescribableError: if it names a network to download, or has more layers than any network.
     """
     if isinstance(values, list):
-        return [_sound(value) for value in values]
+        return [sound_values(value) for value in values]
     if not isinstance(values, dict):
         return values
     if isinstance(values.get("backbone"), str):
         raise NotDescribableError(f"its backbone {values['backbone'][:80]!r} would be downloaded")
-    kept = {name: _sound(value) for name, value in values.items() if name not in LEFT_OUT}
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in LABELS:
+            kept[name] = value
+        elif name not in LEFT_OUT and not name.endswith(("_kwargs", "model_args")) and not _is_location(value):
+            _check_layers(name, value)
+            kept[name] = sound_values(value)
+    for name in ("dtype", "torch_dtype"):
+        if name in kept and not isinstance(vars(torch).get(str(kept[name])), torch.dtype):
+            del kept[name]  # torch imports some of its parts when they are read by name
     return kept | ({"use_pretrained_backbone": False} if "use_pretrained_backbone" in kept else {})
+
+
+def _is_location(value: Any) -> bool:
+    """Return whether a text, or one in a list, could be the name of a file, of a network on a hub, or an address."""
+    if isinstance(value, list):
+        return any(map(_is_location, value))
+    return isinstance(value, str) and SEPARATORS.search(value) is not None
+
+
+def _check_layers(name: str, value: Any) -> None:
+    if "layer" in name and isinstance(value, int) and value > MOST_LAYERS:
+        raise NotDescribableError(f"its configuration has {name}={str(value)[:20]}, more than {MOST_LAYERS:,} layers")
+
+
+def _model_types(values: Any) -> Iterator[str]:
+    """Yield the type of each network in a configuration."""
+    if isinstance(values, list):
+        for value in values:
+            yield from _model_types(value)
+    if isinstance(values, Mapping):
+        if "model_type" in values:
+            yield str(values["model_type"])
+        for name, value in values.items():
+            if name not in LABELS:
+                yield from _model_types(value)
 
 
 # -- LoRA -------------------------------------------------------------------------------------------------------------
@@ -174,6 +267,10 @@ def build_adapted(description: Mapping[str, Any], build: Build) -> nn.Module:
     arguments = description["arguments"]["dict"]
     if description["peft"] != "LoraConfig" or not arguments.keys() <= LORA:
         raise NotDescribableError(f"only LoRA's arguments {', '.join(sorted(LORA))} are supported")
+    keys = [list(value) for value in arguments.values() if isinstance(value, Mapping)]
+    for pattern in texts_of([*arguments.values(), *keys]):
+        if REPEATED.search(pattern) or len(QUANTIFIERS.findall(pattern)) > MOST_QUANTIFIERS:
+            raise NotDescribableError(f"LoRA's pattern {pattern[:80]!r} may take for ever: name the layers one by one")
     network = build(description["network"])
     return get_peft_model(network, LoraConfig(**arguments), adapter_name=str(description["adapter"]))
 
@@ -187,14 +284,20 @@ def _without_memory(tensor: Tensor) -> Tensor:
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def import_named(description: Any) -> None:
+def import_named(description: Any, trust: bool = False) -> None:
     """Import the packages that a description needs, if they are installed.
 
+    Args:
+        description: of a network.
+        trust: import every architecture of transformers, see `build_transformer`.
+
     Raises:
-        NotDescribableError: if one is not.
+        NotDescribableError: if one is not installed, or is an architecture that is not imported.
     """
     for part in _parts(description):
         package = "peft" if "peft" in part else "transformers"
+        if package == "transformers" and not trust:
+            check_family(part)
         try:
             if package == "peft":
                 import peft  # noqa: F401

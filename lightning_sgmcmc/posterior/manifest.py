@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from lightning_sgmcmc.chains.sample import SampleRecord
+from lightning_sgmcmc.files import parse_json
 from lightning_sgmcmc.tables import Columns
 
 MANIFEST = "manifest.jsonl"
@@ -88,11 +89,11 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     """
     header, *lines = content.split(b"\n")[:-1] or [b""]
     try:
-        known = json.loads(header)
+        known = parse_json(header)
         kind, number, model = known["format"], known["version"], known["model"]
         library, run, shared = known.get("library", ""), known.get("run"), known.get("shared")
         columns = Columns.from_plain(known)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+    except (ValueError, TypeError, LookupError, AttributeError):
         raise ValueError(f"{where} is not the manifest of a sample store") from None
     if kind != FORMAT or not isinstance(number, int) or not all(isinstance(text, str | None) for text in (run, shared)):
         raise ValueError(f"{where} is not the manifest of a sample store")
@@ -101,12 +102,31 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         writer = f" (lightning-sgmcmc {library} wrote it)" if library else ""
         raise ValueError(f"{where} has version {number}, this library reads up to {VERSION}: update it{writer}")
     manifest = Manifest(model, library, run, columns, shared=shared)
+    seen: set[tuple[int, int, int]] = set()
     for index, line in enumerate(lines, start=2):
         try:
-            manifest.records.append(record_from(json.loads(line)))
-        except (ValueError, RecursionError):
+            manifest.records.append(_once(record_from(parse_json(line)), seen))
+        except ValueError:
             manifest.damaged_lines.append(index)
     return manifest
+
+
+def records_from(entries: Iterable[Any]) -> list[SampleRecord]:
+    """Return the records with these fields; see `record_from`.
+
+    Raises:
+        ValueError: also if two are of one sample, which would count twice in every average.
+    """
+    seen: set[tuple[int, int, int]] = set()
+    return [_once(record_from(entry), seen) for entry in entries]
+
+
+def _once(record: SampleRecord, seen: set[tuple[int, int, int]]) -> SampleRecord:
+    place = record.step, record.chain, record.draw
+    if place in seen:
+        raise ValueError("a sample is recorded twice: step {}, chain {}, draw {}".format(*place))
+    seen.add(place)
+    return record
 
 
 def record_from(entry: Any) -> SampleRecord:

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, record_of
-from lightning_sgmcmc.files import check_regular
+from lightning_sgmcmc.files import check_regular, parse_json
 
 LARGE_SAMPLE = 2**28
 """Files above this size, in bytes, are checked before they are read."""
@@ -41,6 +43,24 @@ def checksum(content: bytes) -> str:
     return f"{zlib.crc32(content):08x}"
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file, of which only the header is read; its name may be no UTF-8, which safetensors demands.
+
+    Raises:
+        OSError: if it is missing, a link or a device.
+        SafetensorError: if it is damaged.
+    """
+    check_regular(path)
+    name = str(path)
+    if name == name.encode(errors="ignore").decode():
+        with safe_open(path, framework="pt") as file:
+            yield file
+        return
+    with open(path, "rb") as plain, safe_open(f"/dev/fd/{plain.fileno()}", framework="pt") as file:
+        yield file
+
+
 def read_sample_file(path: Path) -> bytes:
     """Return a sample file's content.
 
@@ -50,7 +70,7 @@ def read_sample_file(path: Path) -> bytes:
     """
     check_regular(path)
     if path.stat().st_size > LARGE_SAMPLE:
-        with safe_open(path, "pt"):  # reads only the header
+        with opened(path):  # reads only the header
             pass
     return path.read_bytes()
 
@@ -118,7 +138,7 @@ def verify_content(path: Path, content: bytes, record: SampleRecord) -> None:
         if checksum(content) != record.checksum:
             raise OSError("its checksum differs from the manifest's")
         return
-    with safe_open(path, "pt") as file:
+    with opened(path) as file:
         metadata = file.metadata() or {}
     if (metadata.get("step"), metadata.get("chain")) != (str(record.step), str(record.chain)):
         raise OSError(
@@ -130,7 +150,7 @@ def verify_content(path: Path, content: bytes, record: SampleRecord) -> None:
 def in_order(tensors: dict[str, Tensor], content: bytes) -> dict[str, Tensor]:
     """Return a file's tensors in the module's order."""
     length = int.from_bytes(content[:8], "little")
-    names = json.loads(json.loads(content[8 : 8 + length]).get("__metadata__", {}).get("names", "[]"))
+    names = parse_json(parse_json(content[8 : 8 + length]).get("__metadata__", {}).get("names", "[]"))
     return {name: tensors[name] for name in names or sorted(tensors) if name in tensors}
 
 

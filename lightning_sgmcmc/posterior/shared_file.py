@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
-from lightning_sgmcmc.files import check_regular, is_regular, write_atomically
+from lightning_sgmcmc.files import is_regular, write_atomically
 from lightning_sgmcmc.posterior.aside import aside_folders
-from lightning_sgmcmc.posterior.sample_file import checksum, read_sample_file
+from lightning_sgmcmc.posterior.sample_file import checksum, opened, read_sample_file
 
 SHARED = "shared.safetensors"
 
@@ -63,8 +62,7 @@ def shared_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """
     path = folder / SHARED
     try:
-        check_regular(path)
-        with safe_open(path, framework="pt") as file:
+        with opened(path) as file:
             return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     except Exception as error:
         raise ValueError(f"{path}, the weights that were not sampled, is missing or damaged: {error}") from error

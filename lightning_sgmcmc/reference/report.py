@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_sgmcmc.diagnostics.chains import chain_diagnostics, rhat_limit
-from lightning_sgmcmc.files import read_regular, write_atomically
+from lightning_sgmcmc.files import parse_json, read_regular, write_atomically
 from lightning_sgmcmc.finite import finite_or_none
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 
@@ -117,7 +117,7 @@ def read_report(path: str | Path) -> ReferenceReport:
     if not file.exists():
         raise FileNotFoundError(f"there is no {REPORT} in {path}: the run has not ended, or is no reference run")
     try:
-        content = json.loads(read_regular(file, LARGEST_REPORT))
+        content = parse_json(read_regular(file, LARGEST_REPORT))
         return ReferenceReport(**{name: _read(value) for name, value in content.items()})
     except (ValueError, TypeError, AttributeError, OSError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error

@@ -170,7 +170,7 @@ def _labels(folders: Sequence[Path]) -> list[str]:
 
 def write_comparison(runs: Sequence[ComparedRun], path: Path) -> None:
     """Write the comparison: an HTML page, or Markdown if the file's name ends in `.md`."""
-    write_output(path, (markdown(runs) if path.suffix == ".md" else page(runs)).encode())
+    write_output(path, (markdown(runs) if path.suffix == ".md" else page(runs)).encode(errors="replace"))
 
 
 def quality_rows(runs: Sequence[ComparedRun], short: bool = False) -> tuple[list[str], list[list[str]]]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lightning_sgmcmc.files import text_without_secrets
 from lightning_sgmcmc.report import html_page
 from lightning_sgmcmc.report.html_page import folded, paragraph, preformatted
 from lightning_sgmcmc.report.results import plain_settings
@@ -45,4 +46,4 @@ def repeat(run: RunRecord) -> str:
 
 
 def _text(value: Any) -> str | None:
-    return str(value)[:LONGEST] if isinstance(value, str | int | float) else None
+    return text_without_secrets(str(value)[:LONGEST]) if isinstance(value, str | int | float) else None

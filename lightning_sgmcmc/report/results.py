@@ -56,7 +56,7 @@ def plain_settings(run: RunRecord) -> dict[str, str]:
 
     try:
         content = yaml.safe_load(run.texts.get("hparams.yaml", "")[:LONGEST_SETTINGS])
-    except (yaml.YAMLError, ValueError, RecursionError, LookupError, TypeError):
+    except Exception:  # tags of dates and numbers raise anything: AttributeError, OverflowError, …
         return {}
     plain = content if isinstance(content, dict) else {}
     named = {

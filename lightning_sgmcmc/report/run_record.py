@@ -1,6 +1,5 @@
 """A finished run, read from its folder without pickle; any part may be missing."""
 
-import json
 import math
 import os
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from typing import Any
 
 from lightning_sgmcmc.chains.sample import SampleRecord
 from lightning_sgmcmc.diagnostics.health import HealthReport
-from lightning_sgmcmc.files import is_regular, local_path, read_regular
+from lightning_sgmcmc.files import is_regular, local_path, parse_json, read_regular, text_without_secrets
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.run.folder import has_samples
@@ -19,8 +18,15 @@ HISTORY, HEALTH = "history.json", "health.json"
 MARKS = (RESULTS, HISTORY, HEALTH, f"samples/{MANIFEST}")
 """Files that identify a run's folder."""
 TEXTS = ("config.yaml", "hparams.yaml", "table.md")
+NOT_NEGATIVE = ("sampler/lr", "sampler/temperature")
 LARGEST_JSON, LARGEST_PICTURE, LARGEST_TEXT = 2**28, 2**26, 2**22
 """Largest sizes of files, in bytes."""
+LARGEST_PICTURES = 2**26
+"""Bytes of all pictures of a report together."""
+MOST_STEPS = 200_000
+"""Largest number of steps in a history: runs of this library write at most 20,000."""
+LARGEST_NUMBER = 1e100
+"""Finite numbers above it, which no run writes, have no place on an axis."""
 
 
 class RunError(ValueError):
@@ -141,16 +147,18 @@ def read_run(folder: Path) -> RunRecord:
         raise RunError(str(error)) from None
     rows = history.get("samples", []) if run.store is None else [vars(r) for r in run.store.records]
     run.records = _sample_records(rows, folder / HISTORY if run.store is None else run.store.path / MANIFEST)
+    room = LARGEST_PICTURES
     for path in sorted(folder.glob("*.png")):
-        if (picture := _read(path, LARGEST_PICTURE, run)) is None:
+        if (picture := _read(path, min(LARGEST_PICTURE, room), run)) is None:
             continue
+        room -= len(picture)
         if picture.startswith(b"\x89PNG\r\n\x1a\n") and b"IEND" in picture[-12:]:
             run.pictures[path.stem] = picture
         else:
             run.damaged.append(path.name)
     for name in TEXTS:
         if (content := _read(folder / name, LARGEST_TEXT, run)) is not None:
-            run.texts[name] = content.decode(errors="replace")
+            run.texts[name] = text_without_secrets(content.decode(errors="replace"))
     return run
 
 
@@ -169,10 +177,10 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     if not os.path.lexists(path):
         return None
     try:
-        content = json.loads(read_regular(path, LARGEST_JSON).decode())
+        content = parse_json(read_regular(path, LARGEST_JSON).decode())
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise RunError(f"{path} is damaged: {error}") from None
     if not isinstance(content, dict):
         raise RunError(f"{path} is damaged: it should hold a dictionary, not a {type(content).__name__}")
@@ -196,9 +204,14 @@ def _series(history: dict[str, Any], kind: str, path: Path) -> tuple[list[int], 
     steps, scalars = history.get("steps", []), history.get(kind, {})
     if not isinstance(steps, list) or not isinstance(scalars, dict) or not all(map(_is_step, steps)):
         raise RunError(f"{path} is damaged: it should have a list of steps, and {kind} at these steps")
+    if len(steps) > MOST_STEPS:
+        raise RunError(f"{path} has {len(steps):,} steps, and a report reads at most {MOST_STEPS:,}: thin it")
     for name, values in scalars.items():
         if not isinstance(values, list) or len(values) != len(steps) or not all(map(_is_number, values)):
             raise RunError(f"{path} is damaged: {str(name)[:80]} should have one number for each of its steps")
+        for value in values:
+            if value is not None and (_is_too_large(value) or (value < 0 and name in NOT_NEGATIVE)):
+                raise RunError(f"{path} is damaged: {str(name)[:80]} cannot be {value:.6g}")
     return steps, {name: [math.nan if v is None else float(v) for v in values] for name, values in scalars.items()}
 
 
@@ -206,12 +219,16 @@ def _sample_records(samples: Any, path: Path) -> list[SampleRecord]:
     names = ("step", "cycle", "chain", "energy", "log_weight")
     try:
         rows = [([sample[name] for name in names], sample.get("comparable", True) is True) for sample in samples]
-        return [
+        records = [
             SampleRecord(int(s), int(c), int(k), float(e), float(w), comparable=known)
             for (s, c, k, e, w), known in rows
         ]
     except (AttributeError, TypeError, ValueError, LookupError, OverflowError):
         raise RunError(f"{path} is damaged: a sample should have {', '.join(names)}") from None
+    for number in (number for record in records for number in (record.energy, record.log_weight)):
+        if _is_too_large(number):
+            raise RunError(f"{path} is damaged: a sample's energy or log_weight cannot be {number:.6g}")
+    return records
 
 
 def _health(content: dict[str, Any] | None, path: Path) -> HealthReport | None:
@@ -225,6 +242,10 @@ def _health(content: dict[str, Any] | None, path: Path) -> HealthReport | None:
 
 def _is_step(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+
+
+def _is_too_large(value: float) -> bool:
+    return math.isfinite(value) and abs(value) > LARGEST_NUMBER
 
 
 def _is_number(value: Any) -> bool:

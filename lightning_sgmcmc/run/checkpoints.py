@@ -16,6 +16,7 @@ from lightning_sgmcmc.files import (
     check_regular,
     free_space,
     is_remote,
+    is_secret,
     make_folder,
     megabytes,
     remove_left_over,
@@ -87,6 +88,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise ValueError(f"the checkpoint {path} is damaged ({_first_line(error)}): resume from another") from error
         if not isinstance(content, dict):
             raise ValueError(f"{path} is not a checkpoint: it contains a {type(content).__name__}")
+        _check_form(content, path)
         return content
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -99,6 +101,39 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             place.unlink()
 
 
+FORM: dict[str, Any] = {
+    "state_dict": dict,
+    "pytorch-lightning_version": str,
+    "epoch": int,
+    "global_step": int,
+    "loops": dict,
+    "callbacks": dict,
+    "optimizer_states": list,
+    "lr_schedulers": list,
+}
+"""Entries of a checkpoint, and their types."""
+NEEDED = ("state_dict", "pytorch-lightning_version", "global_step")
+"""Those that Lightning reads of every checkpoint."""
+
+
+def _check_form(content: dict[str, Any], path: Any) -> None:
+    """Raise ValueError unless a checkpoint has what Lightning reads without a check of its own."""
+    wrong = [f"{name!r} is missing" for name in NEEDED if name not in content]
+    wrong += [
+        f"{name!r} is a {type(content[name]).__name__}"
+        for name, kind in FORM.items()
+        if name in content and not isinstance(content[name], kind)
+    ]
+    if not wrong:
+        odd = [name for name, value in content["state_dict"].items() if not isinstance(value, torch.Tensor)]
+        wrong = [f"{name!r} of its state is no tensor" for name in odd if not str(name).endswith("_extra_state")]
+    if wrong:
+        raise ValueError(
+            f"{path} is damaged, or no checkpoint of Lightning: {wrong[0][:200]}; resume from another, or pass a "
+            "file with a state as chain_start=[…]"
+        )
+
+
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")[:200] or type(error).__name__
 
@@ -107,6 +142,7 @@ def keep_constructor_arguments(checkpoint: dict[str, Any], module: pl.LightningM
     """Add the constructor's arguments that are plain data to a checkpoint, for `load_from_checkpoint`.
 
     What the user has saved by `save_hyperparameters` stays as it is: its names are the user's, and what it leaves out.
+    Secrets, by their names, are left out: `load_from_checkpoint` takes them as arguments.
 
     Args:
         checkpoint: changed in place.
@@ -115,7 +151,8 @@ def keep_constructor_arguments(checkpoint: dict[str, Any], module: pl.LightningM
     if "_hparams_name" in vars(module) or module.hparams:
         return
     arguments: dict[str, Any] = getattr(module, "_arguments", {})
-    checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY] = {n: value for n, value in arguments.items() if _is_plain(value)}
+    kept = {n: v for n, v in arguments.items() if _is_plain(v) and not (isinstance(v, str) and is_secret(n))}
+    checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY] = kept
 
 
 def _is_plain(value: Any) -> bool:

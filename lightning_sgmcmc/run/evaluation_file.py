@@ -13,7 +13,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
-from lightning_sgmcmc.files import read_regular, write_output
+from lightning_sgmcmc.files import parse_json, read_regular, write_output
+from lightning_sgmcmc.run.results import STAGES
 from lightning_sgmcmc.tables import TargetScaling
 
 LARGEST = 2**30
@@ -74,7 +75,7 @@ def read_evaluation(path: Path) -> StoredEvaluation:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     try:
         length = int.from_bytes(content[:8], "little")
-        numbers = json.loads(json.loads(content[8 : 8 + length])["__metadata__"]["evaluation"])
+        numbers = parse_json(parse_json(content[8 : 8 + length])["__metadata__"]["evaluation"])
         columns = load(content)
         stored = StoredEvaluation(**numbers | {"columns": columns})
         sizes = {tuple(column.shape) for column in columns.values()}
@@ -83,9 +84,22 @@ def read_evaluation(path: Path) -> StoredEvaluation:
         kinds |= {"seconds": int | float, "data": str, "metrics": dict}
         if not sound or not all(isinstance(getattr(stored, name), kind) for name, kind in kinds.items()):
             raise ValueError("it has other entries")
+        if stored.stage not in STAGES:
+            raise ValueError(f"its stage is {stored.stage[:40]!r}, not {' or '.join(STAGES)}")
+        numbered = all(value is None or isinstance(value, int | float) for value in stored.metrics.values())
+        if not numbered or not all(isinstance(name, str) for name in stored.metrics):
+            raise ValueError("its metrics should be numbers by name")
+        if not len(columns["nll"]):
+            raise ValueError("it has no data")
+        if not all(map(_is_cost, (stored.samples, stored.chains, stored.gradient_evaluations, stored.seconds))):
+            raise ValueError("its counts and seconds should be finite and not negative")
     except Exception as error:  # a damaged header can raise anything
         raise ValueError(f"{path} is damaged: {error}") from None
     return stored
+
+
+def _is_cost(number: float) -> bool:
+    return math.isfinite(number) and number >= 0
 
 
 def per_datum(evaluation: Evaluation, scaling: TargetScaling) -> tuple[dict[str, Tensor], str]:

@@ -9,6 +9,7 @@ from pytorch_lightning.core.saving import save_hparams_to_yaml
 from pytorch_lightning.loggers import TensorBoardLogger
 
 from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.files import MASK, is_secret, text_without_secrets
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.run.origin import versions
@@ -41,6 +42,7 @@ def log_values(trainer: pl.Trainer, part: str, known: Mapping[str, Any]) -> None
     """
     if not trainer.enable_autolog_hparams:
         return
+    known = _without_secrets(known)
     values = {f"{part}.{name}": value for name, value in known.items()}
     for logger in trainer.loggers:
         if not isinstance(logger, TensorBoardLogger):
@@ -74,6 +76,11 @@ def hyperparameters_of(trainer: pl.Trainer, model: EnergyModel, settings: Settin
         "max_steps": trainer.estimated_stepping_batches,
         **{f"version.{name}": found or "unknown" for name, found in versions().items()},
     }
+
+
+def _without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {name: text_without_secrets(value) if isinstance(value, str) else value for name, value in values.items()}
+    return {name: MASK if is_secret(name) and isinstance(value, str) else value for name, value in texts.items()}
 
 
 def _show_in_tensorboard(logger: TensorBoardLogger, part: str, known: Mapping[str, Any]) -> None:

@@ -146,8 +146,17 @@ def log_table(
             )
     if folder is not None:
         text = io.StringIO(newline="")
-        csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+        inert = [[_inert(cell) for cell in row] for row in (columns, *rows)]
+        csv.writer(text, lineterminator="\n").writerows(inert)
         write_output(folder / f"{_stem(name)}.csv", text.getvalue().encode())
+
+
+def _inert(cell: Any) -> Any:
+    """Return a cell that no spreadsheet takes for a formula, as names of metrics that begin with "=" are."""
+    if not isinstance(cell, str):
+        return cell
+    line = " ".join(cell.split())
+    return f"'{line}" if line.startswith(("=", "+", "-", "@")) else line
 
 
 def _log_object(logger: WandbLogger, name: str, value: Any, step: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_sgmcmc.diagnostics.health import HealthReport
-from lightning_sgmcmc.files import free_name, read_regular, write_output
+from lightning_sgmcmc.files import free_name, parse_json, read_regular, write_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,6 +15,7 @@ RESULTS, TABLE = "results.json", "table.md"
 OPTIMIZED = "states of an optimization (temperature 0)"
 """What `results.json` calls the samples of a run at temperature 0."""
 HEALTH = "health.json"
+STAGES = ("val", "test")
 METHODS = {
     "single": "mean single sample",
     "best_single": "best single sample",
@@ -40,8 +41,8 @@ def write_results(folder: Path, results: Mapping[str, Any], table: str) -> None:
 def read_health(folder: Path) -> HealthReport | None:
     """Return the health report in a run's folder, None if there is none that can be read."""
     try:
-        return HealthReport.from_json(json.loads(read_regular(folder / HEALTH, LARGEST_HEALTH).decode()))
-    except (OSError, ValueError, AttributeError, RecursionError):
+        return HealthReport.from_json(parse_json(read_regular(folder / HEALTH, LARGEST_HEALTH).decode()))
+    except (OSError, ValueError, AttributeError):
         return None
 
 
@@ -53,7 +54,7 @@ def keep_earlier_results(folder: Path, results: Mapping[str, Any]) -> None:
         results: the results that will be written there.
     """
     try:
-        earlier = json.loads((folder / RESULTS).read_text())
+        earlier = parse_json(read_regular(folder / RESULTS, LARGEST_HEALTH).decode())
     except (OSError, ValueError):
         return  # none, or a damaged file
     if not isinstance(earlier, dict) or (earlier.get("stage"), earlier.get("rows")) == (
@@ -61,10 +62,12 @@ def keep_earlier_results(folder: Path, results: Mapping[str, Any]) -> None:
         json.loads(json.dumps(results["rows"])),
     ):
         return
+    stage = earlier.get("stage")
+    stage = stage if stage in STAGES else "run"  # it comes from a file, and becomes a part of a file's name
     for name in (RESULTS, TABLE):
         path = folder / name
         if path.exists():
-            path.rename(free_name(path.with_stem(f"{path.stem}-{earlier.get('stage', 'run')}")))
+            path.rename(free_name(path.with_stem(f"{path.stem}-{stage}")))
 
 
 def plain_console() -> "Console":
@@ -79,8 +82,12 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
     Args:
         columns: the column names.
-        rows: one text per column.
+        rows: one text per column; a name of the user's may have any characters.
     """
-    lines = ["| " + " | ".join(line) + " |" for line in (columns, *rows)]
+    lines = ["| " + " | ".join(map(_in_cell, line)) + " |" for line in (columns, *rows)]
     lines.insert(1, "|" + "---|" * len(columns))
     return "\n".join(lines) + "\n"
+
+
+def _in_cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").splitlines())

@@ -15,10 +15,11 @@ from lightning_sgmcmc.chains.chains import Chains, chains_of, sampler_of
 from lightning_sgmcmc.chains.seeds import FitSeeds
 from lightning_sgmcmc.run.generators import ProcessGenerators
 from lightning_sgmcmc.run.hyperparameters import log_settings
-from lightning_sgmcmc.run.loop_counts import Place, place_in, repair_loop_counts
+from lightning_sgmcmc.run.loop_counts import Place, check_entries, check_loops, place_in, repair_loop_counts
 from lightning_sgmcmc.run.settings import (
     Settings,
     check_ranks,
+    check_saved,
     check_settings,
     differences,
     is_allowed,
@@ -301,6 +302,7 @@ class ExactResume(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._batches, self._positions = state_dict["batches"], state_dict["loaders"]
         self._saved_settings = state_dict.get("settings", {})
+        check_saved(self._saved_settings)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -316,6 +318,7 @@ class ExactResume(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        check_loops(checkpoint.get("loops", {}).get("fit_loop"), trainer.fit_loop.state_dict(), "loops.fit_loop")
         saved: Mapping[str, Tensor] = checkpoint.get(ACCUMULATED, {})
         layout = chains_of(pl_module).layout
         self._accumulated = {name: layout.own_unreduced(tensor) for name, tensor in saved.items()}
@@ -330,6 +333,7 @@ class ExactResume(pl.Callback):
 def count_saved_fit(seeds: FitSeeds, checkpoint: Mapping[str, Any]) -> None:
     """Let a module's coming fit be the one after a checkpoint's; a checkpoint of plain Lightning has none."""
     for name, saved in checkpoint.get("callbacks", {}).items():
+        check_entries(name, saved)
         if name == ExactResume.__qualname__:
             seeds.resume(None, max(seeds.fits, saved.get("fits", 0) + 1))
 

@@ -13,7 +13,7 @@ from lightning_sgmcmc.files import flush_folder, is_regular, remove_left_over
 from lightning_sgmcmc.posterior.aside import aside_folders, next_aside
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.lock import StoreLock
-from lightning_sgmcmc.posterior.manifest import MANIFEST, record_from
+from lightning_sgmcmc.posterior.manifest import MANIFEST, records_from
 from lightning_sgmcmc.tables import Columns
 
 LEVELS = 3
@@ -81,7 +81,7 @@ def find_store(saved: dict[str, Any], dirpath: Path | None, checkpoint: str | Pa
         if not (path / MANIFEST).exists():
             continue
         store = DiskStore(path)
-        if None not in (saved.get("run"), store.run_id) and saved["run"] != store.run_id:
+        if saved.get("run") != store.run_id:  # neither has a name before version 0.2
             foreign = path
             continue
         count = _samples_there(saved, store)
@@ -89,7 +89,7 @@ def find_store(saved: dict[str, Any], dirpath: Path | None, checkpoint: str | Pa
             return path
         best = max(best, (count, path), key=lambda pair: pair[0])
     if best[0] < 0 and foreign is not None:
-        theirs = next((aside for aside in aside_folders(foreign) if _run_id(aside) == saved["run"]), None)
+        theirs = next((aside for aside in aside_folders(foreign) if _run_id(aside) == saved.get("run")), None)
         remedy = f"pass dirpath='{theirs}', where its own are" if theirs else "pass the folder of its own as dirpath"
         raise ValueError(f"{foreign} holds the samples of another run than the checkpoint's: {remedy}")
     raise ValueError(
@@ -142,8 +142,22 @@ def on_rank_zero(trainer: pl.Trainer, function: Callable[[], Any]) -> Any:
 
 def _records_of(saved: dict[str, Any], store: DiskStore) -> list[SampleRecord]:
     if "records" in saved:
-        return [record_from(record) for record in saved["records"]]
+        records = records_from(saved["records"])
+        _check_energies(records, store)
+        return records
     return [record for record in store.records if record.step <= saved["last_step"]]
+
+
+def _check_energies(records: list[SampleRecord], store: DiskStore) -> None:
+    """Raise ValueError if a checkpoint's record of a sample has another energy than the store's."""
+    energies = {record.file: record.energy for record in store.records}
+    for record in records:
+        energy = energies.get(record.file, record.energy)
+        if repr(energy) != repr(record.energy):  # as text, since NaN is not equal to itself
+            raise ValueError(
+                f"the checkpoint's record of {record.file} has the energy {record.energy}, and that in {store.path} "
+                f"{energy}: resume from another checkpoint, or start a new run"
+            )
 
 
 def _check_saved(saved: Any) -> None:

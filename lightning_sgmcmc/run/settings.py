@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 import os
 import re
 import zlib
@@ -202,6 +203,18 @@ def _lr(given: Any, sampler: Sampler) -> Any:
 
 def _collapsed(values: list[Any]) -> Any:
     return values[0] if all(value == values[0] for value in values) else values
+
+
+def check_saved(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the settings in a checkpoint are plain data."""
+    data = settings.get("data", {"length": None, "numbers": []})
+    try:
+        json.dumps(settings)
+        sound = all(isinstance(number, int | float) for number in data["numbers"]) and "length" in data
+    except (TypeError, ValueError, LookupError, RecursionError):
+        sound = False
+    if not sound:
+        raise ValueError("the checkpoint is damaged: its settings are no plain data; resume from another")
 
 
 def _arguments_of(callback: Any) -> list[tuple[str, Any]]:

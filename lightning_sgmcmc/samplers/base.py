@@ -287,7 +287,13 @@ class Sampler(UpdateRule):
                 other name patterns of its groups.
         """
         saved = checked_state(state_dict, type(self).__name__, self.num_chains, self.param_groups)
-        super().load_state_dict(torch_state(state_dict, self.param_groups))
+        try:
+            super().load_state_dict(torch_state(state_dict, self.param_groups))
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+            reason = str(error).strip().split("\n")[0][:150]
+            raise ValueError(
+                f"the saved state does not fit the sampler's parameters ({reason}): resume from another checkpoint"
+            ) from error
         self.step_count = saved["step_count"]
         self._noise.load_state_dict(saved["noise"])
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from lightning_sgmcmc.checks import check_number
 from lightning_sgmcmc.tensors import Control
 
+LARGEST_COUNT = 2**62
+
 
 def check_initial_control(name: str, value: Control) -> None:
     """Raise unless a control is a tensor, or a finite number ≥ 0."""
@@ -56,6 +58,7 @@ def checked_state(
             "this state is not a sampler's: it has no step counter and no noise generators, so "
             f"{rule} cannot continue from it"
         )
+    _check_form(state, rule, groups)
     saved: dict[str, Any] = state["sampler"]
     if saved["rule"] != rule:
         raise ValueError(f"this state is a {saved['rule']}'s, so {rule} cannot continue from it")
@@ -68,6 +71,35 @@ def checked_state(
             "name patterns, in the same order"
         )
     return saved
+
+
+def _check_form(state: Mapping[str, Any], rule: str, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError unless a saved state's entries have the types of a sampler's."""
+    own, their_groups = state["sampler"], state.get("param_groups")
+    noise = own.get("noise") if isinstance(own, dict) else None
+    generators = noise.get("generators") if isinstance(noise, dict) else None
+    wrong = ""
+    if not isinstance(own, dict) or not all(isinstance(own.get(name), int) for name in ("num_chains", "step_count")):
+        wrong = "its counts"
+    elif not isinstance(own.get("rule"), str) or not 0 <= own["step_count"] < LARGEST_COUNT:
+        wrong = "its rule or its number of steps"
+    elif not isinstance(generators, list) or not all(_is_generator(value) for value in generators):
+        wrong = "the state of its noise"
+    elif not isinstance(their_groups, list) or not all(isinstance(group, dict) for group in their_groups):
+        wrong = "its groups of parameters"
+    elif own["rule"] == rule:
+        for theirs, ours in zip(their_groups, groups, strict=False):
+            names = [n for n, value in ours.items() if n != "params" and isinstance(value, int | float | Tensor)]
+            odd = [n for n in names if n in theirs and not isinstance(theirs[n], int | float | Tensor)]
+            wrong = f"{odd[0]}={str(theirs[odd[0]])[:40]!r}" if odd else "" if "lr" in theirs else "lr"
+            if wrong:
+                break
+    if wrong:
+        raise ValueError(f"the saved state of the sampler is damaged in {wrong}: resume from another checkpoint")
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.uint8 and value.dim() == 1
 
 
 def torch_state(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

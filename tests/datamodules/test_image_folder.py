@@ -1,5 +1,7 @@
 """Folders of images: what is read, how they are divided, and the sentences on folders that cannot be used."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,3 +155,28 @@ def test_a_missing_folder(tmp_path: Path) -> None:
         ImageFolderDataModule(tmp_path, size=0)
     with pytest.raises(ValueError, match=r"val_fraction \+ test_fraction must be in \[0, 1\), got 1.2"):
         ImageFolderDataModule(tmp_path, val_fraction=0.6, test_fraction=0.6)
+
+
+@pytest.mark.slow
+def test_a_small_file_with_a_large_picture_takes_bounded_memory(tmp_path: Path) -> None:
+    """Four files of 164 kB with 169 megapixels each, in a process of its own: `pytest -m slow` on this file, 40 s."""
+    script = f"""
+import resource, shutil, warnings, torch
+from pathlib import Path
+from PIL import Image
+from lightning_sgmcmc.datamodules import ImageFolderDataModule
+warnings.simplefilter("ignore")
+root = Path({str(tmp_path)!r}) / "img"
+for name in "ab":
+    (root / "train" / name).mkdir(parents=True)
+Image.MAX_IMAGE_PIXELS = None
+Image.new("L", (13000, 13000)).save(root / "train/a/0.png")
+for name, number in (("a", 1), ("b", 0), ("b", 1)):
+    shutil.copy(root / "train/a/0.png", root / f"train/{{name}}/{{number}}.png")
+Image.MAX_IMAGE_PIXELS = 89478485
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+ImageFolderDataModule(root, size=8, val_fraction=0.0, test_fraction=0.5).setup("fit")
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert int(said.split()[-1]) < 1300

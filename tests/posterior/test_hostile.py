@@ -1,26 +1,93 @@
-"""Run folders from anywhere: no import, no deletion, no link followed, no endless read, and one sentence as answer."""
+"""Run folders from anywhere: no import, no deletion, no link followed, no endless read, and one sentence as answer.
 
+While a case is used these are allowed: errors `ValueError`, `RuntimeError` and `OSError` that this library raises with
+one sentence; files of the run's folder and of the installed packages; `MOST_MEMORY` more memory than before.
+"""
+
+import os
+import resource
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 import torch
 
 from lightning_sgmcmc import Posterior
+from lightning_sgmcmc.cli.compare import main as compare
 from lightning_sgmcmc.cli.report import main as report
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.run.checkpoints import AtomicCheckpointIO
-from tests.support.corpus import CHECKPOINT, make_case, sound_run, untouched
+from lightning_sgmcmc.run.evaluation_file import StoredEvaluation, write_evaluation
+from tests.support import small_run
+from tests.support.corpus import CHECKPOINT, make_case, module, sound_run, trainer, untouched
 from tests.support.paths import REPOSITORY
 
 LIMIT = 60
 """Seconds for one case."""
 OWN = tuple(str(REPOSITORY / folder) for folder in ("lightning_sgmcmc", "callbacks", "datamodules"))
+
+
+MOST_MEMORY = 700_000
+"""Kilobytes by which the process may grow over all cases of a test: pictures and a resumed run take most."""
+NAMED = ("samples", "payload", "run.samples", "unittest.__main__", "a.B")
+"""Beginnings of the modules that changed files name."""
+PLACES = (
+    sys.prefix,
+    sys.base_prefix,
+    str(REPOSITORY),
+    "/usr",
+    "/etc/fonts",
+    "/proc",
+    "/sys",
+    "/dev/null",
+    f"{tempfile.gettempdir()}/tmp",
+    "/dev/urandom",
+)
+"""Where the program itself may open files."""
+
+
+class Watch:
+    """Notes what is imported and opened while it is on; Python keeps the hook until the process ends."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.seen: list[str] = []
+        sys.addaudithook(self.note)
+
+    def note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.folder is None:
+            return
+        if event == "import" and f"{arguments[0]}.".startswith(tuple(f"{name}." for name in NAMED)):
+            self.seen.append(f"import {arguments[0]}")
+        if event == "open" and isinstance(arguments[0], str | bytes):
+            path = os.path.realpath(os.fsdecode(arguments[0]))
+            mine = path.startswith((f"{self.folder}/run/", *PLACES, str(Path(matplotlib.get_configdir()).parent)))
+            if not mine and path not in (f"{self.folder}/run", matplotlib.get_cachedir()):
+                self.seen.append(f"open {path}")
+
+
+WATCH: list[Watch] = []
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[None]:
+    """Raise AssertionError if a module that a file names is imported, or a file outside the run's folder is opened."""
+    if not WATCH:
+        WATCH.append(Watch())
+    watch = WATCH[0]
+    watch.folder, watch.seen = folder.resolve(), []
+    try:
+        yield
+    finally:
+        watch.folder = None
+    assert not watch.seen, watch.seen[:3]
 
 
 class Late(BaseException):
@@ -103,14 +170,55 @@ def use_checkpoint(run: Path) -> None:
     answer(lambda: AtomicCheckpointIO().load_checkpoint(run / CHECKPOINT))
 
 
+def use_comparison(run: Path) -> None:
+    other = run.parent / "run" / "other"
+    other.mkdir()
+    (other / "results.json").write_text("{}")
+    columns = {"nll": torch.ones(6), "error": torch.zeros(6)}
+    write_evaluation(other, StoredEvaluation("val", "samples", 6, 2, 48, 1.5, "6-0", {"nll": 1.0}, columns))
+    code = 2
+    try:
+        compare([str(other), str(run), "--output", str(run / "page.html")])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert code == 2
+
+
+def use_resume(run: Path) -> None:
+    """A fit from the checkpoint; an error within torch or Lightning names what the file lacks."""
+    answer(lambda: trainer(run, 8).fit(module(), small_run.loader(), ckpt_path=run / CHECKPOINT))
+
+
 USES: dict[str, list[Callable[[Path], None]]] = {
     "manifest": [use_posterior, use_store],
     "store": [use_posterior, use_store],
     "report": [use_report],
+    "settings": [use_report],
+    "calibration": [use_posterior],
+    "evaluation": [use_comparison],
     "checkpoint": [use_checkpoint],
+    "resume": [use_resume],
 }
-CASES = {"manifest": 24, "store": 20, "report": 6, "checkpoint": 12}
-MANY = {"manifest": 900, "store": 700, "report": 400, "checkpoint": 500}
+CASES = {
+    "manifest": 60,
+    "store": 60,
+    "report": 6,
+    "settings": 6,
+    "calibration": 30,
+    "evaluation": 30,
+    "checkpoint": 60,
+    "resume": 6,
+}
+MANY = {
+    "manifest": 1300,
+    "store": 1000,
+    "report": 400,
+    "settings": 300,
+    "calibration": 600,
+    "evaluation": 500,
+    "checkpoint": 700,
+    "resume": 300,
+}
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +228,12 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def try_case(sound: Path, folder: Path, kind: str, seed: int) -> None:
     run = make_case(sound, folder, kind, seed)
-    with untouched(folder), limited_time():
+    with untouched(folder), watched(folder), limited_time():
         for use in USES[kind]:
             use(run)
 
 
-@pytest.mark.by_default("manifest", "store", "checkpoint")
+@pytest.mark.by_default("manifest", "store", "calibration", "evaluation", "checkpoint", "resume")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", CASES)
 def test_damaged_folders(
@@ -141,7 +249,7 @@ def test_damaged_folders(
 def test_many_damaged_folders(
     kind: str, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """2,500 cases."""
+    """5,100 cases: `pytest -n 0 -m slow tests/posterior/test_hostile.py -k many`."""
     _try_all(kind, range(1000, 1000 + MANY[kind]), sound, tmp_path, monkeypatch)
 
 
@@ -151,6 +259,7 @@ def _try_all(kind: str, seeds: range, sound: Path, folder: Path, monkeypatch: py
     monkeypatch.syspath_prepend(run)  # the store's folder could be imported, as from a working directory
     monkeypatch.syspath_prepend(run / "samples")
     failures = []
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for seed in seeds:
         try:
             try_case(sound, folder / "case", kind, seed)
@@ -161,3 +270,4 @@ def _try_all(kind: str, seeds: range, sound: Path, folder: Path, monkeypatch: py
             )
     assert not failures, f"{len(failures)} of {len(seeds)}:\n" + "\n".join(failures[:40])
     assert "samples.payload" not in sys.modules
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_MEMORY

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -176,6 +177,76 @@ def test_a_resumed_run_deletes_and_overwrites_nothing_else(changed: str, run: Pa
             resume()
     assert victim.read_text() == "mine"
     assert changed != "manifest" or (tmp_path / "manifest").read_text() == before
+
+
+def resume_from(run: Path, changed: Any) -> None:
+    """Resume with a changed state of the collector."""
+    checkpoint = torch.load(run / corpus.CHECKPOINT)
+    (key,) = (key for key in checkpoint["callbacks"] if key.startswith("SampleCollector"))
+    checkpoint["callbacks"][key] = changed(checkpoint["callbacks"][key])
+    torch.save(checkpoint, run / corpus.CHECKPOINT)
+    trainer = quiet_trainer(max_steps=8, callbacks=[SamplingSchedule(every_n_steps=2), SampleCollector()])
+    trainer.fit(corpus.module(), small_run.loader(), ckpt_path=run / corpus.CHECKPOINT)
+
+
+@pytest.mark.parametrize("named", ["nothing", "None", "another"])
+def test_a_checkpoint_chooses_no_store(named: str, run: Path, sound: Path, tmp_path: Path) -> None:
+    """It names another run's folder, with no sample to be found there, and the folder's run not or wrongly."""
+    other = Path(shutil.copytree(sound, tmp_path / "other")) / "samples"
+    change_line(other, 0, run="abcd")
+    shutil.rmtree(run / "samples")
+    before = (other / MANIFEST).read_bytes()
+
+    def changed(state: dict[str, Any]) -> dict[str, Any]:
+        state |= {"path": str(other), "count": 0, "records": []}
+        if named != "another":
+            state["run"] = None
+        if named == "nothing":
+            del state["run"]
+        return state
+
+    with pytest.raises(ValueError, match=r"other.*samples of another run than the checkpoint's.*dirpath"):
+        resume_from(run, changed)
+    assert (other / MANIFEST).read_bytes() == before
+    assert not (other.parent / "samples-1").exists()
+
+
+def test_a_checkpoint_records_a_sample_once(run: Path) -> None:
+    before = (run / "samples" / MANIFEST).read_bytes()
+    with pytest.raises(ValueError, match=r"recorded twice: step 2, chain 0, draw 0"):
+        resume_from(run, lambda state: state | {"path": str(run / "samples"), "records": state["records"] * 2})
+    assert (run / "samples" / MANIFEST).read_bytes() == before
+
+
+def test_a_checkpoint_does_not_change_an_energy(run: Path) -> None:
+    def changed(state: dict[str, Any]) -> dict[str, Any]:
+        state["records"][1]["energy"] = -1e9
+        return state | {"path": str(run / "samples")}
+
+    with pytest.raises(ValueError, match=r"chain-001.*energy -1000000000\.0.*resume from another"):
+        resume_from(run, changed)
+
+
+def test_a_manifest_records_a_sample_once(run: Path) -> None:
+    path = run / "samples" / MANIFEST
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines, lines[2]]) + "\n")
+    with pytest.raises(ValueError, match=r"line 8 of .* is damaged"):
+        Posterior.load(run / "samples")
+    with pytest.warns(UserWarning, match=r"damaged"):
+        assert len(Posterior.load(run / "samples", skip_damaged=True)) == 6
+
+
+@pytest.mark.parametrize("count", [2 * 10**8, 10**18])
+def test_a_number_of_chains_takes_no_memory(count: int, run: Path) -> None:
+    description = DiskStore(run / "samples").model_description
+    description["arguments"]["num_chains"] = count
+    change_line(run / "samples", 0, model=description)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    posterior = Posterior.load(run / "samples")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
+    with pytest.raises(RuntimeError, match=rf"num_chains={count}, more than .*model="):
+        posterior.predict(torch.zeros(1, 2))
 
 
 @pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE")

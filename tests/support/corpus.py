@@ -5,6 +5,7 @@ files (a link, a pipe, a device, a folder, nothing).
 """
 
 import json
+import math
 import os
 import random
 import shutil
@@ -20,8 +21,11 @@ from torch import nn
 from lightning_sgmcmc import Categorical, Contour, ContourRules, EnergyPartition
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.contour.learned import LearnedContour
+from lightning_sgmcmc.posterior.calibration import FILE as CALIBRATION
+from lightning_sgmcmc.posterior.calibration import identify
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST
+from lightning_sgmcmc.run.evaluation_file import StoredEvaluation, write_evaluation
 from tests.support import small_run
 from tests.support.trainers import quiet_trainer
 
@@ -82,10 +86,26 @@ def sound_run(folder: Path) -> Path:
         (folder / f"{name}.json").write_text(json.dumps(content))
     (folder / "config.yaml").write_text("model: a\n")
     (folder / "hparams.yaml").write_text("lr: 0.1\nnum_chains: 2\n")
+    (folder / "auto.yaml").write_text("trainer:\n  callbacks:\n  - class_path: a.B\n")
     (folder / "table.md").write_text("| a |\n")
     (folder / "energy.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(40) + b"IEND\xaeB`\x82")
     (folder / "samples" / "payload.py").write_text(PAYLOAD)
+    (folder / "samples" / CALIBRATION).write_text(json.dumps(_calibration(folder / "samples")))
+    columns = {"nll": torch.ones(6), "error": torch.zeros(6)}
+    write_evaluation(folder, StoredEvaluation("val", "posterior samples", 6, 2, 48, 1.5, "6-0", {"nll": 1.0}, columns))
     return folder
+
+
+def _calibration(store: Path) -> dict[str, Any]:
+    samples = identify(DiskStore(store).records)
+    return {
+        "kind": "temperature",
+        "value": 1.5,
+        "count": 24,
+        "nll_before": 0.7,
+        "nll_after": 0.6,
+        "samples": samples,
+    }
 
 
 # -- changes ----------------------------------------------------------------------------------------------------------
@@ -189,7 +209,10 @@ def json_changed(text: str, chooser: random.Random, outside: Path) -> str:
 
 def file_replaced(path: Path, chooser: random.Random, outside: Path) -> None:
     """Put something else than a file in a file's place."""
-    kind = chooser.choice(("link", "device", "pipe", "folder", "loop", "nothing", "dangling", "temporary", "sparse"))
+    kinds = ["device", "pipe", "folder", "loop", "nothing", "dangling", "temporary", "sparse"]
+    if path.suffix != ".ckpt":  # its path is an argument, and Lightning itself makes such links
+        kinds.append("link")
+    kind = chooser.choice(kinds)
     if kind == "temporary":  # where the library writes before it renames
         path.with_name(f".{path.name}.tmp").symlink_to(outside / "victim")
         return
@@ -223,10 +246,65 @@ def change_file(path: Path, chooser: random.Random, outside: Path) -> None:
         path.write_text("\n".join(lines) + "\n")
     elif path.suffix == ".json" and action < 0.8:
         path.write_text(json_changed(path.read_text(), chooser, outside))
+    elif path.suffix == ".ckpt" and action < 0.7:
+        leaf_changed(path, chooser, outside)
+    elif path.suffix == ".yaml" and action < 0.7:
+        path.write_text(f"{path.read_text()}{chooser.choice(('lr', 'a', 'trainer'))}: {chooser.choice(YAML)}\n")
     elif path.suffix == ".safetensors" and action < 0.6:
         header_changed(path, chooser, outside)
     else:
         path.write_bytes(bytes_changed(path.read_bytes(), chooser))
+
+
+YAML = (
+    "!!timestamp x",
+    "!!int x",
+    "!!binary '@'",
+    "!!python/object/apply:os.system ['true']",
+    "!!python/name:samples.payload.Net",
+    "!samples.payload.Net {}",
+    "2001-99-99",
+    "1" + "0" * 400,
+    "1e999",
+    ".nan",
+    "*unknown",
+    "&a [*a]",
+    "&a {<<: *a}",
+    "{[1]: 2}",
+    "{{}: 2}",
+    "[" * 2000,
+    "? ",
+    "'",
+    "\t",
+    "\x00",
+    "190:20:30",
+    "{class_path: samples.payload.Net}",
+    "{class_path: os.system, init_args: {command: 'true'}}",
+)
+"""Values with tags, references and forms that readers stumble over."""
+
+
+def leaf_changed(path: Path, chooser: random.Random, outside: Path) -> None:
+    """Change one value of a checkpoint, in any place."""
+    content = torch.load(path, weights_only=True)
+    places: list[tuple[Any, Any]] = []
+
+    def walk(value: Any) -> None:
+        for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+            places.append((value, key))
+            walk(value[key])
+
+    walk(content)
+    owner, key = chooser.choice(places)
+    if chooser.random() < 0.2:
+        del owner[key]
+    else:
+        # torch.save itself takes no value as deep as the description of nested layers.
+        plain = [
+            v for v in odd_values(outside) if not isinstance(v, Raw) and not (isinstance(v, dict) and "children" in v)
+        ]
+        owner[key] = chooser.choice([*plain, torch.zeros(2), torch.zeros(2, 3, 4), math.nan])
+    torch.save(content, path)
 
 
 def header_changed(path: Path, chooser: random.Random, outside: Path) -> None:
@@ -249,7 +327,11 @@ TARGETS: dict[str, Callable[[Path], list[Path]]] = {
     "manifest": lambda run: [run / "samples" / MANIFEST],
     "store": lambda run: sorted((run / "samples").glob("*.safetensors")),
     "report": lambda run: [*run.glob("*.json"), *run.glob("*.yaml"), *run.glob("*.png"), run / "samples" / MANIFEST],
+    "settings": lambda run: sorted(run.glob("*.yaml")),
+    "calibration": lambda run: [run / "samples" / CALIBRATION],
+    "evaluation": lambda run: [run / "evaluation-val.safetensors"],
     "checkpoint": lambda run: [run / CHECKPOINT],
+    "resume": lambda run: [run / CHECKPOINT],
 }
 
 
@@ -261,7 +343,7 @@ def make_case(sound: Path, folder: Path, kind: str, seed: int) -> Path:
     outside.mkdir(parents=True)
     (outside / "victim").write_text("secret of the victim\n")
     (folder / "run").parent.mkdir(exist_ok=True)
-    ignored = [] if kind == "checkpoint" else ["checkpoints"]
+    ignored = [] if kind in ("checkpoint", "resume") else ["checkpoints"]
     shutil.copytree(sound, run, ignore=shutil.ignore_patterns(*ignored))
     shutil.copy(outside / "victim", run / "victim")
     if kind == "store" and chooser.random() < 0.5:
