@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.tensors import widest
+
 Terms = dict[str, Tensor]
 
 
@@ -39,8 +41,8 @@ class WeightedAverage:
             raise ValueError(f"a sample's log-weight must be a number or -inf, got {log_weight}")
         if log_weight == -math.inf:
             return
-        if len(log_density) and log_density.device.type != "mps":  # which has no float64
-            log_density = log_density.double()
+        if len(log_density):
+            log_density = widest(log_density)
         if self.log_total == -math.inf:
             self.log_total = log_weight
             self.terms = {name: term.clone() for name, term in terms.items()}

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.tensors import exact
+
 Scale: TypeAlias = "float | Mapping[str, float]"
 
 RowDensity: TypeAlias = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
@@ -157,7 +159,7 @@ def columns_of(values: Sequence[float], tensors: Sequence[Tensor]) -> "float | T
 
 def log_of(values: "float | Tensor", count: int) -> float:
     """Return Σ log(value) over columns, from what `columns_of` returned, for a number of columns."""
-    return float(values.double().log().sum()) if isinstance(values, Tensor) else count * math.log(values)
+    return float(exact(values).log().sum()) if isinstance(values, Tensor) else count * math.log(values)
 
 
 def check_patterns(name: str, patterns: Sequence[str], names: Collection[str]) -> None:

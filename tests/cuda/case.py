@@ -88,6 +88,7 @@ OTHERS: dict[str, Callable[[], pl.Callback]] = {
     "SWAG": lambda: callbacks.SWAG(rank=2, num_draws=2, collection=0.6, every_n_steps=2),
     "MCDropout": lambda: callbacks.MCDropout(num_draws=2),
     "WarmStart": lambda: callbacks.WarmStart(lr=0.01, epochs=1),
+    "LearningCoefficient": lambda: callbacks.LearningCoefficient(warn=False),
     "a contour that learns its range": lambda: callbacks.ContourGradient(
         ContourRules(zeta=0.75), num_bins=30, warm_up_steps=4
     ),
