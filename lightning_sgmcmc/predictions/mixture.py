@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from lightning_sgmcmc.predictions.distributions import has_cdf, is_discrete
+from lightning_sgmcmc.seeding import reseed, unchanged_torch_generators
+from lightning_sgmcmc.tensors import widest, widest_dtype
 
 MOST = 200
 """Steps of a search for quantiles; bisection alone needs about 60."""
@@ -46,7 +48,7 @@ class Mixture:
         return self._made(self.parameters)
 
     def _made(self, parameters: Mapping[str, Tensor]) -> Distribution:
-        exact = {name: p if p.device.type == "mps" else p.double() for name, p in parameters.items()}
+        exact = {name: widest(p) for name, p in parameters.items()}
         law: Distribution = self.law(**exact, validate_args=False)
         return law
 
@@ -105,8 +107,8 @@ class Mixture:
         chosen = chosen.view(num, count).to(first.device)
         rows = torch.arange(count, device=first.device)
         own = int(torch.randint(2**62, (), generator=generator))
-        with torch.random.fork_rng([first.device] if first.device.type == "cuda" else []):
-            torch.manual_seed(own)  # torch's distributions take no generator
+        with unchanged_torch_generators([first.device]):
+            reseed(own, first.device)  # torch's distributions take no generator
             draws = self._made({name: p[chosen, rows] for name, p in self.parameters.items()}).sample()
         return self.shift + self.factor * draws
 
@@ -119,7 +121,7 @@ class Mixture:
         return self.components
 
     def _z(self, y: Tensor, law: Distribution) -> Tensor:
-        dtype = torch.float32 if y.device.type == "mps" else torch.float64
+        dtype = widest_dtype(y.device)
         z = (y.to(dtype) - self.shift) / self.factor
         return z.expand(law.batch_shape[1:])[None]
 
