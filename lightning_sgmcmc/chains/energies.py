@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.batches.padding import padded_alike
+from lightning_sgmcmc.batches.padding import most_tokens, padded_alike
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.chains.first_batches import FirstBatches
 from lightning_sgmcmc.chains.row_energies import RowEnergies, weighed
@@ -15,7 +15,7 @@ from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.starts import layer_at_fault
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.stateless import StatelessCall, homes_of
-from lightning_sgmcmc.compiling import Compile, compiled_if_possible, is_compiled
+from lightning_sgmcmc.compiling import Compile, Shapes, compiled_if_possible, is_compiled
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
 from lightning_sgmcmc.priors.held import held_rows, without_held
 from lightning_sgmcmc.priors.state import prior_state
@@ -76,7 +76,10 @@ class ChainEnergies:
             unrolled = None if execution == "auto" else execution == "unrolled"
             self._rows = RowEnergies(model, chains, flat, num_data, compiler, unrolled)
         model.accepted_arguments  # noqa: B018  # found now, since a compiler cannot read signatures
-        self._pad = int(getattr(getattr(getattr(model, "net", None), "config", None), "pad_token_id", None) or 0)
+        config = getattr(getattr(model, "net", None), "config", None)
+        self._pad = int(getattr(config, "pad_token_id", None) or 0)
+        self._most_tokens = most_tokens(config) if compiler is not None else None
+        self._shapes = Shapes(f"the network of {type(model).__name__}") if compiler is not None else None
         self._network = self._compile(compiler) if compiler is not None and self._rows is None else None
         self._homes = homes_of(model) if self._network is not None and chains is None else {}
         self.first_batches: FirstBatches | None = None
@@ -121,6 +124,8 @@ class ChainEnergies:
             own = 1 if chains is None else chains.num_chains
             raise ValueError(f"the batch has {len(batch)} chains, the module {own}: make one batch for each chain")
         batch = self._usable(batch)
+        if self._shapes is not None:
+            self._shapes.meet(batch[0] if isinstance(batch, ChainBatches) else batch)
         looks = self.first_batches is not None and self.first_batches.takes(batch)
         factor = None if weigh is None else weigh()
         through_stack = self.through_stack if through_stack is None else through_stack
@@ -152,10 +157,11 @@ class ChainEnergies:
     def _usable(self, batch: Any) -> Any:
         """Return a batch of what the network takes, of one length for all chains that are computed at once."""
         if not isinstance(batch, ChainBatches):
-            return self._model.used_of(batch)
+            used = self._model.used_of(batch)
+            return used if self._most_tokens is None else padded_alike([used], self._pad, self._most_tokens)[0]
         used = [self._model.used_of(own) for own in batch]
-        if self._vmapped or self._rows is not None:
-            used = padded_alike(used, self._pad)
+        if self._vmapped or self._rows is not None or self._most_tokens is not None:
+            used = padded_alike(used, self._pad, self._most_tokens)
         return batch if all(new is old for new, old in zip(used, batch, strict=True)) else ChainBatches(used)
 
     def _of_rows(
