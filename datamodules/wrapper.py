@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_sgmcmc.batches.loader import ResumableLoader, as_is
@@ -81,6 +82,12 @@ class DatasetDataModule(pl.LightningDataModule):
         """N: the present length of the training data, or the given number."""
         return self._num_data or len(self.train)  # type: ignore[arg-type]
 
+    @property
+    def _pins(self) -> bool:
+        """Whether batches are copied into pinned memory, from which a copy to CUDA need not wait."""
+        device = getattr(getattr(self.trainer, "strategy", None), "root_device", None)
+        return isinstance(device, torch.device) and device.type == "cuda"
+
     def _loader(self, dataset: Dataset[Any] | None, drop_last: bool = False) -> Any:
         if dataset is None:
             return []  # how Lightning expresses that there is no loader
@@ -91,6 +98,7 @@ class DatasetDataModule(pl.LightningDataModule):
             drop_last=drop_last,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
+            pin_memory=self._pins,
             collate_fn=as_is if isinstance(dataset, TensorBatches) else self.collate_fn,
         )
 
@@ -109,6 +117,7 @@ class DatasetDataModule(pl.LightningDataModule):
             num_workers=self.num_workers,
             order=self.order,
             collate_fn=self.collate_fn,
+            pin_memory=self._pins,
             **replica_of(self),
         )
 
