@@ -270,7 +270,7 @@ class ReplicaExchange(StepClaimant):
                 "here: pass noise_variance, or use larger batches"
             )
         if observed.reference_log_likelihood is not None:
-            each = each - exact(observed.reference_log_likelihood)
+            each = each - observed.reference_log_likelihood.to(each.device)
         layout = module.chains.layout
         seen = each.shape[1] * module.chains.accumulation.window * layout.ranks_per_chain
         of_slots = layout.gather(each)[self._order]

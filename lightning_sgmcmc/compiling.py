@@ -57,7 +57,12 @@ def why_not_compiled(device_type: str) -> str | None:
 
 
 def compiled_if_possible(
-    what: str, function: Callable[..., Result], remedy: str = "compile=False", **options: Any
+    what: str,
+    function: Callable[..., Result],
+    remedy: str = "compile=False",
+    needed: bool = False,
+    varies: int | None = None,
+    **options: Any,
 ) -> Callable[..., Result]:
     """Return a function compiled, which runs as it is from the first call on that cannot be compiled.
 
@@ -65,20 +70,26 @@ def compiled_if_possible(
     with the forward pass and not at its first use, where nothing could be done about a failure.
 
     Args:
-        what: the function's name in the warning.
+        what: the function's name in messages.
         function: the function.
         remedy: what leaves the compilation out.
+        needed: raise what the compiler raises instead.
+        varies: the place of the only argument whose shapes vary; None for all.
         options: those of `torch.compile`.
     """
     present: Callable[..., Result] = torch.compile(function, **options)
+    shapes = Shapes(what)
     is_compiled, works = True, False
 
     def call(*args: Any) -> Result:
         nonlocal present, is_compiled, works
         if not is_compiled:
             return present(*args)
+        is_new = shapes.meet(args if varies is None else args[varies])
+        if needed:
+            return present(*args)
         try:
-            with _backward_at_once():
+            with _backward_at_once() if is_new else nullcontext():
                 result = present(*args)
             works = True
             return result
@@ -99,7 +110,8 @@ def compiled_if_possible(
 
 def _backward_at_once() -> AbstractContextManager[Any]:
     """Return a context in which a backward pass is compiled together with its forward pass, where torch can do so."""
-    config = torch._functorch.config
+    from torch._functorch import config  # torch does not import it by itself
+
     name = "force_non_lazy_backward_lowering"
     return config.patch(name, True) if hasattr(config, name) else nullcontext()
 
@@ -108,30 +120,37 @@ class Shapes:
     """The shapes that a compiled function has met: it is compiled once for each, up to a limit of torch.
 
     Args:
-        what: the function's name in the messages.
+        what: the function's name in messages.
     """
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._met: set[tuple[Any, ...]] = set()
+        self._compiled: set[tuple[Any, ...]] = set()
 
-    def meet(self, batch: Any) -> None:
-        """Note a batch; say once that a second shape is compiled, and warn once of many."""
+    def meet(self, batch: Any) -> bool:
+        """Return whether the function is compiled for a batch now; say so once of a second shape, and warn of many."""
         shape = tuple(_shapes_of(batch))
-        if shape in self._met:
-            return
+        key = (torch.is_grad_enabled(), shape)
+        if key in self._compiled:
+            return False
+        self._compiled.add(key)
+        before = len(self._met)
         self._met.add(shape)
-        if len(self._met) == 2:
+        if len(self._met) == before:
+            return True
+        if before == 1:
             rank_zero_info(
-                f"torch.compile compiles {self._what} again for a batch of another shape, such as a shorter last one: "
-                "drop_last=True in the loader avoids it."
+                f"torch.compile compiles {self._what} again for a batch of another shape, such as a shorter last one, "
+                "which drop_last=True in a training loader avoids."
             )
-        elif len(self._met) == MANY_SHAPES:
+        elif before + 1 == MANY_SHAPES:
             rank_zero_warn(
                 f"torch.compile compiles {self._what} anew for every shape of a batch, {MANY_SHAPES} so far, and gives "
-                f"up after {torch._dynamo.config.recompile_limit}: let the collate function pad to a fixed length or "
-                "to a few (pad_to_multiple_of=64 of a tokenizer), pass drop_last=True, or compile=False."
+                "up after a few more: let the collate function pad to a fixed length or to a few "
+                "(pad_to_multiple_of=64 of a tokenizer), pass drop_last=True, or compile=False."
             )
+        return True
 
 
 def _shapes_of(batch: Any) -> Iterator[tuple[int, ...]]:

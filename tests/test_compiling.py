@@ -10,11 +10,14 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from lightning_sgmcmc import compiling
-from lightning_sgmcmc.chains import energies
+from lightning_sgmcmc.batches.padding import with_few_lengths
+from lightning_sgmcmc.chains import energies, together
+from lightning_sgmcmc.chains.stateless import state_of
+from lightning_sgmcmc.evaluation.scoring import Scorer
 from lightning_sgmcmc.samplers import fused
 from tests.support.comparisons import assert_same
 from tests.support.problems import Net
-from tests.support.texts import Config, fit_texts
+from tests.support.texts import LENGTHS, Config, batch_of, fit_texts
 from tests.support.trainers import fit_chains, seeded
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -175,6 +178,19 @@ def graphs_of(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple
         use(patch, backend)
         made = make()
     return backend.graphs, made
+
+
+def test_texts_are_evaluated_in_few_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample's scores are those of the texts as they are; an output for each token keeps its length."""
+    module, batches = fit_texts(Config(), False), [batch_of(length) for length in LENGTHS]
+    state = {name: tensor.detach() for name, tensor in state_of(module.eval()).items()}
+    right = Scorer(module)([state], batches)[0]
+    monkeypatch.setattr(together, "runs_at_once", lambda device: True)
+    graphs, found = graphs_of(lambda: Scorer(module, compiled=True)([state], batches)[0], monkeypatch)
+    assert graphs == 4
+    torch.testing.assert_close(found, right)
+    tokens = batches[0] | {"labels": batches[0]["input_ids"]}
+    assert with_few_lengths(tokens, module.net) is tokens
 
 
 @pytest.mark.parametrize("chains", [1, 2])

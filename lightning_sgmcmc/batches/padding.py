@@ -67,6 +67,21 @@ def padded_alike(batches: Sequence[Any], pad: int, most: int | None = None) -> l
     return found
 
 
+def with_few_lengths(batch: Any, net: Any) -> Any:
+    """Return a batch to evaluate as a compiled network takes it: one without an output for each token is padded.
+
+    Args:
+        batch: a dict with "attention_mask", or a pair of one and a target; others are returned as they are.
+        net: the network.
+    """
+    config = getattr(net, "config", None)
+    most = most_tokens(config)
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if most is None or (isinstance(labels, Tensor) and labels.dim() > 1):
+        return batch
+    return padded_alike([batch], config.pad_token_id, most)[0]
+
+
 def _may_be_longer(batch: Any, own: Mapping[str, Any], length: int) -> bool:
     """Return whether what is known to have a number for each token is all that has so many columns."""
     targets = [] if own is batch else list(batch[1:])

@@ -15,7 +15,7 @@ from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.starts import layer_at_fault
 from lightning_sgmcmc.chains.state import StepEnergy
 from lightning_sgmcmc.chains.stateless import StatelessCall, homes_of
-from lightning_sgmcmc.compiling import Compile, Shapes, compiled_if_possible, is_compiled
+from lightning_sgmcmc.compiling import Compile, compiled_if_possible, is_compiled
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
 from lightning_sgmcmc.priors.held import held_rows, without_held
 from lightning_sgmcmc.priors.state import prior_state
@@ -67,7 +67,7 @@ class ChainEnergies:
         compiler = None
         if is_compiled(compiled, model.device) and not (compiled == "auto" and model._compiled_net):
             name = f"the network of {type(model).__name__}"
-            compiler = partial(compiled_if_possible, name) if compiled == "auto" else torch.compile
+            compiler = partial(compiled_if_possible, name, needed=compiled != "auto")
         self.replays = compiler is not None and model.device.type == "cuda"
         """Whether compiled code is replayed as CUDA graphs."""
         self._kept: dict[Tensor, Tensor] = {}
@@ -79,7 +79,6 @@ class ChainEnergies:
         config = getattr(getattr(model, "net", None), "config", None)
         self._pad = int(getattr(config, "pad_token_id", None) or 0)
         self._most_tokens = most_tokens(config) if compiler is not None else None
-        self._shapes = Shapes(f"the network of {type(model).__name__}") if compiler is not None else None
         self._network = self._compile(compiler) if compiler is not None and self._rows is None else None
         self._homes = homes_of(model) if self._network is not None and chains is None else {}
         self.first_batches: FirstBatches | None = None
@@ -124,8 +123,6 @@ class ChainEnergies:
             own = 1 if chains is None else chains.num_chains
             raise ValueError(f"the batch has {len(batch)} chains, the module {own}: make one batch for each chain")
         batch = self._usable(batch)
-        if self._shapes is not None:
-            self._shapes.meet(batch[0] if isinstance(batch, ChainBatches) else batch)
         looks = self.first_batches is not None and self.first_batches.takes(batch)
         factor = None if weigh is None else weigh()
         through_stack = self.through_stack if through_stack is None else through_stack
@@ -253,7 +250,7 @@ class ChainEnergies:
     def _compile(self, compiler: Callable[..., Any]) -> Callable[..., Tensor]:
         function = self._vmap_of_network if self._vmapped else self._call.call
         mode = "reduce-overhead" if self.replays else None
-        compiled: Callable[..., Tensor] = compiler(function, dynamic=False, mode=mode)
+        compiled: Callable[..., Tensor] = compiler(function, varies=1, dynamic=False, mode=mode)
         if not self.replays:
             return compiled
 

@@ -142,7 +142,7 @@ class TogetherCall:
         self._most = MOST
         at_once = self._vmapped
         self._together: Callable[..., Any] | None = (
-            compiled_if_possible("the samples' evaluation", at_once) if compiled else at_once
+            compiled_if_possible("the samples' evaluation", at_once, varies=1, dynamic=False) if compiled else at_once
         )
         """Runs all at once; None once it has failed."""
 

@@ -202,7 +202,7 @@ def float64_is_refused_where_there_is_none(device: StandIn) -> None:
     """By any operation, and by copies that convert, whichever side does it."""
     x, host = torch.ones(3, device="cuda"), torch.zeros(3, dtype=torch.float64)
     with mock.patch.object(device, "_float64", False):
-        _raises(NoFloat64, x.double, "checks.py")
+        _raises(NoFloat64, x.double, "no float64, at")
         _raises(NoFloat64, lambda: x.sum(dtype=torch.float64))
         _raises(NoFloat64, lambda: torch.zeros(3, dtype=torch.float64, device="cuda"))
         _raises(NoFloat64, lambda: host.to("cuda"))
