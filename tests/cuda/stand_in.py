@@ -34,7 +34,7 @@ class DeviceMismatch(RuntimeError):
     """What CUDA would refuse."""
 
 
-class NoFloat64(TypeError):
+class NoFloat64(RuntimeError):
     """What Apple's GPUs would refuse."""
 
 

@@ -1,5 +1,6 @@
 """Texts whose batches have many lengths, and a network that reads them through an attention mask."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,17 +41,26 @@ def batch_of(length: int) -> dict[str, Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask, "labels": ids[:, 0] % 2}
 
 
-def fit_texts(config: Any, compiled: Any, chains: int = 1, **options: Any) -> BayesianModule:
+def fit_texts(
+    config: Any, compiled: Any, chains: int = 1, lengths: Sequence[int] = LENGTHS, **options: Any
+) -> BayesianModule:
     """Return a module after a fit of one batch of each length.
 
     Args:
         config: of the network.
         compiled: the module's `compile`.
         chains: their number.
+        lengths: of the batches.
         options: the trainer's.
     """
     torch.manual_seed(0)
-    own: dict[str, Any] = {"num_data": 40, "seed": 0, "lr": 0.1, "compile": compiled, "num_chains": chains}
+    own: dict[str, Any] = {
+        "num_data": 4 * len(lengths),
+        "seed": 0,
+        "lr": 0.1,
+        "compile": compiled,
+        "num_chains": chains,
+    }
     module = BayesianModule(Texts(config), Categorical(), **own)
-    quiet_trainer(max_epochs=1, **options).fit(module, DataLoader([batch_of(n) for n in LENGTHS], batch_size=None))
+    quiet_trainer(max_epochs=1, **options).fit(module, DataLoader([batch_of(n) for n in lengths], batch_size=None))
     return module
