@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -70,8 +71,13 @@ WITHOUT_FLOAT64 = {"mps"}
 def has_float64(device: torch.device) -> bool:
     """Return whether a device computes in float64: Apple's do not, and some of Intel's."""
     if device.type == "xpu":
-        return bool(getattr(torch.xpu.get_device_properties(device), "has_fp64", True))
+        return _intel_has_float64(device)
     return device.type not in WITHOUT_FLOAT64
+
+
+@cache
+def _intel_has_float64(device: torch.device) -> bool:
+    return bool(getattr(torch.xpu.get_device_properties(device), "has_fp64", True))
 
 
 def exact_device(device: torch.device) -> torch.device:
@@ -84,8 +90,8 @@ def exact(values: Tensor | float | Sequence[float]) -> Tensor:
 
     On a device without float64 this waits for the device. A number, or several, become a tensor in the host's memory.
     """
-    if isinstance(values, Tensor) and not has_float64(values.device):
-        values = values.to("cpu")
+    if isinstance(values, Tensor):
+        return (values if has_float64(values.device) else values.to("cpu")).to(torch.float64)
     return torch.as_tensor(values, dtype=torch.float64)
 
 

@@ -55,6 +55,8 @@ class Case:
     dropout: float = 0.0
     scalar: bool = False
     """Whether the network has a parameter of shape ()."""
+    channels_last: bool = False
+    """Whether the network's weights lie channels last."""
     contour: bool = False
     interacting: bool = False
     clip: float | None = None
@@ -170,7 +172,8 @@ def network(case: Case) -> nn.Module:
     net = resnet(case.blocks, case.width, CLASSES)
     if case.dropout:
         net.insert(len(net) - 1, nn.Dropout(case.dropout))  # type: ignore[operator]
-    return Scaled(net) if case.scalar else net
+    net = Scaled(net) if case.scalar else net
+    return net.to(memory_format=torch.channels_last) if case.channels_last else net
 
 
 def build(case: Case) -> BayesianModule:

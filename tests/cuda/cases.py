@@ -56,6 +56,7 @@ FITS: dict[str, dict[str, Any]] = {
     "scalar parameters": SMALL_ALONE | {"scalar": True, "clip": 1.0, "contour": True},
     "scalar parameter, one chain": SMALL_ALONE | {"scalar": True, "chains": 1, "interacting": False},
     "prior scales": SMALL_ALONE | {"contour": True, "extra": {"prior": HierarchicalPrior(every_n_steps=2)}},
+    "channels last": SMALL_ALONE | {"chains": 1, "channels_last": True},
     "dropout": SMALL_ALONE | {"dropout": 0.2},
     "single precision": SMALL_ALONE | {"precision": "32-true"},
     "data on the host": SMALL_ALONE | {"resident": False},

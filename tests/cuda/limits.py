@@ -27,6 +27,7 @@ LAUNCHES = {
     "scalar parameters": 27,
     "scalar parameter, one chain": 17,
     "dropout": 20,
+    "channels last": 17,
     "single precision": 20,
     "data on the host": 17,
     "SGLD": 22,
