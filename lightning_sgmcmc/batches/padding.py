@@ -74,7 +74,7 @@ def with_few_lengths(batch: Any, net: Any) -> Any:
         batch: a dict with "attention_mask", or a pair of one and a target; others are returned as they are.
         net: the network.
     """
-    config = getattr(net, "config", None)
+    config: Any = getattr(net, "config", None)
     most = most_tokens(config)
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if most is None or (isinstance(labels, Tensor) and labels.dim() > 1):

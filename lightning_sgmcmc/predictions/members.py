@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.tensors import widest
+from lightning_sgmcmc.tensors import sent, widest
 
 
 def tempered(probabilities: Tensor, temperature: float) -> Tensor:
@@ -61,20 +61,20 @@ class Members:
 
     def to(self, device: torch.device | str) -> "Members":
         """Return a copy on a device."""
-        return Members(self.probabilities.to(device), self.weights.to(device))
+        return Members(self.probabilities.to(device), sent(self.weights, torch.device(device)))
 
     def quantile(self, q: float) -> Tensor:
         """Return the smallest probability that samples of weight q or more do not exceed, shape (n, …, K)."""
         ordered, order = self.probabilities.sort(0)
         # A cumulative sum of equal weights differs from its exact value by rounding.
-        reached = widest(self.weights.to(order.device))[order].cumsum(0) >= q - 1e-12
+        reached = widest(sent(self.weights, order.device))[order].cumsum(0) >= q - 1e-12
         first = reached.long().argmax(0, keepdim=True)
         return ordered.gather(0, first)[0]
 
     def cdf(self, p: Tensor | float) -> Tensor:
         """Return the weight of the samples whose probability is at most p, shape (n, …, K)."""
         below = widest(self.probabilities <= p)
-        return torch.einsum("s,s...->...", widest(self.weights.to(below.device)), below).to(self.probabilities.dtype)
+        return torch.einsum("s,s...->...", widest(sent(self.weights, below.device)), below).to(self.probabilities.dtype)
 
     def chosen(self, num: int, generator: torch.Generator) -> Tensor:
         """Return the probabilities of a sample drawn by the weights for each of num·n draws, shape (num, n, …, K)."""

@@ -9,7 +9,7 @@ from torch.distributions import Distribution
 
 from lightning_sgmcmc.predictions.distributions import has_cdf, is_discrete
 from lightning_sgmcmc.seeding import reseed, unchanged_torch_generators
-from lightning_sgmcmc.tensors import widest, widest_dtype
+from lightning_sgmcmc.tensors import sent, widest, widest_dtype
 
 MOST = 200
 """Steps of a search for quantiles; bisection alone needs about 60."""
@@ -54,9 +54,10 @@ class Mixture:
 
     def to(self, device: torch.device | str) -> "Mixture":
         """Return a copy on a device."""
-        parameters = {name: p.to(device) for name, p in self.parameters.items()}
-        shift, factor = (v.to(device) if isinstance(v, Tensor) else v for v in (self.shift, self.factor))
-        return Mixture(self.law, parameters, self.weights.to(device), shift, factor)
+        to = torch.device(device)
+        parameters = {name: sent(p, to) for name, p in self.parameters.items()}
+        shift, factor = (sent(v, to) if isinstance(v, Tensor) else v for v in (self.shift, self.factor))
+        return Mixture(self.law, parameters, sent(self.weights, to), shift, factor)
 
     def scaled(self, shift: Tensor | float, factor: Tensor | float) -> "Mixture":
         """Return the distribution of shift + factor·y."""
@@ -72,7 +73,7 @@ class Mixture:
         each = law.log_prob(self._z(y, law))
         if not is_discrete(law):
             each = each - torch.as_tensor(self.factor, dtype=each.dtype, device=each.device).log()
-        return (each.sum(-1) + self.weights.to(each.device).log()[:, None]).logsumexp(0)
+        return (each.sum(-1) + sent(self.weights, each.device).log()[:, None]).logsumexp(0)
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return P(Y ≤ y), shape (n, D).
