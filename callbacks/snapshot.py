@@ -85,9 +85,8 @@ class SnapshotCallback(SamplerCallback):
         self._num_data = saved.get("num_data", self.chains.observed.num_data)
         self._held = held_data(self._module.trainer)  # data that change during a run are part of the checkpoint
         if saved["correction"] is not None:
-            self._correction = (
-                self._layout.own_unreduced(saved["correction"]).to(exact_device(self._module.device)).reshape(-1)
-            )
+            correction = self._layout.own_unreduced(saved["correction"]).reshape(-1)
+            self._correction = correction.to(exact_device(self._module.device))
         self._restored = {}
 
     @property
