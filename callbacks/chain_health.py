@@ -28,6 +28,7 @@ from lightning_sgmcmc.run.loggers import log_scalars, write_output
 from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.trainer import callbacks_of, is_trial, said_by
 from lightning_sgmcmc.samplers import StepLaw
+from lightning_sgmcmc.tensors import exact
 
 URGENT = (FindingKind.DIVERGENCE, FindingKind.AT_CHANCE, FindingKind.CLIPPING)
 """Findings that deserve a warning before the end of the run; heat does too."""
@@ -273,7 +274,7 @@ class ChainHealth(StepClaimant):
         assert self._trainer is not None
         reduced = self._trainer.strategy.reduce(means.to(self._params[0]), reduce_op="mean")
         assert isinstance(reduced, Tensor)
-        return reduced.double().cpu()
+        return exact(reduced).cpu()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trainer = self._chains = None

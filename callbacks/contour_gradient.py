@@ -29,6 +29,7 @@ from lightning_sgmcmc.run.hyperparameters import log_values
 from lightning_sgmcmc.run.loggers import is_logged, log_scalars
 from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.trainer import fit_steps, is_trial
+from lightning_sgmcmc.tensors import sent
 
 
 class ContourGradient(StepClaimant):
@@ -263,13 +264,15 @@ class ContourGradient(StepClaimant):
             return
         self._location, self._location_step, self._is_on = location, step, True
         multiplier = location.multiplier
-        run.sampler.set_control("gradient_multiplier", multiplier.item() if run.on_host else multiplier)
+        kappa = multiplier.item() if run.on_host else sent(multiplier, run.module.device)
+        run.sampler.set_control("gradient_multiplier", kappa)
 
     def _accept_scales(self, change: Tensor) -> Tensor:
         """Return the log probability of accepting a draw of a prior's scales that changes the energies, shape (C,)."""
         if self._learner is None or self._location is None or not self._start.include_prior:
             return change.new_zeros(change.shape)
-        return self._learner.log_acceptance(self._location, change)
+        found = self._learner.log_acceptance(self._location, change.to(self._location.energy.device))
+        return sent(found, change.device)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         run, learner, location = self._run, self._learner, self._location

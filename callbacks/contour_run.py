@@ -11,6 +11,7 @@ from lightning_sgmcmc.contour import ChainGroup, Contour, ContourRules, ContourS
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.base import Control
+from lightning_sgmcmc.tensors import exact, exact_device, sent
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class ContourRun:
     @classmethod
     def of(cls, trainer: pl.Trainer, module: BayesianModule, start: ContourStart, begun: int) -> "ContourRun":
         """Return the run of a trainer and its module."""
-        group = ChainGroup.of_layout(module.chains.layout, module.device)
+        group = ChainGroup.of_layout(module.chains.layout, exact_device(module.device))
         on_host = module.device.type == "cpu" and module.num_chains == 1
         return cls(trainer, module, module.sampler, module.chains, group, start, begun, on_host)
 
@@ -53,14 +54,14 @@ class ContourRun:
 
     @property
     def temperature(self) -> Control:
-        """τ of the coming step, a number or a tensor."""
+        """τ of the coming step, a number or a tensor where the contour is."""
         temperature: Control = self.sampler.param_groups[0]["temperature"]
-        return temperature
+        return sent(temperature, self.group.device) if isinstance(temperature, Tensor) else temperature
 
     @property
     def mean_temperature(self) -> float:
         """The mean of τ over the chains; it waits for the device if τ is a tensor there."""
-        return float(torch.as_tensor(self.temperature).double().mean())
+        return float(exact(torch.as_tensor(self.temperature)).mean())
 
     @property
     def energy(self) -> Tensor:

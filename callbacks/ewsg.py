@@ -19,7 +19,7 @@ from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.subsampling.ewsg import Guess, index_log_weights, metropolis_index
 from lightning_sgmcmc.subsampling.snapshot import rows_of
-from lightning_sgmcmc.tensors import sent
+from lightning_sgmcmc.tensors import exact, sent
 
 STEPS_DRAWN = 256
 """Steps whose uniform numbers are drawn at once; changing it changes the results of a seed."""
@@ -236,7 +236,7 @@ class EWSG(StepClaimant):
                 seed = derive_seed(self._sampler.seed, "index chain", chain, block)
                 generator = torch.Generator().manual_seed(seed)
                 rows.append(torch.rand(STEPS_DRAWN, self.num_proposals, generator=generator))
-            self._chances = (block, sent(torch.stack(rows, 1).log().double(), self._parameters[0].device))
+            self._chances = (block, sent(exact(torch.stack(rows, 1).log()), self._parameters[0].device))
         return self._chances[1][place]
 
     def _write_gradients(self, chosen: Tensor) -> None:

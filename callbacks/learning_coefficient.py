@@ -36,6 +36,7 @@ from lightning_sgmcmc.run.loggers import log_figure, log_scalars
 from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.trainer import is_trial
 from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.tensors import exact, exact_device
 
 FIRST_ROOM = 256
 """Steps for which the first trace has room; it doubles when it is full."""
@@ -128,9 +129,9 @@ class LearningCoefficient(SamplerCallback):
         self._step = self._sampler.step_count
         if self._center is not None:  # of a checkpoint
             layout = module.chains.layout
-            self._center = layout.own(self._center).to(module.device)
+            self._center = layout.own(self._center).to(exact_device(module.device))
             assert self._trace is not None
-            self._trace = layout.own(self._trace).to(module.device)
+            self._trace = layout.own(self._trace).to(exact_device(module.device))
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -186,7 +187,7 @@ class LearningCoefficient(SamplerCallback):
             self._temperature = temperature
             self._center = center_energies(trainer, chains, self._centers, "LearningCoefficient")
             room = torch.zeros(chains.num_chains, FIRST_ROOM, dtype=torch.float64)
-            self._trace = room.to(chains.model.device)
+            self._trace = room.to(exact_device(chains.model.device))
 
     # -- the estimate -------------------------------------------------------------------------------------------------
 
@@ -266,7 +267,7 @@ def _temperature_of(sampler: Sampler) -> float:
     Raises:
         ValueError: if it is 0, or chains have several.
     """
-    temperatures = torch.as_tensor(sampler.param_groups[0]["temperature"], dtype=torch.float64).reshape(-1)
+    temperatures = exact(sampler.param_groups[0]["temperature"]).reshape(-1)
     first = float(temperatures[0])
     if first <= 0 or bool((temperatures != first).any()):
         raise ValueError(

@@ -23,6 +23,7 @@ from lightning_sgmcmc.run.trainer import is_probe, is_trial, log_interval
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
 from lightning_sgmcmc.samplers.trajectory import Trajectory
 from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.tensors import exact_device
 
 
 class MetropolisTest(SamplerCallback):
@@ -127,7 +128,7 @@ class MetropolisTest(SamplerCallback):
         warn_of_other_laws(trainer, module)
         self._chains, self._sampler, self._schedule = module.chains, sampler, schedule
         self._trajectory = Trajectory(sampler)
-        zeros = torch.zeros(module.num_chains, 2, dtype=torch.float64, device=module.device)
+        zeros = torch.zeros(module.num_chains, 2, dtype=torch.float64, device=exact_device(module.device))
         self._sums, self._total = zeros, zeros[:, 0].clone()
         if self._restored is not None:
             self._continue(self._restored, module.chains, module.device)
@@ -192,7 +193,7 @@ class MetropolisTest(SamplerCallback):
         for chain in chains.layout.chains:
             seed = derive_seed(self._sampler.seed, "metropolis", chain, self._sampler.step_count)
             drawn.append(torch.rand((), generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
-        return torch.stack(drawn).log().to(chains.model.device)
+        return torch.stack(drawn).log().to(exact_device(chains.model.device))
 
     def _count(self, log_acceptance: Tensor, is_sampling: bool) -> None:
         assert self._sums is not None
@@ -272,7 +273,7 @@ class MetropolisTest(SamplerCallback):
         layout = chains.layout
 
         def own(tensor: Tensor) -> Tensor:
-            return layout.own(tensor).to(device, copy=True)
+            return layout.own(tensor).to(exact_device(device), copy=True)
 
         self._tests, self._sampling_tests = saved["tests"], saved["sampling_tests"]
         if "sums" in saved:

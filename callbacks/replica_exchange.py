@@ -19,7 +19,7 @@ from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.base import Control
 from lightning_sgmcmc.seeding import derive_seed
-from lightning_sgmcmc.tensors import as_rows, sent
+from lightning_sgmcmc.tensors import as_rows, exact, exact_device, sent
 
 ATTEMPTS_DRAWN = 64
 """Attempts whose uniform numbers are drawn and sent to the device at once; the numbers do not depend on it."""
@@ -165,7 +165,7 @@ class ReplicaExchange(StepClaimant):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = self._module = bayesian(pl_module, self)
-        device = module.device
+        device = exact_device(module.device)
         self._sampler: Sampler = module.sampler
         self._slots = {
             "temperature": torch.tensor(self.temperatures, device=device),
@@ -222,7 +222,8 @@ class ReplicaExchange(StepClaimant):
         return self._module.chains.layout.own(of_chain)
 
     def _controls(self, group: dict[str, Any], slots: Tensor) -> dict[str, Control]:
-        return {name: group[name] * self._slots[name][slots] for name in ("lr", "temperature")}
+        device = self._module.device
+        return {name: group[name] * sent(self._slots[name][slots], device) for name in ("lr", "temperature")}
 
     def _exchange(self, temperature: Control) -> None:
         """Swap chains between neighbouring slots; all processes draw the same numbers, without synchronization."""
@@ -234,6 +235,8 @@ class ReplicaExchange(StepClaimant):
         variance = self._known_variance()
         chances = self._log_uniforms(len(energies), energies.shape[1], energies.device)
         tried = self._tried[self._attempts % len(self._tried)]
+        if isinstance(temperature, Tensor):
+            temperature = sent(temperature, energies.device)
         slots = temperature * self._slots["temperature"]
         log_rate = log_swap_rate(
             energies[:, :-1], energies[:, 1:], slots[:-1], slots[1:], variance, correction=self.correction
@@ -262,14 +265,14 @@ class ReplicaExchange(StepClaimant):
         module, observed = self._module, self._module.chains.observed
         each = observed.log_likelihood
         assert each is not None
-        each = as_rows(each.double(), module.num_chains)
+        each = as_rows(exact(each), module.num_chains)
         if each.shape[1] < 2:
             raise ValueError(
                 "the variance of an energy is estimated from the data of a mini-batch, which has a single datum "
                 "here: pass noise_variance, or use larger batches"
             )
         if observed.reference_log_likelihood is not None:
-            each = each - observed.reference_log_likelihood
+            each = each - observed.reference_log_likelihood.to(each.device)
         layout = module.chains.layout
         seen = each.shape[1] * module.chains.accumulation.window * layout.ranks_per_chain
         of_slots = layout.gather(each)[self._order]

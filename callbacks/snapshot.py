@@ -16,6 +16,7 @@ from lightning_sgmcmc.evaluation.full_data import pass_over_data
 from lightning_sgmcmc.evaluation.held_data import HeldData, held_data
 from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.subsampling.snapshot import Snapshot
+from lightning_sgmcmc.tensors import exact, exact_device
 
 
 class SnapshotCallback(SamplerCallback):
@@ -87,7 +88,8 @@ class SnapshotCallback(SamplerCallback):
         self._num_data = saved.get("num_data", self.chains.observed.num_data)
         self._held = held_data(self._module.trainer)  # data that change during a run are part of the checkpoint
         if saved["correction"] is not None:
-            self._correction = self._layout.own_unreduced(saved["correction"]).to(self._module.device).reshape(-1)
+            correction = self._layout.own_unreduced(saved["correction"]).reshape(-1)
+            self._correction = correction.to(exact_device(self._module.device))
         self._restored = {}
 
     @property
@@ -123,7 +125,7 @@ class SnapshotCallback(SamplerCallback):
             reason, sampler = type(self).__name__, module.sampler
             for batch in pass_over_data(trainer, module.chains, sampler, reason, "snapshot", self.shuffles_pass):
                 each = self._at_snapshot(trainer, self._snapshot, batch)
-                total += each.detach().double().sum(1)
+                total += exact(each.detach()).sum(1)
                 self.process_batch(each)
         ranks = self._layout.ranks_per_chain
         self._snapshot.log_likelihood.copy_(self._layout.mean_over_data(total) * ranks)
@@ -176,13 +178,13 @@ class SnapshotCallback(SamplerCallback):
 
     def _term(self, snapshot: Snapshot, each: Tensor, factor: float | None) -> Tensor:
         """Return what is added to the energies of a batch, shape (C,), from its log likelihoods at the snapshot."""
-        return self.chains.observed.num_data * weighed(each.double(), factor) - snapshot.log_likelihood
+        return self.chains.observed.num_data * weighed(exact(each), factor) - snapshot.log_likelihood
 
     def _correction_of(self, batch: Any, factor: float | None) -> Tensor:
         """Return what is added to the energies of any batch, shape (C,), with the factor of its log-likelihoods."""
         snapshot = self._snapshot
         if snapshot is None:
-            return torch.zeros(self._module.num_chains, dtype=torch.float64, device=self._module.device)
+            return torch.zeros(self._module.num_chains, dtype=torch.float64, device=exact_device(self._module.device))
         return self._term(snapshot, self._at_snapshot(self._module.trainer, snapshot, batch).detach(), factor)
 
     def _batch_is_complete(self) -> None:

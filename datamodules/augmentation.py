@@ -146,7 +146,7 @@ class Augmentation:
         if images.device.type != "cuda":
             return self(images[index])
         if self._compiled is None:
-            self._compiled = compiled_if_possible("the augmentation", self.apply)
+            self._compiled = compiled_if_possible("the augmentation", self.apply, "device_resident=False")
         return self._compiled(images, index, torch.rand(3 + 2 * ATTEMPTS + 3, len(index), device=images.device))
 
     def apply(self, images: Tensor, index: Tensor, uniform: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_sgmcmc.batches.loader import ResumableLoader, as_is
@@ -81,6 +82,15 @@ class DatasetDataModule(pl.LightningDataModule):
         """N: the present length of the training data, or the given number."""
         return self._num_data or len(self.train)  # type: ignore[arg-type]
 
+    def _pins(self, dataset: Dataset[Any]) -> bool:
+        """Return whether batches are copied into pinned memory, from which a copy to CUDA need not wait.
+
+        Items that are made in this process may be on the device already.
+        """
+        device = getattr(getattr(self.trainer, "strategy", None), "root_device", None)
+        on_host = dataset.device.type == "cpu" if isinstance(dataset, TensorBatches) else self.num_workers > 0
+        return isinstance(device, torch.device) and device.type == "cuda" and on_host
+
     def _loader(self, dataset: Dataset[Any] | None, drop_last: bool = False) -> Any:
         if dataset is None:
             return []  # how Lightning expresses that there is no loader
@@ -91,6 +101,7 @@ class DatasetDataModule(pl.LightningDataModule):
             drop_last=drop_last,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
+            pin_memory=self._pins(dataset),
             collate_fn=as_is if isinstance(dataset, TensorBatches) else self.collate_fn,
         )
 
@@ -102,13 +113,15 @@ class DatasetDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> Any:
         if not hasattr(self.train, "__len__"):
             return self._loader(self.train, self.drop_last)
+        dataset = self._by_whole_batches(self.train)
         return ResumableLoader(
-            self._by_whole_batches(self.train),
+            dataset,
             self.batch_size,
             drop_last=self.drop_last,
             num_workers=self.num_workers,
             order=self.order,
             collate_fn=self.collate_fn,
+            pin_memory=self._pins(dataset),
             **replica_of(self),
         )
 

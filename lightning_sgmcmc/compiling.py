@@ -1,14 +1,17 @@
 """`torch.compile` where it works."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Literal, TypeVar
 
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 Result = TypeVar("Result")
 
+MANY_SHAPES = 4
+"""A regular batch, a last one and one of another length are three; torch gives up at eight."""
 Compile = bool | Literal["auto"]
 """Whether to compile: "auto" compiles on a CUDA device where that works."""
 
@@ -53,34 +56,109 @@ def why_not_compiled(device_type: str) -> str | None:
     return None
 
 
-def compiled_if_possible(what: str, function: Callable[..., Result], **options: Any) -> Callable[..., Result]:
-    """Return a function compiled, which runs as it is from the first call on if that call cannot be compiled.
+def compiled_if_possible(
+    what: str,
+    function: Callable[..., Result],
+    remedy: str = "compile=False",
+    needed: bool = False,
+    varies: int | None = None,
+    **options: Any,
+) -> Callable[..., Result]:
+    """Return a function compiled, which runs as it is from the first call on that cannot be compiled.
+
+    The first call may fail in any way; a later one only in the compiler, at a new shape. The backward pass is compiled
+    with the forward pass and not at its first use, where nothing could be done about a failure.
 
     Args:
-        what: the function's name in the warning.
+        what: the function's name in messages.
         function: the function.
+        remedy: what leaves the compilation out.
+        needed: raise what the compiler raises instead.
+        varies: the place of the only argument whose shapes vary; None for all.
         options: those of `torch.compile`.
     """
     present: Callable[..., Result] = torch.compile(function, **options)
-    works = False
+    shapes = Shapes(what)
+    is_compiled, works = True, False
 
     def call(*args: Any) -> Result:
-        nonlocal present, works
-        if works:
+        nonlocal present, is_compiled, works
+        if not is_compiled:
+            return present(*args)
+        is_new = shapes.meet(args if varies is None else args[varies])
+        if needed:
             return present(*args)
         try:
-            result = present(*args)
+            with _backward_at_once() if is_new else nullcontext():
+                result = present(*args)
+            works = True
+            return result
         except Exception as error:
-            result = function(*args)  # raises what the user has to mend
-            present = function
-            rank_zero_warn(
-                f"torch.compile fails on {what}, which runs uncompiled and slower: {_first_line(error)}; compile=False "
-                "leaves it out."
-            )
-        works = True
+            if works and not isinstance(error, torch._dynamo.exc.TorchDynamoException):
+                raise
+            reason = _first_line(error)
+        # Outside of the handler, whose error holds all that the failed call has allocated.
+        result = function(*args)  # raises what the user has to mend
+        present, is_compiled = function, False
+        rank_zero_warn(
+            f"torch.compile fails on {what}, which runs uncompiled and slower: {reason}; {remedy} leaves it out."
+        )
         return result
 
     return call
+
+
+def _backward_at_once() -> AbstractContextManager[Any]:
+    """Return a context in which a backward pass is compiled together with its forward pass, where torch can do so."""
+    from torch._functorch import config  # torch does not import it by itself
+
+    name = "force_non_lazy_backward_lowering"
+    return config.patch(name, True) if hasattr(config, name) else nullcontext()
+
+
+class Shapes:
+    """The shapes that a compiled function has met: it is compiled once for each, up to a limit of torch.
+
+    Args:
+        what: the function's name in messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._met: set[tuple[Any, ...]] = set()
+        self._compiled: set[tuple[Any, ...]] = set()
+
+    def meet(self, batch: Any) -> bool:
+        """Return whether the function is compiled for a batch now; say so once of a second shape, and warn of many."""
+        shape = tuple(_shapes_of(batch))
+        key = (torch.is_grad_enabled(), shape)
+        if key in self._compiled:
+            return False
+        self._compiled.add(key)
+        before = len(self._met)
+        self._met.add(shape)
+        if len(self._met) == before:
+            return True
+        if before == 1:
+            rank_zero_info(
+                f"torch.compile compiles {self._what} again for a batch of another shape, such as a shorter last one, "
+                "which drop_last=True in a training loader avoids."
+            )
+        elif before + 1 == MANY_SHAPES:
+            rank_zero_warn(
+                f"torch.compile compiles {self._what} anew for every shape of a batch, {MANY_SHAPES} so far, and gives "
+                "up after a few more: let the collate function pad to a fixed length or to a few "
+                "(pad_to_multiple_of=64 of a tokenizer), pass drop_last=True, or compile=False."
+            )
+        return True
+
+
+def _shapes_of(batch: Any) -> Iterator[tuple[int, ...]]:
+    if isinstance(batch, torch.Tensor):
+        yield tuple(batch.shape)
+    elif isinstance(batch, Mapping | list | tuple):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _shapes_of(part)
 
 
 def _add_one(x: torch.Tensor) -> torch.Tensor:

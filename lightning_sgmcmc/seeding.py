@@ -8,6 +8,9 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+WITHOUT_GENERATOR = ("cpu", "meta")
+"""Types of devices without a default generator beside the CPU's."""
+
 
 def derive_seed(seed: int, *names: int | str) -> int:
     """Return a seed in [0, 2^63), a function of `seed` and of all `names`.
@@ -45,15 +48,14 @@ def reseed(seed: int, device: torch.device | None = None) -> None:
     It takes a few microseconds; `torch.manual_seed` seeds every device and takes a hundred.
     """
     torch.default_generator.manual_seed(seed)
-    if device is None or device.type == "cpu":
+    if device is None or device.type in WITHOUT_GENERATOR:
         return
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        torch.cuda.default_generators[index].manual_seed(seed)
-    elif device.type == "mps":
-        torch.mps.manual_seed(seed)
+    module = torch.get_device_module(device)
+    generators = getattr(module, "default_generators", ())
+    if generators:
+        generators[module.current_device() if device.index is None else device.index].manual_seed(seed)
     else:
-        torch.manual_seed(seed)
+        module.manual_seed(seed)
 
 
 def reseed_everything(seed: int) -> None:
@@ -63,28 +65,55 @@ def reseed_everything(seed: int) -> None:
     random.seed(seed)
 
 
-class GeneratorStates:
-    """Where the default generators are now: torch's, NumPy's and Python's, from which data sets and networks may draw.
+class TorchStates:
+    """Where torch's default generators are now.
 
     Args:
-        devices: whose generators are kept beside the CPU's, of CUDA or MPS.
+        devices: whose generators are kept beside the CPU's, of any accelerator.
     """
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
         self._cpu = torch.default_generator.get_state()
-        self._cuda = {d: torch.cuda.get_rng_state(d) for d in devices if d.type == "cuda"}
-        self._mps = torch.mps.get_rng_state() if any(d.type == "mps" for d in devices) else None
-        self._numpy, self._python = np.random.get_state(), random.getstate()  # noqa: NPY002 (data sets may draw from it)
+        own = {device for device in devices if device.type not in WITHOUT_GENERATOR}
+        self._states = {device: torch.get_device_module(device).get_rng_state(*_place(device)) for device in own}
 
     def restore(self) -> None:
         """Set the generators back to these states."""
         torch.default_generator.set_state(self._cpu)
-        for device, state in self._cuda.items():
-            torch.cuda.set_rng_state(state, device)
-        if self._mps is not None:
-            torch.mps.set_rng_state(self._mps)
+        for device, state in self._states.items():
+            torch.get_device_module(device).set_rng_state(state, *_place(device))
+
+
+def _place(device: torch.device) -> tuple[torch.device, ...]:
+    """Return what names a device to its module's functions; Apple's have one device and take no argument."""
+    return () if device.type == "mps" else (device,)
+
+
+class GeneratorStates(TorchStates):
+    """Where the default generators are now: torch's, NumPy's and Python's, from which data sets and networks may draw.
+
+    Args:
+        devices: whose generators are kept beside the CPU's, of any accelerator.
+    """
+
+    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
+        super().__init__(devices)
+        self._numpy, self._python = np.random.get_state(), random.getstate()  # noqa: NPY002 (data sets may draw from it)
+
+    def restore(self) -> None:
+        super().restore()
         np.random.set_state(self._numpy)  # noqa: NPY002
         random.setstate(self._python)
+
+
+@contextmanager
+def unchanged_torch_generators(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Restore torch's default generators at the end; see `TorchStates`."""
+    states = TorchStates(devices)
+    try:
+        yield
+    finally:
+        states.restore()
 
 
 @contextmanager

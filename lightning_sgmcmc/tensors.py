@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -63,11 +64,54 @@ def for_each_tensor(factor: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [along_first_axis(factor, tensor.dim()) for tensor in tensors]
 
 
+WITHOUT_FLOAT64 = {"mps"}
+"""Types of devices that have no float64 at all."""
+
+
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device computes in float64: Apple's do not, and some of Intel's."""
+    if device.type == "xpu":
+        return _intel_has_float64(device)
+    return device.type not in WITHOUT_FLOAT64
+
+
+@cache
+def _intel_has_float64(device: torch.device) -> bool:
+    return bool(getattr(torch.xpu.get_device_properties(device), "has_fp64", True))
+
+
+def exact_device(device: torch.device) -> torch.device:
+    """Return where the float64 numbers of a device are: there, or in the host's memory if the device has no float64."""
+    return device if has_float64(device) else torch.device("cpu")
+
+
+def exact(values: Tensor | float | Sequence[float]) -> Tensor:
+    """Return a tensor in float64 on its `exact_device`: for energies and sums, a few numbers for each chain.
+
+    On a device without float64 this waits for the device. A number, or several, become a tensor in the host's memory.
+    """
+    if isinstance(values, Tensor):
+        return (values if has_float64(values.device) else values.to("cpu")).to(torch.float64)
+    return torch.as_tensor(values, dtype=torch.float64)
+
+
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 for a device without float64."""
+    return torch.float64 if has_float64(device) else torch.float32
+
+
+def widest(tensor: Tensor) -> Tensor:
+    """Return a tensor in its device's `widest_dtype`, on its device: for a number of each datum or parameter."""
+    return tensor.to(widest_dtype(tensor.device))
+
+
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device, itself if it is there; the host does not wait for a CUDA device.
 
-    A copy from memory that is not pinned may wait.
+    A copy from memory that is not pinned may wait. A device without float64 gets float32 instead.
     """
+    if tensor.dtype == torch.float64 and not has_float64(device):
+        tensor = tensor.to(torch.float32)
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -146,6 +146,82 @@ def test_few_types_are_ignored() -> None:
     assert sum(counts.values()) <= MOST_TYPE_IGNORES, {name: count for name, count in counts.items() if count}
 
 
+HOST_FACTORIES = ("tensor", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn")
+FLOAT64_ELSEWHERE = {
+    "lightning_sgmcmc/tensors.py": "the helpers that all others use",
+    "lightning_sgmcmc/contour/contour.py": "a contour is on its device's `exact_device`",
+    "lightning_sgmcmc/contour/partition.py": "as the contour",
+    "lightning_sgmcmc/contour/warm_up.py": "as the contour",
+    "lightning_sgmcmc/planning/": "a plan is made in the host's memory",
+    "lightning_sgmcmc/priors/centers.py": "a centre is read from a file",
+    "lightning_sgmcmc/report/": "columns that were read from files",
+    "lightning_sgmcmc/simulation/": "toy targets; `simulate` refuses a device without float64",
+    "lightning_sgmcmc/tables/": "arrays and frames are in the host's memory",
+    "datamodules/": "data are scaled where they were read, in the host's memory",
+}
+"""Files and folders that may make float64 themselves, and why."""
+
+
+def _is_on_the_host(call: ast.expr) -> bool:
+    """Return whether a call makes a tensor of the host's memory: `….cpu()`, or a factory of torch without a device or
+    with device=exact_device(…)."""
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return False
+    if call.func.attr == "cpu":
+        return True
+    devices = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "device"]
+    own = isinstance(call.func.value, ast.Name) and call.func.value.id == "torch" and call.func.attr in HOST_FACTORIES
+    return own and all(device.startswith("exact_device(") for device in devices)
+
+
+def makes_float64(tree: ast.Module) -> list[int]:
+    """Return the lines that make float64 of a tensor that may be on any device."""
+    above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    lines = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute):
+            continue
+        if node.attr == "double" and not _is_on_the_host(node.value):
+            lines.append(node.lineno)
+        if node.attr in ("float64", "complex128") and ast.unparse(node.value) == "torch":
+            place = above[node]
+            place = above[place] if isinstance(place, ast.Tuple | ast.Set) else place
+            compared = isinstance(place, ast.Compare | ast.BinOp)  # a dtype is read, not made
+            host = isinstance(place, ast.keyword) and _is_on_the_host(above[place])  # type: ignore[arg-type]
+            if not compared and not host:
+                lines.append(node.lineno)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("x.double()", True),
+        ("x.double().cpu()", True),
+        ("x.cpu().double()", False),
+        ("x.to(torch.float64)", True),
+        ("x.sum(1, dtype=torch.float64)", True),
+        ("x.new_zeros(3, dtype=torch.float64)", True),
+        ("map(torch.Tensor.double, x)", True),
+        ("torch.zeros(3, dtype=torch.float64, device=x.device)", True),
+        ("torch.zeros(3, dtype=torch.float64, device=exact_device(x.device))", False),
+        ("torch.zeros(3, dtype=torch.float64)", False),
+        ("torch.as_tensor(x, dtype=torch.float64)", True),
+        ("x.dtype in (torch.float32, torch.float64)", False),
+    ],
+)
+def test_float64_is_found(line: str, is_found: bool) -> None:
+    assert bool(makes_float64(ast.parse(line))) is is_found
+
+
+def test_float64_is_made_where_the_device_has_it() -> None:
+    """Apple's devices have none, so `tensors.exact` and `tensors.widest` decide, except in what is on the host."""
+    found = [f"{shown(path)}:{line}" for path in python_files(*LIBRARY) for line in makes_float64(parsed(path))]
+    assert [place for place in found if not place.startswith(tuple(FLOAT64_ELSEWHERE))] == []
+    unused = [name for name in FLOAT64_ELSEWHERE if not any(place.startswith(name) for place in found)]
+    assert unused == []
+
+
 def test_every_package_says_what_it_offers() -> None:
     lacking = []
     for path in python_files(*LIBRARY):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.batches.padding import padded_alike
+from lightning_sgmcmc.batches.padding import most_tokens, padded_alike
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.chains.first_batches import FirstBatches
 from lightning_sgmcmc.chains.row_energies import RowEnergies, weighed
@@ -67,7 +67,7 @@ class ChainEnergies:
         compiler = None
         if is_compiled(compiled, model.device) and not (compiled == "auto" and model._compiled_net):
             name = f"the network of {type(model).__name__}"
-            compiler = partial(compiled_if_possible, name) if compiled == "auto" else torch.compile
+            compiler = partial(compiled_if_possible, name, needed=compiled != "auto")
         self.replays = compiler is not None and model.device.type == "cuda"
         """Whether compiled code is replayed as CUDA graphs."""
         self._kept: dict[Tensor, Tensor] = {}
@@ -76,7 +76,9 @@ class ChainEnergies:
             unrolled = None if execution == "auto" else execution == "unrolled"
             self._rows = RowEnergies(model, chains, flat, num_data, compiler, unrolled)
         model.accepted_arguments  # noqa: B018  # found now, since a compiler cannot read signatures
-        self._pad = int(getattr(getattr(getattr(model, "net", None), "config", None), "pad_token_id", None) or 0)
+        config = getattr(getattr(model, "net", None), "config", None)
+        self._pad = int(getattr(config, "pad_token_id", None) or 0)
+        self._most_tokens = most_tokens(config) if compiler is not None else None
         self._network = self._compile(compiler) if compiler is not None and self._rows is None else None
         self._homes = homes_of(model) if self._network is not None and chains is None else {}
         self.first_batches: FirstBatches | None = None
@@ -152,10 +154,11 @@ class ChainEnergies:
     def _usable(self, batch: Any) -> Any:
         """Return a batch of what the network takes, of one length for all chains that are computed at once."""
         if not isinstance(batch, ChainBatches):
-            return self._model.used_of(batch)
+            used = self._model.used_of(batch)
+            return used if self._most_tokens is None else padded_alike([used], self._pad, self._most_tokens)[0]
         used = [self._model.used_of(own) for own in batch]
-        if self._vmapped or self._rows is not None:
-            used = padded_alike(used, self._pad)
+        if self._vmapped or self._rows is not None or self._most_tokens is not None:
+            used = padded_alike(used, self._pad, self._most_tokens)
         return batch if all(new is old for new, old in zip(used, batch, strict=True)) else ChainBatches(used)
 
     def _of_rows(
@@ -247,7 +250,7 @@ class ChainEnergies:
     def _compile(self, compiler: Callable[..., Any]) -> Callable[..., Tensor]:
         function = self._vmap_of_network if self._vmapped else self._call.call
         mode = "reduce-overhead" if self.replays else None
-        compiled: Callable[..., Tensor] = compiler(function, dynamic=False, mode=mode)
+        compiled: Callable[..., Tensor] = compiler(function, varies=1, dynamic=False, mode=mode)
         if not self.replays:
             return compiled
 

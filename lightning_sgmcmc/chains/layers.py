@@ -141,7 +141,7 @@ def explained(num_chains: int) -> Iterator[None]:
     """
     try:
         yield
-    except torch.cuda.OutOfMemoryError:
+    except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         if num_chains == 1 or not _passes(error, checkpoint.checkpoint):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.tensors import exact, exact_device
 
 PRIME = 2**31 - 1
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -31,8 +32,8 @@ def check_replicas(chains: Chains, step: int) -> None:
     layout = chains.layout
     if layout.ranks_per_chain == 1:
         return
-    sums = torch.zeros(layout.ranks_per_chain, dtype=torch.float64, device=chains.model.device)
-    sums[layout.rank_in_chain] = checksum(list(chains.trainable.values())).double()
+    sums = torch.zeros(layout.ranks_per_chain, dtype=torch.float64, device=exact_device(chains.model.device))
+    sums[layout.rank_in_chain] = exact(checksum(list(chains.trainable.values())))
     found = layout.mean_over_data(sums).tolist()
     first = layout.first_chain // layout.num_chains * layout.ranks_per_chain
     others = [first + rank for rank, value in enumerate(found) if value != found[0]]

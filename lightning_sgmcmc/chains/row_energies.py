@@ -185,7 +185,9 @@ class RowEnergies:
 
     def _compile(self, compiler: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
         mode = "reduce-overhead" if self._replays else None
-        compiled: Callable[..., tuple[Tensor, Tensor, Tensor]] = compiler(self._energies, dynamic=False, mode=mode)
+        compiled: Callable[..., tuple[Tensor, Tensor, Tensor]] = compiler(
+            self._energies, varies=2, dynamic=False, mode=mode
+        )
         if not self._replays:
             return compiled
         for tensor in (self._flat.leaf, self._inverse, self._factor, *self._others.values()):

@@ -20,6 +20,7 @@ from lightning_sgmcmc.files import check_regular
 from lightning_sgmcmc.finite import first_not_finite
 from lightning_sgmcmc.priors.held import held_rows
 from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything, unchanged_generators
+from lightning_sgmcmc.tensors import exact
 
 ChainStart: TypeAlias = "Literal['own', 'same'] | Sequence[Any]"
 """How chains start: "own", "same", or a state dict or file for each chain of the run."""
@@ -132,7 +133,7 @@ def text_of_start(start: ChainStart) -> Any:
     if isinstance(start, str):
         return start
     return [
-        f"{len(entry)} tensors of sum {sum(float(t.double().sum()) for t in entry.values()):.9g}"
+        f"{len(entry)} tensors of sum {sum(float(exact(t).sum()) for t in entry.values()):.9g}"
         if isinstance(entry, Mapping)
         else Path(entry).name
         for entry in start

@@ -9,6 +9,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.tensors import exact
+
 
 @dataclass
 class StepEnergy:
@@ -46,7 +48,7 @@ class ValidationLoss:
 
     def add(self, log_likelihood: Tensor) -> None:
         """Add a batch's log p(y|x,θ), shape (C, n)."""
-        batch = log_likelihood.detach().double().sum(1).neg()
+        batch = exact(log_likelihood.detach()).sum(1).neg()
         self.total = batch if self.total is None else self.total + batch
         self.count += log_likelihood.shape[1]
 
@@ -93,10 +95,10 @@ class ObservedEnergy:
         Args:
             include_prior: whether to include -log p(θ), as the potential does.
         """
-        energy = self.mean_potential.double().reshape(-1) * self.num_data
+        energy = exact(self.mean_potential).reshape(-1) * self.num_data
         if self.correction is not None:
             energy = energy + self.correction
-        return energy if include_prior else energy + self.log_prior
+        return energy if include_prior else energy + self.log_prior.to(energy.device)
 
     def record(self, step: StepEnergy, position: int) -> None:
         """Add a micro-batch's energies to the mean of its step.

@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_sgmcmc.chains.masks import MASK_SEED, masked
 from lightning_sgmcmc.expansion import PLAIN, collapsed, expansions_of
 from lightning_sgmcmc.priors.state import is_prior_state
+from lightning_sgmcmc.seeding import unchanged_torch_generators
 
 Home = tuple[dict[str, Any], str]
 """Where a module keeps a tensor: the dictionary and the key."""
@@ -93,6 +93,5 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def undisturbed_generators(module: pl.LightningModule) -> Iterator[None]:
     """Restore torch's default generators, of the CPU and the module's device, at the end."""
-    devices = [module.device] if module.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with unchanged_torch_generators([module.device]):
         yield

@@ -29,6 +29,11 @@ def runs_at_once(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a device's memory did not suffice; Apple's says so in words only."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
 def dtype_of(state: State) -> torch.dtype:
     """Return the dtype of a sample's weights, in which its network computes."""
     return next((t.dtype for t in state.values() if t.is_floating_point()), torch.get_default_dtype())
@@ -105,8 +110,15 @@ class States:
         if len(self) <= most:
             return [self]
         if self._parts[0] != most:
-            self._parts = most, [States(self._each[first : first + most]) for first in range(0, len(self), most)]
+            self._parts = most, [self._part(slice(first, first + most)) for first in range(0, len(self), most)]
         return self._parts[1]
+
+    def _part(self, own: slice) -> "States":
+        """Return some of the states; what is stacked already is not copied again."""
+        part = States(self._each[own])
+        if self._stacked is not None:
+            part._stacked = {name: tensor[own] for name, tensor in self._stacked.items()}
+        return part
 
 
 class TogetherCall:
@@ -130,7 +142,7 @@ class TogetherCall:
         self._most = MOST
         at_once = self._vmapped
         self._together: Callable[..., Any] | None = (
-            compiled_if_possible("the samples' evaluation", at_once, dynamic=False) if compiled else at_once
+            compiled_if_possible("the samples' evaluation", at_once, varies=1, dynamic=False) if compiled else at_once
         )
         """Runs all at once; None once it has failed."""
 
@@ -154,15 +166,17 @@ class TogetherCall:
         try:
             results = self._together(states.stacked, args)
             return [pytree.tree_map(lambda t, i=i: t[i], results) for i in range(len(states))]
-        except torch.cuda.OutOfMemoryError:
-            if len(states) == 1:
+        except Exception as error:
+            out_of_memory = is_out_of_memory(error)
+            if out_of_memory and len(states) == 1:
                 raise
+        # Outside of the handler, whose error holds all that the failed call has allocated.
+        if out_of_memory:
             self._most = (len(states) + 1) // 2
             return [result for part in states.parts(self._most) for result in self._at_once(part, args)]
-        except Exception:
-            found = list(self._one_by_one(states, args))  # raises if the call is at fault, and not vmap
-            self._together = None
-            return found
+        found = list(self._one_by_one(states, args))  # raises if the call is at fault, and not vmap
+        self._together = None
+        return found
 
     def _one_by_one(self, states: States, args: tuple[Any, ...]) -> Iterator[Any]:
         if states.have_masks:

@@ -11,6 +11,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_sgmcmc.batches.rows import contradiction, training_rows
 from lightning_sgmcmc.chains.first_batches import FirstBatches
 from lightning_sgmcmc.chains.layout import ChainLayout
+from lightning_sgmcmc.tensors import exact_device
 
 LEAST_SHARE = 0.8
 """A given N below this share of the rows that a likelihood counts is refused at the first batch."""
@@ -316,7 +317,9 @@ class DataWeights:
     def _over_ranks(self, counted: int) -> int:
         if self._layout.ranks_per_chain == 1:
             return counted
-        number = torch.tensor([float(counted)], dtype=torch.float64, device=self._trainer.strategy.root_device)
+        number = torch.tensor(
+            [float(counted)], dtype=torch.float64, device=exact_device(self._trainer.strategy.root_device)
+        )
         return round(float(self._layout.mean_over_data(number)) * self._layout.ranks_per_chain)
 
 

@@ -147,7 +147,7 @@ class ContourChoice:
             energies: those of the warm-up, with or without the prior as chosen; any shape.
         """
         partition = self.contour.partition
-        index = bin_index(energies.double().reshape(-1).cpu(), partition.edges())
+        index = bin_index(energies.cpu().double().reshape(-1), partition.edges())
         visits = torch.bincount(index, minlength=partition.num_bins)
         return ContourState(self.law.log_masses(partition), visits)
 
@@ -173,7 +173,7 @@ def choose_contour(
         ValueError: for too few energies, or if they are infinite or all equal.
     """
     goals = ContourGoals() if goals is None else goals
-    energies = energies.double().reshape(len(energies), -1).cpu()
+    energies = energies.cpu().double().reshape(len(energies), -1)
     known = ~energies.isnan()
     count = int(known.sum())
     if count < LEAST_ENERGIES:
@@ -185,7 +185,7 @@ def choose_contour(
         raise ValueError("auto=True cannot choose from infinite energies of the warm-up: use a smaller lr")
     include_prior, prior_drift, data_std = True, None, None
     if log_prior is not None:
-        prior = -log_prior.double().reshape(energies.shape).cpu()
+        prior = -log_prior.cpu().double().reshape(energies.shape)
         prior_drift = _change(prior, known)
         data_std = float((energies - prior)[known].std())
         include_prior = prior_drift <= data_std

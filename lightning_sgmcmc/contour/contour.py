@@ -3,7 +3,8 @@
 A contour sampler samples from `exp(-U/τ)/Ψ(U)^ζ`, which is flatter in the energy U than the target, and weighs its
 samples by Ψ(U)^ζ. Ψ is a piecewise exponential function of the energy, given by the vector π: a probability for each of
 m energy bins, learned during the run by stochastic approximation (Deng et al. 2020, CSGLD). The functions take and
-return tensors on one device and never wait for it. They compute in float64 and in log space, since ζ reaches 3·10⁶.
+return tensors on one device, which has float64 (`tensors.exact_device`), and never wait for it. They compute in
+log space, since ζ reaches 3·10⁶.
 Chains form the leading axis C; they share one π or have one each. Bins are counted from 0 here, from 1 in the papers.
 """
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.contour.partition import EnergyPartition, bin_index
 from lightning_sgmcmc.contour.rules import ContourRules
+from lightning_sgmcmc.tensors import exact
 
 LARGEST_SHARE = 0.5
 """Largest share of π that moves into one bin in one step; it limits only step sizes beyond any sensible range."""
@@ -118,7 +120,7 @@ class Contour:
         Args:
             masses: the target's mass in each bin, shape (m,) or (C, m), positive.
         """
-        rules, log_masses = self.rules, masses.double().log()
+        rules, log_masses = self.rules, exact(masses).log()
         if rules.scheme == "scalable":
             log_masses = log_masses / rules.zeta
         return ContourState(log_masses.log_softmax(-1), torch.ones_like(log_masses, dtype=torch.int64))
@@ -146,7 +148,7 @@ class Contour:
         """
         rules = self.rules
         width, last = self.partition.width, self.partition.num_bins - 1
-        energy = energy.double()
+        energy = exact(energy)
         index = bin_index(energy, edges) if index is None else index
         neighbour = (index - 1).clamp(min=0) if rules.difference == "backward" else (index + 1).clamp(max=last)
         log_here, log_there = _take(state.log_vector, index), _take(state.log_vector, neighbour)
@@ -164,7 +166,7 @@ class Contour:
         if rules.weighting == "bin":
             return Location(index, multiplier, log_here, energy, self.log_weight(log_here))
         # Ψ equals the bin's own π at its right edge for backward differences, at its left edge for forward ones.
-        steps = index.double() if rules.difference == "backward" else index.double() - 1
+        steps = exact(index) if rules.difference == "backward" else exact(index) - 1
         edge = self.partition.first_edge + steps * width
         log_density = base + torch.where(rise == 0, 0.0, rise * (energy - edge) / width)
         return Location(index, multiplier, log_density, energy, self.log_weight(log_density))
@@ -244,7 +246,7 @@ class Contour:
         """Move shares into the bins J, and ω²ρ out of the bins at and above them; divide by the sum."""
         extra = self.rules.correction * step_size * step_size
         bins = torch.arange(log_vector.shape[-1], device=log_vector.device)
-        shares = log_share.exp()[:, None] + extra * (bins >= index[:, None]).double()
+        shares = log_share.exp()[:, None] + extra * exact(bins >= index[:, None])
         shares = shares.clamp(max=LARGEST_SHARE)
         arrives = shares * (bins == index[:, None])
         if log_vector.dim() == 1:

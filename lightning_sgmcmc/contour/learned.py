@@ -16,7 +16,7 @@ from lightning_sgmcmc.contour.rules import ContourRules
 from lightning_sgmcmc.contour.weight_shares import WeightShares
 from lightning_sgmcmc.diagnostics.contour_use import ContourUse
 from lightning_sgmcmc.files import parse_json
-from lightning_sgmcmc.tensors import Control
+from lightning_sgmcmc.tensors import Control, exact
 
 
 class LearnedContour:
@@ -74,7 +74,7 @@ class LearnedContour:
     def use(self) -> ContourUse:
         """Return what the contour did in the run, by the present π, the visits and the samples' weights."""
         vectors, visits = (part.reshape(-1, part.shape[-1]).cpu() for part in self.state)
-        temperature = float(torch.as_tensor(self.temperature).double().mean()) or 1.0  # 0 in an exploration
+        temperature = float(exact(torch.as_tensor(self.temperature)).mean()) or 1.0  # 0 in an exploration
         multipliers = torch.stack(
             [self.contour.multipliers(ContourState(*row), temperature) for row in zip(vectors, visits, strict=True)]
         )

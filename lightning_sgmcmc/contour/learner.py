@@ -11,6 +11,7 @@ from lightning_sgmcmc.contour.contour import Contour, ContourState, Location
 from lightning_sgmcmc.contour.kernels import ContourKernels
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.contour.rules import DecayingStepSize
+from lightning_sgmcmc.tensors import exact
 
 
 class ContourLearner:
@@ -114,13 +115,13 @@ class ContourLearner:
         low = -math.inf if rules.min_multiplier is None else rules.min_multiplier
         high = math.inf if rules.max_multiplier is None else rules.max_multiplier
         clamped = (multiplier <= low) | (multiplier >= high)
-        self._clamped = clamped.double() if self._clamped is None else self._clamped + clamped
+        self._clamped = exact(clamped) if self._clamped is None else self._clamped + clamped
         self._clamped_of += 1
 
     def scalars(self, location: Location) -> dict[str, float]:
         """Return what is logged of a step by name: means over all chains of the run, ω, and if κ has limits, the share
         of this process's multipliers at a limit since the last call."""
-        both = torch.stack([location.multiplier, location.index.double()])
+        both = torch.stack([location.multiplier, exact(location.index)])
         multiplier, index = self.chains.gather(both, 1).mean(1).tolist()
         step_size = self.step_size.at(self.updates)
         scalars = {"contour/multiplier": multiplier, "contour/bin": index, "contour/step_size": step_size}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_count, check_positive, check_within
+from lightning_sgmcmc.tensors import exact
 
 PLACES = 2**16
 """Positions in an energy bin that an encoded energy distinguishes."""
@@ -58,7 +59,7 @@ class EnergyPartition:
             energy: finite, in nats.
             index: bins of the energies.
         """
-        place = (energy.double() - self.first_edge) / self.width * PLACES
+        place = (exact(energy) - self.first_edge) / self.width * PLACES
         above = (index == self.num_bins - 1).long() * FAR
         code = place.clamp(-FAR, FAR).ceil().long()
         # Rounding must not move an energy across an edge.
@@ -67,7 +68,7 @@ class EnergyPartition:
 
     def decode(self, code: Tensor) -> Tensor:
         """Return the energies of encoded integers, float64; each lies in the bin of the energy before `encode`."""
-        return self.first_edge + code.double() / PLACES * self.width
+        return self.first_edge + exact(code) / PLACES * self.width
 
     @classmethod
     def from_energies(
@@ -85,7 +86,7 @@ class EnergyPartition:
         Raises:
             ValueError: if there are no energies, or if they are not finite or all equal.
         """
-        energies = energies.detach().double().reshape(-1)
+        energies = exact(energies.detach()).reshape(-1)
         if energies.numel() == 0 or not bool(energies.isfinite().all()):
             raise ValueError("the energies of the warm-up must be finite, and there must be at least one")
         low = float(energies.sort().values[round(lowest * (energies.numel() - 1))])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.contour.chain_group import ChainGroup
+from lightning_sgmcmc.tensors import exact
 
 
 class EnergyRecord:
@@ -29,7 +30,7 @@ class EnergyRecord:
         if step > self._first:
             self._energies[step - self._first - 1].copy_(energy)
             if self._log_priors is not None and log_prior is not None:
-                self._log_priors[step - self._first - 1].copy_(log_prior)
+                self._log_priors[step - self._first - 1].copy_(exact(log_prior))
 
     def everything(self) -> tuple[Tensor, Tensor | None]:
         """Return energies and log p(θ) of all chains of the run, shape (S, P), NaN where none was recorded."""

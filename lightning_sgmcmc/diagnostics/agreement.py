@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from lightning_sgmcmc.tensors import widest
+
 
 def agreement(probabilities: Tensor, reference: Tensor) -> Tensor:
     """Return the share of data for which both predict the same class; 1 is best.
@@ -26,7 +28,7 @@ def total_variation(probabilities: Tensor, reference: Tensor) -> Tensor:
     Source: Izmailov et al. 2021, section 4.
     """
     _check(probabilities, reference)
-    return (probabilities.double() - reference.double()).abs().sum(-1).mean().float() / 2
+    return (widest(probabilities) - widest(reference)).abs().sum(-1).mean().float() / 2
 
 
 def _check(probabilities: Tensor, reference: Tensor) -> None:

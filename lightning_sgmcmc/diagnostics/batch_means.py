@@ -58,7 +58,7 @@ class BatchMeans:
     def full(self) -> tuple[Tensor, Tensor]:
         """Return the means (B, length) and the lengths (B,) of the full batches, on the CPU in float64."""
         counts = torch.tensor(self._counts[: self._last], dtype=torch.float64)
-        return self._sums[: self._last].double().cpu() / counts[:, None], counts
+        return self._sums[: self._last].cpu().double() / counts[:, None], counts
 
 
 def without_warm_up(means: Tensor, counts: Tensor, share: float) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ import math
 from torch import Tensor
 
 from lightning_sgmcmc.predictions.members import FLOOR, tempered
+from lightning_sgmcmc.tensors import widest
 
 __all__ = ["FLOOR", "LARGEST", "SMALLEST", "class_nll", "fit_std_factor", "fit_temperature", "gaussian_nll", "tempered"]
 
@@ -24,7 +25,7 @@ def fit_temperature(probabilities: Tensor, labels: Tensor) -> float:
 
     Source: Guo et al. 2017, section 4.2.
     """
-    logs = probabilities.double().clamp_min(FLOOR).log()
+    logs = widest(probabilities).clamp_min(FLOOR).log()
     chosen = logs.gather(1, labels[:, None])[:, 0]
     low, high = math.log(1 / LARGEST), math.log(1 / SMALLEST)  # of 1/T
     for _ in range(50):
@@ -44,16 +45,16 @@ def fit_std_factor(mean: Tensor, std: Tensor, target: Tensor) -> float:
     Args:
         mean, std, target: shape (n, D).
     """
-    return float(((target.double() - mean.double()) / std.double()).square().nanmean().sqrt())
+    return float(((widest(target) - widest(mean)) / widest(std)).square().nanmean().sqrt())
 
 
 def class_nll(probabilities: Tensor, labels: Tensor) -> float:
     """Return the mean of -log p_y, in nats per datum."""
-    return -float(probabilities.double().gather(1, labels[:, None]).clamp_min(FLOOR).log().mean())
+    return -float(widest(probabilities).gather(1, labels[:, None]).clamp_min(FLOOR).log().mean())
 
 
 def gaussian_nll(mean: Tensor, std: Tensor, target: Tensor) -> float:
     """Return the mean of -Σ_d log N(target_d; mean_d, std_d²), in nats per datum; targets that are NaN have no term."""
-    standardised = (target.double() - mean.double()) / std.double()
-    each = standardised.square() / 2 + std.double().log() + math.log(2 * math.pi) / 2
+    standardised = (widest(target) - widest(mean)) / widest(std)
+    each = standardised.square() / 2 + widest(std).log() + math.log(2 * math.pi) / 2
     return float(each.nansum(-1).mean())

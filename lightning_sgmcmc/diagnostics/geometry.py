@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.tensors import widest
 
 State = Mapping[str, Tensor]
 
@@ -45,14 +46,14 @@ def weight_sketch(parameters: State, dimension: int = 1024, seed: int = 0) -> Te
     for name, tensor in parameters.items():
         generator = torch.Generator().manual_seed(derive_seed(seed, "sketch", name))
         hashed = torch.randint(2 * dimension, (tensor.numel(),), generator=generator)
-        signs = (hashed % 2).double().mul_(2).sub_(1)
+        signs = widest(hashed % 2).mul_(2).sub_(1)
         sketch.index_add_(0, hashed // 2, signs.mul_(tensor.detach().reshape(-1).cpu().double()))
     return sketch.float()
 
 
 def squared_distances(points: Tensor) -> Tensor:
     """Return ‖x_i - x_j‖² for all pairs of rows; (S, m) to (S, S), float64, symmetric with a zero diagonal."""
-    return torch.cdist(points.double(), points.double(), compute_mode="donot_use_mm_for_euclid_dist").square()
+    return torch.cdist(widest(points), widest(points), compute_mode="donot_use_mm_for_euclid_dist").square()
 
 
 def classical_scaling(distances: Tensor, dimensions: int = 2) -> tuple[Tensor, Tensor]:
@@ -77,7 +78,7 @@ def classical_scaling(distances: Tensor, dimensions: int = 2) -> tuple[Tensor, T
         raise ValueError(f"distances must be a square matrix, got shape {tuple(distances.shape)}")
     if not bool(distances.isfinite().all()):
         raise ValueError("distances must be finite, got an infinite or NaN entry")
-    distances = distances.double()
+    distances = widest(distances)
     centred = distances - distances.mean(0) - distances.mean(1, keepdim=True) + distances.mean()
     eigenvalues, vectors = torch.linalg.eigh(-centred / 2)
     eigenvalues, vectors = eigenvalues.flip(0).clamp_min(0)[:dimensions], vectors.flip(1)[:, :dimensions]

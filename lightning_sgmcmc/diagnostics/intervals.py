@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.diagnostics.bootstrap import CONFIDENCE, percentile_interval, resampled_means
 from lightning_sgmcmc.diagnostics.metrics import CALIBRATION_BINS, confidence_bin
+from lightning_sgmcmc.tensors import widest
 
 MOST_SIMULATED = 20_000
 """For more data than this, the sums of correct predictions in a bin are drawn from their normal law."""
@@ -27,7 +28,7 @@ def mean_interval(values: Tensor, confidence: float = CONFIDENCE) -> tuple[float
     """
     if len(values) < 2:
         return math.nan, math.nan
-    return percentile_interval(resampled_means(values.detach().double().cpu().numpy()[None])[0], confidence)
+    return percentile_interval(resampled_means(values.detach().cpu().double().numpy()[None])[0], confidence)
 
 
 def share_interval(share: float, count: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -64,15 +65,15 @@ def calibration_error_by_chance(
     Source: Vaicenavicius et al. 2019, consistency resampling.
     """
     place = confidence_bin(confidence.detach(), bins).cpu()
-    confidence = confidence.detach().double().cpu()
+    confidence = confidence.detach().cpu().double()
     count = len(confidence)
     generator = torch.Generator().manual_seed(0)
     if count <= MOST_SIMULATED:
         errors = []
-        member = torch.nn.functional.one_hot(place, bins).double()
+        member = widest(torch.nn.functional.one_hot(place, bins))
         for size in (draws // 8,) * 8:
             correct = torch.rand(size, count, generator=generator, dtype=torch.float64) < confidence
-            errors.append(((correct.double() - confidence) @ member).abs().sum(1) / count)
+            errors.append(((widest(correct) - confidence) @ member).abs().sum(1) / count)
         found = torch.cat(errors)
     else:
         variance = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, confidence * (1 - confidence))

@@ -10,6 +10,7 @@ from lightning_sgmcmc.diagnostics.batch_means import MAX_BATCHES, mean_and_error
 from lightning_sgmcmc.diagnostics.chains import chain_diagnostics, correlation_time, import_arviz, rhat_limit
 from lightning_sgmcmc.diagnostics.findings import Finding, FindingKind
 from lightning_sgmcmc.silence import silenced
+from lightning_sgmcmc.tensors import widest
 
 FEWEST = 8
 """Blocks of a chain below which nothing is concluded."""
@@ -37,12 +38,12 @@ def epoch_means(trace: Tensor, epochs: Tensor, sizes: Tensor) -> Tensor:
     >>> epoch_means(torch.arange(20.0)[None], torch.arange(20) // 2, torch.ones(20))[0, :3]
     tensor([0.5000, 2.5000, 4.5000], dtype=torch.float64)
     """
-    trace = trace.double()
+    trace = widest(trace)
     _, index, counts = epochs.unique_consecutive(return_inverse=True, return_counts=True)
     whole = counts == counts.max() if len(counts) else counts > 0
     if int(whole.sum()) < FEWEST:
         return trace
-    weights = sizes.double()
+    weights = widest(sizes)
     sums = torch.zeros(len(trace), len(counts), dtype=torch.float64)
     totals = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, index, weights)
     sums.index_add_(1, index, trace * weights)
@@ -76,7 +77,7 @@ def chain_mean(values: Tensor) -> ChainMean:
     >>> abs(found.mean) < 3 * found.error, 0.015 < found.error < 0.03
     (True, True)
     """
-    values = values.double().cpu()
+    values = values.cpu().double()
     of_chains = values.mean(1) if values.shape[1] else torch.full((len(values),), math.nan, dtype=torch.float64)
     mean = float(of_chains.mean())
     if values.shape[1] < FEWEST or not bool(values.isfinite().all()) or float(values.std()) == 0:
@@ -118,7 +119,7 @@ def disagreement(found: ChainMean, values: Tensor) -> Finding | None:
         found: the mean of the draws.
         values: the draws, shape (C, B).
     """
-    time = correlation_time(values.double().cpu().numpy()[..., None])
+    time = correlation_time(values.cpu().double().numpy()[..., None])
     chains, draws = values.shape
     limit = max(LARGEST_RHAT, rhat_limit(chains, draws, FALSE_ALARM_RATE, time))
     if not found.rhat > limit:
@@ -205,7 +206,7 @@ def covariance(first: Tensor, second: Tensor) -> Covariance:
     >>> round(float(found.value)), bool(found.error < 0.1)
     (3, True)
     """
-    a, b = (t.double()[..., None] if t.dim() == 2 else t.double() for t in (first, second))
+    a, b = (widest(t)[..., None] if t.dim() == 2 else widest(t) for t in (first, second))
     if a.dim() != 3 or b.dim() != 3 or a.shape[:2] != b.shape[:2]:
         raise ValueError(
             f"both need the shape (chain, draw, …) of the same draws, got {tuple(first.shape)} and "

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_choice, check_count
+from lightning_sgmcmc.tensors import widest
 
 
 def normalised_weights(log_weights: Tensor) -> Tensor:
@@ -21,7 +22,7 @@ def normalised_weights(log_weights: Tensor) -> Tensor:
     >>> normalised_weights(torch.tensor([0.0, 0.0, -torch.inf])).tolist()
     [0.5, 0.5, 0.0]
     """
-    log_weights = log_weights.double()
+    log_weights = widest(log_weights)
     if log_weights.numel() == 0:
         raise ValueError("log_weights has no samples to weight")
     if bool((log_weights.isnan() | (log_weights == torch.inf)).any()):
@@ -46,9 +47,9 @@ def within_groups(log_weights: Tensor, groups: Tensor) -> Tensor:
     >>> within_groups(torch.tensor([0.0, 0.0, 700.0]), torch.tensor([0, 0, 1])).exp().tolist()
     [0.5, 0.5, 1.0]
     """
-    log_weights = log_weights.double()
+    log_weights = widest(log_weights)
     labels, rows = groups.unique(return_inverse=True)
-    largest = torch.full((len(labels),), -torch.inf, dtype=torch.float64, device=log_weights.device)
+    largest = log_weights.new_full((len(labels),), -torch.inf)
     largest = largest.scatter_reduce(0, rows, log_weights, "amax").nan_to_num(neginf=0.0)
     sums = torch.zeros_like(largest).index_add_(0, rows, (log_weights - largest[rows]).exp())
     return torch.where(log_weights == -torch.inf, log_weights, log_weights - (largest + sums.log())[rows])
@@ -83,7 +84,7 @@ def autocorrelation(draws: Tensor, lags: int) -> Tensor:
     check_count("lags", lags)
     if len(draws) < max(2, lags):
         raise ValueError(f"{len(draws)} draws have no autocorrelation at {lags} lags")
-    centred = draws.double() - draws.double().mean(0)
+    centred = widest(draws) - widest(draws).mean(0)
     spectrum = torch.fft.rfft(centred, 2 * len(draws), dim=0).abs().square()
     covariance = torch.fft.irfft(spectrum, dim=0)[:lags]
     if not bool((covariance[0] > 0).all()):
@@ -167,8 +168,8 @@ def mode_coverage(samples: Tensor, modes: Tensor, radius: float = 0.25, least: i
     Source: Zhang et al. 2020 (cSG-MCMC), appendix.
     """
     near = torch.zeros(len(modes), dtype=torch.int64)
-    for part in samples.double().split(100_000):
-        near += (torch.cdist(part, modes.double()) < radius).sum(0)
+    for part in widest(samples).split(100_000):
+        near += (torch.cdist(part, widest(modes)) < radius).sum(0)
     return int((near >= least).sum())
 
 
@@ -182,11 +183,11 @@ def cell_masses(samples: Tensor, weights: Tensor, bounds: tuple[float, float], c
         count: cells along each axis.
     """
     low, high = bounds
-    index = ((samples.double() - low) / (high - low) * count).floor().long()
+    index = ((widest(samples) - low) / (high - low) * count).floor().long()
     inside = ((index >= 0) & (index < count)).all(1)
     flat = index[inside, 0] * count + index[inside, 1]
-    masses = torch.zeros(count * count, dtype=torch.float64).index_add_(0, flat, weights[inside].double())
-    return masses / weights.double().sum()
+    masses = torch.zeros(count * count, dtype=torch.float64).index_add_(0, flat, widest(weights[inside]))
+    return masses / widest(weights).sum()
 
 
 def divergence(truth: Tensor, estimate: Tensor, smoothing: float = 0.01) -> float:
@@ -216,9 +217,9 @@ def wasserstein_distance(first: Tensor, second: Tensor) -> float:
     >>> wasserstein_distance(torch.tensor([0.0, 1.0]), torch.tensor([3.0, 2.0]))
     2.0
     """
-    ordered = [numbers.double().sort().values for numbers in (first, second) if numbers.dim() == 1 and len(numbers)]
+    ordered = [widest(numbers).sort().values for numbers in (first, second) if numbers.dim() == 1 and len(numbers)]
     if len(ordered) < 2 or not all(bool(numbers.isfinite().all()) for numbers in ordered):
         raise ValueError("each set must be one-dimensional, finite and not empty")
     places = torch.cat(ordered).sort().values
     low, high = (torch.searchsorted(numbers, places[:-1], right=True) / len(numbers) for numbers in ordered)
-    return float(((low - high).abs().double() * places.diff()).sum())
+    return float((widest((low - high).abs()) * places.diff()).sum())

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.tensors import widest
+
 
 def gaussian_mixture_crps(weights: Tensor, means: Tensor, stds: Tensor, y: Tensor) -> Tensor:
     """Return the continuous ranked probability score of mixtures of Gaussians, in the units of y; smaller is better.
@@ -121,8 +123,8 @@ def pit_histogram(cdf: Tensor | tuple[Tensor, Tensor], bins: int = 10) -> Tensor
     edges = torch.arange(bins + 1, dtype=torch.float64).div(bins).to(up_to)
     # A mass at one place, and a number of a continuous law, belong to the bin that begins there.
     place = torch.bucketize(up_to.contiguous(), edges[1:-1], right=True)
-    whole = torch.nn.functional.one_hot(place, bins).double()
-    width = (up_to - below).double()
+    whole = widest(torch.nn.functional.one_hot(place, bins))
+    width = widest(up_to - below)
     reached = ((edges[:, None] - below) / width.clamp_min(1e-300)).clamp(0, 1)
     share = torch.where(width[:, None] > 0, reached.diff(dim=0).T, whole)
     return share.sum(0).div(max(len(up_to), 1)).float()

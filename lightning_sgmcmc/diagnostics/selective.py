@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.diagnostics.metrics import whole_labels
+from lightning_sgmcmc.tensors import widest
 
 
 def risk_coverage(uncertainty: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,10 +24,10 @@ def risk_coverage(uncertainty: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
             f"{tuple(loss.shape)}"
         )
     values, group = uncertainty.unique(return_inverse=True)
-    count = torch.bincount(group, minlength=len(values)).double()
-    mean = torch.zeros_like(count).index_add_(0, group, loss.double()) / count
+    count = widest(torch.bincount(group, minlength=len(values)))
+    mean = torch.zeros_like(count).index_add_(0, group, widest(loss)) / count
     shared = mean[group[uncertainty.argsort()]]
-    steps = torch.arange(1, len(loss) + 1, dtype=torch.float64, device=loss.device)
+    steps = torch.arange(1, len(loss) + 1, dtype=count.dtype, device=loss.device)
     return steps / len(loss), shared.cumsum(0) / steps
 
 

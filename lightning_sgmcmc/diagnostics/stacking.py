@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.tensors import widest
+
 
 def stacking_weights(log_densities: Tensor, pseudo_count: float = 0.02, iterations: int = 80) -> Tensor:
     """Return the weights at which the mixture of the samples predicts held-out data best, shape (S,), float64.
@@ -23,9 +25,9 @@ def stacking_weights(log_densities: Tensor, pseudo_count: float = 0.02, iteratio
     >>> stacking_weights(torch.tensor([[-1.0, -1.0], [-9.0, -9.0]]), pseudo_count=0.0).round(decimals=3).tolist()
     [1.0, 0.0]
     """
-    logs = log_densities.double()
+    logs = widest(log_densities)
     samples, data = logs.shape
-    weights = torch.full((samples,), 1 / samples, dtype=torch.float64, device=logs.device)
+    weights = logs.new_full((samples,), 1 / samples)
     prior = pseudo_count * data / samples
     for _ in range(iterations):
         shares = (logs + weights.clamp_min(1e-300).log()[:, None]).softmax(0)
@@ -42,8 +44,8 @@ def shrunk_factor(nll: Tensor, factors: Tensor, count: int, prior_std: float) ->
         count: number of data.
         prior_std: s.
     """
-    penalty = factors.double().log().square() / (2 * prior_std**2)
-    return float(factors[int((count * nll.double() + penalty).argmin())])
+    penalty = widest(factors).log().square() / (2 * prior_std**2)
+    return float(factors[int((count * widest(nll) + penalty).argmin())])
 
 
 def factor_grid(smallest: float = 0.3, largest: float = 4.0, count: int = 60) -> Tensor:

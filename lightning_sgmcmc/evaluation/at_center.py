@@ -16,6 +16,7 @@ from lightning_sgmcmc.priors import GaussianPrior, Prior
 from lightning_sgmcmc.priors.held import held_rows, with_row, without_held
 from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.tensors import exact_device
 
 
 def check_centered(prior: Prior, name: str) -> None:
@@ -115,7 +116,7 @@ def center_energies(trainer: pl.Trainer, chains: Chains, centers: Mapping[str, T
         with undisturbed(trainer, model):
             found = full_log_likelihoods(trainer, chains, states[:1] if alike else states, reason, of_own_chains=True)
     energies = -torch.tensor(found, dtype=torch.float64)
-    return energies.expand(chains.num_chains).clone().to(model.device)
+    return energies.expand(chains.num_chains).clone().to(exact_device(model.device))
 
 
 def excess_energies(

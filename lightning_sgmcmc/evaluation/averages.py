@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.tensors import sent, widest
+
 Terms = dict[str, Tensor]
 
 
@@ -39,8 +41,8 @@ class WeightedAverage:
             raise ValueError(f"a sample's log-weight must be a number or -inf, got {log_weight}")
         if log_weight == -math.inf:
             return
-        if len(log_density) and log_density.device.type != "mps":  # which has no float64
-            log_density = log_density.double()
+        if len(log_density):
+            log_density = widest(log_density)
         if self.log_total == -math.inf:
             self.log_total = log_weight
             self.terms = {name: term.clone() for name, term in terms.items()}
@@ -49,10 +51,10 @@ class WeightedAverage:
         new_total = _logaddexp(self.log_total, log_weight)
         log_share, log_rest = log_weight - new_total, self.log_total - new_total
         for name, term in terms.items():
-            self.terms[name] = self.terms[name].to(term.device)  # a checkpoint's state comes on the CPU
+            self.terms[name] = sent(self.terms[name], term.device)  # a checkpoint's state comes on the CPU
             self.terms[name].lerp_(term, math.exp(log_share))
         if len(log_density):
-            before = self.log_density.to(log_density.device)
+            before = sent(self.log_density, log_density.device)
             self.log_density = torch.logaddexp(before + log_rest, log_density + log_share)
         self.log_total = new_total
 

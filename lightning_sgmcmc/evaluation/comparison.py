@@ -69,12 +69,12 @@ class ChainComparison:
         if len(known) < 2:
             return math.nan
         if "probabilities" in known[0].terms:
-            each = torch.stack([average.terms["probabilities"].double().cpu() for average in known])
+            each = torch.stack([average.terms["probabilities"].cpu().double() for average in known])
             return float((predictive_entropy(each.mean(0)) - predictive_entropy(each).mean(0)).mean())
         if "mean" in known[0].terms:
-            means = torch.stack([average.terms["mean"].double().cpu() for average in known])
-            squares = torch.stack([average.terms["square"].double().cpu() for average in known])
-            noise = torch.stack([average.terms["variance"].double().cpu() for average in known])
+            means = torch.stack([average.terms["mean"].cpu().double() for average in known])
+            squares = torch.stack([average.terms["square"].cpu().double() for average in known])
+            noise = torch.stack([average.terms["variance"].cpu().double() for average in known])
             between = means.var(0, correction=0)
             total = squares.mean(0) - means.mean(0).square() + noise.mean(0)
             return float((between / total).mean())

@@ -22,6 +22,7 @@ from lightning_sgmcmc.evaluation.share import EvaluationShare
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed, reseed
+from lightning_sgmcmc.tensors import exact
 
 
 @contextmanager
@@ -67,7 +68,7 @@ def full_log_likelihoods(
         with torch.no_grad():
             batches = EvaluationShare(part, math.inf).batches(trainer, chains.model)
             found = [list(call(together, batch)) for batch in batches]
-        total += torch.stack([torch.cat(each).double().sum() for each in zip(*found, strict=True)]).cpu()
+        total += torch.stack([exact(torch.cat(each)).sum() for each in zip(*found, strict=True)]).cpu()
     if ranks > 1:
         reduce = trainer.strategy.reduce
         total = layout.mean_over_data(total) * ranks if of_own_chains else reduce(total, reduce_op="sum")

@@ -8,6 +8,7 @@ from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.stateless import state_of
 from lightning_sgmcmc.evaluation.full_data import full_log_likelihoods, undisturbed
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.tensors import exact, exact_device
 
 
 def full_energies(trainer: pl.Trainer, chains: Chains, include_prior: bool, reason: str) -> Tensor:
@@ -26,11 +27,11 @@ def full_energies(trainer: pl.Trainer, chains: Chains, include_prior: bool, reas
     for chain in range(chains.num_chains):
         with chains.at(chain), torch.no_grad():
             states.append(state_of(model))
-            log_priors.append(model.log_prior().double() if include_prior else torch.zeros((), dtype=torch.float64))
+            log_priors.append(exact(model.log_prior()) if include_prior else torch.zeros((), dtype=torch.float64))
     with undisturbed(trainer, model):
         found = full_log_likelihoods(trainer, chains, states, reason, of_own_chains=True)
     energies = -torch.tensor(found, dtype=torch.float64) - torch.stack(log_priors).cpu()
-    return energies.to(model.device)
+    return energies.to(exact_device(model.device))
 
 
 def differs_in_training(model: EnergyModel) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.diagnostics.intervals import mean_interval
+from lightning_sgmcmc.tensors import widest
 
 NAMES = ("best_single", "best_average", "first_cycle")
 
@@ -85,7 +86,7 @@ class PerDatumScores:
         found = self.kept.get(name)
         if found is None or len(found.density) != len(average):
             return None
-        difference = average.double().cpu() - found.density.double()
+        difference = average.cpu().double() - widest(found.density)
         return float(difference.mean()), mean_interval(difference)
 
     def state_dict(self) -> dict[str, Any]:

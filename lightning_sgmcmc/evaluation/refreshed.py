@@ -20,6 +20,7 @@ from lightning_sgmcmc.evaluation.sample_energy import has_fresh_batches
 from lightning_sgmcmc.evaluation.share import EvaluationShare
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything, unchanged_generators
+from lightning_sgmcmc.tensors import exact
 
 
 def check_statistics(trainer: pl.Trainer, model: EnergyModel, name: str) -> None:
@@ -70,7 +71,7 @@ def refreshed(
         # The prior is that of the tensors with requires_grad.
         marked = {n: t.detach().requires_grad_() if n in chains.trainable else t for n, t in state.items()}
         log_prior = StatelessCall(model, type(model).log_prior).call(marked)
-        energy = -(torch.stack(means).double().mean() * chains.observed.num_data + log_prior)
+        energy = -(exact(torch.stack(means)).mean() * chains.observed.num_data + exact(log_prior))
     buffers = {name: state[name] for name in sample.buffers}
     return replace(sample, buffers=buffers, energy=energy.item())
 

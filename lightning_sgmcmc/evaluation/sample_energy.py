@@ -20,6 +20,7 @@ from lightning_sgmcmc.evaluation.share import EvaluationShare
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything, unchanged_generators
+from lightning_sgmcmc.tensors import exact, exact_device
 
 Kind = Literal["own", "step", "full"]
 PURPOSE = "sample energy"
@@ -112,11 +113,11 @@ def fresh_energies(
         seed_chain(0)
         with trainer.precision_plugin.train_step_context():
             step = energies(batch, through_stack=False, seed_chain=seed_chain, weigh=weigh)
-        energy = step.mean_potential.double().reshape(-1) * num_data
-        return energy if include_prior else energy + step.log_prior
+        energy = exact(step.mean_potential).reshape(-1) * num_data
+        return energy if include_prior else energy + step.log_prior.to(energy.device)
 
     correction = chains.claims.get("energy correction")
-    total = torch.zeros(chains.num_chains, dtype=torch.float64, device=chains.model.device)
+    total = torch.zeros(chains.num_chains, dtype=torch.float64, device=exact_device(chains.model.device))
     count = trainer.accumulate_grad_batches
     with _undisturbed(chains.model), torch.no_grad():
         for batch in _fresh_batches(trainer, chains, sampler, count):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sgmcmc.batches.padding import with_few_lengths
 from lightning_sgmcmc.chains.together import States, TogetherCall
 from lightning_sgmcmc.evaluation.averages import Terms
 from lightning_sgmcmc.likelihoods import Likelihood
@@ -24,6 +25,7 @@ class Scorer:
 
     def __init__(self, module: nn.Module, compiled: bool = False) -> None:
         self._call = TogetherCall(module, _score, compiled)
+        self._net = getattr(module, "net", None) if compiled else None
 
     def __call__(self, states: Sequence[Mapping[str, Tensor]], batches: Iterable[Any]) -> list[Scores]:
         """Return the scores of each sample.
@@ -37,7 +39,8 @@ class Scorer:
         """
         together = States(states)
         with torch.no_grad():
-            found = [list(self._call(together, batch)) for batch in batches]
+            used = batches if self._net is None else (with_few_lengths(batch, self._net) for batch in batches)
+            found = [list(self._call(together, batch)) for batch in used]
         if not found:
             raise ValueError("batches has no data to evaluate")
         return [_joined(of_sample) for of_sample in zip(*found, strict=True)]

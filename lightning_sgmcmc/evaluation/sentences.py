@@ -11,6 +11,7 @@ from lightning_sgmcmc.diagnostics.health import COLD, POSTERIOR, HealthReport
 from lightning_sgmcmc.diagnostics.intervals import calibration_error_by_chance, mean_interval, share_interval
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.planning.kind import with_article
+from lightning_sgmcmc.tensors import widest
 
 NAMES = ("quality", "gain", "calibration", "sampled", "next")
 """What the five sentences are about, in their order."""
@@ -68,7 +69,7 @@ def _quality(evaluation: Evaluation, density: Tensor, terms: Mapping[str, Tensor
     if "rmse" in metrics and "mean" in terms and evaluation.target is not None:
         parts.append(_rmse(metrics["rmse"], terms["mean"], evaluation.target))
     if "nll" in metrics:
-        shift = metrics["nll"] + float(density.double().mean())  # the units of the targets
+        shift = metrics["nll"] + float(widest(density).mean())  # the units of the targets
         low, high = (shift - end for end in reversed(mean_interval(density)))
         parts.append(f"NLL {metrics['nll']:.3g}{_within(low, high)}")
     if not parts:
@@ -77,7 +78,7 @@ def _quality(evaluation: Evaluation, density: Tensor, terms: Mapping[str, Tensor
 
 
 def _rmse(rmse: float, mean: Tensor, target: Tensor) -> str:
-    squares = (mean.double().cpu() - target.double().cpu().reshape(mean.shape)).square().flatten(1).mean(1)
+    squares = (mean.cpu().double() - target.cpu().double().reshape(mean.shape)).square().flatten(1).mean(1)
     own = math.sqrt(float(squares.mean()))
     if own == 0 or not math.isfinite(own):
         return f"RMSE {rmse:.3g}"
@@ -143,7 +144,7 @@ def _calibration(evaluation: Evaluation, density: Tensor, terms: Mapping[str, Te
 def _of_classes(metrics: Mapping[str, float], probabilities: Tensor) -> str:
     confidence = probabilities.max(-1).values
     expected, most = calibration_error_by_chance(confidence)
-    bias = float(confidence.double().mean()) - metrics["accuracy"]
+    bias = float(widest(confidence).mean()) - metrics["accuracy"]
     off = "overconfident" if bias > 0 else "underconfident"
     word = "calibrated within chance" if metrics["ece"] <= most else off
     return (

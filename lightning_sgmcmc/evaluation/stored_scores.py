@@ -12,6 +12,7 @@ from lightning_sgmcmc.diagnostics.scores import gaussian_mixture_crps, gaussian_
 from lightning_sgmcmc.diagnostics.selective import aurc, risk_at_coverage
 from lightning_sgmcmc.evaluation.reference import Reference
 from lightning_sgmcmc.predictions.distributions import Normal
+from lightning_sgmcmc.tensors import widest
 
 INTERVAL = 0.9
 COVERAGE = 0.8
@@ -100,7 +101,7 @@ class StoredScores:
         size = max(BLOCK // max(means[:, :1].numel(), 1), 1)
         for first in range(0, len(target), size):
             own = slice(first, first + size)
-            mean, std, y = means[:, own].double(), stds[:, own].double(), target[own]
+            mean, std, y = widest(means[:, own]), widest(stds[:, own]), target[own]
             crps += self._total(gaussian_mixture_crps(weights, mean, std, y))
             ends = [gaussian_mixture_quantile(weights, mean, std, q) for q in (0.5 - INTERVAL / 2, 0.5 + INTERVAL / 2)]
             missed += self._total(interval_score(ends[0], ends[1], y, INTERVAL))

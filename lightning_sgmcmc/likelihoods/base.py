@@ -11,6 +11,7 @@ from torch.distributions import Distribution
 from lightning_sgmcmc.checks import check_within, names_arguments
 from lightning_sgmcmc.predictions import ClassPrediction, CountPrediction, Prediction, RegressionPrediction
 from lightning_sgmcmc.predictions.distributions import has_cdf, is_discrete
+from lightning_sgmcmc.tensors import widest
 
 COVERAGE_LEVELS = (0.5, 0.9)
 COVERAGES = tuple(f"coverage_{level * 100:.0f}" for level in COVERAGE_LEVELS)
@@ -110,8 +111,7 @@ class Likelihood(nn.Module):
         """Return the tensors, first axis n, whose average over samples describes the predictive distribution."""
         law = self.law(output)
         mean, variance = law.mean, law.variance
-        if mean.device.type != "mps":  # which has no float64
-            mean = mean.double()  # E[f²] - E[f]² below needs the digits
+        mean = widest(mean)  # E[f²] - E[f]² below needs the digits
         return {"mean": mean, "square": mean.square(), "variance": variance}
 
     def target_terms(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.metrics import classification_metrics, predictive_entropy, whole_labels
 from lightning_sgmcmc.likelihoods.base import Likelihood, at_least_float32, summed
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction
+from lightning_sgmcmc.tensors import widest
 
 
 class ClassLikelihood(Likelihood):
@@ -39,7 +40,7 @@ class ClassLikelihood(Likelihood):
         return prediction.probabilities, self.labels(target).reshape(-1)
 
     def chance_nll(self, target: Tensor) -> float | None:
-        counts = self.labels(target).reshape(-1).unique(return_counts=True)[1].double()
+        counts = widest(self.labels(target).reshape(-1).unique(return_counts=True)[1])
         return float(torch.special.entr(counts / counts.sum()).sum())
 
     def terms(self, output: Tensor) -> dict[str, Tensor]:

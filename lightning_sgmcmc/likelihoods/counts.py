@@ -8,6 +8,7 @@ from lightning_sgmcmc.likelihoods.base import Likelihood, columns, positive, sum
 from lightning_sgmcmc.likelihoods.numbers import matched
 from lightning_sgmcmc.predictions import distributions
 from lightning_sgmcmc.predictions.special import negative_binomial_log_prob, poisson_log_prob
+from lightning_sgmcmc.tensors import widest
 
 
 class Poisson(Likelihood):
@@ -34,7 +35,7 @@ class Poisson(Likelihood):
         return summed(poisson_log_prob(target, output), observed)
 
     def chance_nll(self, target: Tensor) -> float | None:
-        counts = columns(target, "Poisson").double()
+        counts = widest(columns(target, "Poisson"))
         counts = counts[~counts.isnan().any(1)]
         mean = counts.mean(0)
         return float((mean - torch.xlogy(counts, mean) + torch.lgamma(counts + 1)).sum(-1).mean())

@@ -12,6 +12,7 @@ from lightning_sgmcmc.checks import check_kind
 from lightning_sgmcmc.diagnostics.metrics import classification_metrics, predictive_entropy, whole_labels
 from lightning_sgmcmc.likelihoods.base import Likelihood, at_least_float32, summed
 from lightning_sgmcmc.predictions import ClassPrediction, MultiLabelPrediction, Prediction
+from lightning_sgmcmc.tensors import widest
 
 
 class MultiLabelBernoulli(Likelihood):
@@ -56,7 +57,7 @@ class MultiLabelBernoulli(Likelihood):
         )
 
     def chance_nll(self, target: Tensor) -> float | None:
-        share = target.double().nanmean(0)
+        share = widest(target).nanmean(0)
         return float((torch.special.entr(share) + torch.special.entr(1 - share)).sum())
 
     def terms(self, output: Tensor) -> dict[str, Tensor]:
@@ -151,7 +152,7 @@ class _DenseCategorical(Likelihood, ABC):
 
     def chance_nll(self, target: Tensor) -> float | None:
         target = whole_labels(target)
-        counts = target[target != self.ignore_index].unique(return_counts=True)[1].double()
+        counts = widest(target[target != self.ignore_index].unique(return_counts=True)[1])
         return float(torch.special.entr(counts / counts.sum()).sum() * counts.sum() / len(target))
 
     def terms(self, output: Tensor) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from lightning_sgmcmc.likelihoods.base import Likelihood, check_finite, columns,
 from lightning_sgmcmc.predictions import distributions
 from lightning_sgmcmc.predictions.distributions import Normal, NormalMixture
 from lightning_sgmcmc.predictions.special import student_t_normaliser
+from lightning_sgmcmc.tensors import widest
 
 
 class Gaussian(Likelihood):
@@ -67,8 +68,7 @@ class Gaussian(Likelihood):
     def terms(self, output: Tensor) -> dict[str, Tensor]:
         mean = columns(output, "Gaussian")
         variance = (2 * self.log_std).exp().expand_as(mean)
-        if mean.device.type != "mps":  # which has no float64
-            mean = mean.double()  # E[f²] - E[f]² below needs the digits
+        mean = widest(mean)  # E[f²] - E[f]² below needs the digits
         return {"mean": mean, "square": mean.square(), "variance": variance}
 
     def target_terms(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
@@ -256,7 +256,7 @@ def _split(output: Tensor, parts: int, name: str) -> tuple[Tensor, ...]:
 
 def _variance(target: Tensor) -> Tensor:
     """Return the variance of each column's observed numbers."""
-    numbers = target.double()
+    numbers = widest(target)
     return (numbers - numbers.nanmean(0)).square().nanmean(0)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
+from lightning_sgmcmc.tensors import widest
 
 
 def completed(terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -19,7 +20,7 @@ def completed(terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found["sample_entropy"] = torch.special.entr(found["probabilities"]).sum(-1)
     elif {"mean", "variance"} <= found.keys():
         mean = found["mean"]
-        found["mean"] = mean.double() if mean.device.type != "mps" else mean
+        found["mean"] = widest(mean)
         found["square"] = found["mean"].square()
     return found
 

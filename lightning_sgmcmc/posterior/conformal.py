@@ -14,6 +14,7 @@ from lightning_sgmcmc.posterior.calibration import batches_of, check_predictions
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tables import Columns, as_tensor
+from lightning_sgmcmc.tensors import widest
 
 Method = Literal["threshold", "adaptive"]
 
@@ -93,7 +94,7 @@ class Conformal:
         """
         prediction = self.posterior.predict(x)
         if isinstance(prediction, ClassPrediction):
-            probabilities = prediction.probabilities.double()
+            probabilities = widest(prediction.probabilities)
             u = _uniform(len(probabilities), self.seed, "predict") if self.method == "adaptive" else None
             scores = class_scores(probabilities, self.method == "adaptive", None if u is None else u.to(probabilities))
             return ConformalPrediction(prediction, sets=scores <= self.threshold.to(scores))
@@ -133,7 +134,7 @@ def _scores(
     prediction: Prediction, target: Tensor, model: EnergyModel, method: Method, generator: torch.Generator
 ) -> Tensor:
     if isinstance(prediction, ClassPrediction) and prediction.probabilities.dim() == 2:
-        probabilities = prediction.probabilities.double()
+        probabilities = widest(prediction.probabilities)
         read = getattr(model.likelihood, "labels", None)
         known = model.likelihood.observed(target) if model.likelihood is not None else None
         if known is not None:
@@ -143,7 +144,7 @@ def _scores(
         each = class_scores(probabilities, method == "adaptive", None if u is None else u.to(probabilities))
         return each.gather(1, labels[:, None])[:, 0]
     if isinstance(prediction, RegressionPrediction):
-        mean, std = prediction.mean.double(), prediction.std.double()
+        mean, std = widest(prediction.mean), widest(prediction.std)
         target = target.to(mean)
         entries = model.likelihood.observed_entries(target) if model.likelihood is not None else None
         target = target if entries is None else target.masked_fill(~entries, torch.nan)

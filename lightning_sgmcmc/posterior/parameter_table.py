@@ -15,6 +15,7 @@ from lightning_sgmcmc.diagnostics.samples import normalised_weights
 from lightning_sgmcmc.evaluation.html_table import html_table
 from lightning_sgmcmc.posterior.export import choose_parameters
 from lightning_sgmcmc.posterior.store import SampleStore
+from lightning_sgmcmc.tensors import widest
 
 WATCHED = 8
 """Elements of a tensor whose R-hat and effective numbers of draws are computed, evenly spaced."""
@@ -147,7 +148,7 @@ def _moments(
         drawn = store.parameters(index, names)
         total += weight
         for name in names:
-            value = drawn[name].double()
+            value = widest(drawn[name])
             kept[name].append(value.reshape(-1)[watched[name]])
             if name not in mean:
                 mean[name], variance[name] = torch.zeros_like(value), torch.zeros_like(value)

@@ -14,6 +14,7 @@ from lightning_sgmcmc.posterior.export import choose_parameters
 from lightning_sgmcmc.posterior.store import SampleStore
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
 from lightning_sgmcmc.tables import as_tensor, is_frame
+from lightning_sgmcmc.tensors import widest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,7 +41,7 @@ def plot_trace(store: SampleStore, patterns: Sequence[str] | None) -> "Figure":
     drawn = [store.parameters(i, names) for i in range(len(store))]
     traces = {}
     for name in names:
-        values = torch.stack([own[name].double().reshape(-1) for own in drawn])
+        values = torch.stack([widest(own[name]).reshape(-1) for own in drawn])
         for i in range(values.shape[1]):
             traces[name if values.shape[1] == 1 else f"{name}[{i}]"] = _by_chain(store, values[:, i].tolist())
     return sample_trace_figure(traces)

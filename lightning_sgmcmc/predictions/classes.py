@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.predictions.members import Members, generator_of, labels_of, moved, tempered
 from lightning_sgmcmc.predictions.prediction import Prediction, checked_quantile
+from lightning_sgmcmc.tensors import widest
 
 Own = TypeVar("Own", bound="_OfProbabilities")
 
@@ -82,10 +83,10 @@ class _OfProbabilities(Prediction):
             vars(found).pop("mutual_information")
             return found
         # The mean of what is kept differs from the average, which was taken batch by batch, by rounding.
-        before = torch.einsum("s,s...->...", kept.weights.to(kept.probabilities).double(), kept.probabilities.double())
+        before = torch.einsum("s,s...->...", widest(kept.weights.to(kept.probabilities)), widest(kept.probabilities))
         wanted = self._by_class(probabilities)
         each = moved(self._by_class(kept.probabilities), self._by_class(before), wanted)
-        own = torch.special.entr(each.double()).sum(-1)
+        own = torch.special.entr(widest(each)).sum(-1)
         aleatoric = torch.einsum("s,s...->...", kept.weights.to(own), own).to(entropy.dtype)
         each = each if each.shape == kept.probabilities.shape else each[..., 1]
         found = self.replaced(

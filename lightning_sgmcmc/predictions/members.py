@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.tensors import sent, widest
+
 
 def tempered(probabilities: Tensor, temperature: float) -> Tensor:
     """Return p_k^(1/T) / Σ_j p_j^(1/T), the softmax of log p / T, shape (…, K).
@@ -10,7 +12,7 @@ def tempered(probabilities: Tensor, temperature: float) -> Tensor:
     >>> tempered(Tensor([[0.9, 0.1]]), 2.0)
     tensor([[0.7500, 0.2500]])
     """
-    return (probabilities.double().clamp_min(FLOOR).log() / temperature).softmax(-1).to(probabilities.dtype)
+    return (widest(probabilities).clamp_min(FLOOR).log() / temperature).softmax(-1).to(probabilities.dtype)
 
 
 def moved(each: Tensor, mean: Tensor, wanted: Tensor) -> Tensor:
@@ -33,7 +35,7 @@ def moved(each: Tensor, mean: Tensor, wanted: Tensor) -> Tensor:
     >>> moved(each, each.mean(0), torch.tensor([[0.9, 0.1]])).mean(0)
     tensor([[0.9000, 0.1000]])
     """
-    before, after, own = mean.double(), wanted.double(), each.double()
+    before, after, own = widest(mean), widest(wanted), widest(each)
     kept = torch.where(before > 0, (after / before.clamp_min(FLOOR)).clamp_max(1.0), 1.0)
     risen = (after - before).clamp_min(0)
     share = risen / risen.sum(-1, keepdim=True).clamp_min(FLOOR)
@@ -59,20 +61,20 @@ class Members:
 
     def to(self, device: torch.device | str) -> "Members":
         """Return a copy on a device."""
-        return Members(self.probabilities.to(device), self.weights.to(device))
+        return Members(self.probabilities.to(device), sent(self.weights, torch.device(device)))
 
     def quantile(self, q: float) -> Tensor:
         """Return the smallest probability that samples of weight q or more do not exceed, shape (n, …, K)."""
         ordered, order = self.probabilities.sort(0)
         # A cumulative sum of equal weights differs from its exact value by rounding.
-        reached = self.weights.to(order.device).double()[order].cumsum(0) >= q - 1e-12
+        reached = widest(sent(self.weights, order.device))[order].cumsum(0) >= q - 1e-12
         first = reached.long().argmax(0, keepdim=True)
         return ordered.gather(0, first)[0]
 
     def cdf(self, p: Tensor | float) -> Tensor:
         """Return the weight of the samples whose probability is at most p, shape (n, …, K)."""
-        below = (self.probabilities <= p).double()
-        return torch.einsum("s,s...->...", self.weights.to(below.device).double(), below).to(self.probabilities.dtype)
+        below = widest(self.probabilities <= p)
+        return torch.einsum("s,s...->...", widest(sent(self.weights, below.device)), below).to(self.probabilities.dtype)
 
     def chosen(self, num: int, generator: torch.Generator) -> Tensor:
         """Return the probabilities of a sample drawn by the weights for each of num·n draws, shape (num, n, …, K)."""
@@ -85,7 +87,7 @@ class Members:
 def labels_of(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     """Return a label drawn from each row, shape (…, K) to (…), by inversion."""
     uniform = torch.rand(probabilities.shape[:-1], generator=generator, dtype=torch.float64)
-    total = probabilities.double().cumsum(-1)
+    total = widest(probabilities).cumsum(-1)
     below = total < (uniform.to(probabilities.device) * total[..., -1])[..., None]
     return below.sum(-1)
 

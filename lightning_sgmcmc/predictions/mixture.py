@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from lightning_sgmcmc.predictions.distributions import has_cdf, is_discrete
+from lightning_sgmcmc.seeding import reseed, unchanged_torch_generators
+from lightning_sgmcmc.tensors import sent, widest, widest_dtype
 
 MOST = 200
 """Steps of a search for quantiles; bisection alone needs about 60."""
@@ -46,15 +48,16 @@ class Mixture:
         return self._made(self.parameters)
 
     def _made(self, parameters: Mapping[str, Tensor]) -> Distribution:
-        exact = {name: p if p.device.type == "mps" else p.double() for name, p in parameters.items()}
+        exact = {name: widest(p) for name, p in parameters.items()}
         law: Distribution = self.law(**exact, validate_args=False)
         return law
 
     def to(self, device: torch.device | str) -> "Mixture":
         """Return a copy on a device."""
-        parameters = {name: p.to(device) for name, p in self.parameters.items()}
-        shift, factor = (v.to(device) if isinstance(v, Tensor) else v for v in (self.shift, self.factor))
-        return Mixture(self.law, parameters, self.weights.to(device), shift, factor)
+        to = torch.device(device)
+        parameters = {name: sent(p, to) for name, p in self.parameters.items()}
+        shift, factor = (sent(v, to) if isinstance(v, Tensor) else v for v in (self.shift, self.factor))
+        return Mixture(self.law, parameters, sent(self.weights, to), shift, factor)
 
     def scaled(self, shift: Tensor | float, factor: Tensor | float) -> "Mixture":
         """Return the distribution of shift + factor·y."""
@@ -70,7 +73,7 @@ class Mixture:
         each = law.log_prob(self._z(y, law))
         if not is_discrete(law):
             each = each - torch.as_tensor(self.factor, dtype=each.dtype, device=each.device).log()
-        return (each.sum(-1) + self.weights.to(each.device).log()[:, None]).logsumexp(0)
+        return (each.sum(-1) + sent(self.weights, each.device).log()[:, None]).logsumexp(0)
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return P(Y ≤ y), shape (n, D).
@@ -105,8 +108,8 @@ class Mixture:
         chosen = chosen.view(num, count).to(first.device)
         rows = torch.arange(count, device=first.device)
         own = int(torch.randint(2**62, (), generator=generator))
-        with torch.random.fork_rng([first.device] if first.device.type == "cuda" else []):
-            torch.manual_seed(own)  # torch's distributions take no generator
+        with unchanged_torch_generators([first.device]):
+            reseed(own, first.device)  # torch's distributions take no generator
             draws = self._made({name: p[chosen, rows] for name, p in self.parameters.items()}).sample()
         return self.shift + self.factor * draws
 
@@ -119,7 +122,7 @@ class Mixture:
         return self.components
 
     def _z(self, y: Tensor, law: Distribution) -> Tensor:
-        dtype = torch.float32 if y.device.type == "mps" else torch.float64
+        dtype = widest_dtype(y.device)
         z = (y.to(dtype) - self.shift) / self.factor
         return z.expand(law.batch_shape[1:])[None]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_sgmcmc.predictions.mixture import Mixture
 from lightning_sgmcmc.predictions.prediction import Prediction, checked_quantile
 from lightning_sgmcmc.tables.arrays import as_tensor
+from lightning_sgmcmc.tensors import widest, widest_dtype
 
 Own = TypeVar("Own", bound="RegressionPrediction")
 
@@ -94,7 +95,9 @@ class RegressionPrediction(Prediction):
         shift, factor = (self.mean.new_tensor(values) for values in (mean, std))
         places = {name: part * factor + shift for name, part in self.parts.items() if name in ("mean", "sample_means")}
         widths = {name: part * factor for name, part in self.parts.items() if name in ("std", "epistemic_std")}
-        exact = (torch.as_tensor(values, dtype=torch.float64).to(shift.device) for values in (mean, std))
+        exact = (
+            torch.as_tensor(values, dtype=widest_dtype(shift.device), device=shift.device) for values in (mean, std)
+        )
         return self.replaced(**places, **widths)._with_scaled(*exact)
 
     def stretched(self: Own, factor: float) -> Own:
@@ -102,7 +105,7 @@ class RegressionPrediction(Prediction):
         widths = {"std": self.std * factor, "epistemic_std": self.epistemic_std * factor}
         if "sample_means" in self.parts:
             widths["sample_means"] = self.mean + factor * (self.sample_means - self.mean)
-        shift = (1 - factor) * self.mean.double() if self.mean.device.type != "mps" else (1 - factor) * self.mean
+        shift = (1 - factor) * widest(self.mean)
         return self.replaced(**widths)._with_scaled(shift, factor)
 
     def _with_scaled(self: Own, shift: Tensor | float, factor: Tensor | float) -> Own:

@@ -6,6 +6,8 @@ import torch
 from scipy import special
 from torch import Tensor
 
+from lightning_sgmcmc.tensors import widest
+
 TERMS = 120
 """Terms of the continued fraction; it needs O(√max(a, b)) of them."""
 LEAST = 1e-300
@@ -28,8 +30,7 @@ def betainc(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
     """
     a, b, x = torch.broadcast_tensors(a, b, x)
     dtype = x.dtype
-    if x.device.type != "mps":  # which has no float64
-        a, b, x = a.double(), b.double(), x.double()
+    a, b, x = widest(a), widest(b), widest(x)
     found = _by_scipy(a, b, x)
     return (continued(a, b, x) if found is None else found).to(dtype)
 
@@ -83,11 +84,6 @@ FROM = 16.0
 """The series is used from here on, where its error is below 1e-16."""
 
 
-def precise(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64, where the device has it."""
-    return tensor if tensor.device.type == "mps" else tensor.double()
-
-
 def stirling_error(z: Tensor) -> Tensor:
     """Return log Γ(z) - (z - 1/2)·log z + z - log(2π)/2 = 1/(12·z) - 1/(360·z³) + …, elementwise.
 
@@ -132,7 +128,7 @@ def poisson_log_prob(counts: Tensor, log_rate: Tensor) -> Tensor:
     Returns:
         in the dtype of `log_rate`.
     """
-    y, exact = precise(counts), precise(log_rate)
+    y, exact = widest(counts), widest(log_rate)
     return (y * exact - exact.exp() - torch.lgamma(y + 1)).to(log_rate.dtype)
 
 
@@ -149,7 +145,7 @@ def negative_binomial_log_prob(counts: Tensor, log_mean: Tensor, log_r: Tensor) 
     Returns:
         in the dtype of `log_mean`.
     """
-    y, log_m, log_r = precise(counts), precise(log_mean), precise(log_r)
+    y, log_m, log_r = widest(counts), widest(log_mean), widest(log_r)
     r, logits = log_r.exp(), log_m - log_r
     sigmoid = torch.nn.functional.logsigmoid
     each = log_gamma_rise(r, y) + y * log_r - torch.lgamma(y + 1) + r * sigmoid(-logits) + y * sigmoid(logits)
@@ -167,5 +163,5 @@ def student_t_normaliser(df: Tensor) -> Tensor:
     Returns:
         in the dtype of `df`.
     """
-    half = precise(df) / 2
+    half = widest(df) / 2
     return (log_gamma_rise(half, torch.full_like(half, 0.5)) - math.log(2 * math.pi) / 2).to(df.dtype)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import names_arguments
+from lightning_sgmcmc.tensors import exact
 
 Scale: TypeAlias = "float | Mapping[str, float]"
 
@@ -163,7 +164,7 @@ def columns_of(values: Sequence[float], tensors: Sequence[Tensor]) -> "float | T
 
 def log_of(values: "float | Tensor", count: int) -> float:
     """Return Σ log(value) over columns, from what `columns_of` returned, for a number of columns."""
-    return float(values.double().log().sum()) if isinstance(values, Tensor) else count * math.log(values)
+    return float(exact(values).log().sum()) if isinstance(values, Tensor) else count * math.log(values)
 
 
 def check_patterns(name: str, patterns: Sequence[str], names: Collection[str]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_sgmcmc.checks import check_choice, check_count, check_positive
 from lightning_sgmcmc.priors.base import STATE, Prior, RowDensity, check_patterns, own_parameters
 from lightning_sgmcmc.priors.gaussian import Center, Distances, GaussianPrior, Std
-from lightning_sgmcmc.tensors import as_rows, square_norms
+from lightning_sgmcmc.tensors import as_rows, sent, square_norms, widest
 
 Groups: TypeAlias = "Literal['tensor', 'layer', 'all'] | Sequence[str]"
 
@@ -147,7 +147,7 @@ class HierarchicalPrior(Prior):
             weight = counts * self.nu / 2
             self._constant = -float((sizes * (stds * math.sqrt(2 * math.pi)).log()).sum())
             self._constant += float((weight * weight.log() - weight.lgamma()).sum())
-            self._index, self._counts = index.to(first.device), counts.to(first.device)
+            self._index, self._counts = index.to(first.device), sent(counts, first.device)
             self._sizes = tuple(counts.tolist())
             self._precisions = (1 / stds**2).to(first)
             self._known = known
@@ -234,8 +234,8 @@ class HierarchicalPrior(Prior):
         """
         distances, _ = self._parts(parameters, chains)
         differences = distances.differences()
-        each = square_norms(differences, len(differences[0]) if chains else 1).double()
-        each = each.reshape(len(differences), -1) * self._precisions.double()[:, None]
+        each = widest(square_norms(differences, len(differences[0]) if chains else 1))
+        each = each.reshape(len(differences), -1) * widest(self._precisions)[:, None]
         sums = each.new_zeros(len(self._counts), each.shape[1]).index_add_(0, self._index, each)
         return sums.T if chains else sums[:, 0]
 
@@ -279,7 +279,7 @@ def log_density_of_scales(variance: Tensor, squares: Tensor, counts: Tensor, nu:
         counts: d of each group, shape (G,).
         nu: ν.
     """
-    v = variance.double()
+    v = widest(variance)
     return -((nu + 1) / 2 * counts * v.log() + (nu * counts + squares) / (2 * v))
 
 

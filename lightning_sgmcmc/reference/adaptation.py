@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.reference.leapfrog import Draws, Phase, Potential, kinetic, leapfrog, with_momenta
+from lightning_sgmcmc.tensors import widest, widest_dtype
 
 MOST_DOUBLINGS = 60
 """Of a first step size."""
@@ -72,15 +73,15 @@ class Variances:
 
     def __init__(self, like: Tensor) -> None:
         self.count = 0
-        self.mean = torch.zeros_like(like, dtype=torch.float64)
+        self.mean = torch.zeros_like(like, dtype=widest_dtype(like.device))
         self.squares = torch.zeros_like(self.mean)
 
     def add(self, place: Tensor) -> None:
         """Add the chains' positions, shape (C, P)."""
         self.count += 1
-        distance = place.double() - self.mean
+        distance = widest(place) - self.mean
         self.mean = self.mean + distance / self.count
-        self.squares = self.squares + distance * (place.double() - self.mean)
+        self.squares = self.squares + distance * (widest(place) - self.mean)
 
     def take(self) -> Tensor:
         """Return v, shape (C, P), float64, and begin the next window."""

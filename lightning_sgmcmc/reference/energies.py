@@ -12,6 +12,7 @@ from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.held import Entries, held_rows, sampled_columns, with_row, without_row
 from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.samplers.flat import FlatParameters
+from lightning_sgmcmc.tensors import widest, widest_dtype
 
 PROBES = 32
 """Data whose log-likelihoods are traced, for R-hat and effective sample sizes of what the network predicts."""
@@ -97,7 +98,7 @@ class FullEnergy:
                 self.put(row)
                 each = self._model.log_likelihood(self._batches[0])
                 found.append(each[torch.linspace(0, len(each) - 1, min(PROBES, len(each))).round().long()])
-        return torch.stack(found).double()
+        return widest(torch.stack(found))
 
     def sampled(self, values: Tensor) -> dict[str, Tensor]:
         """Return rows, shape (n, P), by the parameters' names, each of shape (n, …) without its held row."""
@@ -111,12 +112,12 @@ class FullEnergy:
         self.put(row)
         self._flat.gradients.zero_()
         self._flat.attach_gradients()
-        total = row.new_zeros((), dtype=torch.float64)
+        total = row.new_zeros((), dtype=widest_dtype(row.device))
         for batch in self._batches:
             each = self._model.log_likelihood(batch)
             check_shape(each)
-            total += self._backward(each.sum(dtype=torch.float64))
-        total += self._backward(self._log_prior().double())
+            total += self._backward(each.sum(dtype=widest_dtype(each.device)))
+        total += self._backward(widest(self._log_prior()))
         return total, self._of_columns(self._flat.gradients[0])
 
     def _backward(self, log_density: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ class FullEnergy:
 
     def _together(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         leaf = rows.detach().requires_grad_()
-        total = rows.new_zeros(len(rows), dtype=torch.float64)
+        total = rows.new_zeros(len(rows), dtype=widest_dtype(rows.device))
         over_chains = torch.vmap(self._likelihood.call, in_dims=(0, None))
         for batch in self._batches:
             try:
@@ -149,8 +150,8 @@ class FullEnergy:
                     "chain_execution='loop' to the module, which runs one chain after another"
                 ) from error
             check_shape(each, chains=True)
-            total += self._backward(each.sum(1, dtype=torch.float64))
-        total += self._backward(self._log_priors(self.sampled(leaf)).double())
+            total += self._backward(each.sum(1, dtype=widest_dtype(each.device)))
+        total += self._backward(widest(self._log_priors(self.sampled(leaf))))
         assert leaf.grad is not None
         return total, leaf.grad
 

@@ -11,6 +11,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.tensors import widest_dtype
+
 Potential: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
 """U, shape (n,), float64, and its gradient, shape (n, P), at n positions, shape (n, P); each row by itself."""
 
@@ -55,7 +57,7 @@ def kinetic(momentum: Tensor, variance: Tensor) -> Tensor:
         momentum: p, shape (C, P).
         variance: v, shape (C, P).
     """
-    return (momentum.square() * variance).sum(1, dtype=torch.float64) / 2
+    return (momentum.square() * variance).sum(1, dtype=widest_dtype(momentum.device)) / 2
 
 
 def leapfrog(potential: Potential, phase: Phase, step: Tensor, variance: Tensor) -> Phase:

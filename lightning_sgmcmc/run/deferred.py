@@ -10,15 +10,19 @@ class DeferredCheck:
     """Reads numbers from the device some steps after they were computed, when reading no longer blocks.
 
     Two buffers of `interval` steps alternate: while one is filled, the other, complete for `interval` steps, is read.
+    From a CUDA device numbers go to pinned memory, so that nothing waits. Buffers of another accelerator are in its own
+    memory, and reading one waits for the device, once in `interval` steps.
 
     Args:
         num_chains: numbers per step.
-        pinned: use pinned memory, so that copies from a CUDA device do not block.
+        device: where they are computed.
         interval: steps in a buffer.
     """
 
-    def __init__(self, num_chains: int, pinned: bool, interval: int = 16) -> None:
-        self._host = torch.zeros(2, interval, num_chains, pin_memory=pinned)
+    def __init__(self, num_chains: int, device: torch.device, interval: int = 16) -> None:
+        pinned = device.type == "cuda"
+        home = None if pinned else device
+        self._buffers = torch.zeros(2, interval, num_chains, device=home, pin_memory=pinned)
         self._steps = [[0] * interval, [0] * interval]
         self._events: list[Any] = [torch.cuda.Event() if pinned else None for _ in range(2)]
         self._filled = [False, False]
@@ -29,7 +33,7 @@ class DeferredCheck:
         """Store a step's numbers, () or (C,); return step, chain and value of an earlier non-finite one, or None."""
         half, place = divmod(self._count % (2 * self._interval), self._interval)
         bad = self._read(half) if place == 0 else None
-        self._host[half, place].copy_(values.reshape(-1), non_blocking=True)
+        self._buffers[half, place].copy_(values.reshape(-1), non_blocking=True)
         self._steps[half][place] = step
         if place == self._interval - 1:
             self._filled[half] = True
@@ -53,8 +57,9 @@ class DeferredCheck:
         self._filled[half] = False
         if self._events[half] is not None:
             self._events[half].synchronize()
-        bad = (~self._host[half].isfinite()).nonzero()
+        found = self._buffers[half].cpu()
+        bad = (~found.isfinite()).nonzero()
         if len(bad) == 0:
             return None
         place, chain = bad[0].tolist()
-        return self._steps[half][place], chain, self._host[half, place, chain].item()
+        return self._steps[half][place], chain, found[place, chain].item()

@@ -17,6 +17,7 @@ from lightning_sgmcmc.priors import GaussianPrior
 from lightning_sgmcmc.priors.held import held_rows, without_held
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
+from lightning_sgmcmc.tensors import widest
 
 RHAT_FALSE_ALARMS = 0.01
 """Probability that the worst R-hat of chains of one law is a finding."""
@@ -131,7 +132,7 @@ def _growth(evaluation: Evaluation | None) -> AverageGrowth | None:
     gain = evaluation.per_datum.gain("best_average", evaluation.average.log_density)
     if best is None or gain is None or best.index + 1 >= len(evaluation.members):
         return None
-    nll = -float(evaluation.average.log_density.double().mean())
+    nll = -float(widest(evaluation.average.log_density).mean())
     single = [member["nll"] for member in evaluation.members]
     shift = evaluation.running[-1]["nll"] - nll  # the units of the targets
     return AverageGrowth(

@@ -69,7 +69,7 @@ def _number(leaf: Any) -> list[float]:
     """Return a number that depends on all entries of a tensor or array, and on their order."""
     try:
         values = leaf.detach() if isinstance(leaf, Tensor) else torch.as_tensor(np.asarray(leaf))
-        values = values.reshape(-1).to("cpu", torch.float64).nan_to_num()
+        values = values.reshape(-1).cpu().double().nan_to_num()
     except (TypeError, ValueError, RuntimeError):
         return []
     weights = torch.linspace(1, 2, len(values), dtype=torch.float64)

@@ -88,9 +88,10 @@ class EnergyGuard:
         # Chains of other processes must not take more steps than these.
         self._decides_together = chains.layout.is_spread and not self._stops
         self.has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
-        on_cuda = self._model.device.type == "cuda"
-        self._deferred = DeferredCheck(chains.num_chains, pinned=True) if on_cuda and self._stops else None
-        self._looks_at_gradients = not self._stops or (self._shares_gradients and not on_cuda)
+        device = self._model.device
+        runs_ahead = device.type != "cpu"  # so that reading a number waits
+        self._deferred = DeferredCheck(chains.num_chains, device) if runs_ahead and self._stops else None
+        self._looks_at_gradients = not self._stops or (self._shares_gradients and not runs_ahead)
         persistent = {name for name in self._model.state_dict() if not is_prior_state(name)}
         self._buffers = [b for name, b in self._model.named_buffers() if name in persistent]
         # A deferred check finds a bad step too late to undo it; a loss scaler undoes steps all the same.

@@ -19,6 +19,7 @@ from lightning_sgmcmc.diagnostics.local import (
     epoch_means,
     spikes,
 )
+from lightning_sgmcmc.tensors import widest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -132,7 +133,7 @@ def estimate_of(
         facts: numbers of the run.
         notes: further findings.
     """
-    values = epoch_means(traces, epochs, sizes) if loss == "step" else traces.double()
+    values = epoch_means(traces, epochs, sizes) if loss == "step" else widest(traces)
     found = chain_mean(values)
     findings: list[Finding | None] = [*notes]
     if values.shape[1] >= FEWEST:
@@ -148,7 +149,7 @@ def estimate_of(
         gamma=facts.gamma,
         num_data=facts.num_data,
         center_loss=facts.center_loss,
-        traces=traces.double(),
+        traces=widest(traces),
         steps=steps,
         loss=loss,
         findings=ranked(findings),

@@ -30,6 +30,7 @@ from lightning_sgmcmc.run.linear_model import exact_directions
 from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_trial, said_by
 from lightning_sgmcmc.samplers import SGNHT, Sampler
 from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
+from lightning_sgmcmc.tensors import exact, widest
 
 TIMED = (20, 120)
 """The steps between which a step's duration is measured."""
@@ -116,14 +117,14 @@ def _blocks(trainer: pl.Trainer, module: Any, schedule: Any) -> Blocks | None:
         device = module.device
         return replace(
             blocks,
-            lrs=layout.gather(blocks.lrs.float().to(device), 2).double().cpu(),
-            temperatures=layout.gather(blocks.temperatures.float().to(device), 1).double().cpu(),
+            lrs=layout.gather(blocks.lrs.float().to(device), 2).cpu().double(),
+            temperatures=layout.gather(blocks.temperatures.float().to(device), 1).cpu().double(),
         )
     return blocks
 
 
 def _of_chains(value: Any, chains: int) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float64).cpu().reshape(-1).expand(chains)
+    return exact(value).cpu().reshape(-1).expand(chains)
 
 
 def _temperature(module: Any, blocks: Blocks | None) -> float:
@@ -132,7 +133,7 @@ def _temperature(module: Any, blocks: Blocks | None) -> float:
         sampling = [row for row, stage in zip(blocks.temperatures, blocks.is_sampling, strict=True) if stage]
         if sampling:
             return float(torch.stack(sampling).amax(0).mean())
-    return float(torch.as_tensor(module.temperature, dtype=torch.float64).mean())
+    return float(exact(module.temperature).mean())
 
 
 # -- tensors and their priors -----------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ def _tensors(module: Any, sampler: Sampler) -> tuple[dict[str, TensorFacts], boo
         std, is_exact = prior_std(module.prior, name, tuple(shape))
         approximate |= std is not None and not is_exact
         is_near = has_center and is_centered(name, prior.centered)  # a start is near its centre
-        start = 0.0 if is_near else float(parameter.detach().double().square().mean())
+        start = 0.0 if is_near else float(widest(parameter.detach()).square().mean())
         numel = parameter.numel() // chains.num_chains
         if name in held:
             numel -= numel // shape[0]

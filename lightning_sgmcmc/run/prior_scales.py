@@ -15,6 +15,7 @@ from lightning_sgmcmc.priors.hierarchical import VARIANCE
 from lightning_sgmcmc.priors.state import prior_state
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.tensors import exact
 
 COLLAPSED = 0.01
 """v below which a scale is far from what its hyperprior expects: a tenth of the standard deviation."""
@@ -137,8 +138,8 @@ class PriorScales:
         if self._warned or self._first_nll is None:
             return
         variance = prior_state(self._chains.model)[VARIANCE]
-        lowest, group = variance.reshape(self._chains.num_chains, -1).double().min(1)
-        now, first = self._nll().double(), self._first_nll.double()
+        lowest, group = exact(variance).reshape(self._chains.num_chains, -1).min(1)
+        now, first = exact(self._nll()), exact(self._first_nll)
         odd = (lowest < COLLAPSED) & (now > first - NO_BETTER * first.abs())
         if not bool(odd.any()):
             return

@@ -22,6 +22,7 @@ from lightning_sgmcmc.run.trainer import callbacks_of, said_by
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.base import CONTROLS
 from lightning_sgmcmc.samplers.factories import name_of
+from lightning_sgmcmc.tensors import exact
 
 Settings = dict[str, Any]
 
@@ -170,7 +171,7 @@ def is_seeded(module: Any) -> bool:
 def text_of(value: Any) -> str:
     """Return an object as text that is the same in every process: its own `repr`, or its class and plain attributes."""
     if isinstance(value, Tensor):
-        return f"tensor(shape={tuple(value.shape)}, sum={value.double().sum().item():.9g})"
+        return f"tensor(shape={tuple(value.shape)}, sum={exact(value).sum().item():.9g})"
     if isinstance(value, functools.partial):
         chosen = ", ".join(f"{k}={text_of(v)}" for k, v in sorted(value.keywords.items()))
         return f"{name_of(value)}({chosen})" if chosen else name_of(value)

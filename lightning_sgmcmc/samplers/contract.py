@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.samplers.base import Sampler
+from lightning_sgmcmc.tensors import exact
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (4, 3), (5,), (2,), (3, 3), (1,), (2, 2), (7,))
 NUM_DATA, CHAINS, STEPS = 20, 3, 8
@@ -135,7 +136,7 @@ def _check_law(make: Callable[..., Sampler], lr: float, steps: int) -> None:
         for _ in range(steps):
             place.grad = curvature * place.detach()
             sampler.step()
-        found: Tensor = place.detach().double().square().mean(1) * NUM_DATA * curvature[:, 0] / temperature
+        found: Tensor = exact(place.detach()).square().mean(1) * NUM_DATA * curvature[:, 0] / temperature
         worst = float((found - 1).abs().max())
         assert worst < TOLERATED, (
             f"at temperature {temperature:g} and lr={lr:g} the variances are {found.tolist()} times the target's: the "

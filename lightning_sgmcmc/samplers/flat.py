@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.tensors import widest_dtype
+
 State = MutableMapping[Tensor, dict[str, Any]]
 """An optimizer's state: the tensors of each parameter, by name."""
 
@@ -40,7 +42,7 @@ class FlatGroup:
     def means(self, rows: Tensor) -> Tensor:
         """Return the mean over each parameter's columns, shape (C, T), in a few operations whatever the number T."""
         ends, _ = self._places()
-        totals = rows.cumsum(1, dtype=torch.float64)[:, ends]
+        totals = rows.cumsum(1, dtype=widest_dtype(rows.device))[:, ends]
         sizes = (ends + 1).diff(prepend=ends.new_zeros(1))
         return (torch.cat([totals[:, :1], totals.diff(dim=1)], 1) / sizes).to(rows.dtype)
 
@@ -102,6 +104,7 @@ class FlatParameters:
         """Whether `gradients` stand for zero, whatever their numbers."""
         whole = FlatGroup(self.parameters, self.values, self.gradients)
         self.split = whole.pieces
+        formats = [_format_of(p) or torch.contiguous_format for p in self.parameters]
         with torch.no_grad():
             for parameter, view in zip(self.parameters, whole.pieces(self.values), strict=True):
                 view.copy_(parameter)
@@ -109,6 +112,7 @@ class FlatParameters:
         self.views = whole.pieces(self.gradients)
         """Each parameter's gradient, a view of `gradients`."""
         self.groups: list[FlatGroup] = []
+        self._formats = formats
         start = 0
         for group in groups:
             stop = start + sum(p.numel() // num_chains for p in group)
@@ -118,15 +122,17 @@ class FlatParameters:
 
     @staticmethod
     def suits(parameters: Sequence[Tensor], num_chains: int) -> bool:
-        """Return whether parameters can be views of one tensor: whether each lies in memory in the order of its axes,
-        no two share memory, and pairs of numbers in their last axes can be viewed as complex ones.
+        """Return whether parameters can be views of one tensor: whether each lies in memory in the order of its axes
+        or channels last, no two share memory, and pairs of numbers in their last axes can be viewed as complex ones.
+
+        Weights that lie channels last do not during the fit; a convolution still computes in the format of its input.
 
         Args:
             parameters: in the order of the columns; with C > 1 each has a leading axis of size C.
             num_chains: C.
         """
         pointers = {p.data_ptr() for p in parameters if p.numel()}
-        ordered = all(p.is_contiguous() and p.numel() for p in parameters) and len(pointers) == len(parameters)
+        ordered = all(_format_of(p) is not None and p.numel() for p in parameters) and len(pointers) == len(parameters)
         return ordered and not _splits_pairs(parameters, num_chains)
 
     def group_of(self, tensors: Sequence[Tensor]) -> FlatGroup | None:
@@ -178,15 +184,21 @@ class FlatParameters:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Give each parameter memory of its own."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
+        """Give each parameter memory of its own, in the format that it had."""
+        for parameter, view, memory_format in zip(self.parameters, self.views, self._formats, strict=True):
+            parameter.data = parameter.detach().clone(memory_format=memory_format)
             if parameter.grad is view:
                 parameter.grad = None
         self.leaf.grad = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copied module has parameters with memory of their own
+
+
+def _format_of(tensor: Tensor) -> torch.memory_format | None:
+    """Return the order in which a tensor lies in memory, None for another one."""
+    of_images = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim(), torch.contiguous_format)
+    return next((f for f in (torch.contiguous_format, of_images) if tensor.is_contiguous(memory_format=f)), None)
 
 
 def _splits_pairs(parameters: Sequence[Tensor], num_chains: int) -> bool:

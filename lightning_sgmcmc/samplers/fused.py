@@ -17,7 +17,7 @@ from lightning_sgmcmc.tensors import Control
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function compiled, once in a process."""
-    made: Callable[..., Any] = torch.compile(function, dynamic=False)
+    made: Callable[..., Any] = torch.compile(function)  # a second width is compiled for all further ones
     return made
 
 
@@ -33,9 +33,16 @@ def coefficient(value: Control, rows: Tensor) -> Tensor:
     return value.reshape(()) if value.numel() == 1 else value.view(-1, 1)
 
 
-def coefficients(group: Mapping[str, Any], rows: Tensor) -> list[Tensor]:
-    """Return a parameter group's lr, κ and τ, each as `coefficient` does."""
-    return [coefficient(group[name], rows) for name in ("lr", "gradient_multiplier", "temperature")]
+def coefficients(group: Mapping[str, Any], rows: Tensor, num_data: int) -> list[Tensor]:
+    """Return a parameter group's lr, κ and τ, and N, each as `coefficient` does.
+
+    Args:
+        group: the parameter group.
+        rows: shape (C, d).
+        num_data: N.
+    """
+    controls = (group["lr"], group["gradient_multiplier"], group["temperature"], num_data)
+    return [coefficient(value, rows) for value in controls]
 
 
 def sgld_step(
@@ -45,7 +52,7 @@ def sgld_step(
     lr: Tensor,
     multiplier: Tensor,
     temperature: Tensor,
-    num_data: int,
+    num_data: Tensor | int,
 ) -> None:
     """Make a step of SGLD in place, see `SGLD`; the tensors are rows, shape (C, d), or coefficients of them."""
     scale = (2 * lr * temperature / num_data).sqrt().to(params.dtype)
@@ -60,7 +67,7 @@ def sghmc_step(
     lr: Tensor,
     multiplier: Tensor,
     temperature: Tensor,
-    num_data: int,
+    num_data: Tensor | int,
     friction: float,
     noise_estimate: float,
 ) -> None:

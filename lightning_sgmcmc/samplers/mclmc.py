@@ -11,7 +11,7 @@ from lightning_sgmcmc.checks import check_positive
 from lightning_sgmcmc.samplers.base import Sampler
 from lightning_sgmcmc.samplers.law import StepLaw, heat_of_gradient_noise
 from lightning_sgmcmc.samplers.splitting import momentum_variance
-from lightning_sgmcmc.tensors import Control, exp, expm1, square_root
+from lightning_sgmcmc.tensors import Control, exact, exp, expm1, square_root
 
 SMALLEST = 1e-30
 """Least squared norm that is divided by, so that a vector of zeros has a direction of zeros."""
@@ -131,8 +131,8 @@ class MCLMC(Sampler):
         """
         forces = self._forces(params, grads)
         *found, rate = self._geometry(group, params, self._buffers(params, self.momentum_buffer), forces)
-        square, product, length = (number.double() for number in found)
-        signed = torch.as_tensor(share * rate, dtype=square.dtype, device=square.device)
+        square, product, length = map(exact, found)
+        signed = exact(share * rate).to(square.device)
         angle, towards = square.sqrt() * signed.abs(), -signed.sign()
         cosine = towards * product * (square * length).clamp_min(SMALLEST).rsqrt()
         return (self._coordinates(params) - 1) * (angle + ((1 - cosine) / 2 * (-2 * angle).expm1()).log1p())

@@ -71,7 +71,7 @@ class ReversibleLangevin(UnderdampedLangevin):
     ) -> None:
         if self.work is not None:
             rate = (0.25 if half else 0.5) * group["lr"] * group["gradient_multiplier"] * self.num_data
-            self.work.add_(self._inner(params, grads, momenta) * rate)
+            self.work.add_((self._inner(params, grads, momenta) * rate).to(self.work.device))
 
     @torch.no_grad()
     def _move(self, share: float) -> None:

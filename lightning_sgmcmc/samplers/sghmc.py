@@ -61,8 +61,9 @@ class SGHMC(Sampler):
         lr, friction = group["lr"], group["friction"]
         momenta = self._momenta(group, params, as_velocity=noise is not None)
         if noise is not None and self._is_fused(params):
-            controls = coefficients(group, params[0])
-            options = self.num_data, friction, group["noise_estimate"]
+            assert self.num_data is not None
+            controls = coefficients(group, params[0], self.num_data)
+            options = friction, group["noise_estimate"]
             compiled(sghmc_step)(params[0], momenta[0], grads[0], noise[0], *controls, *options)
             group["last_lr"] = lr.clone() if isinstance(lr, Tensor) else lr
             return

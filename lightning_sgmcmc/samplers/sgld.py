@@ -37,7 +37,8 @@ class SGLD(Sampler):
     ) -> None:
         lr = group["lr"]
         if noise is not None and self._is_fused(params):
-            compiled(sgld_step)(params[0], grads[0], noise[0], *coefficients(group, params[0]), self.num_data)
+            assert self.num_data is not None
+            compiled(sgld_step)(params[0], grads[0], noise[0], *coefficients(group, params[0], self.num_data))
             return
         self._add(params, grads, -lr * group["gradient_multiplier"])
         if noise is not None:

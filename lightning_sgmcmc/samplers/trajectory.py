@@ -77,16 +77,20 @@ class Trajectory:
 
         Args:
             energy: U of the chains' states with all data, shape (C,), float64.
-            log_uniforms: the logarithm of a uniform number for each chain, shape (C,), on the chains' device.
+            log_uniforms: the logarithm of a uniform number for each chain, shape (C,), on the energies' device.
         """
         sampler = self._sampler
         assert sampler.work is not None
-        found = log_acceptance(self.energy, energy, sampler.work, sampler.param_groups[0]["temperature"])
+        temperature = sampler.param_groups[0]["temperature"]
+        if isinstance(temperature, Tensor):
+            temperature = temperature.to(energy.device)
+        found = log_acceptance(self.energy, energy, sampler.work, temperature)
         accepted = log_uniforms < found
+        moves = accepted.to(sampler.param_groups[0]["params"][0].device)
         present = self._present()
         momenta = len(present) // 2
         for place, (now, start) in enumerate(zip(present, self._start, strict=True)):
-            stays = along_first_axis(accepted, now.dim()) if sampler.num_chains > 1 else accepted[0]
+            stays = along_first_axis(moves, now.dim()) if sampler.num_chains > 1 else moves[0]
             now.copy_(torch.where(stays, now, start if place < momenta else -start))
         self.energy = torch.where(accepted, energy, self.energy)
         self.leave()

@@ -13,6 +13,7 @@ from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.finite_sums import FiniteSum, batch_moments
 from lightning_sgmcmc.subsampling.ewsg import Guess, index_log_weights, metropolis_index
 from lightning_sgmcmc.subsampling.moments import GradientMoments, advance_moments_, extra_friction
+from lightning_sgmcmc.tensors import widest_dtype
 
 
 @dataclass(frozen=True)
@@ -161,8 +162,8 @@ class OfBatches(Gradients):
         momenta, law = run.rule.momenta(run.group), run.rule.law(run.group)
         assert law is not None
         weights = index_log_weights(candidates, momenta[0] if momenta else None, law, self._guess)
-        of_run: dict[str, Any] = {"generator": self._uniforms, "dtype": torch.float64, "device": candidates.device}
-        uniforms = torch.rand(chains, count - 1, **of_run)
+        of_run: dict[str, Any] = {"generator": self._uniforms, "device": candidates.device}
+        uniforms = torch.rand(chains, count - 1, dtype=widest_dtype(candidates.device), **of_run)
         chosen, accepted = metropolis_index(weights, uniforms.log())
         self._accepted += accepted.sum()
         return chosen

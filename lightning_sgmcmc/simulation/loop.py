@@ -20,6 +20,7 @@ from lightning_sgmcmc.simulation.results import DrawRecorder, Recording, Simulat
 from lightning_sgmcmc.simulation.starts import draw_starting_places, starting_places
 from lightning_sgmcmc.simulation.steps import CHUNK, ChainNoise, NoiseLevels, TargetSteps, is_worth_compiling
 from lightning_sgmcmc.simulation.targets import Density
+from lightning_sgmcmc.tensors import has_float64
 
 Schedule: TypeAlias = "float | Callable[[int], float]"
 """A number, or a function of the step k = 1, 2, …"""
@@ -86,6 +87,8 @@ def simulate(
     if initial is None:
         initial = draw_starting_places(num_chains, target.dimension, seed)
     device = torch.device(device)
+    if not has_float64(device):
+        raise ValueError(f"device must have float64, which a contour and energies need, got {device}: use device='cpu'")
     place = nn.Parameter(starting_places(initial, num_chains, target.dimension, dtype, device))
     rule = sampler([place], lr=_at(lr, 1), num_data=1, temperature=1.0, num_chains=num_chains, seed=seed)
     ladders = None if exchange is None else Ladders(exchange, num_chains, seed, place)

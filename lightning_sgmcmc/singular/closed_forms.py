@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_count, check_positive
+from lightning_sgmcmc.tensors import widest
 
 
 class LearningCoefficientTruth(NamedTuple):
@@ -40,7 +41,7 @@ def regular_learning_coefficient(hessian: Tensor, nbeta: float, gamma: float = 0
     1.818
     """
     check_positive("nbeta", nbeta)
-    curvatures = torch.linalg.eigvalsh(hessian.double()).clamp(min=0)
+    curvatures = torch.linalg.eigvalsh(widest(hessian)).clamp(min=0)
     curvatures = curvatures[curvatures > 0]
     return float((nbeta * curvatures / (2 * (nbeta * curvatures + gamma))).sum())
 

@@ -49,7 +49,7 @@ def sample_losses(
     with evaluation_mode(model), torch.no_grad():
         for batch in batches:
             moved = as_tensors(batch, device, states.dtype)
-            found.append(torch.stack([loss.double().cpu() for loss in call(states, moved)]))
+            found.append(torch.stack([loss.cpu().double() for loss in call(states, moved)]))
     if not found:
         raise ValueError("batches is empty: pass the batches of the data, such as a DataLoader")
     grid = ChainGrid.of_chains([sample.chain for sample in samples])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.samplers import StepLaw
-from lightning_sgmcmc.tensors import Control, square_root
+from lightning_sgmcmc.tensors import Control, square_root, widest, widest_dtype
 
 Guess: TypeAlias = Literal["unchanged", "stopped", "zero", "one"]
 """The guess of the momentum after the step, m', which eq. (4) needs before it is known.
@@ -40,9 +40,10 @@ def index_log_weights(gradients: Tensor, momentum: Tensor | None, law: StepLaw, 
         inverse = torch.where(variance > 0, 1 / variance, 0.0)
     else:
         inverse = 1 / variance if variance > 0 else 0.0
-    weights = torch.linalg.vector_norm(gradients, dim=-1, dtype=torch.float64).square_() * (force * force * inverse / 2)
+    wide = widest_dtype(gradients.device)
+    weights = torch.linalg.vector_norm(gradients, dim=-1, dtype=wide).square_() * (force * force * inverse / 2)
     if guess == "one":
-        weights += gradients.sum(-1, dtype=torch.float64) * (force * square_root(variance) * inverse)
+        weights += gradients.sum(-1, dtype=wide) * (force * square_root(variance) * inverse)
     elif guess != "zero" and momentum is not None:
         factor = damping if guess == "unchanged" else damping - 1
         weights += (gradients @ momentum[..., None])[..., 0] * (force * factor * inverse)
@@ -50,7 +51,7 @@ def index_log_weights(gradients: Tensor, momentum: Tensor | None, law: StepLaw, 
 
 
 def _along_candidates(control: Control) -> Control:
-    return control.double()[..., None] if isinstance(control, Tensor) else control
+    return widest(control)[..., None] if isinstance(control, Tensor) else control
 
 
 def metropolis_index(log_weights: Tensor, log_uniforms: Tensor) -> tuple[Tensor, Tensor]:

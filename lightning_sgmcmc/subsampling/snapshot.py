@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode, state_of
-from lightning_sgmcmc.tensors import as_rows
+from lightning_sgmcmc.tensors import as_rows, exact_device
 
 
 class Snapshot:
@@ -29,7 +29,7 @@ class Snapshot:
         self._prior = StatelessCall(module, type(module).log_prior)
         self._vmapped = chains.num_chains > 1 and chains.execution in ("auto", "vmap")
         self.tensors = {name: tensor.detach().clone() for name, tensor in self._present().items()}
-        self.log_likelihood = torch.zeros(chains.num_chains, dtype=torch.float64, device=module.device)
+        self.log_likelihood = torch.zeros(chains.num_chains, dtype=torch.float64, device=exact_device(module.device))
         """log p(D|θ_q) of each chain over all data, shape (C,)."""
         self.parameters = {n: p for n, p in module.named_parameters() if p.requires_grad and with_gradients}
         """The module's own tensors that have a gradient here."""

@@ -14,7 +14,8 @@ from lightning_sgmcmc.callbacks.base import bayesian
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.samplers import MCLMC
-from lightning_sgmcmc.seeding import unchanged_generators
+from lightning_sgmcmc.seeding import TorchStates, unchanged_generators
+from lightning_sgmcmc.tensors import exact
 
 
 class EnergyErrors(SamplerCallback):
@@ -33,7 +34,7 @@ class EnergyErrors(SamplerCallback):
     """
 
     def __init__(self) -> None:
-        self._batches: list[tuple[Any, list[Tensor]]] = []
+        self._batches: list[tuple[Any, TorchStates]] = []
         """The step's micro-batches, each with the states of torch's generators before it."""
         self._begun: Tensor | None = None
         self._step = 0
@@ -48,7 +49,7 @@ class EnergyErrors(SamplerCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._batches.append((batch, _generator_states(pl_module.device)))
+        self._batches.append((batch, TorchStates([pl_module.device])))
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         module = bayesian(pl_module, self)
@@ -87,10 +88,11 @@ class EnergyErrors(SamplerCallback):
     def _reduced(module: BayesianModule, mean_potential: Tensor) -> Tensor:
         """Return Ũ/τ, shape (C,)."""
         temperature = module.sampler.param_groups[0]["temperature"]
-        return mean_potential.detach().reshape(-1).double() * (module.num_data or 1) / temperature
+        found = exact(mean_potential.detach().reshape(-1)) * (module.num_data or 1)
+        return found / (temperature.to(found.device) if isinstance(temperature, Tensor) else temperature)
 
     def _at_end(
-        self, trainer: pl.Trainer, module: BayesianModule, batches: list[tuple[Any, list[Tensor]]]
+        self, trainer: pl.Trainer, module: BayesianModule, batches: list[tuple[Any, TorchStates]]
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Return Ũ/N of a step's batches at the present state, shape (C,), and its gradients."""
         chains, params, potentials = module.chains, self._parameters(module), []
@@ -132,21 +134,13 @@ class EnergyErrors(SamplerCallback):
                 spread = self._squares[place] / steps - (self._sums[place] / steps).square()
                 total += float((spread / scale.to(spread)).sum())
                 count, place = count + sampler.sampled_numel(parameter) * sampler.num_chains, place + 1
-        temperature = torch.as_tensor(sampler.param_groups[0]["temperature"]).double().mean()
+        temperature = exact(torch.as_tensor(sampler.param_groups[0]["temperature"])).mean()
         return math.sqrt(float(temperature) * count / max(total, 1e-300))
 
 
-def _generator_states(device: torch.device) -> list[Tensor]:
-    """Return the states of torch's default generators of the CPU and of a CUDA device."""
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
 @contextmanager
-def _generators(states: list[Tensor], device: torch.device) -> Iterator[None]:
+def _generators(states: TorchStates, device: torch.device) -> Iterator[None]:
     """Within the context torch's default generators begin from these states."""
     with unchanged_generators([device]):
-        torch.set_rng_state(states[0])
-        if len(states) > 1:
-            torch.cuda.set_rng_state(states[1], device)
+        states.restore()
         yield

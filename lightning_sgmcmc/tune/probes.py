@@ -140,7 +140,7 @@ class Prober:
         evaluation = self.runs.module.evaluations.get("val")
         if evaluation is None or evaluation.average is None:
             return None, None
-        density = evaluation.average.log_density.double().cpu()
+        density = evaluation.average.log_density.cpu().double()
         nll = -float(density.mean())
         return (nll, density) if math.isfinite(nll) else (None, None)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.finite import finite_or_none
+from lightning_sgmcmc.tensors import widest
 
 NOISE = 1.0
 """A step is as good as the best if its NLL is larger by at most this many standard errors of the paired difference."""
@@ -96,7 +97,7 @@ class Probe:
         """Return whether its average predicts the validation data worse than another's, beyond noise."""
         if self.log_density is None or other.log_density is None:
             return False
-        loss = (other.log_density - self.log_density).double()
+        loss = widest(other.log_density - self.log_density)
         error = float(loss.std()) / math.sqrt(len(loss)) if len(loss) > 1 else math.inf
         return float(loss.mean()) > max(NOISE * error, LEAST_LOSS)
 
@@ -300,5 +301,5 @@ def tail_mean(energies: Tensor, share: float = 1 / 3) -> float:
         share: of the steps.
     """
     last = energies[-max(1, round(share * len(energies))) :]
-    value = float(last.double().mean(0).max()) if len(energies) else math.inf
+    value = float(widest(last).mean(0).max()) if len(energies) else math.inf
     return value if math.isfinite(value) and bool(torch.isfinite(energies).all()) else math.inf

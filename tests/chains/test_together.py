@@ -1,5 +1,6 @@
 """Several samples' states in one call: at once as one after another, on networks that vmap can run or not."""
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -154,6 +155,31 @@ def test_as_many_run_at_once_as_memory_holds(fits: int, monkeypatch: pytest.Monk
     fits = 0
     with pytest.raises(torch.cuda.OutOfMemoryError):
         list(call(States(states), inputs()))
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])
+def test_what_failed_is_let_go_before_another_try(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor of a call that lacked memory is alive in the next one, and the stack of all states is not copied."""
+    monkeypatch.setattr(together, "runs_at_once", lambda device: True)
+    call = TogetherCall(Everything().eval(), lambda net, x: net(x))
+    run, places = call._vmapped, set()
+    held: list[weakref.ref[Tensor]] = []
+
+    def limited(stacked: dict[str, Tensor], args: Any) -> Any:
+        assert [one() for one in held] == [None] * len(held)
+        activations = torch.zeros(100)
+        held.append(weakref.ref(activations))
+        places.add(stacked["first.weight"].untyped_storage().data_ptr())
+        if len(stacked["scale"]) > 1:
+            raise kind("MPS backend out of memory")
+        return run(stacked, args)
+
+    call._together = limited
+    with torch.no_grad():
+        for _ in call(States(states_of(Everything)), inputs()):
+            pass
+    assert len(held) > SAMPLES
+    assert len(places) == 1
 
 
 @pytest.mark.parametrize("at_once", [False, True])

@@ -55,6 +55,8 @@ class Case:
     dropout: float = 0.0
     scalar: bool = False
     """Whether the network has a parameter of shape ()."""
+    channels_last: bool = False
+    """Whether the network's weights lie channels last."""
     contour: bool = False
     interacting: bool = False
     clip: float | None = None
@@ -88,6 +90,7 @@ OTHERS: dict[str, Callable[[], pl.Callback]] = {
     "SWAG": lambda: callbacks.SWAG(rank=2, num_draws=2, collection=0.6, every_n_steps=2),
     "MCDropout": lambda: callbacks.MCDropout(num_draws=2),
     "WarmStart": lambda: callbacks.WarmStart(lr=0.01, epochs=1),
+    "LearningCoefficient": lambda: callbacks.LearningCoefficient(warn=False),
     "a contour that learns its range": lambda: callbacks.ContourGradient(
         ContourRules(zeta=0.75), num_bins=30, warm_up_steps=4
     ),
@@ -169,7 +172,8 @@ def network(case: Case) -> nn.Module:
     net = resnet(case.blocks, case.width, CLASSES)
     if case.dropout:
         net.insert(len(net) - 1, nn.Dropout(case.dropout))  # type: ignore[operator]
-    return Scaled(net) if case.scalar else net
+    net = Scaled(net) if case.scalar else net
+    return net.to(memory_format=torch.channels_last) if case.channels_last else net
 
 
 def build(case: Case) -> BayesianModule:

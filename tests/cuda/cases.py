@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from lightning_sgmcmc import HierarchicalPrior
+from lightning_sgmcmc.singular import localized
 from tests.cuda import checks, correct, inputs
 from tests.cuda.case import OTHERS, Case
 from tests.cuda.stand_in import StandIn
@@ -23,6 +25,7 @@ SMALL_ALONE = SMALL | {"usual": False}
 LONGER = {
     "AutoSampling": {"steps": 40},
     "WarmStart": {"batches": 8, "steps": 14},
+    "LearningCoefficient": {"schedule": "sampling", "extra": localized(160, 1.0)},
     "a contour that learns its range": {"schedule": "sampling", "steps": 10},
 }
 """What other callbacks need."""
@@ -52,6 +55,8 @@ FITS: dict[str, dict[str, Any]] = {
     "a step size for each chain": SMALL_ALONE | {"lr_each": True},
     "scalar parameters": SMALL_ALONE | {"scalar": True, "clip": 1.0, "contour": True},
     "scalar parameter, one chain": SMALL_ALONE | {"scalar": True, "chains": 1, "interacting": False},
+    "prior scales": SMALL_ALONE | {"contour": True, "extra": {"prior": HierarchicalPrior(every_n_steps=2)}},
+    "channels last": SMALL_ALONE | {"chains": 1, "channels_last": True},
     "dropout": SMALL_ALONE | {"dropout": 0.2},
     "single precision": SMALL_ALONE | {"precision": "32-true"},
     "data on the host": SMALL_ALONE | {"resident": False},
@@ -74,12 +79,16 @@ FITS: dict[str, dict[str, Any]] = {
 """The settings of each fit, for `Case`."""
 
 
-def _of_fit(name: str) -> dict[str, Any]:
-    return report(Case(**FITS[name]))
+WITHOUT_FLOAT64 = "without float64: "
+"""Before the name of a case, for a device that has no float64, and a fit without a compiler, as Apple's."""
 
 
-def _of_function(function: Callable[..., Any]) -> dict[str, Any]:
-    with StandIn() as device:
+def _of_fit(name: str, float64: bool) -> dict[str, Any]:
+    return report(Case(**(FITS[name] if float64 else FITS[name] | {"compile": False})), float64=float64)
+
+
+def _of_function(function: Callable[..., Any], float64: bool) -> dict[str, Any]:
+    with StandIn(float64) as device:
         found = function(device)
     return found or {}
 
@@ -90,7 +99,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = checks.CHECKS | correct.CHECKS | inpu
 def run(name: str) -> dict[str, Any]:
     """Return what a case did, or its error."""
     try:
-        return _of_fit(name) if name in FITS else _of_function(FUNCTIONS[name])
+        float64, name = not name.startswith(WITHOUT_FLOAT64), name.removeprefix(WITHOUT_FLOAT64)
+        return _of_fit(name, float64) if name in FITS else _of_function(FUNCTIONS[name], float64)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
 

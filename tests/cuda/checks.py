@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.cuda.stand_in import DeviceMismatch, StandIn
+from tests.cuda.stand_in import DeviceMismatch, NoFloat64, StandIn
 from tests.cuda.tensor import CudaTensor
 
 SHAPES = ((3, 2), (4,), ())
@@ -197,6 +198,21 @@ def waits_are_counted(device: StandIn) -> None:
     record.clear()
 
 
+def float64_is_refused_where_there_is_none(device: StandIn) -> None:
+    """By any operation, and by copies that convert, whichever side does it."""
+    x, host = torch.ones(3, device="cuda"), torch.zeros(3, dtype=torch.float64)
+    with mock.patch.object(device, "_float64", False):
+        _raises(NoFloat64, x.double, "no float64, at")
+        _raises(NoFloat64, lambda: x.sum(dtype=torch.float64))
+        _raises(NoFloat64, lambda: torch.zeros(3, dtype=torch.float64, device="cuda"))
+        _raises(NoFloat64, lambda: host.to("cuda"))
+        _raises(NoFloat64, lambda: x.to("cpu", torch.float64))
+        _raises(NoFloat64, lambda: host.copy_(x))
+        assert host.to("cuda", torch.float32).cpu().tolist() == [0.0] * 3
+        assert x.cpu().double().sum() == 3
+    assert x.double().cpu().sum() == 3
+
+
 def an_event_is_reached_two_steps_later(device: StandIn) -> None:
     event = torch.cuda.Event()
     event.record()
@@ -289,6 +305,7 @@ CHECKS = {
         optimizers_and_clipping_take_lists,
         launches_are_counted,
         waits_are_counted,
+        float64_is_refused_where_there_is_none,
         an_event_is_reached_two_steps_later,
         graphs_are_replayed_and_their_memory_written_over,
         kernels_of_a_compiled_update_are_counted,

@@ -27,6 +27,7 @@ LAUNCHES = {
     "scalar parameters": 27,
     "scalar parameter, one chain": 17,
     "dropout": 20,
+    "channels last": 17,
     "single precision": 20,
     "data on the host": 17,
     "SGLD": 22,
@@ -48,6 +49,8 @@ LAUNCHES = {
     "SWAG": 18,
     "MCDropout": 20,
     "WarmStart": 43,
+    "LearningCoefficient": 20,
+    "prior scales": 117,  # a step that draws them, with a contour
     "a contour that learns its range": 26,
     "health is measured": 302,
 }
@@ -61,6 +64,7 @@ MORE_WAITS_OF_A_DRAW = {
     "GGMC, tested": 6,
     "AutoSampling": 5,
     "a contour that learns its range": 6,
+    "LearningCoefficient": 31,  # the first, with the energy of the centre of all data
     "MCDropout": 51,  # masks for each sample
     "SWAG": 2466,  # passes for the BatchNorm of each sample, at a cycle's end
 }

@@ -11,11 +11,13 @@ registers a torch backend for the whole process: use it in a process of its own.
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
+from lightning_sgmcmc import tensors
 from tests.cuda import kernels
 from tests.cuda.backend import NAME, register
 from tests.cuda.compiled import Graphs
@@ -32,11 +34,20 @@ class DeviceMismatch(RuntimeError):
     """What CUDA would refuse."""
 
 
-class StandIn(TorchDispatchMode):
-    """The device; use it as a context."""
+class NoFloat64(RuntimeError):
+    """What Apple's GPUs would refuse."""
 
-    def __init__(self) -> None:
+
+class StandIn(TorchDispatchMode):
+    """The device; use it as a context.
+
+    Args:
+        float64: whether the device has that type, which Apple's GPUs have not.
+    """
+
+    def __init__(self, float64: bool = True) -> None:
         super().__init__()
+        self._float64 = float64
         self.record = Record()
         self.graphs = Graphs(self.record)
         self._pinned: dict[int, torch.Tensor] = {}
@@ -47,6 +58,8 @@ class StandIn(TorchDispatchMode):
         Current.device = self
         self._stack.enter_context(patched(self.record, self.graphs))
         self._stack.enter_context(_torch_settings())
+        if not self._float64:
+            self._stack.enter_context(mock.patch.object(tensors, "WITHOUT_FLOAT64", {"cuda"}))
         super().__enter__()
         return self
 
@@ -62,6 +75,8 @@ class StandIn(TorchDispatchMode):
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Compute an operation on the CPU, and record what it is on the device."""
         flat = pytree.tree_leaves((args, kwargs))
+        if not self._float64:
+            _check_types(func, args, kwargs)
         ours = any(isinstance(a, CudaTensor) for a in flat)
         wanted = kwargs.get("device")
         to_cuda = wanted is not None and torch.device(wanted).type in ("cuda", NAME)
@@ -86,6 +101,8 @@ class StandIn(TorchDispatchMode):
             return args[0]
         if func in (aten._local_scalar_dense.default, aten.equal.default):
             return out
+        if not self._float64 and any(_is_wide(t) for t in pytree.tree_leaves(out)):
+            raise NoFloat64(f"{kernels.base_name(func)}: the device has no float64, at {line()}")
         wrapped = pytree.tree_map_only(torch.Tensor, CudaTensor, out)
         return return_and_correct_aliasing(func, args, kwargs, wrapped) if ours else wrapped
 
@@ -166,6 +183,24 @@ class StandIn(TorchDispatchMode):
         if not non_blocking or (size > LARGE and not pinned):
             self.record.wait("blocking copy to the device", copies=True)
         self.record.transfer(f"to the device from {'pinned' if pinned else 'pageable'} memory, {size} B")
+
+
+def _is_wide(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.float64, torch.complex128)
+
+
+def _check_types(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise if a copy from the device, or to it, makes float64 there."""
+    if func is aten._to_copy.default:
+        wanted, into = kwargs.get("device"), kwargs.get("dtype") or args[0].dtype
+        to_cuda = wanted is not None and torch.device(wanted).type in ("cuda", NAME)
+        wide = into == torch.float64 and (isinstance(args[0], CudaTensor) or to_cuda)
+    elif func is aten.copy_.default:
+        wide = isinstance(args[0], CudaTensor) != isinstance(args[1], CudaTensor) and _is_wide(args[0])
+    else:
+        return
+    if wide:
+        raise NoFloat64(f"{kernels.base_name(func)}: the device has no float64, at {line()}")
 
 
 @contextlib.contextmanager

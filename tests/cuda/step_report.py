@@ -22,14 +22,15 @@ from tests.cuda.case import LOG_EVERY, ORDINARY, Case, fit, summary
 from tests.cuda.stand_in import StandIn
 
 
-def report(case: Case, lines: int = 20) -> dict[str, Any]:
+def report(case: Case, lines: int = 20, float64: bool = True) -> dict[str, Any]:
     """Return what the three kinds of steps did, by kind.
 
     Args:
         case: the fit's settings.
         lines: how many lines of source are named for each counter.
+        float64: whether the device has that type.
     """
-    with StandIn() as device, tempfile.TemporaryDirectory() as folder:
+    with StandIn(float64) as device, tempfile.TemporaryDirectory() as folder:
         done = fit(device, case, Path(folder))
     kinds = {"ordinary": ORDINARY, "logged": LOG_EVERY, "drawn": done.drawn or done.trainer.global_step}
     return {kind: summary(done.steps[index - 1], lines) for kind, index in kinds.items()}

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.cuda.cases import WITHOUT_FLOAT64
 from tests.cuda.checks import CHECKS
 from tests.cuda.correct import CHECKS as CORRECT
 from tests.cuda.inputs import CHECKS as INPUTS
@@ -30,6 +31,9 @@ DEFAULT_CORRECT = (
     "samples_are_the_chains_states",
     "batches_of_the_host_move_as_one_stack",
 )
+WITHOUT_FLOAT64_BY_DEFAULT = ("own contour",)
+LARGE = tuple(name for name in LAUNCHES if name.startswith(("ResNet-20", "cifar_sprint")))
+WITHOUT_FLOAT64_SLOW = tuple(name for name in LAUNCHES if name not in (*WITHOUT_FLOAT64_BY_DEFAULT, *LARGE))
 SLOW = tuple(name for name in LAUNCHES if name not in DEFAULT)
 SLOW_CORRECT = tuple(name for name in CORRECT | INPUTS if name not in DEFAULT_CORRECT)
 
@@ -68,12 +72,19 @@ def _shared(factory: pytest.TempPathFactory, name: str) -> Path:
 
 @pytest.fixture(scope="module")
 def default(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return _of_a_process((*CHECKS, *DEFAULT_CORRECT, *DEFAULT), _shared(tmp_path_factory, "cuda"))
+    without = [WITHOUT_FLOAT64 + name for name in WITHOUT_FLOAT64_BY_DEFAULT]
+    return _of_a_process((*CHECKS, *DEFAULT_CORRECT, *DEFAULT, *without), _shared(tmp_path_factory, "cuda"))
 
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return _of_a_process((*SLOW_CORRECT, *SLOW), _shared(tmp_path_factory, "cuda_slow"))
+
+
+@pytest.fixture(scope="module")
+def slow_without_float64(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    names = tuple(WITHOUT_FLOAT64 + name for name in WITHOUT_FLOAT64_SLOW)
+    return _of_a_process(names, _shared(tmp_path_factory, "cuda_without_float64"))
 
 
 def _assert_no_error(found: dict[str, Any]) -> None:
@@ -116,3 +127,15 @@ def test_every_fit_is_correct(slow: Found, name: str) -> None:
 @pytest.mark.parametrize("name", SLOW)
 def test_no_step_waits(slow: Found, name: str) -> None:
     _assert_a_good_step(slow[name])
+
+
+@pytest.mark.parametrize("name", WITHOUT_FLOAT64_BY_DEFAULT)
+def test_a_device_needs_no_float64(default: Found, name: str) -> None:
+    """As on Apple's: what needs float64 is computed on the host, and nothing else is made of it."""
+    _assert_no_error(default[WITHOUT_FLOAT64 + name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITHOUT_FLOAT64_SLOW)
+def test_no_fit_needs_float64(slow_without_float64: Found, name: str) -> None:
+    _assert_no_error(slow_without_float64[WITHOUT_FLOAT64 + name])

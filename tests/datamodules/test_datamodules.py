@@ -2,6 +2,7 @@
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,16 @@ def test_wrapper() -> None:
         data, val=data, batch_size=7, collate_fn=lambda items: torch.stack([x for x, _ in items])
     )
     assert [next(iter(loader)).shape for loader in (joined.train_dataloader(), joined.val_dataloader())] == [(7, 2)] * 2
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_batches_for_cuda_are_pinned(kind: str) -> None:
+    data = TensorDataset(torch.randn(30, 2), torch.zeros(30))
+    module = DatasetDataModule(data, val=data, num_workers=1)
+    assert not module.train_dataloader().pin_memory
+    strategy = SimpleNamespace(root_device=torch.device(kind))
+    module.trainer = SimpleNamespace(strategy=strategy)  # type: ignore[assignment]
+    assert [module.train_dataloader().pin_memory, module.val_dataloader().pin_memory] == [kind == "cuda"] * 2
 
 
 @pytest.mark.parametrize("chains", [1, 2])

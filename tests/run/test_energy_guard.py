@@ -350,7 +350,7 @@ def test_ranks_stop_alike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", [0, 3, 4, 15, 16, 29])
 def test_a_deferred_check_names_the_step(bad: int) -> None:
-    check = DeferredCheck(2, pinned=False, interval=4)
+    check = DeferredCheck(2, torch.device("cpu"), interval=4)
     found = None
     for step in range(1, 31):
         values = torch.tensor([1.0, math.inf if step == bad + 1 else 2.0])
@@ -362,7 +362,7 @@ def test_a_deferred_check_names_the_step(bad: int) -> None:
 
 
 def test_a_deferred_check_of_good_numbers() -> None:
-    check = DeferredCheck(1, pinned=False, interval=4)
+    check = DeferredCheck(1, torch.device("cpu"), interval=4)
     assert all(check.record(torch.tensor(float(k)), k) is None for k in range(30))
     assert check.drain() is None
 
@@ -373,7 +373,7 @@ def test_deferred_errors_name_everything(tmp_path: Path) -> None:
     class Late(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
             if trainer.global_step == 0:
-                pl_module.sampler.guard._deferred = DeferredCheck(1, pinned=False, interval=1)
+                pl_module.sampler.guard._deferred = DeferredCheck(1, torch.device("cpu"), interval=1)
 
     model = module(net=nn.Linear(2, 2))
     trainer = quiet_trainer(max_epochs=1, callbacks=[Late(), checkpoints(tmp_path)], enable_checkpointing=True)

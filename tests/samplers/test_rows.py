@@ -146,6 +146,20 @@ def test_rows_of_shared_or_transposed_memory_are_not_made() -> None:
     assert not FlatParameters.suits([base.mT], 1)
 
 
+def test_weights_that_lie_channels_last_become_rows_for_a_fit() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    assert FlatParameters.suits(list(net.parameters()), 1)
+    flat = FlatParameters([list(net.parameters())], 1)
+    assert torch.equal(flat.values[0], torch.cat([tensor.flatten() for tensor in before.values()]))
+    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    assert net[0](x).is_contiguous(memory_format=torch.channels_last), "a convolution has the format of its input"
+    flat.release()
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, before[name])
+        assert tensor.stride() == before[name].stride()
+
+
 @pytest.mark.parametrize("chains", [1, 3])
 def test_fused_steps_are_those_of_the_rules(chains: int) -> None:
     """The functions that a GPU runs as one kernel, here as they are: equal up to rounding in float64."""

@@ -221,3 +221,8 @@ def test_all_modes_are_found_by_a_contour() -> None:
 def test_bad_input_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         simulate(MIXTURE, **({"lr": 0.1, "num_steps": 10} | options))
+
+
+def test_a_device_without_float64_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"device must have float64.* got mps: use device='cpu'"):
+        simulate(NORMAL, lr=0.1, num_steps=2, num_chains=2, device="mps")

@@ -4,12 +4,16 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 from lightning_sgmcmc import SGHMC, SGLD
 from lightning_sgmcmc.callbacks import SamplingSchedule
+from lightning_sgmcmc.samplers import fused
 from tests.benchmarks.gpu.setting import RandomImages, Say, Setting, fit, largest_difference, module
+from tests.support.texts import Config, fit_texts
 
 CHAINS, STEPS = 3, 4
 BLOCKS = 1
@@ -43,6 +47,64 @@ def run(setting: Setting, case: str, say: Say) -> None:
             path = str(Path(folder) / f"{len(name)}.ckpt")
             resumed = partial(_resumed, setting, path, sampler=SGHMC, temperature=1.0, **options)
             _try(say, f"resume, {name}", lambda r=resumed: {"difference": largest_difference(*r())})  # type: ignore[misc]
+    _of_devices(setting, say)
+
+
+def _of_devices(setting: Setting, say: Say) -> None:
+    """What only a device shows: real graphs of many shapes, rows from channels-last weights, and a broken compiler."""
+    one = partial(_one_chain, setting)
+    channels_last = {"memory_format": torch.channels_last}
+    _try(say, "one chain, channels last", lambda: {"difference": largest_difference(one(**channels_last), one())})
+    _try(say, "fused steps of four widths", lambda: _widths(setting))
+    texts = partial(_texts, setting, Config())
+    _try(say, "texts of ten lengths", lambda: {"difference": largest_difference(texts("auto"), texts(False))})
+    _try(say, "a backward pass that does not compile", lambda: _without_backward(setting))
+
+
+def _one_chain(setting: Setting, **form: Any) -> dict[str, torch.Tensor]:
+    alone = module(setting, 1, BLOCKS, sampler=SGLD, temperature=0.0)
+    alone.to(**form)
+    fit(setting, alone, _data(setting), STEPS, [SamplingSchedule(every_n_steps=STEPS)], precision="32-true")
+    return {name: tensor.cpu().clone() for name, tensor in alone.state_dict().items()}
+
+
+def _widths(setting: Setting) -> dict[str, Any]:
+    """Compare compiled steps with plain ones, the last widths by the kernel for any width."""
+    device, differences = setting.device, []
+    for width in (1000, 1001, 4096, 70_003):
+        rows = torch.randn(4, 2, width, device=device)
+        group = {"lr": 0.1, "gradient_multiplier": 1.0, "temperature": 1.0}
+        right, found = rows.clone(), rows.clone()
+        for tensors, step in ((right, fused.sghmc_step), (found, _compiled(setting, fused.sghmc_step))):
+            step(*tensors.unbind(0), *fused.coefficients(group, tensors[0], width), 0.1, 0.0)
+        differences.append(float((right - found).abs().max()))
+    return {"difference": max(differences)}
+
+
+def _compiled(setting: Setting, function: Any) -> Any:
+    return function if setting.tiny else fused.compiled(function)
+
+
+def _texts(setting: Setting, config: Any, compiled: Any) -> dict[str, torch.Tensor]:
+    fitted = fit_texts(config, compiled, accelerator="cpu" if setting.tiny else "gpu", devices=1)
+    return {name: tensor.cpu() for name, tensor in fitted.state_dict().items()}
+
+
+def _without_backward(setting: Setting) -> dict[str, Any]:
+    """Return how far a fit whose backward pass does not compile is from one that is not compiled."""
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise NotImplementedError("no such gradient")
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=broken)
+    compile_ = torch.compile
+
+    def by_backend(function: Any, **options: Any) -> Any:
+        return compile_(function, dynamic=options.get("dynamic"), backend=backend)
+
+    right = _texts(setting, Config(), False)
+    with mock.patch.object(torch, "compile", by_backend):
+        return {"difference": largest_difference(_texts(setting, Config(), "auto"), right)}
 
 
 def _try(say: Say, name: str, measured: Any) -> None:
