@@ -101,7 +101,7 @@ class SampleCollector(SamplerCallback):
             require_schedule(trainer, self)
             return
         if self._store is None and not self.in_memory:
-            path = check_common(trainer, "the samples", lambda: self.dirpath or newest_store(trainer), mark_of_store)
+            path = check_common("the samples", lambda: self.dirpath or newest_store(trainer), mark_of_store)
             if path is not None and (path / MANIFEST).exists():
                 rank_zero_info(f"Samples of the posterior: {path}")
                 self._store = DiskStore(path)
@@ -134,7 +134,7 @@ class SampleCollector(SamplerCallback):
             self._lock = on_rank_zero(
                 trainer, lambda: begin_store(path, description_for_store(module), _columns(trainer), shared)
             )
-            check_common(trainer, "the samples' folder", lambda: path, mark_of_store)
+            check_common("the samples' folder", lambda: path, mark_of_store)
             self._store = LaggingStore(path)
         if isinstance(self._store, MemoryStore):
             self._store.columns = _columns(trainer)
@@ -149,9 +149,7 @@ class SampleCollector(SamplerCallback):
             for sample in restored["samples"]:
                 self._store.append(PosteriorSample(**sample, shared=shared))
             return
-        path = check_common(
-            trainer, "the samples", lambda: find_store(restored, self.dirpath, trainer.ckpt_path), mark_of_store
-        )
+        path = check_common("the samples", lambda: find_store(restored, self.dirpath, trainer.ckpt_path), mark_of_store)
         trainer.strategy.barrier("read the store before it is cut")
         DiskStore(path).columns.check(getattr(trainer, "datamodule", None))
         self._lock = on_rank_zero(trainer, lambda: continue_store(path, restored))

@@ -13,6 +13,7 @@ from lightning_fabric.utilities.cloud_io import _load as pl_load
 from lightning_fabric.utilities.cloud_io import get_filesystem
 
 from lightning_sgmcmc.files import check_regular, free_space, megabytes, write_atomically
+from lightning_sgmcmc.run.common_folder import check_checkpoint
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -64,6 +65,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ValueError: if it is damaged, or contains other objects and `weights_only` is not False.
         """
         file_system = get_filesystem(path)
+        if isinstance(file_system, LocalFileSystem):
+            check_checkpoint(Path(str(path).removeprefix("file://")))
         if not file_system.exists(path):
             raise FileNotFoundError(f"Checkpoint file not found: {path}: pass the path of an existing one as ckpt_path")
         try:

@@ -5,18 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch.distributed as dist
 
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 
 
-def check_common(trainer: pl.Trainer, what: str, find: Callable[[], Path | None], mark: Callable[[Path], Any]) -> Any:
+def check_common(what: str, find: Callable[[], Path | None], mark: Callable[[Path], Any]) -> Any:
     """Return what `find` does, once all ranks have seen the same there; all ranks call it.
 
     Args:
-        trainer: the run's.
         what: what is looked for, for the message.
         find: returns its path for this rank, or None; what it raises is raised where the ranks agree otherwise.
         mark: returns what identifies it, the same on all ranks; None if it is not there.
@@ -24,7 +22,7 @@ def check_common(trainer: pl.Trainer, what: str, find: Callable[[], Path | None]
     Raises:
         ValueError: on all ranks, if one sees another one than rank 0, or none, naming both nodes and the folder.
     """
-    distributed = trainer.world_size > 1 and dist.is_available() and dist.is_initialized()
+    distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     path, error, seen = None, None, None
     try:
         path = find()
@@ -33,7 +31,7 @@ def check_common(trainer: pl.Trainer, what: str, find: Callable[[], Path | None]
         error = raised
     if distributed:
         own = (socket.gethostname(), str((path or Path()).absolute()), seen)
-        everyone: list[Any] = [None] * trainer.world_size
+        everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
         _compare(what, everyone)
     if error is not None:
@@ -64,10 +62,9 @@ def mark_of_store(path: Path) -> str | None:
     return DiskStore(path, skip_damaged=True).run_id or "a store of version 0.1.0"
 
 
-def check_checkpoint(trainer: pl.Trainer) -> None:
-    """Raise ValueError unless all ranks see the checkpoint from which the run continues, if any."""
-    chosen = trainer.ckpt_path
-    check_common(trainer, "the checkpoint", lambda: None if chosen is None else Path(chosen), _mark_of_checkpoint)
+def check_checkpoint(path: Path) -> None:
+    """Raise ValueError unless all ranks, which read it together, see the same checkpoint."""
+    check_common("the checkpoint", lambda: path, _mark_of_checkpoint)
 
 
 def _mark_of_checkpoint(path: Path) -> str | None:

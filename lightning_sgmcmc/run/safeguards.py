@@ -24,7 +24,6 @@ from lightning_sgmcmc.run.checks import (
     check_tested,
     check_thermostat,
 )
-from lightning_sgmcmc.run.common_folder import check_checkpoint
 from lightning_sgmcmc.run.convolutions import FastConvolutions
 from lightning_sgmcmc.run.early_stopping import why_without_samples
 from lightning_sgmcmc.run.growth import StreamShares, begin_stream, follow_data
@@ -87,7 +86,6 @@ class Safeguards(pl.Callback):
             self._pulse, self._pulse.busy = chains_of(pl_module).pulse, True
             self._end_watch(well=True)
             self._watch = watch_ranks(trainer, self._pulse)
-            check_checkpoint(trainer)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pulse.count += 1
