@@ -26,6 +26,7 @@ from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.posterior.network import model_of
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
+from lightning_sgmcmc.run.common_folder import check_common, mark_of_store
 from lightning_sgmcmc.run.folder import newest_store, run_folder
 from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.resume import check_resume
@@ -102,7 +103,7 @@ class SampleCollector(SamplerCallback):
             require_schedule(trainer, self)
             return
         if self._store is None and not self.in_memory:
-            path = self.dirpath or newest_store(trainer)
+            path = check_common("the samples", lambda: self.dirpath or newest_store(trainer), mark_of_store)
             if path is not None and (path / MANIFEST).exists():
                 rank_zero_info(f"Samples of the posterior: {path}")
                 self._store = DiskStore(path)
@@ -136,6 +137,7 @@ class SampleCollector(SamplerCallback):
             self._lock = on_rank_zero(
                 trainer, lambda: begin_store(path, description_for_store(module), _columns(trainer), shared)
             )
+            check_common("the samples' folder", lambda: path, mark_of_store)
             self._store = LaggingStore(path)
         if isinstance(self._store, MemoryStore):
             self._store.columns = _columns(trainer)
@@ -153,7 +155,7 @@ class SampleCollector(SamplerCallback):
             for sample in restored["samples"]:
                 self._store.append(PosteriorSample(**sample, shared=shared))
             return
-        path = find_store(restored, self.dirpath, trainer.ckpt_path)
+        path = check_common("the samples", lambda: find_store(restored, self.dirpath, trainer.ckpt_path), mark_of_store)
         trainer.strategy.barrier("read the store before it is cut")
         DiskStore(path).columns.check(getattr(trainer, "datamodule", None))
         self._lock = on_rank_zero(trainer, lambda: continue_store(path, restored))

@@ -7,10 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+TABLES = ("datasets.arrow_dataset.Dataset", "datasets.iterable_dataset.IterableDataset")
+
 
 def is_table_of_rows(data: Any) -> bool:
     """Return whether this is a data set of the package datasets, which need not be installed."""
-    return any(f"{cls.__module__}.{cls.__qualname__}" == "datasets.arrow_dataset.Dataset" for cls in type(data).__mro__)
+    return any(f"{cls.__module__}.{cls.__qualname__}" in TABLES for cls in type(data).__mro__)
 
 
 def collate_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

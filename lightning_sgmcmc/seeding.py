@@ -12,6 +12,14 @@ WITHOUT_GENERATOR = ("cpu", "meta")
 """Types of devices without a default generator beside the CPU's."""
 
 
+def device_text(device: torch.device) -> str:
+    """Return what decides a device's random numbers, which differ by the number of a GPU's multiprocessors."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return device.type
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name} with {found.multi_processor_count} multiprocessors"
+
+
 def derive_seed(seed: int, *names: int | str) -> int:
     """Return a seed in [0, 2^63), a function of `seed` and of all `names`.
 

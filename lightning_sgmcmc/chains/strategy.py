@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.chains.checkpoint import join_sampler, join_tensors, split_sampler, split_tensors
+from lightning_sgmcmc.chains.groups import naming_the_network, new_group
 from lightning_sgmcmc.chains.layout import ChainLayout, mean_over_ranks
 from lightning_sgmcmc.chains.packing import SampleRows, numbers_of
 from lightning_sgmcmc.chains.sample import PosteriorSample
@@ -92,7 +93,8 @@ class ChainStrategy(DDPStrategy):
         )
 
     def setup_distributed(self) -> None:
-        super().setup_distributed()
+        with naming_the_network():
+            super().setup_distributed()
         size = self.ranks_per_chain
         if self.world_size % size:
             raise ValueError(
@@ -103,12 +105,12 @@ class ChainStrategy(DDPStrategy):
             return
         # Every process takes part in creating every group.
         for chain in range(self.num_groups):
-            group = dist.new_group(list(range(chain * size, (chain + 1) * size)))
+            group = new_group(range(chain * size, (chain + 1) * size), self._timeout)
             if chain == self.group_index:
                 self._group = group
         for place in range(size):
-            ranks = list(range(place, self.world_size, size))
-            across, host = dist.new_group(ranks), dist.new_group(ranks, backend="gloo")
+            ranks = range(place, self.world_size, size)
+            across, host = new_group(ranks, self._timeout), new_group(ranks, self._timeout, backend="gloo")
             if place == self.rank_in_group:
                 self._across, self._across_host = across, host
         atexit.register(_leave)

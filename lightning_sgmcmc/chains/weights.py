@@ -298,13 +298,21 @@ class DataWeights:
         """Compare N with the data counted in an epoch of a stream."""
         num_data, ranks = self.num_data, self._layout.ranks_per_chain
         workers = max(getattr(self._trainer.train_dataloader, "num_workers", 0), 1)
-        copies, rest = divmod(total, num_data)
-        if rest == 0 and copies > 1 and copies in (workers, ranks, workers * ranks):
+        copies = round(total / num_data)
+        is_near = abs(total - copies * num_data) <= TOLERANCE * num_data  # batches may be left out
+        if is_near and copies > 1 and copies in (workers, ranks, workers * ranks):
             which = f"{workers} workers" if copies == workers else f"{ranks} ranks"
             raise ValueError(
                 f"an epoch of the stream had {total} data, {copies} times num_data={num_data}: each of {which} reads "
                 "all data, so let its __iter__ yield a part (torch.utils.data.get_worker_info(), or "
                 "datasets.distributed.split_dataset_by_node)"
+            )
+        groups = self._layout.total_chains // self._layout.num_chains
+        if groups > 1 and abs(total * groups - num_data) <= TOLERANCE * num_data:
+            raise ValueError(
+                f"an epoch of the stream had {total} data for each chain, a {groups}th of num_data={num_data}: every "
+                "chain needs all data, so divide the stream among the ranks of a chain alone (with strategy='chains', "
+                "do not split it by node)"
             )
         if total != num_data:
             than = "more" if total > num_data else "fewer"

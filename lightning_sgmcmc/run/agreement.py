@@ -1,10 +1,13 @@
 """Ranks agree to stop after the same batch, at little cost a batch."""
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from lightning_sgmcmc.chains.groups import new_group
 
 LONGEST = 50
 """Most batches from one agreement to the next."""
@@ -25,53 +28,64 @@ class StopAgreement:
     follows: n batches take half a second, and n is at most 50. For n = 1 the result is read at once.
 
     Creating it is a collective operation, and so is each call: all ranks make both.
+
+    Args:
+        timeout: the strategy's, after which a rank that does not come hangs; None is torch's.
     """
 
-    def __init__(self) -> None:
-        self._group: Any = dist.new_group(backend="gloo")
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self._group: Any = new_group(None, timeout, backend="gloo")
         self._pending: Any = None
         self._value = torch.zeros(2, dtype=torch.float64)
-        """Whether a stop is requested, and the seconds of a batch."""
+        """The request, and the seconds of a batch."""
         self._every = 1
         self._batch = 0
         self._next = 0
         self._read = (0, time.monotonic())
         """The batch before which the last exchange began, and when."""
 
-    def on_stop(self, requested: bool) -> bool:
-        """Return whether the ranks stop before the coming batch.
+    def on_stop(self, requested: int) -> int:
+        """Return the largest request of all ranks, to be met before the coming batch; 0 for none.
 
         Args:
-            requested: whether this rank has been asked to stop.
+            requested: what this rank has been asked for, 0 for nothing.
+
+        Raises:
+            RuntimeError: if a rank has not come within the timeout.
         """
         batch, self._batch = self._batch, self._batch + 1
         if self._group is None or batch < self._next:
-            return False
+            return 0
         try:
             return self._exchange(batch, requested)
-        except RuntimeError:  # a rank has ended; what the others do without it shows soon
+        except RuntimeError as error:
             self._group = self._pending = None
-            return False
+            if "timed out" in str(error).lower():
+                raise RuntimeError(
+                    f"a rank has not come to batch {batch} of this fit within the strategy's timeout ({error}): it "
+                    "hangs, or needs a longer one, as in DDPStrategy(timeout=timedelta(hours=1))"
+                ) from error
+            return 0  # a rank has ended; what the others do without it shows soon
 
-    def _exchange(self, batch: int, requested: bool) -> bool:
-        if self._pending is not None and self._wait():
-            return True
+    def _exchange(self, batch: int, requested: int) -> int:
+        if self._pending is not None and (found := self._wait()):
+            return found
         began, since = self._read
         now = time.monotonic()
         self._read = (batch, now)
         self._value = torch.tensor([float(requested), (now - since) / max(batch - began, 1)], dtype=torch.float64)
         self._pending = dist.all_reduce(self._value, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._next = batch + self._every
-        return self._wait() if self._every == 1 else False
+        return self._wait() if self._every == 1 else 0
 
-    def _wait(self) -> bool:
-        """Read what the ranks have exchanged; return whether they stop."""
+    def _wait(self) -> int:
+        """Read what the ranks have exchanged; return the largest request."""
         self._pending.wait()
         self._pending = None
         requested, seconds = self._value.tolist()
         if self._batch > TIMED:
             self._every = max(1, min(LONGEST, int(SECONDS / max(seconds, 1e-9))))
-        return requested > 0
+        return int(requested)
 
     def end(self, well: bool) -> None:
         """Stop exchanging.

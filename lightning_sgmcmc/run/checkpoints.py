@@ -22,6 +22,7 @@ from lightning_sgmcmc.files import (
     remove_left_over,
     write_atomically,
 )
+from lightning_sgmcmc.run.common_folder import check_checkpoint
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -73,6 +74,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ValueError: if it is damaged, or contains other objects and `weights_only` is not False.
         """
         file_system = get_filesystem(path)
+        if isinstance(file_system, LocalFileSystem):
+            check_checkpoint(Path(str(path).removeprefix("file://")))
         if not file_system.exists(path):
             raise FileNotFoundError(f"Checkpoint file not found: {path}: pass the path of an existing one as ckpt_path")
         try:

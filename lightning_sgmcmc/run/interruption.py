@@ -8,6 +8,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.plugins.environments import SLURMEnvironment
 from pytorch_lightning.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -23,6 +24,9 @@ FILE_NAME = "last-interrupted.ckpt"
 REPEATED = 10.0
 """Seconds in which a second Ctrl-C to one of several ranks counts as the first."""
 
+REQUEUE, STOP = 1, 2
+"""What ranks are asked for, the larger before the smaller."""
+
 SIGTERM_EXIT_CODE = 128 + int(signal.SIGTERM)
 
 
@@ -32,6 +36,9 @@ class Interruption:
     Ctrl-C lets the current step finish, since half a step is not a state of the chain; a second one ends the run at
     once. SIGTERM does the same, and the process exits with code 143. With several ranks, either signal to any of them
     ends all of them after the same batch, and they save their state together.
+
+    The signal by which SLURM requeues a job, where Lightning does so, is kept until the same point. Lightning's handler
+    would save at once, half a step or amid another operation of the ranks; here it saves a state of the chain.
     """
 
     def __init__(self) -> None:
@@ -44,6 +51,10 @@ class Interruption:
         self.term_requested = False
         self._requested_at = 0.0
         self._saved = False
+        self._requeue: Any = None
+        """Lightning's handler of SLURM's signal."""
+        self._requeue_signal: Any = None
+        self.requeue_requested = False
         self._agreement: StopAgreement | None = None
 
     def begin(self, trainer: pl.Trainer) -> None:
@@ -57,8 +68,34 @@ class Interruption:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if trainer.world_size > 1 and in_main_thread:
             self._begin_together(trainer)
+        if in_main_thread:
+            self._defer_requeue(trainer)
         if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._previous = signal.signal(signal.SIGINT, self._on_signal)
+
+    def _defer_requeue(self, trainer: pl.Trainer) -> None:
+        """Take SLURM's signal for a new place in the queue, if Lightning's handler has it and ranks can agree."""
+        environment = trainer._accelerator_connector.cluster_environment
+        if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+            return
+        number = environment.requeue_signal or signal.SIGUSR1
+        own = trainer._signal_connector._slurm_sigusr_handler_fn
+        handler = signal.getsignal(number)
+        is_lightnings = own in getattr(handler, "signal_handlers", ())
+        if not is_lightnings or (trainer.world_size > 1 and self._agreement is None):
+            return
+        self.requeue_requested, self._requeue, self._requeue_signal = False, handler, number
+        signal.signal(number, self._on_requeue)
+
+    def _on_requeue(self, number: int, frame: Any) -> None:
+        if not self.requeue_requested:
+            rank_zero_info("\nSaving the run's state after this step, for SLURM's requeue.")
+        self.requeue_requested = True
+
+    def _save_and_requeue(self) -> None:
+        """Call Lightning's handler: it saves `hpc_ckpt_….ckpt`, from which the requeued job resumes, and requeues."""
+        self.requeue_requested = False
+        self._requeue(self._requeue_signal, None)
 
     def _begin_together(self, trainer: pl.Trainer) -> None:
         """Defer signals to the point before a batch where Lightning lets the ranks agree on them.
@@ -69,10 +106,14 @@ class Interruption:
         loop = trainer.fit_loop.epoch_loop
         if not hasattr(loop, "_broadcast_sigterm_tensor") or not torch.distributed.is_initialized():
             return
-        agreement = self._agreement = StopAgreement()
+        agreement = self._agreement = StopAgreement(getattr(trainer.strategy, "_timeout", None))
 
         def agree() -> None:
-            if not agreement.on_stop(self.requested or self.term_requested):
+            own = STOP if self.requested or self.term_requested else REQUEUE if self.requeue_requested else 0
+            agreed_on = agreement.on_stop(own)
+            if agreed_on == REQUEUE:
+                self._save_and_requeue()
+            if agreed_on != STOP:
                 return
             agreed = SIGTERMException()
             self._together = True
@@ -104,6 +145,10 @@ class Interruption:
             if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
                 signal.signal(signal.SIGTERM, self._previous_term)
             self._previous_term = None
+        if self._requeue is not None:
+            if signal.getsignal(self._requeue_signal) == self._on_requeue:
+                signal.signal(self._requeue_signal, self._requeue)
+            self._requeue = None
         if self._trainer is not None:
             self._trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
         if self._previous is not None:
@@ -129,6 +174,8 @@ class Interruption:
             KeyboardInterrupt: after Ctrl-C.
             SIGTERMException: after SIGTERM; Lightning would raise it a little later.
         """
+        if self.requeue_requested and trainer.world_size == 1:
+            self._save_and_requeue()
         if self.requested and trainer.world_size == 1:
             self._after_a_step = True
             raise KeyboardInterrupt

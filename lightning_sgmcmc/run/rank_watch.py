@@ -23,6 +23,9 @@ DEFAULT_TIMEOUT = 300.0
 LAST_WORDS = 10.0
 """Seconds for the last message, which reads a folder that may hang."""
 
+ANSWER = 30.0
+"""Seconds that the store has for an answer."""
+
 _fits = itertools.count()
 
 
@@ -33,7 +36,8 @@ class Beat:
     Attributes:
         number: counts the beats of its thread; it grows as long as the process lives.
         progress: counts events of its main thread; equal numbers are equal places in the run.
-        busy: whether its main thread does something of any length: a validation, a checkpoint, samples, the first step.
+        busy: whether its main thread does something of any length: a validation, a checkpoint, samples, a batch of a
+            new shape, whose network may be compiled.
         step: optimizer steps made.
         ended: whether its fit has ended.
     """
@@ -57,17 +61,28 @@ class Judge:
     """Decides from beats which rank hangs.
 
     A rank hangs if its process gives no sign for `timeout` seconds. The rank that is least far, for which others may
-    wait, also hangs if it makes no progress for that time, in a step or waiting for data, while no rank is busy.
+    wait, also hangs if it makes no progress for that time, in a step or waiting for data. While it is busy its progress
+    is not judged, or, with a `limit`, only where another rank is farther or has ended.
+
+    Time is that between this judge's own looks, each counted as two intervals at most. So a job that is stopped and
+    continued, or a machine that sleeps, hangs no longer than its ranks are awake.
 
     Args:
         timeout: seconds.
+        interval: seconds from one look to the next.
+        limit: seconds after which a busy rank hangs; None leaves it to the timeouts of the others' operations.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, interval: float, limit: float | None = None) -> None:
         self.timeout = timeout
+        self.limit = limit
+        self._longest = 2 * interval
+        self._looked: float | None = None
+        self._clock = 0.0
         self._beats: dict[int, tuple[int, float]] = {}
-        self._least = (-1, 0.0)
-        """The progress of the rank that is least far, and since when."""
+        """The last number of each rank, and since when."""
+        self._least: tuple[Any, float] = (None, 0.0)
+        """The progress of the rank that is least far, whether it is busy, and since when."""
 
     def observe(self, beats: Sequence[Beat], now: float) -> int | None:
         """Return the rank that hangs, or None.
@@ -76,23 +91,25 @@ class Judge:
             beats: the last beat of each rank.
             now: the time in seconds.
         """
+        self._clock += 0.0 if self._looked is None else min(now - self._looked, self._longest)
+        self._looked = now
         running = [rank for rank, beat in enumerate(beats) if not beat.ended]
         for rank in running:
-            if self._unchanged(self._beats, rank, beats[rank].number, now) > self.timeout:
+            if self._beats.get(rank, (None, 0.0))[0] != beats[rank].number:
+                self._beats[rank] = (beats[rank].number, self._clock)
+            elif self._clock - self._beats[rank][1] > self.timeout:
                 return rank
-        if not running or any(beats[rank].busy for rank in running):
-            self._least = (-1, now)
+        if not running:
             return None
-        last = min(running, key=lambda rank: beats[rank].progress)
-        if self._least[0] != beats[last].progress:
-            self._least = (beats[last].progress, now)
-        return last if now - self._least[1] > self.timeout else None
-
-    @staticmethod
-    def _unchanged(known: dict[int, Any], rank: int, value: Any, now: float) -> float:
-        if rank not in known or known[rank][0] != value:
-            known[rank] = (value, now)
-        return now - float(known[rank][1])
+        last = min(running, key=lambda rank: (beats[rank].progress, not beats[rank].busy))
+        place = (beats[last].progress, beats[last].busy)
+        if self._least[0] != place:
+            self._least = (place, self._clock)
+        longest: float | None = self.timeout
+        if beats[last].busy:
+            is_awaited = any(beat.ended or beat.progress > beats[last].progress for beat in beats)
+            longest = self.limit if is_awaited else None
+        return last if longest is not None and self._clock - self._least[1] > longest else None
 
 
 class RankWatch:
@@ -111,6 +128,7 @@ class RankWatch:
         self._pulse = pulse
         self._store = store
         self.timeout = timeout_of(trainer)
+        self._limit = given_timeout(trainer)
         self._interval = min(5.0, self.timeout / 20)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank watch", daemon=True)
@@ -136,21 +154,27 @@ class RankWatch:
         self._store.set(str(self._trainer.global_rank), beat.to_text())
 
     def _run(self) -> None:
-        judge, keys = Judge(self.timeout), [str(rank) for rank in range(self._trainer.world_size)]
+        judge, keys = (
+            Judge(self.timeout, self._interval, self._limit),
+            [str(rank) for rank in range(self._trainer.world_size)],
+        )
         beats: list[Beat] = []
-        last_answer = time.monotonic()
+        silent = 0.0
         while not self._ended.wait(self._interval):
-            now = time.monotonic()
+            began = time.monotonic()
             try:
                 self._publish()
                 if self._store.check(keys):
                     beats = [Beat.from_text(value.decode()) for value in self._store.multi_get(keys)]
-                    last_answer = now
+                    silent = 0.0
             except RuntimeError:  # rank zero, or the launcher that holds the store, does not answer
-                if now - last_answer > self.timeout and not self._ended.is_set():
+                if beats and beats[0].ended and self._limit is None:
+                    return  # nobody waits for this rank
+                silent += self._interval + min(time.monotonic() - began, ANSWER)
+                if silent > self.timeout and not self._ended.is_set():
                     self._give_up(f"the store of the ranks has not answered for {self.timeout:g} s")
                 continue
-            rank = judge.observe(beats, now) if beats else None
+            rank = judge.observe(beats, time.monotonic()) if beats else None
             if rank is not None and not self._ended.is_set():
                 self._give_up(f"rank {rank} has made no progress for {self.timeout:g} s after step {beats[rank].step}")
 
@@ -180,8 +204,14 @@ def timeout_of(trainer: pl.Trainer) -> float:
     They are five minutes, or most of the strategy's timeout if the user set one (`DDPStrategy(timeout=…)`), so that the
     watch names the rank before a collective operation fails.
     """
+    given = given_timeout(trainer)
+    return DEFAULT_TIMEOUT if given is None else 0.8 * given
+
+
+def given_timeout(trainer: pl.Trainer) -> float | None:
+    """Return the seconds of the strategy's timeout, None unless the user set one."""
     given = getattr(trainer.strategy, "_timeout", None)
-    return 0.8 * float(given.total_seconds()) if given not in (None, default_pg_timeout) else DEFAULT_TIMEOUT
+    return None if given in (None, default_pg_timeout) else float(given.total_seconds())
 
 
 def watch_ranks(trainer: pl.Trainer, pulse: Pulse) -> RankWatch | None:
@@ -197,8 +227,16 @@ def watch_ranks(trainer: pl.Trainer, pulse: Pulse) -> RankWatch | None:
     own = dist.TCPStore(
         store.host,
         store.port,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=ANSWER),
         wait_for_workers=False,
         use_libuv=getattr(store, "libuvBackend", True),
     )
-    return RankWatch(trainer, pulse, dist.PrefixStore(f"lightning_sgmcmc/{next(_fits)}", own))
+    return RankWatch(trainer, pulse, dist.PrefixStore(prefix_of_fit(), own))
+
+
+def prefix_of_fit() -> str:
+    """Return where the beats of this process's next fit are in the common store, the same on all ranks.
+
+    torchrun's store outlives the processes that it starts again, whose beats are others than those of the last attempt.
+    """
+    return f"lightning_sgmcmc/attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_fits)}"

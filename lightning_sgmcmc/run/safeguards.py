@@ -5,6 +5,8 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
 from lightning_sgmcmc.chains.replicas import check_replicas
@@ -24,7 +26,7 @@ from lightning_sgmcmc.run.checks import (
 )
 from lightning_sgmcmc.run.convolutions import FastConvolutions
 from lightning_sgmcmc.run.early_stopping import why_without_samples
-from lightning_sgmcmc.run.growth import begin_stream, follow_data
+from lightning_sgmcmc.run.growth import StreamShares, begin_stream, follow_data
 from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
 from lightning_sgmcmc.run.interruption import Interruption
 from lightning_sgmcmc.run.overhead import leave_out, restore
@@ -66,6 +68,9 @@ class Safeguards(pl.Callback):
         self._counters = Counters()
         self._pulse = Pulse()
         self._watch: RankWatch | None = None
+        self._shares = StreamShares()
+        self._shapes: set[tuple[int, ...]] = set()
+        """Of the batches so far, if ranks are watched."""
         self._weights: DataWeights | None = None
         self._shown: dict[str, Any] | None = None
         """What a checkpoint's batches have shown of their weights."""
@@ -77,9 +82,14 @@ class Safeguards(pl.Callback):
         if stage == "fit":
             self.samples, self._guard, self._counters, self._shown = 0, None, Counters(), None
             check_run(trainer, pl_module)
+            self._shapes = set()
+            self._pulse, self._pulse.busy = chains_of(pl_module).pulse, True
+            self._end_watch(well=True)
+            self._watch = watch_ranks(trainer, self._pulse)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         clean_checkpoints(trainer)
+        self._pulse.count += 1
         self._scales = begin_scales(chains_of(pl_module), sampler_of(pl_module))
         if is_finished(trainer) and trainer.global_step > 0:
             rank_zero_warn(
@@ -106,8 +116,7 @@ class Safeguards(pl.Callback):
         chains.counters = self._counters
         self._guard = EnergyGuard(chains, sampler, trainer, self._nonfinite_energy, self._max_skipped_in_a_row)
         self._sampler, sampler.guard = sampler, self._guard
-        self._pulse, self._pulse.busy = chains.pulse, True  # the first step may compile
-        self._watch = watch_ranks(trainer, self._pulse)
+        self._pulse.count += 1
         self._interruption.begin(trainer)
         if chains.progress.schedule is None and _is_noisy(sampler) and not is_trial(trainer):
             rank_zero_warn(f"This fit draws no posterior samples: {why_without_samples(trainer, chains.progress)}.")
@@ -117,10 +126,12 @@ class Safeguards(pl.Callback):
                 "sampler, and a schedule covers this fit's steps alone."
             )
         self._planner.begin(trainer, pl_module)
+        self._shares.begin(trainer, chains.layout.ranks_per_chain)
         self._resumes = bool(trainer.ckpt_path)
         leave_out(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pulse.count += 1
         self._resumes = False
         follow_data(trainer, pl_module)
         begin_stream(trainer)
@@ -129,6 +140,11 @@ class Safeguards(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._pulse.count += 1
+        if self._watch is not None:
+            shape = next((tuple(t.shape) for t in tree_leaves(batch) if isinstance(t, Tensor)), ())
+            self._pulse.busy = shape not in self._shapes  # its network may be compiled
+            self._shapes.add(shape)
+        self._shares.look(batch)
         if self._resumes:  # Lightning calls no hook at the start of the epoch in which a run resumes
             self._resumes = False
             follow_data(trainer, pl_module)
@@ -176,6 +192,7 @@ class Safeguards(pl.Callback):
                         hook(trainer, pl_module, sample)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pulse.count += 1
         weights = chains_of(pl_module).weights
         if weights is not None:
             weights.end_epoch()
@@ -184,9 +201,16 @@ class Safeguards(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pulse.busy = True
+        self._pulse.count += 1
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pulse.count += 1
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._stop_watching(trainer, well=True)  # all ranks together, before one of them may fail
+        self._pulse.busy = True
+        self._pulse.count += 1
+        restore(trainer)
+        self._interruption.end(well=True)  # all ranks together, before one of them may fail
         if self._guard is not None:
             self._guard.finish()
         progress = chains_of(pl_module).progress
@@ -200,25 +224,26 @@ class Safeguards(pl.Callback):
         self._pulse.busy = True
         restore(trainer)
         self._interruption.save(trainer, exception)
+        self._end_watch(well=False)
         self._end(trainer, pl_module)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._end(trainer, pl_module)  # a fit that Lightning's tuner has left calls no other hook
+        self._end_watch(well=True)
 
-    def _stop_watching(self, trainer: pl.Trainer, well: bool) -> None:
-        restore(trainer)
+    def _end_watch(self, well: bool) -> None:
         if self._watch is not None:
             self._watch.end(well)
         self._watch = None
-        self._interruption.end(well)
 
     def _end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave trainer, process and module as plain Lightning does, however the fit ends; a second call does nothing.
 
         The module drops the trainer, so that it can be copied and pickled.
         """
-        self._stop_watching(trainer, well=False)
+        restore(trainer)
+        self._interruption.end()
         if self._sampler is not None:
             self._sampler.guard = None
         chains_of(pl_module).unflatten(self._sampler)

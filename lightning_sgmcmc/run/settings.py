@@ -22,6 +22,7 @@ from lightning_sgmcmc.run.trainer import callbacks_of, said_by
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.base import CONTROLS
 from lightning_sgmcmc.samplers.factories import name_of
+from lightning_sgmcmc.seeding import device_text
 from lightning_sgmcmc.tensors import exact
 
 Settings = dict[str, Any]
@@ -127,7 +128,11 @@ def check_ranks(trainer: pl.Trainer, settings: Settings) -> Settings:
     if trainer.world_size == 1 or not torch.distributed.is_initialized():
         return settings
     everyone: list[Any] = [None] * trainer.world_size
-    own = (settings, is_divided(trainer.train_dataloader), device_text(trainer.strategy.root_device))
+    own = (
+        settings,
+        is_divided(trainer.train_dataloader),
+        f"{device_text(trainer.strategy.root_device)} (torch {torch.__version__})",
+    )
     torch.distributed.all_gather_object(everyone, own)
     first, divided, _ = everyone[0]
     _check_devices([device for *_, device in everyone], layout_of(trainer, 1).ranks_per_chain)
@@ -145,21 +150,14 @@ def check_ranks(trainer: pl.Trainer, settings: Settings) -> Settings:
     return dict(first)
 
 
-def device_text(device: torch.device) -> str:
-    """Return what decides a device's random numbers, which differ by the number of a GPU's multiprocessors."""
-    if device.type != "cuda":
-        return device.type
-    found = torch.cuda.get_device_properties(device)
-    return f"{found.name} with {found.multi_processor_count} multiprocessors"
-
-
 def _check_devices(devices: Sequence[str], ranks_per_chain: int) -> None:
     for rank, device in enumerate(devices):
         first = rank - rank % ranks_per_chain
         if device != devices[first]:
             raise ValueError(
                 f"rank {rank} runs on {device} and rank {first} on {devices[first]}, whose random numbers differ, and "
-                "they share a chain: use one kind of device for them, or a chain for each rank (strategy='chains')"
+                "they share a chain: use one kind of device and one torch for them, or a chain for each rank "
+                "(strategy='chains')"
             )
 
 

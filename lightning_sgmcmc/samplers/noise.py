@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.cores import usable_cores
-from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.seeding import derive_seed, device_text
 
 WORTH_A_THREAD = 20_000
 """Number of elements below which passing the draw to another thread costs more than the draw."""
@@ -122,6 +122,14 @@ class ChainNoise:
         if state["device"] == device.type:
             for generator, saved in zip(self._generators, state["generators"], strict=True):
                 generator.set_state(saved.cpu())
+            model = device_text(device)
+            if state.get("model", model) != model:
+                warnings.warn(
+                    f"The checkpoint's noise was drawn on {state['model']}, this run is on {model}, and a GPU's random "
+                    "numbers depend on its multiprocessors: the run is valid but not bit-identical to an uninterrupted "
+                    "one; resume on the same model for equal bits.",
+                    stacklevel=2,
+                )
             return
         warnings.warn(
             f"The checkpoint's noise generators are for {state['device']}, this run is on {device.type}: the noise "
@@ -135,10 +143,12 @@ class ChainNoise:
         """Return the generators' states (one uint8 tensor each) and their device."""
         if self._loaded is not None:
             return self._loaded
-        return {
+        device = self._buffer.device
+        model = {} if device.type == "cpu" else {"model": device_text(device)}
+        return model | {
             "seed": self.seed,
             "step": step,
-            "device": self._buffer.device.type,
+            "device": device.type,
             "generators": self._states if self._pending is not None else [g.get_state() for g in self._generators],
         }
 

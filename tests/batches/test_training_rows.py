@@ -8,17 +8,20 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
+from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from lightning_sgmcmc import BayesianModule, Gaussian, GaussianPrior, ResumableLoader
@@ -226,7 +229,11 @@ REFUSED: dict[str, tuple[Callable[[], tuple[BayesianModule, Any]], tuple[str, ..
     ),
     "workers": (
         lambda: (module(num_data=ROWS), DataLoader(Stream(ALL, divided=False), 20, num_workers=2)),
-        ("210 data", "num_data=105", "2 workers"),
+        ("2 workers", "same batch", "get_worker_info"),
+    ),
+    "workers in another order": (
+        lambda: (module(num_data=ROWS), DataLoader(Shuffled(), 20, num_workers=2, drop_last=True)),
+        ("200 data", "num_data=105", "2 workers"),
     ),
     "a stream": (lambda: (module(), DataLoader(Stream(ALL), 20)), ("no length", "num_data=…")),
 }
@@ -272,6 +279,48 @@ def test_the_seeds_of_samplers_are_left_alone() -> None:
 
 
 # -- streams, ranks ---------------------------------------------------------------------------------------------------
+
+
+class Shuffled(IterableDataset[Any]):
+    """A stream whose workers each deliver all data, in an order of their own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(info.id if info else 0))
+        return (ALL[index] for index in order.tolist())
+
+
+class OfRank(Stream):
+    """A stream of which each rank delivers a part, or all, for a fit of two forked ranks."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__(ALL)
+        self.parts = parts
+
+    def __iter__(self) -> Iterator[Any]:
+        own = torch.distributed.get_rank() if self.parts > 1 else 0
+        return (ALL[index] for index in range(own, ROWS - ROWS % 2, self.parts))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parts", "words"),
+    [
+        ("ddp_fork", 1, ["2 ranks", "same first batch", "split_dataset_by_node"]),
+        ("chains_fork", 2, ["52 data for each chain", "num_data=104", "split it by node"]),
+        pytest.param("ddp_fork", 2, [], marks=pytest.mark.slow),
+        pytest.param("chains_fork", 1, [], marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_of_a_chain_divide_a_stream_and_chains_do_not(strategy: str, parts: int, words: list[str]) -> None:
+    trainer = quiet_trainer(max_epochs=2, devices=2, strategy=strategy)
+    model, loader = module(num_data=ROWS - ROWS % 2), DataLoader(OfRank(parts), 10)
+    if not words:
+        trainer.fit(model, loader)
+        return
+    with pytest.raises(ProcessRaisedException) as error:
+        trainer.fit(model, loader)
+    for word in words:
+        assert word in str(error.value)
 
 
 class Epochs(Stream):

@@ -12,7 +12,6 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.run import rank_watch
-from lightning_sgmcmc.run.rank_watch import Beat, Judge
 from tests.support.problems import Data, Net, data
 from tests.support.trainers import quiet_trainer
 
@@ -101,25 +100,3 @@ def test_a_long_checkpoint_is_no_hang(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(rank_watch, "DEFAULT_TIMEOUT", 4.0)
     fit(tmp_path, "ddp_fork", Hang(0, 4, 9, "checkpoint"))
     assert (tmp_path / "step=12.ckpt").exists()
-
-
-def beat(number: int, progress: int, busy: bool = False, ended: bool = False) -> Beat:
-    return Beat(number, progress, busy, progress // 2, ended)
-
-
-def test_the_rank_that_is_least_far_hangs() -> None:
-    judge = Judge(10)
-    assert judge.observe([beat(0, 5), beat(0, 4)], 0) is None
-    assert judge.observe([beat(1, 5), beat(1, 4)], 10) is None
-    assert judge.observe([beat(2, 5), beat(2, 4)], 11) == 1
-    assert judge.observe([beat(3, 5), beat(3, 5)], 12) is None, "it goes on, and the other has only waited for it"
-    assert Beat.from_text(beat(7, 3, True).to_text()) == beat(7, 3, True)
-
-
-def test_a_busy_rank_hangs_only_with_its_process() -> None:
-    judge = Judge(10)
-    for now in range(0, 100, 5):
-        assert judge.observe([beat(now, 5, busy=True), beat(now, 6)], now) is None
-    assert judge.observe([beat(95, 5, busy=True), beat(101, 6)], 104) is None
-    assert judge.observe([beat(95, 5, busy=True), beat(102, 6)], 106) == 0
-    assert judge.observe([beat(95, 5, ended=True), beat(103, 7)], 200) is None, "its fit has ended"

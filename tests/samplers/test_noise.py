@@ -1,8 +1,11 @@
 """The injected noise: streams by (seed, chain), the same bits whether drawn ahead or not."""
 
+import warnings
+
 import pytest
 import torch
 
+from lightning_sgmcmc.samplers import noise
 from lightning_sgmcmc.samplers.noise import ChainNoise
 
 
@@ -35,6 +38,23 @@ def test_a_chain_has_its_stream_wherever_it_runs() -> None:
         for chain in range(3):
             assert torch.equal(flat(views, chain), flat(alone[chain].draw()))
     assert not torch.equal(flat(alone[0].draw()), flat(alone[1].draw()))
+
+
+def test_another_gpu_is_named_on_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers differ by the multiprocessors, so the stream goes on with other bits; before, without a word."""
+    earlier = ChainNoise(parameters(), 1, seed=3)
+    earlier.draw()
+    saved = earlier.state_dict(1) | {"model": "Tesla T4 with 40 multiprocessors"}
+    monkeypatch.setattr(noise, "device_text", lambda device: "NVIDIA H100 with 132 multiprocessors")
+    resumed = ChainNoise(parameters(), 1, seed=3)
+    resumed.load_state_dict(saved)
+    with pytest.warns(UserWarning, match="Tesla T4 with 40 .*H100 with 132 .*bit-identical"):
+        resumed.draw()
+    saved["model"] = "NVIDIA H100 with 132 multiprocessors"
+    resumed.load_state_dict(saved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed.draw()
 
 
 def test_noise_is_standard_normal() -> None:
