@@ -79,9 +79,8 @@ class EnergyModel(pl.LightningModule):
             )
         check_part("net", net, nn.Module)
         check_part("likelihood", likelihood, Likelihood)
-        if isinstance(prior, int | float) and not isinstance(prior, bool):
-            prior = GaussianPrior(std=prior)
-        check_part("prior", prior, Prior)
+        own = GaussianPrior(std=prior) if isinstance(prior, int | float) and not isinstance(prior, bool) else prior
+        check_part("prior", own, Prior)
         self._accepted: Arguments | None = None
         self._said_unused = False
         self.features_into: str | None = None
@@ -94,7 +93,7 @@ class EnergyModel(pl.LightningModule):
             if self.net is not net:
                 self._compiled_net = [net]
         self.likelihood = likelihood
-        self.prior = prior if prior is not None else GaussianPrior()
+        self.prior = own if isinstance(own, Prior) else GaussianPrior()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the network's output for its inputs, for one chain; override it with arguments of your own."""

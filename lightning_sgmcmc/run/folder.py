@@ -48,7 +48,9 @@ def settle_folders(trainer: pl.Trainer) -> None:
 
 
 def _make_absolute(attributes: dict[str, Any] | None, names: tuple[str, ...]) -> None:
-    for name in names if attributes is not None else ():
+    if attributes is None:
+        return
+    for name in names:
         value = attributes.get(name)
         local = str(value).removeprefix("file://")
         if isinstance(value, str | Path) and local[:1] not in ("", "~", "$") and not is_remote(local):

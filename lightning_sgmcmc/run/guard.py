@@ -35,10 +35,11 @@ class NonFiniteEnergyError(RuntimeError):
         step: the optimizer step k = 1, 2, … that would have been made.
         chain: the chain's index.
         energy: Ũ of the step's mini-batch, in nats (finite if only the gradient or the state is not).
-        checkpoint: the newest checkpoint of the run, which holds only finite numbers, or None.
+        checkpoint: the newest checkpoint of the run (a URL if it is on no local disk), which holds only finite numbers,
+            or None.
     """
 
-    def __init__(self, message: str, step: int, chain: int, energy: float, checkpoint: Path | None) -> None:
+    def __init__(self, message: str, step: int, chain: int, energy: float, checkpoint: Path | str | None) -> None:
         super().__init__(message)
         self.step = step
         self.chain = chain
