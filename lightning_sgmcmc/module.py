@@ -28,7 +28,7 @@ from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import Prior
 from lightning_sgmcmc.run.checks import warn_of_other_loss
-from lightning_sgmcmc.run.example_input import is_example
+from lightning_sgmcmc.run.example_input import is_example, leave_out_graph
 from lightning_sgmcmc.run.folder import settle_folders
 from lightning_sgmcmc.run.offline import stay_offline_without_login
 from lightning_sgmcmc.run.places import put_in_place
@@ -209,8 +209,8 @@ class BayesianModule(EnergyModel):
         stacked = self.chains.stacked
         # A data-parallel wrapper calls the training step through its own `forward`, set on the object.
         if stacked is not None and stacked.is_at_rest and "forward" not in vars(self):
-            if is_example(self, args, kwargs):  # of a model summary, or of a graph in TensorBoard
-                with stacked.swapped([tensor.detach() for tensor in stacked.slices[0]]):  # a trace's constants
+            if is_example(self, args, kwargs):  # of a model summary
+                with self.at_chain(0):
                     return super().__call__(*args, **kwargs)
             raise RuntimeError(
                 f"{type(self).__name__} holds {self.num_chains} chains, and an output belongs to one: call it inside "
@@ -365,6 +365,8 @@ class BayesianModule(EnergyModel):
         """Add the callbacks that every run needs, after the user's and before the checkpoint callbacks."""
         settle_folders(self.trainer)
         stay_offline_without_login(self.trainer.loggers)  # the loggers start before any later hook
+        if self.num_chains > 1:
+            leave_out_graph(self.trainer.loggers)
         self.chains.claims.clear()
         self.chains.seeds.place = present_place()
         put_in_place(self.trainer)

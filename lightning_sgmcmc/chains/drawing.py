@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.chains.sample import PosteriorSample
 from lightning_sgmcmc.chains.transfers import HostCopies
+from lightning_sgmcmc.finite import STATISTICS
 from lightning_sgmcmc.tensors import as_rows
 
 Parts = dict[str, dict[str, Tensor]]
@@ -31,17 +32,20 @@ class FlatStates:
         self._names: dict[torch.dtype, list[tuple[str, str, torch.Size]]] = {}
         """Part, name and shape of each tensor in the flat tensor of a dtype, in the order of its columns."""
         self._order = {part: list(parts[part]) for part in PARTS}
-        self._ends: dict[torch.dtype, dict[str, int]] = {}
-        """The end of each part's columns in the tensor of a dtype."""
+        self._ends: dict[torch.dtype, dict[int, int]] = {}
+        """The ends of the columns of parameters, running statistics, other buffers and scales, by dtype."""
         rows: dict[torch.dtype, list[Tensor]] = {}
-        for part in PARTS:
-            for name, tensor in parts[part].items():
+        statistics = {name: tensor for name, tensor in parts["buffers"].items() if name.endswith(STATISTICS)}
+        others = {name: tensor for name, tensor in parts["buffers"].items() if name not in statistics}
+        kinds = (("parameters", parts["parameters"]), ("buffers", statistics), ("buffers", others))
+        for kind, (part, tensors) in enumerate((*kinds, ("scales", parts["scales"]))):
+            for name, tensor in tensors.items():
                 row = as_rows(tensor.detach(), num_chains)
                 rows.setdefault(tensor.dtype, []).extend([row, row[:, :1]] if row.shape[1] % 2 else [row])
                 shape = tensor.shape[1:] if num_chains > 1 else tensor.shape
                 self._names.setdefault(tensor.dtype, []).append((part, name, shape))
             for dtype, pieces in rows.items():
-                self._ends.setdefault(dtype, {})[part] = sum(piece.shape[1] for piece in pieces)
+                self._ends.setdefault(dtype, {})[kind] = sum(piece.shape[1] for piece in pieces)
         self.flat = {dtype: torch.cat(pieces, 1) for dtype, pieces in rows.items()}
 
     def of_chain(self, row: int, flat: Mapping[torch.dtype, Tensor] | None = None) -> Parts:
@@ -61,10 +65,10 @@ class FlatStates:
         return {part: {name: found[part][name] for name in names} for part, names in self._order.items()}
 
     def suspects(self) -> Tensor:
-        """Return for each chain whether a parameter or a buffer may have a NaN or an infinity.
+        """Return for each chain whether a parameter or running statistic may be NaN or infinite, or another buffer NaN;
+        masks often have infinities.
 
-        A sum of finite numbers may overflow, and masks may have infinities, so a suspect is to be examined; other
-        chains are sound.
+        A sum of finite numbers may overflow, so a suspect is to be examined; other chains are sound.
 
         Returns:
             shape (C,), bool, on the device.
@@ -74,8 +78,9 @@ class FlatStates:
             if not dtype.is_floating_point:
                 continue
             ends, wide = self._ends[dtype], torch.promote_types(dtype, torch.float32)
-            end = ends.get("buffers", ends.get("parameters", 0))
-            found.append(~flat[:, :end].sum(1, dtype=wide).isfinite())
+            finite, numbers = ends.get(1, ends.get(0, 0)), ends.get(2, ends.get(1, ends.get(0, 0)))
+            found.append(~flat[:, :finite].sum(1, dtype=wide).isfinite())
+            found.append(flat[:, finite:numbers].sum(1, dtype=wide).isnan())
         return torch.stack(found).any(0) if found else torch.zeros(self._num_chains, dtype=torch.bool)
 
 

@@ -173,6 +173,8 @@ class SamplingCLI(LightningCLI):
             store = newest_store(self.trainer)
             if store is None:
                 where = run_folder(self.trainer).parent
+                if where.is_relative_to(Path.cwd()):
+                    where = where.relative_to(Path.cwd())
                 raise Mistake(f"no run in {where} has posterior samples: run sgmcmc fit with this configuration first")
             evaluate_beside(self.trainer, store, stage)
         with _own_folder(self.trainer):

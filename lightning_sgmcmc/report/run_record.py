@@ -84,9 +84,10 @@ def find_run(path: str | Path) -> tuple[Path, int]:
         RunError: if there is no such folder, or no run in it.
     """
     try:
-        path = local_path(path, "path", "copy the folder to one first")
+        local_path(path, "path", "copy the folder to one first")
     except ValueError as error:
         raise RunError(str(error)) from None
+    path = Path(str(path).removeprefix("file://"))  # as it was given, for messages
     if not path.exists():
         raise RunError(f"there is no folder {path}: pass a run's folder")
     if not path.is_dir():

@@ -1,9 +1,12 @@
 """Lightning's calls of a module on its `example_input_array`, for a model summary or a logger's graph."""
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
@@ -16,6 +19,17 @@ def is_example(module: pl.LightningModule, arguments: tuple[Any, ...], named: di
     private = cast(Any, module)
     moved = private._apply_batch_transfer_handler(private._on_before_batch_transfer(example))
     return any(_equal((arguments, named), _call_of(one)) for one in (example, moved))
+
+
+def leave_out_graph(loggers: Iterable[Any]) -> None:
+    """Let TensorBoard draw no graph of a module with several chains, which torch cannot trace, and say so."""
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger) and logger._log_graph:
+            logger._log_graph = False
+            rank_zero_warn(
+                "TensorBoardLogger(log_graph=True) draws one network's graph, and this module holds several chains, so "
+                "the graph is left out: draw it of a module with num_chains=1."
+            )
 
 
 def _call_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

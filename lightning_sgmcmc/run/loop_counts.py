@@ -143,7 +143,7 @@ def check_entries(callback: str, saved: Any) -> None:
         value = saved.get(entry)
         if entry not in saved and entry not in NEEDED:
             continue  # an earlier version's lacks some
-        if not isinstance(value, kind) or (isinstance(value, int) and not 0 <= value < 2**62):
+        if not isinstance(value, kind) or (isinstance(value, int) and not 0 <= value < 2**64):
             raise ValueError(_damaged(f"callbacks.{name}.{entry}", value))
 
 

@@ -90,6 +90,7 @@ class Safeguards(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         clean_checkpoints(trainer)
         self._pulse.count += 1
+        chains_of(pl_module).counters = self._counters
         self._scales = begin_scales(chains_of(pl_module), sampler_of(pl_module))
         if is_finished(trainer) and trainer.global_step > 0:
             rank_zero_warn(
@@ -113,7 +114,6 @@ class Safeguards(pl.Callback):
         if self._shown is not None and self._weights is not None:
             self._weights.load_state_dict(self._shown)
         self._convolutions.begin(pl_module.device, trainer.train_dataloader)
-        chains.counters = self._counters
         self._guard = EnergyGuard(chains, sampler, trainer, self._nonfinite_energy, self._max_skipped_in_a_row)
         self._sampler, sampler.guard = sampler, self._guard
         self._pulse.count += 1

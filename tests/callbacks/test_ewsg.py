@@ -31,6 +31,7 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
 )
 from lightning_sgmcmc.priors import FlatPrior
+from lightning_sgmcmc.run.places import Place
 from tests.support.comparisons import assert_same, differences
 from tests.support.ewsg_fits import Gradients, Underdamped, fit_with
 from tests.support.problems import CHAINS, Data, Even, Net, Plain
@@ -49,12 +50,20 @@ def test_without_proposals_it_is_the_plain_sampler(sampler: Any) -> None:
     )
 
 
+class AtTheStart(Gradients):
+    place = Place.FIRST_STAGE
+
+
+class AtTheEnd(Gradients):
+    place = Place.SUMMARY
+
+
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_step_takes_one_of_its_batches(accumulated: int) -> None:
     """Each step's gradient is one of the M+1 candidates', or with accumulation the mean of one's micro-batches."""
-    seen, proposals = Gradients(), 2
+    seen, proposals = AtTheStart(), 2
     # In front of EWSG, so it sees what EWSG gets; behind it, what EWSG leaves.
-    after = Gradients()
+    after = AtTheEnd()
     module = seeded(lambda: Net(sampler=SGHMC))
     fit_chains(module, 10, [seen, EWSG(proposals), after], accumulate_grad_batches=accumulated)
     each, chosen = (proposals + 1) * accumulated, []

@@ -29,6 +29,7 @@ def parts(chains: int = CHAINS) -> dict[str, dict[str, Tensor]]:
         },
         "buffers": {
             "mean": normal(5),
+            "norm.running_var": normal(3),
             "mask": torch.full((*shape, 2), -torch.inf),
             "count": torch.arange(chains).reshape(shape),
             "empty": normal(0),
@@ -70,6 +71,8 @@ def test_every_tensor_of_every_chain_comes_back_and_owns_its_memory(chains: int)
         ("parameters", "scalar", math.nan, True),
         ("parameters", "double", math.nan, True),
         ("buffers", "mean", math.nan, True),
+        ("buffers", "norm.running_var", math.inf, True),
+        ("buffers", "norm.running_var", math.nan, True),
         ("buffers", "mask", 3.0, False),
         ("buffers", "mask", math.nan, True),
         ("parameters", "double", 1e300, False),

@@ -81,7 +81,7 @@ def run_on_two_ranks(page: str, strategy: str, folder: Path, seconds: float) -> 
 
 @pytest.mark.parametrize(("page", "strategy"), [("README.md", "ddp"), (START, "chains")])
 def test_the_first_pages(page: str, strategy: str, tmp_path: Path) -> None:
-    said = run_on_two_ranks(page, strategy, tmp_path, seconds=120)
+    said = run_on_two_ranks(page, strategy, tmp_path, seconds=400)
     assert said.count("The average of") == 1, "the summary is printed once, by the first rank"
     assert len(list(tmp_path.rglob("manifest*"))) == 1, "one store of all ranks"
 

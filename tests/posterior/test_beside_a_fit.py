@@ -113,7 +113,7 @@ def test_open_files_are_closed(tmp_path: Path) -> None:
     """A loop that watches a fit does not run out of descriptors."""
     import os
 
-    path, counts = tmp_path / "store", list[int]()
+    path, counts, threads = tmp_path / "store", list[int](), threading.active_count()
 
     def look(trainer: pl.Trainer, *_: Any) -> int:
         if trainer.global_step > 8:
@@ -124,4 +124,4 @@ def test_open_files_are_closed(tmp_path: Path) -> None:
 
     fit(path, 12, 0.0, Each("on_train_batch_end", look))
     assert len(set(counts)) == 1
-    assert threading.active_count() == 1
+    assert threading.active_count() <= threads

@@ -179,7 +179,7 @@ TRAINERS: list[tuple[dict[str, Any], list[Any], type[Exception], str]] = [
     ),
     ({"precision": "bf16-true"}, [], ValueError, "parameters in half precision lose the injected noise to rounding"),
     ({"precision": "16-true"}, [], ValueError, "parameters in half precision lose the injected noise to rounding"),
-    ({}, [lambda: CyclicalSchedule()], ValueError, "a run has one schedule, got SamplingSchedule and CyclicalSchedule"),
+    ({}, [lambda: CyclicalSchedule()], ValueError, "a run has one schedule, got CyclicalSchedule and SamplingSchedule"),
     (
         {},
         [Freeze],
