@@ -330,12 +330,15 @@ def _names(code: CodeType, name: str, cls: type) -> bool:
 
 def _calls_replaced(value: Any, name: str, replaced: Any) -> bool:
     """Return whether a value that was set on an object, in place of a method, may call that method."""
+    held: list[Any] = []
     while isinstance(value, partial | MethodType):
+        if isinstance(value, partial):
+            held += [*value.args, *value.keywords.values()]
         value = value.func if isinstance(value, partial) else value.__func__
     code = getattr(value, "__code__", None)
     if value is replaced or code is None or _names(code, name, type(replaced)):
         return True
-    held = [cell.cell_contents for cell in value.__closure__ or ()]
+    held += [cell.cell_contents for cell in value.__closure__ or ()]
     held += [value.__globals__.get(one) for one in code.co_names]
     held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     return any(isinstance(one, MethodType) and one.__func__ is replaced for one in held)

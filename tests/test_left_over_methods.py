@@ -134,6 +134,7 @@ def test_a_replacement_that_calls_the_own_method_is_accepted(name: str) -> None:
         lambda m: Mock(wraps=getattr(m, name)),
         lambda m: MethodType(own, m),
         lambda m: partial(wrapped(m)),
+        lambda m: partial(lambda call, *args, **kwargs: call(*args, **kwargs), getattr(m, name)),
         lambda m: lambda *args, before=getattr(m, name), **kwargs: before(*args, **kwargs),  # noqa: B008
     ]
     for make in makes:
