@@ -142,6 +142,13 @@ def again(module: Any, callbacks: list[pl.Callback], workers: int, folder: Path,
     return found | {"steps": trainer.global_step, "epochs": trainer.current_epoch}
 
 
+def as_good(name: str, plain: Any, ours: Any) -> bool:
+    """Return whether ours is as plain Lightning's, which may leave more workers and their threads."""
+    if name.endswith("workers"):
+        return bool(ours <= plain)
+    return set(ours) <= set(plain) if name.endswith("threads") else bool(ours == plain)
+
+
 def parameters() -> list[Any]:
     """Return a quick hook for each part of a fit with each error, and the others as slow tests."""
     return [
@@ -181,7 +188,7 @@ def test_the_trainer_fits_again_as_in_plain_lightning(
         failing = Failing(hook, kind)
         callbacks: list[Any] = [failing, *sampling] if first else [*sampling, failing]
         ours = again(bayesian, callbacks, workers, tmp_path / f"ours-{first}", ours=True)
-        different = {name: (plain[name], ours[name]) for name in plain if plain[name] != ours[name]}
+        different = {name: (plain[name], ours[name]) for name in plain if not as_good(name, plain[name], ours[name])}
         if theirs:
             different = {name: pair for name, pair in different.items() if "steps" not in name}
         assert not different
