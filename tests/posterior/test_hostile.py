@@ -69,7 +69,8 @@ class Watch:
         if event == "open" and isinstance(arguments[0], str | bytes):
             path = os.path.realpath(os.fsdecode(arguments[0]))
             mine = path.startswith((f"{self.folder}/run/", *PLACES, str(Path(matplotlib.get_configdir()).parent)))
-            if not mine and path not in (f"{self.folder}/run", matplotlib.get_cachedir()):
+            of_arviz = path.endswith("/arviz/daily_warning")  # it notes when it has warned
+            if not (mine or of_arviz) and path not in (f"{self.folder}/run", matplotlib.get_cachedir()):
                 self.seen.append(f"open {path}")
 
 
