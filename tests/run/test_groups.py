@@ -19,6 +19,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_a_wrong_interface_is_named() -> None:
     """Before: "Unable to find address for: no_such_network", or connectFullMesh and SO_ERROR between nodes."""
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "no_such_network", "PYTHONPATH": str(REPOSITORY)}

@@ -87,6 +87,7 @@ def test_private_values_stay_private(tmp_path: Path, caplog: pytest.LogCaptureFi
         assert [words in m for m in caplog.messages if m.startswith("AutoSampling: ")] == [True]
 
 
+@pytest.mark.slow
 def test_the_way_to_load_a_class_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "project.py").write_text(
         "from torch import nn\nfrom lightning_sgmcmc import BayesianModule, Categorical\n\n\n"
