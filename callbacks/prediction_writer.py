@@ -1,6 +1,5 @@
 """Writes the predictions of `trainer.predict` to a file."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from safetensors.torch import save_file
 
-from lightning_sgmcmc.files import free_name, is_regular
+from lightning_sgmcmc.files import free_name, is_regular, replacing
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.predictions import ON_REQUEST, Prediction
 from lightning_sgmcmc.run.folder import run_folder
@@ -58,10 +57,8 @@ class PredictionWriter(BasePredictionWriter):
         folder.mkdir(parents=True, exist_ok=True)
         if is_regular(folder / name):
             (folder / name).rename(free_name(folder / name))
-        temporary = folder / f".{name}.tmp"
-        temporary.unlink(missing_ok=True)
-        save_file(tensors, temporary)
-        os.replace(temporary, folder / name)  # a link there is replaced, not followed
+        with replacing(folder / name) as temporary:
+            save_file(tensors, temporary)
         rank_zero_info(f"Predictions for {len(next(iter(tensors.values())))} data: {folder / name}")
 
 

@@ -8,7 +8,8 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +127,7 @@ def _parse_integer(text: str) -> int:
 
 
 def write_atomically(path: Path, content: bytes | memoryview, durable: bool = True) -> None:
-    """Write a file under a temporary name and rename it, so that a reader sees either the old or the new content.
-
-    The temporary name is this thread's own, so that of several writers the last one wins.
+    """Write a file so that a reader sees either the old or the new content; see `replacing`.
 
     Args:
         path: the file; its folder must exist.
@@ -138,21 +137,30 @@ def write_atomically(path: Path, content: bytes | memoryview, durable: bool = Tr
     Raises:
         OSError: if it cannot be written; an earlier file of this name is unchanged.
     """
+    with replacing(path) as temporary, open(temporary, "xb") as file:
+        file.write(content)
+        if durable:
+            flush(file)
+    if durable:
+        flush_folder(path.parent)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the name of a temporary file that replaces `path`, a link too, at the end; an error leaves `path` alone.
+
+    The name is this thread's own, so that of several writers the last one wins.
+    """
     writer = f"{os.getpid():x}-{threading.get_ident():x}"
     # Hidden, since callers look for files by the beginnings of names; cut, since file systems limit their lengths.
     temporary = path.with_name(f".{path.name[:40]}.{writer}{TEMPORARY}")
     try:
         temporary.unlink(missing_ok=True)  # of an earlier process, or a link that someone left there
-        with open(temporary, "xb") as file:
-            file.write(content)
-            if durable:
-                flush(file)
+        yield temporary
         os.replace(temporary, path)
-    except OSError:
+    except Exception:
         temporary.unlink(missing_ok=True)
         raise
-    if durable:
-        flush_folder(path.parent)
 
 
 def remove_left_over(folder: Path) -> None:

@@ -12,10 +12,6 @@ import torch
 # would fail.
 torch.ones((), requires_grad=True).backward()
 
-# A shell's background jobs ignore SIGINT, which tests send to themselves and to ranks.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -39,7 +35,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _quiet_and_contained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Run each test in a folder of its own, with one thread and without a seed left over from another test."""
+    """Run each test in a folder of its own, with one thread and without a seed left over from another test.
+
+    Ctrl-C ends the program: a shell's background jobs ignore it, and so does Lightning after a KeyboardInterrupt.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -1,12 +1,11 @@
 """`config.yaml` in a run's folder."""
 
-import os
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.cli import SaveConfigCallback
 
-from lightning_sgmcmc.files import free_name, is_regular, write_output
+from lightning_sgmcmc.files import free_name, is_regular, replacing, write_output
 from lightning_sgmcmc.run.folder import run_folder
 
 NAME = "config.yaml"
@@ -43,10 +42,8 @@ class ConfigFile(SaveConfigCallback):
             return
         folder.mkdir(parents=True, exist_ok=True)
         options: dict[str, Any] = {"skip_none": False, "multifile": False, "overwrite": True}
-        path, temporary = folder / NAME, folder / f".{NAME}.tmp"
-        temporary.unlink(missing_ok=True)
-        self.parser.save(self.config, temporary, **options)
-        # At every moment there is a whole file of this name.
-        if is_regular(path) and (earlier := path.read_bytes()) != temporary.read_bytes():
-            write_output(free_name(path), earlier)
-        os.replace(temporary, path)
+        path = folder / NAME
+        with replacing(path) as temporary:  # at every moment there is a whole file of this name
+            self.parser.save(self.config, temporary, **options)
+            if is_regular(path) and (earlier := path.read_bytes()) != temporary.read_bytes():
+                write_output(free_name(path), earlier)

@@ -32,15 +32,6 @@ from tests.support.recorders import Each
 from tests.support.small_run import loader, module, tensors
 from tests.support.trainers import quiet_trainer
 
-
-@pytest.fixture(autouse=True)
-def ctrl_c() -> Iterator[None]:
-    """Ctrl-C ends the program, which a job in the background ignores."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 Kind = Callable[[], dict[str, Any]]
 
 
