@@ -69,7 +69,12 @@ def local_path(path: str | Path, argument: str, remedy: str) -> Path:
     """
     if is_remote(path):
         raise ValueError(f"{argument}={str(path)!r} is not on a local disk, where samples are kept: {remedy}")
-    return Path(str(path).removeprefix("file://")).absolute()
+    return plain_path(path).absolute()
+
+
+def plain_path(path: str | Path) -> Path:
+    """Return the path that a local address (`file:///…`) names, and any other path as it is."""
+    return Path(str(path).removeprefix("file://"))
 
 
 def is_regular(path: Path) -> bool:

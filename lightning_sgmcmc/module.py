@@ -314,10 +314,13 @@ class BayesianModule(EnergyModel):
         Raises:
             RuntimeError: if there are no samples, unless a `predict_step` of the user's decides what to do.
         """
-        is_own = "predict_step" in vars(self) or type(self).predict_step is not BayesianModule.predict_step
-        if is_own and (self.posterior is None or len(self.posterior) == 0):
+        if self._replaces("predict_step") and (self.posterior is None or len(self.posterior) == 0):
             return
         self.posterior = self._samples().in_memory(getattr(self.trainer, "datamodule", None))
+
+    def _replaces(self, method: str) -> bool:
+        """Return whether the user's class, or code that set it on the object, replaces a method of this class."""
+        return method in vars(self) or getattr(type(self), method) is not getattr(BayesianModule, method)
 
     def _samples(self) -> Posterior:
         if self.posterior is None or len(self.posterior) == 0:
@@ -343,8 +346,7 @@ class BayesianModule(EnergyModel):
         check_model(self)
         check_methods(self, BayesianModule)
         chains = self.chains
-        own_step = "training_step" in vars(self) or type(self).training_step is not BayesianModule.training_step
-        self._looks_at_loss = 3 if own_step else 0
+        self._looks_at_loss = 3 if self._replaces("training_step") else 0
         chains.trainable = named_trainable(self)
         chains.sharing.check(chains.trainable)
         if not chains.trainable:

@@ -3,7 +3,7 @@
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
@@ -115,20 +115,18 @@ class GeneratorStates(TorchStates):
 
 
 @contextmanager
-def unchanged_torch_generators(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Restore torch's default generators at the end; see `TorchStates`."""
-    states = TorchStates(devices)
+def _restored(states: TorchStates) -> Iterator[None]:
     try:
         yield
     finally:
         states.restore()
 
 
-@contextmanager
-def unchanged_generators(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Restore the default generators at the end; see `GeneratorStates`."""
-    states = GeneratorStates(devices)
-    try:
-        yield
-    finally:
-        states.restore()
+def unchanged_torch_generators(devices: Sequence[torch.device]) -> AbstractContextManager[None]:
+    """Restore torch's default generators, as they are now, at a context's end; see `TorchStates`."""
+    return _restored(TorchStates(devices))
+
+
+def unchanged_generators(devices: Sequence[torch.device]) -> AbstractContextManager[None]:
+    """Restore the default generators, as they are now, at a context's end; see `GeneratorStates`."""
+    return _restored(GeneratorStates(devices))

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_sgmcmc.chains.sample import SampleRecord
 from lightning_sgmcmc.diagnostics.health import HealthReport
-from lightning_sgmcmc.files import is_regular, local_path, parse_json, read_regular, text_without_secrets
+from lightning_sgmcmc.files import is_regular, local_path, parse_json, plain_path, read_regular, text_without_secrets
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.run.folder import has_samples
@@ -87,7 +87,7 @@ def find_run(path: str | Path) -> tuple[Path, int]:
         local_path(path, "path", "copy the folder to one first")
     except ValueError as error:
         raise RunError(str(error)) from None
-    path = Path(str(path).removeprefix("file://"))  # as it was given, for messages
+    path = plain_path(path)  # as it was given, for messages
     if not path.exists():
         raise RunError(f"there is no folder {path}: pass a run's folder")
     if not path.is_dir():

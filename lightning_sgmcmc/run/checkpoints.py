@@ -19,6 +19,7 @@ from lightning_sgmcmc.files import (
     is_secret,
     make_folder,
     megabytes,
+    plain_path,
     remove_left_over,
     write_atomically,
 )
@@ -41,7 +42,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or not isinstance(get_filesystem(path), LocalFileSystem):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        place = Path(str(path).removeprefix("file://"))
+        place = plain_path(path)
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)
         try:
@@ -75,12 +76,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         file_system = get_filesystem(path)
         if isinstance(file_system, LocalFileSystem):
-            check_checkpoint(Path(str(path).removeprefix("file://")))
+            check_checkpoint(plain_path(path))
         if not file_system.exists(path):
             raise FileNotFoundError(f"Checkpoint file not found: {path}: pass the path of an existing one as ckpt_path")
         try:
             if isinstance(file_system, LocalFileSystem):
-                check_regular(Path(str(path).removeprefix("file://")).resolve())
+                check_regular(plain_path(path).resolve())
             content = pl_load(path, map_location=map_location, weights_only=weights_only is not False)
         except pickle.UnpicklingError as error:
             raise ValueError(
@@ -99,7 +100,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if not isinstance(get_filesystem(path), LocalFileSystem):
             super().remove_checkpoint(path)
             return
-        place = Path(str(path).removeprefix("file://"))
+        place = plain_path(path)
         if ".." not in place.parts and (place.is_symlink() or place.is_file()):
             place.unlink()
 

@@ -154,10 +154,8 @@ class RankWatch:
         self._store.set(str(self._trainer.global_rank), beat.to_text())
 
     def _run(self) -> None:
-        judge, keys = (
-            Judge(self.timeout, self._interval, self._limit),
-            [str(rank) for rank in range(self._trainer.world_size)],
-        )
+        judge = Judge(self.timeout, self._interval, self._limit)
+        keys = [str(rank) for rank in range(self._trainer.world_size)]
         beats: list[Beat] = []
         silent = 0.0
         while not self._ended.wait(self._interval):
