@@ -1,4 +1,4 @@
-"""Atomic checkpoints: a file is complete or absent."""
+"""Checkpoints: a file is complete or absent, and what comes from elsewhere has the form that its readers expect."""
 
 import io
 import pickle
@@ -140,6 +140,80 @@ def _check_form(content: dict[str, Any], path: Any) -> None:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")[:200] or type(error).__name__
+
+
+# -- what else of a checkpoint is read without another check ----------------------------------------------------------
+
+ENTRIES: dict[str, dict[str, Any]] = {
+    "ExactResume": {
+        "batches": int,
+        "fits": int,
+        "place": dict,
+        "loaders": list,
+        "settings": dict,
+        "run_seed": int | None,
+    },
+    "Safeguards": {"samples": int, "skipped_steps": int, "gradient_evaluations": int, "weights": dict | None},
+    "SamplingSchedule": {"warm_steps": int},
+    "CyclicalSchedule": {"warm_steps": int},
+    "ModelCheckpoint": {
+        "best_model_path": str,
+        "kth_best_model_path": str,
+        "last_model_path": str,
+        "best_k_models": dict,
+        "dirpath": str | None,
+    },
+}
+"""Entries of callbacks in a checkpoint that are read without another check."""
+NEEDED_ENTRIES = ("batches", "loaders", "samples", "skipped_steps", "best_model_path")
+"""Those that every version writes."""
+PLACE = "callbacks.ExactResume.place"
+"""The entry of a checkpoint with the run's own counts."""
+
+
+def check_loops(saved: Any, own: Any, place: str = "loops") -> None:
+    """Raise ValueError unless the state of Lightning's loops in a checkpoint has the form of a trainer's own.
+
+    Lightning reads it without a check: a count that is no number would fail in the middle of the fit.
+
+    Args:
+        saved: a checkpoint's.
+        own: the trainer's.
+        place: the name of this part.
+    """
+    if isinstance(own, dict):
+        if not isinstance(saved, dict):
+            raise ValueError(_damaged(place, saved))
+        for name, value in own.items():
+            # Lightning's counts have grown in number, so an earlier version's checkpoint lacks some.
+            needed = isinstance(value, dict) or place == PLACE or name == "completed"
+            if needed or name in saved:
+                check_loops(saved.get(name), value, f"{place}.{name}")
+    elif isinstance(own, int) and not (isinstance(saved, int) and -1 <= saved < 2**62):
+        raise ValueError(_damaged(place, saved))
+
+
+def check_entries(callback: str, saved: Any) -> None:
+    """Raise ValueError unless the state of a callback in a checkpoint has entries of their types.
+
+    Args:
+        callback: the key of its state, which begins with its class name.
+        saved: the state.
+    """
+    name = callback.partition("{")[0]
+    known = next((form for start, form in ENTRIES.items() if name.startswith(start)), {})
+    if known and not isinstance(saved, dict):
+        raise ValueError(_damaged(f"callbacks.{name}", saved))
+    for entry, kind in known.items():
+        value = saved.get(entry)
+        if entry not in saved and entry not in NEEDED_ENTRIES:
+            continue  # an earlier version's lacks some
+        if not isinstance(value, kind) or (isinstance(value, int) and not 0 <= value < 2**64):
+            raise ValueError(_damaged(f"callbacks.{name}.{entry}", value))
+
+
+def _damaged(place: str, saved: Any) -> str:
+    return f"the checkpoint is damaged: its {place} is {str(saved)[:40]!r}; resume from another"
 
 
 def keep_constructor_arguments(checkpoint: dict[str, Any], module: pl.LightningModule) -> None:

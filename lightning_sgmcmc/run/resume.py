@@ -13,9 +13,10 @@ from lightning_sgmcmc.batches.loader import ResumableLoader, flat_loaders
 from lightning_sgmcmc.batches.per_chain import ChainBatches
 from lightning_sgmcmc.chains.chains import Chains, chains_of, sampler_of
 from lightning_sgmcmc.chains.seeds import FitSeeds
+from lightning_sgmcmc.run.checkpoints import check_entries, check_loops
 from lightning_sgmcmc.run.generators import ProcessGenerators
 from lightning_sgmcmc.run.hyperparameters import log_settings
-from lightning_sgmcmc.run.loop_counts import Place, check_entries, check_loops, place_in, repair_loop_counts
+from lightning_sgmcmc.run.loop_counts import Place, place_in, repair_loop_counts
 from lightning_sgmcmc.run.settings import (
     Settings,
     check_ranks,
