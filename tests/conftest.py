@@ -12,6 +12,9 @@ import torch
 # would fail.
 torch.ones((), requires_grad=True).backward()
 
+LEFT_BY_LIGHTNING = ("PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""What an earlier trainer leaves in the environment: with a LOCAL_RANK, the next one starts no ranks and waits."""
+
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -35,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _quiet_and_contained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Run each test in a folder of its own, with one thread and without a seed left over from another test.
+    """Run each test in a folder of its own, with one thread and without what Lightning leaves in the environment.
 
     Ctrl-C ends the program: a shell's background jobs ignore it, and so does Lightning after a KeyboardInterrupt.
     """
@@ -43,7 +46,8 @@ def _quiet_and_contained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    for name in LEFT_BY_LIGHTNING:
+        monkeypatch.delenv(name, raising=False)
     logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
