@@ -17,22 +17,28 @@ from lightning_sgmcmc.callbacks.bayesian_model_average import BayesianModelAvera
 from lightning_sgmcmc.callbacks.planned_length import PlannedLength
 from lightning_sgmcmc.callbacks.run_budget import RunBudget
 from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls
-from lightning_sgmcmc.chains.drawing import Drawing
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_choice, check_count, check_positive, check_within
-from lightning_sgmcmc.diagnostics.stacking import stacking_weights
+from lightning_sgmcmc.diagnostics.decisions import stacking_weights
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
-from lightning_sgmcmc.evaluation.full_data import undisturbed
-from lightning_sgmcmc.evaluation.of_samples import DrawingScores, SampleScores, in_host_memory, scores_on, states_on
-from lightning_sgmcmc.evaluation.scoring import Scorer, of_observed
+from lightning_sgmcmc.evaluation.passes import undisturbed
+from lightning_sgmcmc.evaluation.scoring import (
+    DrawingScores,
+    SampleScores,
+    Scorer,
+    in_host_memory,
+    of_observed,
+    scores_on,
+    states_on,
+)
 from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.likelihoods import ClassLikelihood
 from lightning_sgmcmc.model import named_trainable
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.posterior.calibration import sureness
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.posterior import Posterior
-from lightning_sgmcmc.posterior.sureness import sureness
 from lightning_sgmcmc.priors import GaussianPrior, HierarchicalPrior, Prior
 from lightning_sgmcmc.priors.hierarchical import NEVER, VARIANCE
 from lightning_sgmcmc.priors.state import prior_state

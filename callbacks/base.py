@@ -6,12 +6,11 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_sgmcmc.chains.chains import chains_of
-from lightning_sgmcmc.chains.drawing import Drawing
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.checks import is_of_other_namespace, names_arguments
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.settings import changed_arguments
+from lightning_sgmcmc.run.trainer import Place
 
 
 class SamplerCallback(pl.Callback):

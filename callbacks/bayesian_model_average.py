@@ -12,25 +12,28 @@ from torch.utils._pytree import tree_leaves
 from lightning_sgmcmc.batches.loader import is_shuffled
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import require_schedule, schedule_of
-from lightning_sgmcmc.chains.drawing import Drawing
-from lightning_sgmcmc.chains.sample import PosteriorSample, record_of
-from lightning_sgmcmc.chains.together import MOST, grouped, runs_at_once
+from lightning_sgmcmc.chains.execution import MOST, grouped, runs_at_once
+from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample, record_of
 from lightning_sgmcmc.checks import check_choice, check_flag
 from lightning_sgmcmc.compiling import is_compiled
-from lightning_sgmcmc.evaluation.full_data import full_log_likelihoods, undisturbed
-from lightning_sgmcmc.evaluation.loader_average import LoaderAverage, loaders_of
-from lightning_sgmcmc.evaluation.of_samples import DrawingScores, SampleScores, in_host_memory, scores_on, states_on
+from lightning_sgmcmc.evaluation.loader_average import LoaderAverage, UserMetrics, loaders_of
 from lightning_sgmcmc.evaluation.out_of_distribution import OutOfDistributionData, OutOfDistributionSource
-from lightning_sgmcmc.evaluation.reference import Reference
-from lightning_sgmcmc.evaluation.scoring import Scorer, of_observed
-from lightning_sgmcmc.evaluation.stored_scores import StoredScores
-from lightning_sgmcmc.evaluation.user_metrics import UserMetrics
+from lightning_sgmcmc.evaluation.passes import full_log_likelihoods, undisturbed
+from lightning_sgmcmc.evaluation.reference import Reference, StoredScores
+from lightning_sgmcmc.evaluation.scoring import (
+    DrawingScores,
+    SampleScores,
+    Scorer,
+    in_host_memory,
+    of_observed,
+    scores_on,
+    states_on,
+)
 from lightning_sgmcmc.files import megabytes
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.posterior.units import scaling_of_run
-from lightning_sgmcmc.run.early_stopping import PatientStopping
-from lightning_sgmcmc.run.places import Place
-from lightning_sgmcmc.run.trainer import is_finished
+from lightning_sgmcmc.posterior.segments import scaling_of_run
+from lightning_sgmcmc.run.checks import PatientStopping
+from lightning_sgmcmc.run.trainer import Place, is_finished
 
 MONITORS = ("val/bma_", "val/single_", "val/chain_disagreement")
 """The beginnings of the names of the metrics that change with the samples only."""

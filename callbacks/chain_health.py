@@ -17,16 +17,14 @@ from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count, check_flag, check_positive, check_within
 from lightning_sgmcmc.diagnostics.assessment import assess
 from lightning_sgmcmc.diagnostics.findings import FindingKind
-from lightning_sgmcmc.diagnostics.group_step import Clipping, GroupStep
 from lightning_sgmcmc.diagnostics.health import HealthReport
-from lightning_sgmcmc.diagnostics.observer import StepObserver, unreduced
+from lightning_sgmcmc.diagnostics.observer import Clipping, GroupStep, StepObserver, unreduced
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.facts import facts_of
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.run.loggers import log_scalars, write_output
-from lightning_sgmcmc.run.places import Place
-from lightning_sgmcmc.run.trainer import callbacks_of, is_trial, said_by
+from lightning_sgmcmc.run.trainer import Place, callbacks_of, is_trial, said_by
 from lightning_sgmcmc.samplers import StepLaw
 from lightning_sgmcmc.tensors import exact
 

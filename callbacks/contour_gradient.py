@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian
 from lightning_sgmcmc.callbacks.contour_run import ContourRun, inexact_settings
 from lightning_sgmcmc.callbacks.schedule import begin_first_stage, schedule_of
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.checks import check_choice, check_count, check_flag, check_kind
 from lightning_sgmcmc.contour import (
     Contour,
@@ -23,12 +23,10 @@ from lightning_sgmcmc.contour import (
     EnergyRange,
     Location,
 )
-from lightning_sgmcmc.evaluation.sample_energy import Kind, available_kind, sample_energies
+from lightning_sgmcmc.evaluation.passes import Kind, available_kind, sample_energies
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.run.hyperparameters import log_values
-from lightning_sgmcmc.run.loggers import is_logged, log_scalars
-from lightning_sgmcmc.run.places import Place
-from lightning_sgmcmc.run.trainer import fit_steps, is_trial
+from lightning_sgmcmc.run.loggers import is_logged, log_scalars, log_values
+from lightning_sgmcmc.run.trainer import Place, fit_steps, is_trial
 from lightning_sgmcmc.tensors import sent
 
 

@@ -10,7 +10,7 @@ from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.contour import ChainGroup, Contour, ContourRules, ContourStart, ContourState
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.samplers.base import Control
+from lightning_sgmcmc.samplers.sampler import Control
 from lightning_sgmcmc.tensors import exact, exact_device, sent
 
 

@@ -13,8 +13,7 @@ from lightning_sgmcmc.callbacks.base import StepClaimant, bayesian, refuse_loss_
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.checks import check_choice, check_count
 from lightning_sgmcmc.run.loggers import is_logged, log_cost, log_scalars
-from lightning_sgmcmc.run.places import Place
-from lightning_sgmcmc.run.trainer import callbacks_of
+from lightning_sgmcmc.run.trainer import Place, callbacks_of
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.subsampling.ewsg import Guess, index_log_weights, metropolis_index

@@ -10,19 +10,20 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import require_schedule
 from lightning_sgmcmc.chains.chains import Chains
-from lightning_sgmcmc.chains.drawing import Drawing
+from lightning_sgmcmc.chains.samples import Drawing
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_choice, check_flag
-from lightning_sgmcmc.evaluation.at_center import (
+from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
+from lightning_sgmcmc.evaluation.passes import (
+    Kind,
     center_energies,
     centers_of,
     check_centered,
+    differs_in_training,
     excess_energies,
     gamma_of,
+    has_fresh_batches,
 )
-from lightning_sgmcmc.evaluation.full_energy import differs_in_training
-from lightning_sgmcmc.evaluation.held_data import HeldData, held_data
-from lightning_sgmcmc.evaluation.sample_energy import Kind, has_fresh_batches
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.learning_coefficient import (
     LearningCoefficientEstimate,
@@ -33,8 +34,7 @@ from lightning_sgmcmc.run.learning_coefficient import (
     other_temperature,
 )
 from lightning_sgmcmc.run.loggers import log_figure, log_scalars
-from lightning_sgmcmc.run.places import Place
-from lightning_sgmcmc.run.trainer import is_trial
+from lightning_sgmcmc.run.trainer import Place, is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.tensors import exact, exact_device
 

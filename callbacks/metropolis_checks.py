@@ -6,9 +6,9 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from lightning_sgmcmc.batches.reversal import fault_of_order, has_short_steps
+from lightning_sgmcmc.batches.rows import fault_of_order, has_short_steps
 from lightning_sgmcmc.callbacks.schedule import Schedule, is_optimization
-from lightning_sgmcmc.evaluation.full_energy import differs_in_training
+from lightning_sgmcmc.evaluation.passes import differs_in_training
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_probe

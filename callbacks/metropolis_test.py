@@ -7,7 +7,7 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_sgmcmc.batches.reversal import fault_of_start
+from lightning_sgmcmc.batches.rows import fault_of_start
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, refuse_loss_scaler
 from lightning_sgmcmc.callbacks.metropolis_checks import check_run, check_trajectories, warn_of_other_laws
 from lightning_sgmcmc.callbacks.schedule import Schedule, epoch_length, require_schedule, schedule_of
@@ -15,11 +15,10 @@ from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.diagnostics.verdict import SELDOM_ACCEPTED
-from lightning_sgmcmc.evaluation.full_energy import full_energies
-from lightning_sgmcmc.evaluation.held_data import HeldData, held_data
+from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
+from lightning_sgmcmc.evaluation.passes import full_energies
 from lightning_sgmcmc.run.loggers import log_scalars
-from lightning_sgmcmc.run.places import Place
-from lightning_sgmcmc.run.trainer import is_probe, is_trial, log_interval
+from lightning_sgmcmc.run.trainer import Place, is_probe, is_trial, log_interval
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
 from lightning_sgmcmc.samplers.trajectory import Trajectory
 from lightning_sgmcmc.seeding import derive_seed

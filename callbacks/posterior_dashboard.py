@@ -11,8 +11,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.run_summary import STAGE_NAMES
-from lightning_sgmcmc.chains.drawing import Drawing
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.figures.samples import segments_figure
@@ -21,11 +20,17 @@ from lightning_sgmcmc.posterior.segments import SegmentWalk
 from lightning_sgmcmc.report import drawings as parts
 from lightning_sgmcmc.run.facts import prior_norm
 from lightning_sgmcmc.run.folder import run_folder
-from lightning_sgmcmc.run.history import CYCLE, NLL, PRIOR_NORM, RunHistory
-from lightning_sgmcmc.run.loggers import log_figure, log_histogram, log_scalars, log_table, write_output
-from lightning_sgmcmc.run.places import Place
-from lightning_sgmcmc.run.traces import named_step_sizes, traced_weights
-from lightning_sgmcmc.run.trainer import is_trial, log_interval
+from lightning_sgmcmc.run.loggers import (
+    log_figure,
+    log_histogram,
+    log_scalars,
+    log_table,
+    named_step_sizes,
+    traced_weights,
+    write_output,
+)
+from lightning_sgmcmc.run.results import CYCLE, NLL, PRIOR_NORM, RunHistory
+from lightning_sgmcmc.run.trainer import Place, is_trial, log_interval
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.tensors import mean_of
 

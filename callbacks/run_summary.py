@@ -15,22 +15,22 @@ from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.evaluation.sentences import Claim, five_sentences
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.disk import DiskStore
-from lightning_sgmcmc.posterior.units import scaling_of_run
-from lightning_sgmcmc.run.baseline import baseline_of
-from lightning_sgmcmc.run.evaluation_file import StoredEvaluation, per_datum, write_evaluation
+from lightning_sgmcmc.posterior.segments import scaling_of_run
 from lightning_sgmcmc.run.folder import run_folder
-from lightning_sgmcmc.run.origin import origin_of_run
-from lightning_sgmcmc.run.places import Place
 from lightning_sgmcmc.run.results import (
     METHODS,
     OPTIMIZED,
+    StoredEvaluation,
     keep_earlier_results,
     markdown_table,
+    origin_of_run,
+    per_datum,
     plain_console,
     read_health,
+    write_evaluation,
     write_results,
 )
-from lightning_sgmcmc.run.trainer import is_trial
+from lightning_sgmcmc.run.trainer import Place, baseline_of, is_trial
 
 STAGE_NAMES = {"val": "validation data", "test": "test data"}
 

@@ -10,28 +10,24 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.callbacks.schedule import require_schedule
-from lightning_sgmcmc.chains.drawing import Drawing
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import Drawing, PosteriorSample
 from lightning_sgmcmc.checks import check_count, check_flag
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.files import local_path
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.calibration import saved_calibration
-from lightning_sgmcmc.posterior.checks import check_fits
 from lightning_sgmcmc.posterior.description import description_for_store
-from lightning_sgmcmc.posterior.disk import DiskStore
-from lightning_sgmcmc.posterior.lagging import LaggingStore
-from lightning_sgmcmc.posterior.lock import StoreLock
+from lightning_sgmcmc.posterior.disk import DiskStore, LaggingStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST
-from lightning_sgmcmc.posterior.network import model_of
+from lightning_sgmcmc.posterior.networks import model_of
 from lightning_sgmcmc.posterior.posterior import Posterior
+from lightning_sgmcmc.posterior.predictive import check_fits
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
-from lightning_sgmcmc.run.common_folder import check_common, mark_of_store
-from lightning_sgmcmc.run.folder import newest_store, run_folder
-from lightning_sgmcmc.run.places import Place
+from lightning_sgmcmc.posterior.writing import StoreLock
+from lightning_sgmcmc.run.checkpoints import check_common, mark_of_store
+from lightning_sgmcmc.run.folder import begin_store, continue_store, find_store, newest_store, on_rank_zero, run_folder
 from lightning_sgmcmc.run.resume import check_resume
-from lightning_sgmcmc.run.sample_folder import begin_store, continue_store, find_store, on_rank_zero
-from lightning_sgmcmc.run.trainer import is_finished, is_trial
+from lightning_sgmcmc.run.trainer import Place, is_finished, is_trial
 from lightning_sgmcmc.tables import Columns
 
 

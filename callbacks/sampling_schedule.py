@@ -7,7 +7,7 @@ import torch
 from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count, check_kind, check_number
-from lightning_sgmcmc.samplers.base import Control
+from lightning_sgmcmc.samplers.sampler import Control
 from lightning_sgmcmc.schedules import Annealing, PolynomialDecay
 
 

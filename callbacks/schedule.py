@@ -11,12 +11,11 @@ from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian
 from lightning_sgmcmc.chains.chains import chains_of
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.run.interruption import pass_on
-from lightning_sgmcmc.run.places import Place
-from lightning_sgmcmc.run.trainer import callbacks_of, fit_steps, is_trial
+from lightning_sgmcmc.run.ranks import pass_on
+from lightning_sgmcmc.run.trainer import Place, callbacks_of, fit_steps, is_trial
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.samplers.base import NO_COLD_LIMIT, Control
-from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
+from lightning_sgmcmc.samplers.sampler import NO_COLD_LIMIT, Control
+from lightning_sgmcmc.samplers.sgld import PreconditionedSampler
 
 
 class StepControls(NamedTuple):

@@ -9,12 +9,12 @@ from torch import Tensor
 from lightning_sgmcmc.callbacks.base import SamplerCallback, bayesian, refuse_loss_scaler
 from lightning_sgmcmc.callbacks.schedule import is_warming_up
 from lightning_sgmcmc.chains.chains import Chains, chains_of
+from lightning_sgmcmc.chains.execution import undisturbed_generators
 from lightning_sgmcmc.chains.row_energies import weighed
-from lightning_sgmcmc.chains.stateless import undisturbed_generators
 from lightning_sgmcmc.checks import check_count, check_flag
-from lightning_sgmcmc.evaluation.full_data import pass_over_data
-from lightning_sgmcmc.evaluation.held_data import HeldData, held_data
-from lightning_sgmcmc.run.places import Place
+from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
+from lightning_sgmcmc.evaluation.passes import pass_over_data
+from lightning_sgmcmc.run.trainer import Place
 from lightning_sgmcmc.subsampling.snapshot import Snapshot
 from lightning_sgmcmc.tensors import exact, exact_device
 

@@ -12,11 +12,11 @@ from lightning_sgmcmc.callbacks.planned_length import PlannedLength
 from lightning_sgmcmc.callbacks.schedule import RunLength, Schedule, StepControls
 from lightning_sgmcmc.chains.chains import Chains, chains_of
 from lightning_sgmcmc.chains.layout import ChainLayout, layout_of
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.checks import check_count, check_within
 from lightning_sgmcmc.diagnostics.iterates import IterateMoments
-from lightning_sgmcmc.evaluation.refreshed import check_statistics, refreshed
+from lightning_sgmcmc.evaluation.drawn_networks import check_statistics, refreshed
 from lightning_sgmcmc.expansion import is_expanded
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.samplers import Sampler

@@ -15,8 +15,7 @@ from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.warm_start import BestStates, ChainOptimizers, check_optimizer, make_optimizer
 from lightning_sgmcmc.checks import check_choice, check_count, check_kind, check_positive
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.run.places import Place
-from lightning_sgmcmc.run.trainer import fit_steps, is_trial
+from lightning_sgmcmc.run.trainer import Place, fit_steps, is_trial
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.schedules import Patience, cyclical_lr_factor
 

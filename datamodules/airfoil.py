@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
+from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.arrays import one_line
 from lightning_sgmcmc.datamodules.base import (
     ArrayDataModule,

@@ -10,9 +10,8 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder, check_order
-from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader
+from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder, check_order
 from lightning_sgmcmc.checks import check_count, check_within, names_arguments
 from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader
 from lightning_sgmcmc.tables import InputColumns

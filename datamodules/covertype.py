@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
+from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.arrays import one_line, read_arrays, to_labels
 from lightning_sgmcmc.datamodules.base import (
     ArrayDataModule,

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
+from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fractions, random_split
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
+from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.datamodules.arrays import one_line
 from lightning_sgmcmc.datamodules.augmentation import Augmentation, check_probability

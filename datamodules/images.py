@@ -9,7 +9,7 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
+from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split
 from lightning_sgmcmc.files import megabytes
 

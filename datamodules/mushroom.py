@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
+from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.arrays import one_line
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fractions, find_file, random_split
 from lightning_sgmcmc.files import megabytes

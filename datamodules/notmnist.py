@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
+from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.arrays import read_arrays, to_images, to_labels
 from lightning_sgmcmc.datamodules.base import Split, find_file, random_split
 from lightning_sgmcmc.datamodules.images import ImageDataModule, Normalise, Resident

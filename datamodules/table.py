@@ -9,7 +9,7 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
+from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fractions, random_split, standardise
 from lightning_sgmcmc.datamodules.targets import Task, read_targets
 from lightning_sgmcmc.tables import Columns, InputColumns, as_tensor, is_frame

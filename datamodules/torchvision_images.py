@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder
+from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.arrays import one_line, read_arrays, to_images, to_labels
 from lightning_sgmcmc.datamodules.augmentation import Augmentation, check_probability
 from lightning_sgmcmc.datamodules.base import Split, random_split

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_sgmcmc.batches.loader import ResumableLoader, as_is
-from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder, check_order
+from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder, check_order
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.datamodules.base import replica_of
 from lightning_sgmcmc.datamodules.loading import TensorBatches

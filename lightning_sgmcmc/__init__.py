@@ -2,11 +2,10 @@
 
 from importlib.metadata import version
 
-from lightning_sgmcmc.batches.clustered import ClusteredOrder, cluster_data
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.batches.repeated import CyclicOrder, SymmetricOrder
+from lightning_sgmcmc.batches.orders import ClusteredOrder, CyclicOrder, SymmetricOrder, cluster_data
 from lightning_sgmcmc.batches.switching import SwitchingBatchSampler, SwitchingOrder
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.chains.strategy import ChainStrategy
 from lightning_sgmcmc.contour import (
     Contour,

@@ -13,19 +13,21 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.inputs import (
+    LABELS,
+    MASK,
     Arguments,
     Features,
     arguments_of,
     arguments_of_network,
     called,
     check_dtype,
+    next_tokens,
     parted,
     plain,
     trimmed,
     unused,
     unwrapped,
 )
-from lightning_sgmcmc.batches.language import LABELS, MASK, next_tokens
 from lightning_sgmcmc.checks import names_other_lightning
 from lightning_sgmcmc.likelihoods import Likelihood, TokenCategorical
 from lightning_sgmcmc.planning import RunPlan

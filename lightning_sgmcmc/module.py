@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.batches.rows import resolve_num_data
-from lightning_sgmcmc.chains.chains import Chains, sampler_of
+from lightning_sgmcmc.chains.chains import Chains, check_step_size, sampler_of
 from lightning_sgmcmc.chains.energies import Execution, each_log_likelihood
-from lightning_sgmcmc.chains.first_batches import check_batch
-from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.chains.seeds import present_place
+from lightning_sgmcmc.chains.layout import present_place
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.chains.starts import redraw
-from lightning_sgmcmc.chains.step_sizes import check_step_size
+from lightning_sgmcmc.chains.weights import check_batch
 from lightning_sgmcmc.checks import check_choice, check_control, check_count
 from lightning_sgmcmc.compiling import Compile
 from lightning_sgmcmc.contour.learned import LearnedContour
@@ -28,14 +27,12 @@ from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.predictions import Prediction
 from lightning_sgmcmc.priors import Prior
 from lightning_sgmcmc.run.checks import warn_of_other_loss
-from lightning_sgmcmc.run.example_input import is_example, leave_out_graph
 from lightning_sgmcmc.run.folder import settle_folders
-from lightning_sgmcmc.run.offline import stay_offline_without_login
-from lightning_sgmcmc.run.places import put_in_place
+from lightning_sgmcmc.run.loggers import stay_offline_without_login
 from lightning_sgmcmc.run.progress_bar import SamplingProgress
 from lightning_sgmcmc.run.resume import ExactResume, check_continues, count_saved_fit
 from lightning_sgmcmc.run.safeguards import Safeguards
-from lightning_sgmcmc.run.trainer import callbacks_of
+from lightning_sgmcmc.run.trainer import callbacks_of, is_example, leave_out_graph, put_in_place
 from lightning_sgmcmc.samplers import SGLD, Sampler
 from lightning_sgmcmc.samplers.factories import check_sampler
 

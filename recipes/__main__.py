@@ -25,7 +25,7 @@ from lightning_sgmcmc.recipes.shared.pages import write_pages
 from lightning_sgmcmc.recipes.shared.results import markdown, write_results
 from lightning_sgmcmc.recipes.shared.settings import plain_settings, read_settings
 from lightning_sgmcmc.recipes.shared.workers import LastingWorkers
-from lightning_sgmcmc.run.origin import origin_of_run
+from lightning_sgmcmc.run.results import origin_of_run
 
 FOLDER = Path(__file__).parent
 ALL = "all"

@@ -56,7 +56,7 @@ from pytorch_lightning.loggers import CSVLogger
 
 from lightning_sgmcmc.callbacks import PosteriorDashboard
 from lightning_sgmcmc.compiling import Compile
-from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
+from lightning_sgmcmc.diagnostics.scores import predictive_entropy
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.evaluation import entropy_figure, growth_figure
 from lightning_sgmcmc.recipes.shared import resnet

@@ -145,7 +145,7 @@ def scores(method: str, predict: Callable[[Any], Any], tests: Any, what: Any) ->
     import torch
     from torchmetrics.functional.classification import binary_auroc
 
-    from lightning_sgmcmc.diagnostics.metrics import classification_metrics
+    from lightning_sgmcmc.diagnostics.scores import classification_metrics
 
     known, other = predict(tests[0]), predict(tests[2])
     metrics = {name: float(v) for name, v in classification_metrics(known.probabilities, tests[1]).items()}

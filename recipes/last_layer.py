@@ -161,7 +161,7 @@ def fit_and_score(
     from lightning_sgmcmc import SGHMC, Categorical, FeatureDataModule, GaussianPrior, bayesianize
     from lightning_sgmcmc.callbacks import DeepEnsemble, SamplingSchedule
     from lightning_sgmcmc.datamodules import ArrayDataModule, Split
-    from lightning_sgmcmc.diagnostics.metrics import classification_metrics, out_of_distribution_metrics
+    from lightning_sgmcmc.diagnostics.scores import classification_metrics, out_of_distribution_metrics
 
     class Images(ArrayDataModule):
         def load(self) -> tuple[Split, Split, Split]:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Bernoulli, GaussianPrior, PolynomialDecay, PosteriorSample
 from lightning_sgmcmc.callbacks import CyclicalSchedule, SamplerCallback, SamplingSchedule
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
-from lightning_sgmcmc.diagnostics.chains import import_arviz
+from lightning_sgmcmc.diagnostics.draws import import_arviz
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.recipes.shared.effective_sizes import PICTURES, Measures, Study
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.diagnostics.samples import autocorrelation, autocorrelation_time
+from lightning_sgmcmc.diagnostics.draws import autocorrelation, autocorrelation_time
 from lightning_sgmcmc.figures.canvas import COLOURS, canvas, integer_ticks, legend_above, panels, save_figure, series
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options

@@ -54,7 +54,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior, samplers
-from lightning_sgmcmc.batches.clustered import ClusteredOrder, cluster_data
+from lightning_sgmcmc.batches.orders import ClusteredOrder, cluster_data
 from lightning_sgmcmc.callbacks import EWSG, SamplingSchedule
 from lightning_sgmcmc.datamodules import MNISTDataModule, Split
 from lightning_sgmcmc.figures.canvas import save_figure

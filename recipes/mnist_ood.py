@@ -185,7 +185,7 @@ def one(method: Method, seed: int, chains: int, setting: Settings, options: Opti
 
 def evaluated(module: "BayesianModule", data: Any, unknown: Any, device: Any) -> Outcome:
     """Test each chain's average on MNIST and on notMNIST."""
-    from lightning_sgmcmc.diagnostics.metrics import (
+    from lightning_sgmcmc.diagnostics.scores import (
         classification_metrics,
         out_of_distribution_metrics,
         predictive_entropy,

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.contour import Contour, ContourRules, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
-from lightning_sgmcmc.diagnostics.samples import cell_masses, divergence, mode_coverage, resample
+from lightning_sgmcmc.diagnostics.draws import cell_masses, divergence, mode_coverage, resample
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.targets import plane_figure, trajectories_figure
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_sgmcmc.diagnostics.samples import cell_masses, mode_coverage
+from lightning_sgmcmc.diagnostics.draws import cell_masses, mode_coverage
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.targets import plane_figure
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.contour import Contour, ContourRules, ContourState, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition, bin_index
-from lightning_sgmcmc.diagnostics.samples import cell_masses, divergence
+from lightning_sgmcmc.diagnostics.draws import cell_masses, divergence
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.targets import plane_figure, progress_figure
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs

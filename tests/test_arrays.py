@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Gaussian, Posterior
 from lightning_sgmcmc.callbacks import SamplingSchedule
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.datamodules import TableDataModule
 from lightning_sgmcmc.posterior.store import MemoryStore
 from tests.support.trainers import quiet_trainer

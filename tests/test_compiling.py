@@ -10,11 +10,12 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from lightning_sgmcmc import compiling
-from lightning_sgmcmc.batches.padding import with_few_lengths
-from lightning_sgmcmc.chains import energies, together
-from lightning_sgmcmc.chains.stateless import state_of
+from lightning_sgmcmc.batches.loader import with_few_lengths
+from lightning_sgmcmc.chains import energies
+from lightning_sgmcmc.chains import execution as together
+from lightning_sgmcmc.chains.execution import state_of
 from lightning_sgmcmc.evaluation.scoring import Scorer
-from lightning_sgmcmc.samplers import fused
+from lightning_sgmcmc.samplers import rows as fused
 from tests.support.comparisons import assert_same
 from tests.support.problems import Net
 from tests.support.texts import LENGTHS, Config, batch_of, fit_texts

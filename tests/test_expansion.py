@@ -21,7 +21,7 @@ from lightning_sgmcmc import (
     expand,
 )
 from lightning_sgmcmc.callbacks import SWAG, BayesianModelAverage, ChainHealth, SampleCollector, SamplingSchedule
-from lightning_sgmcmc.chains.stateless import StatelessCall, network_state
+from lightning_sgmcmc.chains.execution import StatelessCall, network_state
 from lightning_sgmcmc.expansion import collapse, collapsed, expansions_of, product, with_factors
 from tests.support.comparisons import assert_same
 from tests.support.problems import Data

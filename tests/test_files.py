@@ -15,7 +15,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.files import TEMPORARY, make_folder, write_atomically
-from lightning_sgmcmc.posterior import aside
+from lightning_sgmcmc.posterior import manifest as aside
 from tests.support.small_run import loader, module
 from tests.support.trainers import quiet_trainer
 

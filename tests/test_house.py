@@ -151,7 +151,7 @@ FLOAT64_ELSEWHERE = {
     "lightning_sgmcmc/tensors.py": "the helpers that all others use",
     "lightning_sgmcmc/contour/contour.py": "a contour is on its device's `exact_device`",
     "lightning_sgmcmc/contour/partition.py": "as the contour",
-    "lightning_sgmcmc/contour/warm_up.py": "as the contour",
+    "lightning_sgmcmc/contour/start.py": "as the contour",
     "lightning_sgmcmc/planning/": "a plan is made in the host's memory",
     "lightning_sgmcmc/priors/centers.py": "a centre is read from a file",
     "lightning_sgmcmc/report/": "columns that were read from files",

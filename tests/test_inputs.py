@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Categorical, Posterior, ResumableLoader, TokenCategorical
-from lightning_sgmcmc.batches.padding import padded_alike
+from lightning_sgmcmc.batches.loader import padded_alike
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.datamodules import DatasetDataModule

@@ -32,7 +32,7 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
 )
 from lightning_sgmcmc.callbacks.schedule import RunLength
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from tests.support.problems import blob_network, blobs, classifier, loaders
 from tests.support.recorders import Samples
 from tests.support.trainers import quiet_trainer

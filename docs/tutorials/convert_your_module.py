@@ -33,7 +33,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_sgmcmc import BayesianModule, Categorical, FlatPrior, Posterior
 from lightning_sgmcmc.callbacks import AutoSampling, BayesianModelAverage, ChainHealth, DeepEnsemble, SampleCollector
 from lightning_sgmcmc.datamodules import DatasetDataModule
-from lightning_sgmcmc.diagnostics.metrics import classification_metrics
+from lightning_sgmcmc.diagnostics.scores import classification_metrics
 
 logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # without Lightning's greetings
 os.chdir(tempfile.mkdtemp())  # runs write files

@@ -33,7 +33,7 @@ from torch.nn.functional import cross_entropy
 from lightning_sgmcmc import SGHMC, Categorical, FeatureDataModule, GaussianPrior, Posterior, bayesianize
 from lightning_sgmcmc.callbacks import ChainHealth, DeepEnsemble, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import TableDataModule
-from lightning_sgmcmc.diagnostics.metrics import classification_metrics, out_of_distribution_metrics
+from lightning_sgmcmc.diagnostics.scores import classification_metrics, out_of_distribution_metrics
 
 logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)  # without Lightning's greetings
 os.chdir(tempfile.mkdtemp())  # runs write files

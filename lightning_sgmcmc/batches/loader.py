@@ -1,10 +1,13 @@
 """A training loader whose batches are functions of (seed, chain, epoch, position), so a run can continue anywhere."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from lightning_fabric.utilities import move_data_to_device
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_map
 from torch.utils.data import (
     DataLoader,
@@ -15,10 +18,102 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_sgmcmc.batches.order import BatchOrder, MakeOrder, OrderSpec, batches_per_epoch, check_order
-from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder, OrderSpec, batches_per_epoch, check_order
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.seeding import derive_seed, fit_seed, reseed, reseed_everything, unchanged_generators
+
+
+class ChainBatches(list[Any]):
+    """A list with a mini-batch for each chain of this process.
+
+    A plain batch instead of such a list is shared by all chains.
+    """
+
+    def __init__(self, batches: Iterable[Any], stack: Any = None) -> None:
+        super().__init__(batches)
+        self._stack = stack
+
+    @classmethod
+    def of_stack(cls, stack: Any, num_chains: int) -> "ChainBatches":
+        """Return the batches of tensors with a leading chain axis; they are views."""
+        leaves, structure = pytree.tree_flatten(stack)
+        batches = [pytree.tree_unflatten([leaf[chain] for leaf in leaves], structure) for chain in range(num_chains)]
+        return cls(batches, stack)
+
+    def stacked(self) -> Any:
+        """Return one batch whose tensors have a leading chain axis.
+
+        Raises:
+            ValueError: if the batches have parts that are not tensors, or their shapes differ between chains.
+        """
+        if self._stack is None:
+            self._stack = pytree.tree_map(_stack, *self)
+        return self._stack
+
+    def to(self, device: torch.device | str, non_blocking: bool | None = None) -> "ChainBatches":
+        """Return the batches on a device; a trainer moves them by this method.
+
+        Tensors move as one stack over the chains, so that a step has one copy for each part of a batch, and the batches
+        are views of it. On its way to a CUDA device the stack is in pinned memory, and the copy does not block.
+
+        Args:
+            device: the device.
+            non_blocking: whether the host does not wait for the copy; None waits on a CPU or MPS device only.
+        """
+        device = torch.device(device)
+        leaves = pytree.tree_leaves(list(self) if self._stack is None else self._stack)
+        if all(isinstance(leaf, Tensor) and leaf.device == device for leaf in leaves):
+            return self
+        if non_blocking is None:
+            non_blocking = device.type not in ("cpu", "mps")
+        if self._stack is None and device.type == "cpu":
+            return ChainBatches(move_data_to_device(list(self), device))
+        if self._stack is None:
+            columns = list(zip(*(pytree.tree_leaves(batch) for batch in self), strict=False))
+            if not all(map(_are_alike, columns)):
+                return ChainBatches(move_data_to_device(list(self), device))
+            structure = pytree.tree_structure(self[0])
+            pinned = device.type == "cuda"
+            stack = pytree.tree_unflatten([_stack_in(column, pinned) for column in columns], structure)
+        else:
+            stack = self._stack
+        moved = pytree.tree_map(lambda tensor: tensor.to(device, non_blocking=non_blocking), stack)
+        return self.of_stack(moved, len(self))
+
+
+def _stack(*parts: Any) -> Tensor:
+    if not all(isinstance(part, Tensor) for part in parts):
+        raise ValueError(
+            f"a batch with a {type(parts[0]).__name__} in it cannot be stacked over chains: let batches hold tensors "
+            "only, or run the chains one after the other by chain_execution='loop'"
+        )
+    shapes = list(dict.fromkeys(str(tuple(part.shape)) for part in parts))
+    if len(shapes) > 1:
+        raise ValueError(
+            f"the chains' batches have the shapes {', '.join(shapes)}, and chains that are computed at once need one: "
+            "pad all batches to one length in collate_fn (padding='max_length'), or pass chain_execution='loop'"
+        )
+    return torch.stack(parts)
+
+
+def _are_alike(parts: tuple[Any, ...]) -> bool:
+    """Return whether the parts of the chains' batches are plain tensors that one tensor can hold."""
+    if not all(type(part) is Tensor and part.layout == torch.strided for part in parts):
+        return False
+    return len({(part.shape, part.dtype, part.device) for part in parts}) == 1
+
+
+def _stack_in(parts: tuple[Tensor, ...], pinned: bool) -> Tensor:
+    """Return a stack, of tensors in the host's memory in pinned memory if so wanted."""
+    first = parts[0]
+    if not pinned or first.device.type != "cpu":
+        return torch.stack(parts)
+    into = torch.empty(len(parts), *first.shape, dtype=first.dtype, pin_memory=True)
+    return torch.stack([part.detach() for part in parts], out=into)
+
+
+# -- loader ------------------------------------------------------------------------------------------------------------
+
 
 SHUFFLING = RandomSampler | SubsetRandomSampler | WeightedRandomSampler
 
@@ -326,3 +421,90 @@ def _default_collate_of(dataset: Dataset[Any]) -> Callable[[list[Any]], Any]:
 def as_is(batch: Any) -> Any:
     """Collate nothing: the data set returns whole batches."""
     return batch
+
+
+# -- padding -----------------------------------------------------------------------------------------------------------
+
+
+IGNORED = -100
+"""Label of a token that does not count, as in torch's cross entropy and in transformers."""
+VALUES = {"attention_mask": 0, "token_type_ids": 0, "special_tokens_mask": 1, "labels": IGNORED}
+"""What padding has in the entries of a tokenizer's batch, beside "input_ids"."""
+SHORTEST = 32
+"""The smallest of the few lengths."""
+
+
+def most_tokens(config: Any) -> int | None:
+    """Return how many tokens a network of Hugging Face takes, None if its configuration does not say how and to what
+    its inputs may be padded."""
+    if getattr(config, "pad_token_id", None) is None:
+        return None
+    found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+    return next((most for most in found if isinstance(most, int) and most > 0), None)
+
+
+def common_length(length: int, most: int) -> int:
+    """Return the power of two that a length is padded to: at least 32, and at most what the network takes.
+
+    >>> [common_length(length, 512) for length in (5, 33, 300, 512, 600)]
+    [32, 64, 512, 512, 600]
+    """
+    power = 1 << (length - 1).bit_length() if length > 1 else 1
+    return max(length, min(max(power, SHORTEST), most))
+
+
+def padded_alike(batches: Sequence[Any], pad: int, most: int | None = None) -> list[Any]:
+    """Return the chains' batches of tokens with the length of the longest, if they have an attention mask.
+
+    A collate function pads a batch to its own longest text, so the lengths differ between chains, and between steps.
+    Masked tokens have no effect. Batches without a mask, or with other entries of that length than a tokenizer's, are
+    returned as they are.
+
+    Args:
+        batches: dicts with "attention_mask", or pairs of one and a target.
+        pad: the token that pads "input_ids".
+        most: pads to one of a few lengths (`common_length`), for a compiled network that takes at most so many tokens;
+            None pads to the longest.
+    """
+    inputs = [batch[0] if isinstance(batch, list | tuple) and batch else batch for batch in batches]
+    if not all(isinstance(own, Mapping) and isinstance(own.get("attention_mask"), Tensor) for own in inputs):
+        return list(batches)
+    lengths = [own["attention_mask"].shape[-1] for own in inputs]
+    longest = max(lengths) if most is None else common_length(max(lengths), most)
+    if set(lengths) == {longest} or not all(map(_may_be_longer, batches, inputs, lengths)):
+        return list(batches)
+    values = VALUES | {"input_ids": pad}
+    found: list[Any] = []
+    for batch, own, length in zip(batches, inputs, lengths, strict=True):
+        longer = longest - length
+        padded = {
+            name: F.pad(tensor, (0, longer), value=values[name])
+            if longer and name in values and isinstance(tensor, Tensor) and tensor.shape[1:] == (length,)
+            else tensor
+            for name, tensor in own.items()
+        }
+        found.append(padded if own is batch else (padded, *batch[1:]))
+    return found
+
+
+def with_few_lengths(batch: Any, net: Any) -> Any:
+    """Return a batch to evaluate as a compiled network takes it: one without an output for each token is padded.
+
+    Args:
+        batch: a dict with "attention_mask", or a pair of one and a target; others are returned as they are.
+        net: the network.
+    """
+    config: Any = getattr(net, "config", None)
+    most = most_tokens(config)
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if most is None or (isinstance(labels, Tensor) and labels.dim() > 1):
+        return batch
+    return padded_alike([batch], config.pad_token_id, most)[0]
+
+
+def _may_be_longer(batch: Any, own: Mapping[str, Any], length: int) -> bool:
+    """Return whether what is known to have a number for each token is all that has so many columns."""
+    targets = [] if own is batch else list(batch[1:])
+    known = {*VALUES, "input_ids"}
+    others = [*targets, *(tensor for name, tensor in own.items() if name not in known)]
+    return not any(isinstance(tensor, Tensor) and tensor.shape[1:2] == (length,) for tensor in others)

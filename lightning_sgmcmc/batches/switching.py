@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler as IndexSampler
 
-from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec, check_all_data_are_taken
+from lightning_sgmcmc.batches.orders import BatchOrder, OrderSpec, check_all_data_are_taken
 from lightning_sgmcmc.checks import check_count, check_positive
 from lightning_sgmcmc.seeding import derive_seed
 

@@ -3,7 +3,7 @@
 from lightning_sgmcmc.chains.chains import Chains, chains_of, sampler_of
 from lightning_sgmcmc.chains.claims import Claims
 from lightning_sgmcmc.chains.layout import ChainLayout
-from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord
+from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord
 from lightning_sgmcmc.chains.state import Stage, StepEnergy
 from lightning_sgmcmc.chains.strategy import ChainStrategy
 

@@ -4,13 +4,15 @@ A process with C chains holds tensors with a leading axis of size C, or plain on
 with P chains holds them with an axis of size P, or plain ones where P = 1.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_sgmcmc.chains.layout import ChainLayout
+from lightning_sgmcmc.chains.samples import PARTS, PosteriorSample
 
 
 def join_tensors(parts: Sequence[Mapping[str, Tensor]], chains_each: int) -> dict[str, Tensor]:
@@ -128,3 +130,71 @@ def _split_control(value: Any, layout: ChainLayout) -> Any:
         return value
     own = layout.own(value)
     return own.item() if layout.num_chains == 1 else own
+
+
+# -- packing -----------------------------------------------------------------------------------------------------------
+
+
+NUMBERS = tuple(field.name for field in fields(PosteriorSample) if field.name not in (*PARTS, "shared"))
+KINDS = (int, float, bool)
+"""Types of the other fields, which may also be None; float64 holds them exactly, integers below 2^53."""
+
+
+class SampleRows:
+    """The form of a run's samples: which tensors they hold, and where each lies in a row.
+
+    Args:
+        sample: any of them; all samples of a run have its form.
+    """
+
+    def __init__(self, sample: PosteriorSample) -> None:
+        self._places: list[tuple[str, str, torch.dtype, torch.Size, slice]] = []
+        sizes: dict[torch.dtype, int] = {}
+        for part in PARTS:
+            for name, tensor in getattr(sample, part).items():
+                start = sizes.get(tensor.dtype, 0)
+                sizes[tensor.dtype] = start + tensor.numel()
+                place = slice(start, start + tensor.numel())
+                self._places.append((part, name, tensor.dtype, tensor.shape, place))
+        self.dtypes = tuple(sizes)
+        self._shared = sample.shared
+
+    def pack(self, samples: Sequence[PosteriorSample], device: torch.device) -> list[Tensor]:
+        """Return the samples' tensors, one tensor (S, P) on a device for each of `dtypes`."""
+        packed = []
+        for dtype in self.dtypes:
+            names = [(part, name) for part, name, own, *_ in self._places if own == dtype]
+            flat = [getattr(sample, part)[name].reshape(-1).to(device) for sample in samples for part, name in names]
+            packed.append(torch.cat(flat).view(len(samples), -1))
+        return packed
+
+    def unpack(self, rows: Sequence[Tensor], numbers: Tensor) -> Iterator[PosteriorSample]:
+        """Yield the samples that `pack` and `numbers_of` were given; each owns its tensors.
+
+        Args:
+            rows: one tensor (S, P) for each of `dtypes`.
+            numbers: shape (S, 2·F).
+        """
+        for index, own in enumerate(numbers.tolist()):
+            row = {dtype: tensor[index].clone() for dtype, tensor in zip(self.dtypes, rows, strict=True)}
+            held: dict[str, Any] = {part: {} for part in PARTS}
+            for part, name, dtype, shape, place in self._places:
+                held[part][name] = row[dtype][place].view(shape)
+            yield PosteriorSample(**_numbers(own), **held, shared=self._shared)
+
+
+def numbers_of(samples: Sequence[PosteriorSample]) -> Tensor:
+    """Return the values of the samples' other fields and their types, shape (S, 2·F), float64, in the host's memory."""
+    table = []
+    for sample in samples:
+        values = [getattr(sample, name) for name in NUMBERS]
+        kinds = [-1 if value is None else KINDS.index(type(value)) for value in values]
+        table.append([0.0 if value is None else float(value) for value in values] + list(map(float, kinds)))
+    return torch.tensor(table, dtype=torch.float64)
+
+
+def _numbers(row: Sequence[float]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value, kind in zip(NUMBERS, row[: len(NUMBERS)], row[len(NUMBERS) :], strict=True):
+        found[name] = None if kind < 0 else KINDS[int(kind)](value)
+    return found

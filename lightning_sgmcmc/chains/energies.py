@@ -7,19 +7,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.batches.padding import most_tokens, padded_alike
-from lightning_sgmcmc.batches.per_chain import ChainBatches
-from lightning_sgmcmc.chains.first_batches import FirstBatches
+from lightning_sgmcmc.batches.loader import ChainBatches, most_tokens, padded_alike
+from lightning_sgmcmc.chains.execution import StatelessCall, homes_of
 from lightning_sgmcmc.chains.row_energies import RowEnergies, weighed
 from lightning_sgmcmc.chains.stacked import StackedChains
 from lightning_sgmcmc.chains.starts import layer_at_fault
 from lightning_sgmcmc.chains.state import StepEnergy
-from lightning_sgmcmc.chains.stateless import StatelessCall, homes_of
+from lightning_sgmcmc.chains.weights import FirstBatches
 from lightning_sgmcmc.compiling import Compile, compiled_if_possible, is_compiled
 from lightning_sgmcmc.model import EnergyModel, check_shape, overrides
 from lightning_sgmcmc.priors.held import held_rows, without_held
 from lightning_sgmcmc.priors.state import prior_state
-from lightning_sgmcmc.samplers.flat import FlatParameters
+from lightning_sgmcmc.samplers.rows import FlatParameters
 
 Execution = Literal["auto", "loop", "vmap", "unrolled"]
 

@@ -1,19 +1,333 @@
-"""Posterior samples from the chains' current states."""
+"""Posterior samples from the chains' current states, drawn, packed and sent to the host."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_sgmcmc.chains.chains import Chains
-from lightning_sgmcmc.chains.drawing import Drawing, FlatStates, Parts
-from lightning_sgmcmc.chains.replicas import check_replicas
-from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.chains.transfers import HostCopies
+from lightning_sgmcmc.diagnostics.draws import within_groups
 from lightning_sgmcmc.expansion import collapsed
 from lightning_sgmcmc.model import EnergyModel, of_prior
 from lightning_sgmcmc.priors import HierarchicalPrior
 from lightning_sgmcmc.priors.state import is_prior_state
+from lightning_sgmcmc.tensors import STATISTICS, as_rows, exact, exact_device
+
+
+@dataclass(repr=False)
+class PosteriorSample:
+    """One draw from the posterior: a chain's parameters and buffers, and their origin in the run.
+
+    Attributes:
+        step: optimizer steps made when it was drawn.
+        cycle: index of the cycle, from 0 (0 throughout without cycles).
+        chain: global index of the chain.
+        energy: the step's mini-batch estimate Ũ of the potential energy (before the step's update), in nats; or U
+            of the sample itself over all data, if a callback computed it.
+        log_weight: log of its importance weight, up to a constant; 0 if samples are equally weighted.
+        parameters: the sampled parameters of this chain's module by name, without a chain axis.
+        buffers: all buffers, likewise (BatchNorm's running statistics, …).
+        shared: the tensors that are not sampled and that all samples of a run have in common, by name: frozen
+            parameters and the buffers of frozen parts. They are the same objects in all samples; do not change them.
+        bin: bin of the energy, from 0; None without an energy partition.
+        comparable: whether the constant in log_weight is the same for all chains. It is not if each chain learns its
+            own π; weights are then normalised within each chain, and chains count alike.
+        scales: standard deviation of each parameter under a `HierarchicalPrior`, drawn with it, each of shape (), by
+            the parameter's name; empty with other priors.
+        draw: its number, from 0, among the draws that a callback made of the chain's state at this step (networks from
+            a SWAG Gaussian, dropout masks); 0 if the state itself is the sample.
+    """
+
+    step: int
+    cycle: int
+    chain: int
+    energy: float
+    log_weight: float = 0.0
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    bin: int | None = None
+    comparable: bool = True
+    scales: dict[str, Tensor] = field(default_factory=dict)
+    draw: int = 0
+    shared: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """All tensors of the sample's network: parameters, buffers, and what is not sampled."""
+        return {**self.shared, **self.parameters, **self.buffers}
+
+    @property
+    def own_state(self) -> dict[str, Tensor]:
+        """The tensors in which samples differ: parameters and buffers."""
+        return {**self.parameters, **self.buffers}
+
+    def __repr__(self) -> str:
+        numbers = sum(parameter.numel() for parameter in self.parameters.values())
+        return (
+            f"PosteriorSample(step={self.step}, chain={self.chain}, cycle={self.cycle}, energy={self.energy:.6g}, "
+            f"log_weight={self.log_weight:.6g}, {numbers} parameters in {len(self.parameters)} tensors)"
+        )
+
+
+@dataclass(frozen=True)
+class SampleRecord:
+    """A sample's manifest entry (see `PosteriorSample`), with the name of its file ("" in memory) and the CRC-32 of the
+    file's bytes in hexadecimal ("" if unknown)."""
+
+    step: int
+    cycle: int
+    chain: int
+    energy: float
+    log_weight: float
+    file: str = ""
+    checksum: str = field(default="", compare=False)  # equal samples may be in files with another order
+    bin: int | None = None
+    comparable: bool = True
+    draw: int = 0
+
+
+def record_of(sample: PosteriorSample, file: str = "", checksum: str = "") -> SampleRecord:
+    """Return a sample's record."""
+    place = (sample.step, sample.cycle, sample.chain, sample.energy, sample.log_weight)
+    return SampleRecord(*place, file, checksum, sample.bin, sample.comparable, sample.draw)
+
+
+def comparable_log_weights(records: Sequence[SampleRecord]) -> Tensor:
+    """Return the samples' log-weights with one constant for all, shape (S,), float64.
+
+    They are those of the records, or normalised within each chain if the records' are not comparable.
+    """
+    log_weights = torch.tensor([record.log_weight for record in records], dtype=torch.float64)
+    if all(record.comparable for record in records):
+        return log_weights
+    return within_groups(log_weights, torch.tensor([record.chain for record in records]))
+
+
+def on_cpu(sample: PosteriorSample) -> PosteriorSample:
+    """Return a copy of a sample in the host's memory; tensors that it shares with others are not copied."""
+    parameters = {k: v.detach().to("cpu", copy=True) for k, v in sample.parameters.items()}
+    buffers = {k: v.detach().to("cpu", copy=True) for k, v in sample.buffers.items()}
+    scales = {k: v.detach().to("cpu", copy=True) for k, v in sample.scales.items()}
+    return replace(sample, parameters=parameters, buffers=buffers, scales=scales)
+
+
+# -- transfers ---------------------------------------------------------------------------------------------------------
+
+
+class HostCopies:
+    """Copies of tensors in host memory, which a CUDA device makes while the host continues.
+
+    They go to pinned memory, and one event says that all of them are complete. Tensors on other devices are copied at
+    once. The originals may be changed afterwards.
+
+    Args:
+        tensors: tensors on the host, and on one other device.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._event: Any = None
+        self._copies = [_copy(tensor.detach()) for tensor in tensors]
+        device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+        if device is not None:
+            self._event = torch.cuda.Event(blocking=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> list[Tensor]:
+        """Return the copies, once they are complete."""
+        event = self._event
+        if event is not None:
+            event.synchronize()
+            self._event = None
+        return self._copies
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cuda":
+        return tensor.to("cpu", copy=True)
+    target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return target.copy_(tensor, non_blocking=True)
+
+
+# -- drawing -----------------------------------------------------------------------------------------------------------
+
+
+Parts = dict[str, dict[str, Tensor]]
+"""A sample's parameters, buffers and scales, each by name."""
+PARTS = ("parameters", "buffers", "scales")
+"""The fields of a sample that hold tensors by name."""
+
+
+class FlatStates:
+    """Copies of the states of C chains: for each dtype one tensor (C, P), with a row for each chain.
+
+    Each tensor begins at an even column, so that pairs of numbers in its last axis can be viewed as complex ones.
+
+    Args:
+        parts: parameters, buffers and scales of all chains by name, with a leading chain axis where C > 1.
+        num_chains: C.
+    """
+
+    def __init__(self, parts: Mapping[str, Mapping[str, Tensor]], num_chains: int) -> None:
+        self._num_chains = num_chains
+        self._names: dict[torch.dtype, list[tuple[str, str, torch.Size]]] = {}
+        """Part, name and shape of each tensor in the flat tensor of a dtype, in the order of its columns."""
+        self._order = {part: list(parts[part]) for part in PARTS}
+        self._ends: dict[torch.dtype, dict[int, int]] = {}
+        """The ends of the columns of parameters, running statistics, other buffers and scales, by dtype."""
+        rows: dict[torch.dtype, list[Tensor]] = {}
+        statistics = {name: tensor for name, tensor in parts["buffers"].items() if name.endswith(STATISTICS)}
+        others = {name: tensor for name, tensor in parts["buffers"].items() if name not in statistics}
+        kinds = (("parameters", parts["parameters"]), ("buffers", statistics), ("buffers", others))
+        for kind, (part, tensors) in enumerate((*kinds, ("scales", parts["scales"]))):
+            for name, tensor in tensors.items():
+                row = as_rows(tensor.detach(), num_chains)
+                rows.setdefault(tensor.dtype, []).extend([row, row[:, :1]] if row.shape[1] % 2 else [row])
+                shape = tensor.shape[1:] if num_chains > 1 else tensor.shape
+                self._names.setdefault(tensor.dtype, []).append((part, name, shape))
+            for dtype, pieces in rows.items():
+                self._ends.setdefault(dtype, {})[kind] = sum(piece.shape[1] for piece in pieces)
+        self.flat = {dtype: torch.cat(pieces, 1) for dtype, pieces in rows.items()}
+
+    def of_chain(self, row: int, flat: Mapping[torch.dtype, Tensor] | None = None) -> Parts:
+        """Return a chain's tensors, which are views.
+
+        Args:
+            row: the chain's row.
+            flat: copies of the flat states, instead of these.
+        """
+        flat = self.flat if flat is None else flat
+        found: Parts = {part: {} for part in PARTS}
+        for dtype, names in self._names.items():
+            sizes = [shape.numel() for _, _, shape in names]
+            pieces = flat[dtype][row].split([size + size % 2 for size in sizes])
+            for (part, name, shape), size, piece in zip(names, sizes, pieces, strict=True):
+                found[part][name] = piece[:size].view(shape)
+        return {part: {name: found[part][name] for name in names} for part, names in self._order.items()}
+
+    def suspects(self) -> Tensor:
+        """Return for each chain whether a parameter or running statistic may be NaN or infinite, or another buffer NaN;
+        masks often have infinities.
+
+        A sum of finite numbers may overflow, so a suspect is to be examined; other chains are sound.
+
+        Returns:
+            shape (C,), bool, on the device.
+        """
+        found: list[Tensor] = []
+        for dtype, flat in self.flat.items():
+            if not dtype.is_floating_point:
+                continue
+            ends, wide = self._ends[dtype], torch.promote_types(dtype, torch.float32)
+            finite, numbers = ends.get(1, ends.get(0, 0)), ends.get(2, ends.get(1, ends.get(0, 0)))
+            found.append(~flat[:, :finite].sum(1, dtype=wide).isfinite())
+            found.append(flat[:, finite:numbers].sum(1, dtype=wide).isnan())
+        return torch.stack(found).any(0) if found else torch.zeros(self._num_chains, dtype=torch.bool)
+
+
+class Drawing:
+    """Samples that are drawn together.
+
+    Args:
+        samples: the samples, in their order.
+        states: the flat states of which their tensors are views; None if they are tensors of their own.
+        rows: the row of each sample in these.
+    """
+
+    def __init__(
+        self, samples: Sequence[PosteriorSample], states: FlatStates | None = None, rows: Sequence[int] = ()
+    ) -> None:
+        self.samples = list(samples)
+        self._states = states
+        self._rows = list(rows)
+        self._copies: HostCopies | None = None
+
+    def host_copy(self, sample: PosteriorSample) -> Callable[[], PosteriorSample]:
+        """Return a function that returns the sample in host memory, once the device has copied it.
+
+        The first call begins one copy of all samples of the drawing.
+
+        Args:
+            sample: one of the drawing's samples.
+        """
+        place = next((i for i, own in enumerate(self.samples) if own is sample), None)
+        if place is None:
+            return Drawing([sample]).host_copy(sample)
+        if self._copies is None:
+            self._copies = HostCopies(self._originals())
+        return lambda: self._on_host(place)
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the samples are in a CUDA device's memory."""
+        return any(tensor.device.type == "cuda" for tensor in self._originals())
+
+    def _originals(self) -> list[Tensor]:
+        if self._states is not None:
+            return list(self._states.flat.values())
+        return [t for sample in self.samples for part in PARTS for t in getattr(sample, part).values()]
+
+    def _on_host(self, place: int) -> PosteriorSample:
+        assert self._copies is not None
+        copies, sample = self._copies.wait(), self.samples[place]
+        if self._states is not None:
+            flat = dict(zip(self._states.flat, copies, strict=True))
+            return _with_parts(sample, self._states.of_chain(self._rows[place], flat))
+        remaining = iter(copies)
+        for own in self.samples[: place + 1]:
+            parts = {part: {name: next(remaining) for name in getattr(own, part)} for part in PARTS}
+        return _with_parts(sample, parts)
+
+
+def _with_parts(sample: PosteriorSample, parts: Parts) -> PosteriorSample:
+    return replace(sample, parameters=parts["parameters"], buffers=parts["buffers"], scales=parts["scales"])
+
+
+# -- replicas ----------------------------------------------------------------------------------------------------------
+
+
+PRIME = 2**31 - 1
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensors: list[Tensor]) -> Tensor:
+    """Return a number below 2³¹ that changes with any bit of the tensors, up to chance, shape (), on their device."""
+    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+    for place, tensor in enumerate(tensors, 1):
+        bits = tensor.detach().contiguous().view(BITS[tensor.element_size()])
+        total = (total + place * (bits.sum(dtype=torch.int64) % PRIME)) % PRIME
+    return total
+
+
+def check_replicas(chains: Chains, step: int) -> None:
+    """Compare the chains of this process among the ranks that share them, by one reduction; all of these call it.
+
+    Args:
+        chains: the chains of this process.
+        step: optimizer steps made.
+
+    Raises:
+        RuntimeError: if they differ, naming the ranks.
+    """
+    layout = chains.layout
+    if layout.ranks_per_chain == 1:
+        return
+    sums = torch.zeros(layout.ranks_per_chain, dtype=torch.float64, device=exact_device(chains.model.device))
+    sums[layout.rank_in_chain] = exact(checksum(list(chains.trainable.values())))
+    found = layout.mean_over_data(sums).tolist()
+    first = layout.first_chain // layout.num_chains * layout.ranks_per_chain
+    others = [first + rank for rank, value in enumerate(found) if value != found[0]]
+    if others:
+        which = f"rank {others[0]} has" if len(others) == 1 else f"ranks {', '.join(map(str, others))} have"
+        raise RuntimeError(
+            f"{which} other parameters than rank {first} at step {step}, and they share chain {layout.first_chain}, so "
+            "its samples would be of no posterior: use one model of GPU, the same versions, deterministic layers and a "
+            "sampler that passes its seed on"
+        )
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
 
 
 def draw_samples(chains: Chains, step: int, check: Callable[[PosteriorSample], None]) -> Iterator[Drawing]:

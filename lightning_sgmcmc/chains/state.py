@@ -237,7 +237,7 @@ class Counters:
 
 @dataclass
 class Pulse:
-    """The progress of the process's main thread, for other ranks (see `run/rank_watch.py`).
+    """The progress of the process's main thread, for other ranks (see `run/ranks.py`).
 
     Attributes:
         count: events so far: batches begun, losses and gradients computed, batches ended.

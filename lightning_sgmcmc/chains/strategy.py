@@ -15,12 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_sgmcmc.chains.checkpoint import join_sampler, join_tensors, split_sampler, split_tensors
-from lightning_sgmcmc.chains.groups import naming_the_network, new_group
-from lightning_sgmcmc.chains.layout import ChainLayout, mean_over_ranks
-from lightning_sgmcmc.chains.packing import SampleRows, numbers_of
-from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.chains.sharing import keys_of
+from lightning_sgmcmc.chains.checkpoint import (
+    SampleRows,
+    join_sampler,
+    join_tensors,
+    numbers_of,
+    split_sampler,
+    split_tensors,
+)
+from lightning_sgmcmc.chains.layout import ChainLayout, mean_over_ranks, naming_the_network, new_group
+from lightning_sgmcmc.chains.samples import PosteriorSample
+from lightning_sgmcmc.chains.starts import keys_of
 from lightning_sgmcmc.checks import check_count
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.seeding import derive_seed

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sgmcmc.chains.chains import Chains
-from lightning_sgmcmc.chains.stateless import state_of
+from lightning_sgmcmc.chains.execution import state_of
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.factories import chosen_options, name_of
 from lightning_sgmcmc.schedules import Patience

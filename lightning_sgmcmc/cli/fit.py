@@ -26,7 +26,7 @@ from lightning_sgmcmc.cli.plan import plan
 from lightning_sgmcmc.cli.tune import TuningTrainer, tune
 from lightning_sgmcmc.files import is_remote
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.run.early_stopping import why_without_samples
+from lightning_sgmcmc.run.checks import why_without_samples
 from lightning_sgmcmc.run.folder import (
     continue_run_of,
     evaluate_beside,

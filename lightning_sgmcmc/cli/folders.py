@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_sgmcmc.cli.exits import Mistake
-from lightning_sgmcmc.posterior.lock import LOCK, InUseError, is_in_use, lock_alone, lock_shared
+from lightning_sgmcmc.posterior.writing import LOCK, InUseError, is_in_use, lock_alone, lock_shared
 
 
 @contextmanager

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_flag, check_positive, check_within
-from lightning_sgmcmc.contour.contour import Contour, ContourState
-from lightning_sgmcmc.contour.energy_law import EnergyLaw
-from lightning_sgmcmc.contour.partition import EnergyPartition, bin_index
-from lightning_sgmcmc.contour.rules import ContourRules
+from lightning_sgmcmc.contour.contour import Contour, ContourRules, ContourState
+from lightning_sgmcmc.contour.partition import EnergyLaw, EnergyPartition, bin_index
 
 LEAST_ENERGIES = 100
 """Energies below which their standard deviation is known to worse than 7 %, even if they are independent."""

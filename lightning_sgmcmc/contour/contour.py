@@ -9,15 +9,111 @@ Chains form the leading axis C; they share one π or have one each. Bins are cou
 """
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from lightning_sgmcmc.checks import check_choice, check_flag, check_number, check_positive, check_within
 from lightning_sgmcmc.contour.partition import EnergyPartition, bin_index
-from lightning_sgmcmc.contour.rules import ContourRules
-from lightning_sgmcmc.tensors import exact
+from lightning_sgmcmc.tensors import Control, exact
+
+Scheme = Literal["scalable", "original", "high-order"]
+Difference = Literal["backward", "forward"]
+Weighting = Literal["interpolated", "bin"]
+
+
+@dataclass(frozen=True)
+class DecayingStepSize:
+    """ω_k = min(maximum, numerator/(k^exponent + offset)), the step size of the stochastic approximation.
+
+    Args:
+        numerator: > 0.
+        exponent: in (1/2, 1] for convergence, 0 for a constant step.
+        offset: ≥ 0.
+        maximum: upper limit, in (0, 1]; None is 1.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    numerator: float = 1.0
+    exponent: float = 0.6
+    offset: float = 100.0
+    maximum: float | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("numerator", self.numerator)
+        check_within("exponent", self.exponent, "[0, 1]")
+        check_within("offset", self.offset, "[0, inf)")
+        if self.maximum is not None:
+            check_within("maximum", self.maximum, "(0, 1]")
+
+    def at(self, step: int) -> float:
+        """Return ω of step k = 1, 2, …"""
+        largest = 1.0 if self.maximum is None else self.maximum
+        return min(largest, self.numerator / (step**self.exponent + self.offset))
+
+
+@dataclass(frozen=True)
+class ContourRules:
+    """How a contour sampler flattens the target, learns π and weighs samples; `Contour` has the formulas.
+
+    Args:
+        zeta: ζ ≥ 0, how much is flattened. "original" with 0.75 leaves mass^{1-ζ} in each bin, and a barrier of energy
+            B becomes one of about (1-ζ)·B; "scalable" flattens for every ζ.
+        scheme: how π is learned: "scalable" (for networks), "original" or "high-order".
+        difference: "backward" or "forward" difference in the multiplier κ.
+        weighting: "interpolated" weighs by Ψ(U)^ζ; "bin" weighs by π(J)^ζ, for bins that are wide relative to the
+            temperature.
+        correction: ρ ≥ 0 of the scheme "high-order".
+        flat_last_bin: whether κ = 1 and Ψ is constant above the last edge, as eq. (6) has it in the first bin. False
+            follows eq. (6) literally, but a negative multiplier in an unbounded bin drives the chain away.
+        min_multiplier: lower limit of κ; None sets no limit.
+        max_multiplier: upper limit of κ; None sets no limit.
+        weight_exponent: α of tempered weights Ψ(U)^{αζ}, in [0, 1]; 1 is exact.
+        floor: lower limit of π(i), in [0, 1/m); 0 sets no limit.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    zeta: float = 0.75
+    scheme: Scheme = "scalable"
+    difference: Difference = "backward"
+    weighting: Weighting = "interpolated"
+    correction: float = 1.0
+    flat_last_bin: bool = True
+    min_multiplier: float | None = None
+    max_multiplier: float | None = None
+    weight_exponent: float = 1.0
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("zeta", self.zeta), ("correction", self.correction), ("floor", self.floor)):
+            check_number(name, value)
+        check_choice("scheme", self.scheme, get_args(Scheme))
+        check_choice("difference", self.difference, get_args(Difference))
+        check_choice("weighting", self.weighting, get_args(Weighting))
+        if self.min_multiplier is not None:
+            check_within("min_multiplier", self.min_multiplier, "(-inf, 1]")
+        if self.max_multiplier is not None:
+            check_within("max_multiplier", self.max_multiplier, "[1, inf)")
+        check_within("weight_exponent", self.weight_exponent, "[0, 1]")
+        check_flag("flat_last_bin", self.flat_last_bin)
+
+    @property
+    def regularisation(self) -> dict[str, float]:
+        """The settings that make the weights inexact, by name; empty without any."""
+        names = ("min_multiplier", "max_multiplier", "weight_exponent", "floor")
+        defaults = {field.name: field.default for field in fields(self)}
+        return {name: getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
+
+
+# -- contour -----------------------------------------------------------------------------------------------------------
+
 
 LARGEST_SHARE = 0.5
 """Largest share of π that moves into one bin in one step; it limits only step sizes beyond any sensible range."""
@@ -295,3 +391,78 @@ def _move_groups_(log_vector: Tensor, index: Tensor, shares: Tensor) -> None:
     keep = torch.log1p(-shares.mean(1, keepdim=True))
     arrives = torch.zeros_like(log_vector).scatter_add_(1, index, shares / index.shape[1])
     log_vector.copy_(torch.logaddexp(log_vector + keep, arrives.log()))
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+class ContourKernels:
+    """A contour's functions with its edges on a device.
+
+    Compiled, a function is a few kernels instead of dozens of operations on tensors of a handful of numbers. The step
+    size and the temperature, which change, are then tensors of shape (): a compiled function would be compiled again
+    for each new number. They are in the host's memory, from which a kernel takes them as arguments.
+
+    Args:
+        contour: partition and rules.
+        device: of the chains.
+        compiled: whether to compile the functions.
+    """
+
+    def __init__(self, contour: Contour, device: torch.device, compiled: bool = False) -> None:
+        self._contour = contour
+        self._device = device
+        self._compiled = compiled
+        self._edges = contour.partition.edges(device)
+        functions: list[Callable[..., Any]] = [self._locate, self._encode, self._learn, self._learn_coded]
+        if compiled:
+            functions = [torch.compile(function, dynamic=False) for function in functions]
+        self._locates, self._encodes, self._learns, self._learns_coded = functions
+
+    def locate(self, state: ContourState, energy: Tensor, temperature: Control = 1.0) -> Location:
+        """Return `Contour.locate`."""
+        return Location(*self._locates(state, energy, self._input(temperature)))
+
+    def encode(self, location: Location) -> Tensor:
+        """Return the encoded energies of the chains."""
+        code: Tensor = self._encodes(location.energy, location.index)
+        return code
+
+    def learn(self, state: ContourState, location: Location, step_size: float) -> None:
+        """Update π from the chains' locations."""
+        self._learns(state, location.index, location.log_density, self._input(step_size))
+
+    def learn_coded(self, state: ContourState, codes: Tensor, step_size: float) -> None:
+        """Update π from the encoded energies of all chains, shape (P,)."""
+        self._learns_coded(state, codes, None, self._input(step_size))
+
+    def learn_together(self, state: ContourState, location: Location, step_size: float) -> None:
+        """Update π from the locations of all chains by way of their encoded energies, as chains of several processes
+        do."""
+        self._learns_coded(state, location.energy, location.index, self._input(step_size))
+
+    def _input(self, value: Control) -> Control:
+        """Return a number as the functions take it."""
+        return torch.tensor(value, dtype=torch.float64) if self._compiled and not isinstance(value, Tensor) else value
+
+    def _locate(self, state: ContourState, energy: Tensor, temperature: Control) -> tuple[Tensor, ...]:
+        return self._contour.locate(state, energy, temperature, self._edges)
+
+    def _encode(self, energy: Tensor, index: Tensor) -> Tensor:
+        return self._contour.partition.encode(energy, index)
+
+    def _learn(self, state: ContourState, index: Tensor, log_density: Tensor, step_size: Control) -> None:
+        if self._compiled:
+            self._contour.learn_densely_(state, index, log_density, torch.as_tensor(step_size))
+        else:
+            self._contour.learn_(state, index, log_density, step_size)
+
+    def _learn_coded(self, state: ContourState, codes: Tensor, index: Tensor | None, step_size: Control) -> None:
+        """Update π from codes, or from energies with their bins."""
+        partition = self._contour.partition
+        codes = codes if index is None else partition.encode(codes, index)
+        location = self._contour.locate(state, partition.decode(codes), 1.0, self._edges, index)
+        self._learn(state, location.index, location.log_density, step_size)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._contour, self._device, self._compiled)  # compiled functions cannot be copied

@@ -3,33 +3,44 @@
 Pure functions of tensors, and small classes for their results; nothing here depends on a trainer or a module.
 """
 
-from lightning_sgmcmc.diagnostics.agreement import agreement, total_variation
 from lightning_sgmcmc.diagnostics.assessment import assess
-from lightning_sgmcmc.diagnostics.chains import ChainDiagnostics, ChainGrid, chain_diagnostics
-from lightning_sgmcmc.diagnostics.conformal import class_scores, conformal_threshold
-from lightning_sgmcmc.diagnostics.estimates import Observations
-from lightning_sgmcmc.diagnostics.findings import Finding, FindingKind
-from lightning_sgmcmc.diagnostics.geometry import classical_scaling, interpolate, squared_distances, weight_sketch
-from lightning_sgmcmc.diagnostics.health import HealthReport, RunMeasures, Temperatures
-from lightning_sgmcmc.diagnostics.metrics import (
-    brier_score,
-    classification_metrics,
-    out_of_distribution_metrics,
-    predictive_entropy,
-    reliability,
+from lightning_sgmcmc.diagnostics.decisions import (
+    agreement,
+    aurc,
+    class_scores,
+    conformal_threshold,
+    risk_at_coverage,
+    risk_coverage,
+    total_variation,
 )
-from lightning_sgmcmc.diagnostics.observer import StepObserver
-from lightning_sgmcmc.diagnostics.samples import (
+from lightning_sgmcmc.diagnostics.draws import (
+    ChainDiagnostics,
+    ChainGrid,
     autocorrelation,
     autocorrelation_time,
+    chain_diagnostics,
     normalised_weights,
     resample,
     wasserstein_distance,
     weight_efficiency,
     within_groups,
 )
-from lightning_sgmcmc.diagnostics.scores import gaussian_mixture_crps, interval_score, pit_histogram, sample_crps
-from lightning_sgmcmc.diagnostics.selective import aurc, risk_at_coverage, risk_coverage
+from lightning_sgmcmc.diagnostics.estimates import Observations
+from lightning_sgmcmc.diagnostics.findings import Finding, FindingKind
+from lightning_sgmcmc.diagnostics.geometry import classical_scaling, interpolate, squared_distances, weight_sketch
+from lightning_sgmcmc.diagnostics.health import HealthReport, RunMeasures, Temperatures
+from lightning_sgmcmc.diagnostics.observer import StepObserver
+from lightning_sgmcmc.diagnostics.scores import (
+    brier_score,
+    classification_metrics,
+    gaussian_mixture_crps,
+    interval_score,
+    out_of_distribution_metrics,
+    pit_histogram,
+    predictive_entropy,
+    reliability,
+    sample_crps,
+)
 from lightning_sgmcmc.diagnostics.verdict import RunFacts
 
 __all__ = [

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.diagnostics.batch_means import chi_square_interval, mean_and_error, student_quantile
+from lightning_sgmcmc.diagnostics.draws import chi_square_interval, mean_and_error, student_quantile
 from lightning_sgmcmc.diagnostics.health import EnergySummary, Interval, Temperatures
 
 NUM_ROWS = 4

@@ -6,8 +6,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.diagnostics.batch_means import MAX_BATCHES, mean_and_error, merge_batches, student_quantile
-from lightning_sgmcmc.diagnostics.chains import chain_diagnostics, correlation_time, import_arviz, rhat_limit
+from lightning_sgmcmc.diagnostics.draws import (
+    MAX_BATCHES,
+    chain_diagnostics,
+    correlation_time,
+    import_arviz,
+    mean_and_error,
+    merge_batches,
+    rhat_limit,
+    student_quantile,
+)
 from lightning_sgmcmc.diagnostics.findings import Finding, FindingKind
 from lightning_sgmcmc.silence import silenced
 from lightning_sgmcmc.tensors import widest

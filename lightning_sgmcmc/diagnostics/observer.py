@@ -5,16 +5,52 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.diagnostics.batch_means import BatchMeans, merge_batches, without_warm_up
+from lightning_sgmcmc.diagnostics.draws import BatchMeans, merge_batches, without_warm_up
 from lightning_sgmcmc.diagnostics.estimates import ANCHORED, KINETIC, NOISE, NUM_ROWS, PLAIN, Observations
-from lightning_sgmcmc.diagnostics.group_step import NO_CLIPPING, Clipping, GroupStep
 from lightning_sgmcmc.samplers.law import StepLaw
 from lightning_sgmcmc.tensors import Control, inner_products, square_norms
+
+
+class GroupStep(NamedTuple):
+    """A step of one parameter group.
+
+    Attributes:
+        law: the sampler's law of the step.
+        temperature: τ.
+        gradient_multiplier: κ.
+        num_data: N.
+        momenta: momentum of each parameter, None without one.
+    """
+
+    law: StepLaw
+    temperature: Control
+    gradient_multiplier: Control
+    num_data: int
+    momenta: Sequence[Tensor | None]
+
+
+class Clipping(NamedTuple):
+    """How gradients are clipped after the observation.
+
+    Attributes:
+        limit: the largest norm, or the largest absolute value; None or 0 disables clipping.
+        by: "norm" or "value".
+    """
+
+    limit: float | None = None
+    by: Literal["norm", "value"] = "norm"
+
+
+NO_CLIPPING = Clipping()
+
+
+# -- observer ----------------------------------------------------------------------------------------------------------
+
 
 Batches = tuple[Tensor, Tensor]
 """Means (B, length) and lengths (B,) of batches of steps."""

@@ -3,14 +3,15 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.diagnostics.chains import ChainDiagnostics, ChainGrid, chain_diagnostics
-from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
+from lightning_sgmcmc.diagnostics.draws import ChainDiagnostics, ChainGrid, chain_diagnostics
+from lightning_sgmcmc.diagnostics.scores import predictive_entropy
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 
 PROBES = 256
@@ -185,3 +186,23 @@ def _summary(energies: np.ndarray) -> tuple[int, float, float]:
 def _spread(count: int, most: int) -> Tensor:
     """Return indices of at most `most` data, evenly spaced."""
     return torch.linspace(0, count - 1, min(count, most)).round().long()
+
+
+# -- html table --------------------------------------------------------------------------------------------------------
+
+
+def html_table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table; numbers have four significant digits, and all text is escaped.
+
+    Args:
+        caption: the text above it.
+        columns: the column names.
+        rows: one cell for each column.
+    """
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(_text(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _text(cell: object) -> str:
+    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)

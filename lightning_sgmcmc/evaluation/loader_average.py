@@ -1,24 +1,250 @@
-"""Evaluation of the collected samples on one data set, updated with every sample."""
+"""Evaluation of the collected samples on one data set, updated with every sample, with a user's own metrics."""
 
 import math
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
-from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.diagnostics.metrics import out_of_distribution_metrics
-from lightning_sgmcmc.diagnostics.samples import weight_efficiency, within_groups
+from lightning_sgmcmc.chains.samples import PosteriorSample
+from lightning_sgmcmc.diagnostics.draws import weight_efficiency, within_groups
+from lightning_sgmcmc.diagnostics.scores import mean_interval, out_of_distribution_metrics
 from lightning_sgmcmc.evaluation.averages import ChainsAverage, CycleAverage, WeightedAverage
-from lightning_sgmcmc.evaluation.comparison import ChainComparison
-from lightning_sgmcmc.evaluation.html_table import html_table
-from lightning_sgmcmc.evaluation.per_datum import PerDatumScores
+from lightning_sgmcmc.evaluation.comparison import ChainComparison, html_table
 from lightning_sgmcmc.evaluation.scoring import Scores
-from lightning_sgmcmc.evaluation.user_metrics import UserMetrics
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.predictions import RegressionPrediction
 from lightning_sgmcmc.tables import TargetScaling
+from lightning_sgmcmc.tensors import widest
+
+NAMES = ("best_single", "best_average", "first_cycle")
+
+
+@dataclass
+class Kept:
+    """Log densities log p(y|x) of one predictive.
+
+    Attributes:
+        density: for each datum, shape (n,), float32, on the CPU.
+        nll: their mean with the opposite sign, in nats per datum.
+        index: of the sample that it is, or that was added last, from 0.
+    """
+
+    density: Tensor
+    nll: float
+    index: int
+
+
+@dataclass
+class PerDatumScores:
+    """Log densities of the best single sample, of the best average and of the first cycle's average.
+
+    Memory is three numbers a datum, however many samples there are. The best are chosen by their NLL on the same data,
+    which favours them.
+    """
+
+    kept: dict[str, Kept] = field(default_factory=dict)
+    _first_cycle: int | None = None
+    _is_prefix: bool = True
+
+    def add(self, index: int, cycle: int, own: Tensor, average: Tensor) -> None:
+        """Add a sample.
+
+        Args:
+            index: its index, from 0.
+            cycle: its cycle.
+            own: log p(y|x,θ) of each datum, shape (n,).
+            average: the same of the average of all samples so far; empty while all weights are 0.
+        """
+        self._keep_lower("best_single", own, index)
+        if not len(average):
+            return
+        self._keep_lower("best_average", average, index)
+        self._first_cycle = cycle if self._first_cycle is None else self._first_cycle
+        in_first = cycle == self._first_cycle
+        last = self.kept.get("first_cycle")
+        if in_first and (last is None or last.index == index - 1):
+            self.kept["first_cycle"] = _kept(average, index)
+        elif in_first:
+            self._is_prefix = False  # the first cycle's samples did not come first
+
+    def _keep_lower(self, name: str, density: Tensor, index: int) -> None:
+        nll = -float(density.mean())
+        if math.isfinite(nll) and (name not in self.kept or nll < self.kept[name].nll):
+            self.kept[name] = _kept(density, index)
+
+    def first_cycle(self, count: int) -> Kept | None:
+        """Return the average of the first cycle's samples; None if there is one cycle only, or if it is not known.
+
+        Args:
+            count: number of all samples.
+        """
+        found = self.kept.get("first_cycle")
+        return found if found is not None and self._is_prefix and found.index + 1 < count else None
+
+    def gain(self, name: str, average: Tensor) -> tuple[float, tuple[float, float]] | None:
+        """Return how much lower the average's NLL is than that of a kept predictive, and the 95 % interval.
+
+        Args:
+            name: one of `NAMES`.
+            average: log density of the average at each datum, shape (n,).
+        """
+        found = self.kept.get(name)
+        if found is None or len(found.density) != len(average):
+            return None
+        difference = average.cpu().double() - widest(found.density)
+        return float(difference.mean()), mean_interval(difference)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: numbers and tensors."""
+        return {
+            "kept": {name: dict(vars(one)) for name, one in self.kept.items()},
+            "first_cycle": self._first_cycle,
+            "is_prefix": self._is_prefix,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore from `state_dict()`."""
+        self.kept = {name: Kept(**one) for name, one in state["kept"].items()}
+        self._first_cycle, self._is_prefix = state["first_cycle"], state["is_prefix"]
+
+
+def _kept(density: Tensor, index: int) -> Kept:
+    return Kept(density.detach().to("cpu", torch.float32, copy=True), -float(density.mean()), index)
+
+
+# -- user metrics ------------------------------------------------------------------------------------------------------
+
+
+class UserMetrics:
+    """Metrics of (prediction, target) by name.
+
+    Args:
+        metrics: functions or torchmetrics by name. Each is called with the class probabilities (n, K) and the labels
+            (n,), or in regression with the predictive means and the targets, both (n, D) and in the target's own
+            units, and returns one number.
+
+    Raises:
+        TypeError: if it is no mapping of names to callables.
+    """
+
+    def __init__(self, metrics: Mapping[str, Callable[..., Any]] | None) -> None:
+        if metrics is not None and (isinstance(metrics, Metric) or not hasattr(metrics, "items")):
+            raise TypeError(
+                f"metrics must be a dictionary of metrics by name, got a {type(metrics).__name__}: pass "
+                "metrics={'name': …}"
+            )
+        self._metrics: dict[str, Any] = dict((metrics or {}).items())
+        for name, metric in self._metrics.items():
+            if not callable(metric):
+                raise TypeError(f"metrics: '{name}' should be a metric or a function, got a {type(metric).__name__}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The metrics' names."""
+        return tuple(self._metrics)
+
+    def __repr__(self) -> str:
+        return str(list(self._metrics)) if self._metrics else "None"
+
+    def check(self, model: EnergyModel) -> None:
+        """Raise ValueError if the model has no likelihood, or its likelihood has a metric of the same name."""
+        if not self._metrics:
+            return
+        if model.likelihood is None:
+            raise ValueError("metrics needs a predictive, which a module's own log_likelihood has not: omit metrics")
+        known = sorted(set(self._metrics) & set(model.likelihood.metric_names))
+        if known:
+            raise ValueError(f"metrics has a '{known[0]}', as the likelihood itself: give it another name")
+
+    def values(
+        self, model: EnergyModel, terms: Mapping[str, Tensor], target: Tensor | None, scaling: TargetScaling
+    ) -> dict[str, float]:
+        """Return the metrics of a predictive.
+
+        Args:
+            model: the module.
+            terms: its likelihood's averaged terms.
+            target: the targets.
+            scaling: of the targets.
+        """
+        if not self._metrics or model.likelihood is None or target is None:
+            return {}
+        prediction = model.likelihood.prediction(terms, None)
+        predicted, target = model.likelihood.scored(prediction, target)
+        if isinstance(prediction, RegressionPrediction):
+            scale, shift = (
+                part.to(predicted) if isinstance(part, Tensor) else part for part in (scaling.factor, scaling.shift)
+            )
+            predicted, target = predicted * scale + shift, target * scale + shift
+        found = {}
+        for name, metric in self._metrics.items():
+            if isinstance(metric, Metric):
+                metric.to(predicted.device)
+            found[name] = float(metric(predicted, target))
+            if isinstance(metric, Metric):
+                metric.reset()
+        return found
+
+
+# -- held data ---------------------------------------------------------------------------------------------------------
+
+
+MOST_TENSORS = 16
+"""Of a list of an object's tensors that are looked at."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeldData:
+    """The data sets of a trainer's training loaders and their tensors at one time; it does not keep them alive.
+
+    Attributes:
+        objects: references to the data sets and tensors.
+        versions: how often each tensor has been written in place.
+    """
+
+    objects: tuple["weakref.ref[Any]", ...]
+    versions: tuple[int, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HeldData, ((), self.versions)  # a copy does not know which data are held
+
+    def is_same(self, other: "HeldData") -> bool:
+        """Return whether no data set or tensor was replaced or written in between."""
+        if self.versions != other.versions or len(self.objects) != len(other.objects):
+            return False
+        pairs = zip(self.objects, other.objects, strict=True)
+        return all((own := one()) is not None and own is two() for one, two in pairs)
+
+
+def held_data(trainer: pl.Trainer) -> HeldData:
+    """Return what identifies the training data that a trainer holds now."""
+    datasets = [getattr(loader, "dataset", None) for loader in loaders_of(trainer.train_dataloader)]
+    found = [part for dataset in datasets for part in _parts(dataset, 3)]
+    tensors = [part for part in found if isinstance(part, Tensor) and not part.is_inference()]
+    return HeldData(tuple(weakref.ref(part) for part in found), tuple(tensor._version for tensor in tensors))
+
+
+def _parts(dataset: Any, depth: int) -> Iterator[Any]:
+    """Yield a data set, those that it is a part of or consists of, and their tensors."""
+    if depth == 0 or not hasattr(dataset, "__dict__"):
+        return
+    yield dataset
+    for name, value in vars(dataset).items():
+        each = value[:MOST_TENSORS] if isinstance(value, list | tuple) else (value,)
+        yield from (part for part in each if isinstance(part, Tensor))
+        if name in ("dataset", "datasets"):
+            for part in each:
+                yield from _parts(part, depth - 1)
+
+
+# -- loader average ----------------------------------------------------------------------------------------------------
+
 
 MEMBER_KEYS = ("step", "chain", "cycle")
 

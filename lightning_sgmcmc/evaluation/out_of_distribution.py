@@ -13,10 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_sgmcmc.batches.inputs import inputs_of
 from lightning_sgmcmc.batches.loader import is_shuffled
-from lightning_sgmcmc.chains.stateless import state_of
-from lightning_sgmcmc.chains.together import States, TogetherCall
-from lightning_sgmcmc.evaluation.scoring import concatenate
-from lightning_sgmcmc.evaluation.share import EvaluationShare, share_of_plain
+from lightning_sgmcmc.chains.execution import States, TogetherCall, state_of
+from lightning_sgmcmc.evaluation.scoring import EvaluationShare, concatenate, share_of_plain
 from lightning_sgmcmc.model import EnergyModel, overrides
 
 OutOfDistributionSource: TypeAlias = pl.LightningDataModule | DataLoader[Any]

@@ -1,15 +1,115 @@
-"""Scores of chosen samples on chosen data, without a trainer."""
+"""Scores of chosen samples on data that all processes share, without a trainer."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
+import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_sgmcmc.batches.padding import with_few_lengths
-from lightning_sgmcmc.chains.together import States, TogetherCall
+from lightning_sgmcmc.batches.loader import with_few_lengths
+from lightning_sgmcmc.chains.execution import MOST, States, TogetherCall
+from lightning_sgmcmc.chains.samples import HostCopies, PosteriorSample
 from lightning_sgmcmc.evaluation.averages import Terms
 from lightning_sgmcmc.likelihoods import Likelihood
+from lightning_sgmcmc.model import EnergyModel
+
+
+@dataclass(frozen=True)
+class EvaluationShare:
+    """This process's share of a loader's data.
+
+    Attributes:
+        loader: iterates over the share.
+        limit: number of batches to use, may be infinite.
+        replicas: W, where rank r of W has the data r, r + W, …; 0 if each process has its own data.
+        num_data: number of data in all shares, without the repetitions that make them equally long.
+        dataloader_idx: index of the loader among the trainer's, which batch hooks receive.
+    """
+
+    loader: Any
+    limit: float
+    replicas: int = 0
+    num_data: int = 0
+    dataloader_idx: int = 0
+
+    def batches(self, trainer: pl.Trainer, module: EnergyModel) -> Iterator[Any]:
+        """Yield the share's batches in the run's precision, on the module's device, through the user's batch hooks."""
+        stop = int(self.limit) if math.isfinite(self.limit) else None
+        index = self.dataloader_idx
+        for batch in itertools.islice(self.loader, stop):
+            converted = trainer.precision_plugin.convert_input(batch)
+            converted = trainer.lightning_module._on_before_batch_transfer(converted, dataloader_idx=index)
+            yield trainer.strategy.batch_to_device(converted, module.device, dataloader_idx=index)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return the values of all data, in their order.
+
+        Args:
+            tensor: values of this share, along the first axis.
+        """
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return tensor
+        if self.replicas == 1:
+            return tensor
+        parts = gather_all_tensors(tensor.contiguous())
+        if self.replicas == 0:
+            return torch.cat(parts)
+        return torch.stack(parts, 1).flatten(0, 1)[: self.num_data]
+
+
+def share_of(trainer: pl.Trainer, loader: Any, limit: float, dataloader_idx: int = 0) -> EvaluationShare:
+    """Return this process's share of the data of a loader that the trainer has prepared.
+
+    Args:
+        trainer: the run's.
+        loader: a loader of evaluation data.
+        limit: number of batches to use.
+        dataloader_idx: index of the loader among the trainer's.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
+        share = EvaluationShare(loader, limit)
+    elif sampler.num_replicas == trainer.world_size:
+        share = EvaluationShare(loader, limit, sampler.num_replicas, len(loader.dataset))
+    else:
+        # Training data are shared only by the ranks of a chain; here all processes share.
+        shorter = math.ceil(limit * sampler.num_replicas / trainer.world_size) if limit < len(loader) else math.inf
+        share = _shared_by_all(trainer, loader, shorter)
+    return replace(share, dataloader_idx=dataloader_idx)
+
+
+def share_of_plain(trainer: pl.Trainer, loader: Any, limit: float) -> EvaluationShare:
+    """Return this process's share of the data of a loader with the same data in every process."""
+    in_order = isinstance(getattr(loader, "sampler", None), SequentialSampler)
+    if trainer.world_size > 1 and type(loader) is DataLoader and in_order and not math.isfinite(limit):
+        return _shared_by_all(trainer, loader, limit)
+    return EvaluationShare(loader, limit, 1)
+
+
+def _shared_by_all(trainer: pl.Trainer, loader: DataLoader[Any], limit: float) -> EvaluationShare:
+    mine: DistributedSampler[Any] = DistributedSampler(
+        loader.dataset, trainer.world_size, trainer.global_rank, shuffle=False
+    )
+    again: DataLoader[Any] = DataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size or 1,
+        sampler=mine,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+    )
+    return EvaluationShare(again, limit, trainer.world_size, len(cast(Sized, loader.dataset)))
+
+
+# -- scoring -----------------------------------------------------------------------------------------------------------
+
 
 Scores = tuple[Terms, Tensor, Tensor | None]
 """The likelihood's terms (first axis n), log densities (n,) and targets (None without a likelihood)."""
@@ -101,3 +201,113 @@ def concatenate(parts: Iterable[Mapping[str, Tensor]]) -> Terms:
                 "and cannot be joined: pad all batches to one length in collate_fn (padding='max_length')"
             )
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+
+# -- of samples --------------------------------------------------------------------------------------------------------
+
+
+Tree = TypeVar("Tree")
+
+
+LARGEST_SCORES = 2**30
+"""Bytes of the scores of samples that are scored together."""
+
+
+@dataclass(frozen=True)
+class SampleScores:
+    """What an average over samples needs of one.
+
+    Attributes:
+        on_loaders: its scores on each loader's data.
+        log_likelihood: log p(D|θ) of all training data, 0 if the weights do not need it.
+        ood: the likelihood's terms on each set of out-of-distribution data.
+    """
+
+    on_loaders: list[Scores]
+    log_likelihood: float
+    ood: dict[str, Terms]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(leaf.nbytes for leaf in pytree.tree_leaves((self.on_loaders, self.ood)) if isinstance(leaf, Tensor))
+
+
+Score = Callable[[list[PosteriorSample]], list[SampleScores]]
+
+
+def states_on(device: Any, samples: Sequence[PosteriorSample]) -> list[dict[str, Tensor]]:
+    """Return the states of samples on a device."""
+    return [{name: tensor.to(device) for name, tensor in sample.own_state.items()} for sample in samples]
+
+
+def scores_on(
+    trainer: pl.Trainer,
+    module: EnergyModel,
+    scorer: Scorer,
+    states: Sequence[Mapping[str, Tensor]],
+    loader: Any,
+    limit: float,
+    dataloader_idx: int = 0,
+) -> list[Scores]:
+    """Return the scores of each sample on a loader's data, of all ranks.
+
+    Args:
+        trainer: the run's.
+        module: the samples' module, in evaluation mode.
+        scorer: scores samples of this module.
+        states: the samples' parameters and buffers, on the module's device.
+        loader: the loader of evaluation data, as the trainer has prepared it.
+        limit: number of batches to use.
+        dataloader_idx: index of the loader among the trainer's.
+    """
+    share = share_of(trainer, loader, limit, dataloader_idx)
+    found = []
+    for terms, log_density, target in scorer(states, share.batches(trainer, module)):
+        log_density = share.whole(log_density)
+        terms = {name: share.whole(term) for name, term in terms.items()}
+        found.append((terms, log_density, share.whole(target) if target is not None else None))
+    return found
+
+
+def in_host_memory(tree: Tree) -> Tree:
+    """Return containers of tensors with those of a CUDA device in host memory; the host waits for the device once.
+
+    Averages and metrics are then computed there. Each of their numbers would be a wait of its own on the device.
+    """
+    leaves, shape = pytree.tree_flatten(tree)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.device.type == "cuda"]
+    if places:
+        for place, copy in zip(places, HostCopies([leaves[i] for i in places]).wait(), strict=True):
+            leaves[place] = copy
+    moved: Tree = pytree.tree_unflatten(leaves, shape)
+    return moved
+
+
+class DrawingScores:
+    """The scores of a drawing's samples, computed for several of them in one pass when the first is wanted."""
+
+    def __init__(self) -> None:
+        self._drawn: list[PosteriorSample] = []
+        """Samples without scores."""
+        self._scored: list[tuple[PosteriorSample, SampleScores]] = []
+        self._most = MOST
+
+    def begin(self, samples: Sequence[PosteriorSample]) -> None:
+        """Begin a drawing; nothing is computed yet."""
+        self._drawn, self._scored = list(samples), []
+
+    def of(self, sample: PosteriorSample, score: Score) -> SampleScores:
+        """Return the scores of a sample, the drawing's next one, or one that is in no drawing.
+
+        Args:
+            sample: the sample.
+            score: returns the scores of several samples.
+        """
+        if not (self._scored and self._scored[0][0] is sample):
+            if not (self._drawn and self._drawn[0] is sample):
+                self.begin([sample])
+            together, self._drawn = self._drawn[: self._most], self._drawn[self._most :]
+            self._scored = list(zip(together, score(together), strict=True))
+            self._most = max(1, min(MOST, LARGEST_SCORES // max(self._scored[0][1].size, 1)))
+        return self._scored.pop(0)[1]

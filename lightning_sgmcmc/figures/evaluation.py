@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_sgmcmc.diagnostics.intervals import share_interval
+from lightning_sgmcmc.diagnostics.scores import share_interval
 from lightning_sgmcmc.figures.canvas import (
     AVERAGE_COLOUR,
     METRIC_LABELS,

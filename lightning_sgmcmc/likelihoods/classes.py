@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_sgmcmc.checks import check_count
-from lightning_sgmcmc.diagnostics.metrics import classification_metrics, predictive_entropy, whole_labels
+from lightning_sgmcmc.diagnostics.scores import classification_metrics, predictive_entropy, whole_labels
 from lightning_sgmcmc.likelihoods.base import Likelihood, at_least_float32, summed
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction
 from lightning_sgmcmc.tensors import widest

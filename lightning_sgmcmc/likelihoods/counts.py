@@ -7,7 +7,7 @@ from lightning_sgmcmc.checks import check_flag, check_within
 from lightning_sgmcmc.likelihoods.base import Likelihood, columns, positive, summed
 from lightning_sgmcmc.likelihoods.numbers import matched
 from lightning_sgmcmc.predictions import distributions
-from lightning_sgmcmc.predictions.special import negative_binomial_log_prob, poisson_log_prob
+from lightning_sgmcmc.predictions.distributions import negative_binomial_log_prob, poisson_log_prob
 from lightning_sgmcmc.tensors import widest
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from lightning_sgmcmc.checks import check_count, check_flag, check_within
 from lightning_sgmcmc.likelihoods.base import Likelihood, check_finite, columns, positive, summed, where_observed
 from lightning_sgmcmc.predictions import distributions
-from lightning_sgmcmc.predictions.distributions import Normal, NormalMixture
-from lightning_sgmcmc.predictions.special import student_t_normaliser
+from lightning_sgmcmc.predictions.distributions import Normal, NormalMixture, student_t_normaliser
 from lightning_sgmcmc.tensors import widest
 
 

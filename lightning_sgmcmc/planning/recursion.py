@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.samplers.splitting import bridge_variance, half_move
+from lightning_sgmcmc.samplers.law import bridge_variance, half_move
 
 Move = Literal["alone", "after", "before", "baoab", "ubu"]
 """How the position moves: without a momentum, by the new one, by the old one, by halves of both (BAOAB), or by the

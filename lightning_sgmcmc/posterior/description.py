@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from lightning_sgmcmc.chains.stateless import network_state
+from lightning_sgmcmc.chains.execution import network_state
 from lightning_sgmcmc.checks import check_names
 from lightning_sgmcmc.expansion import collapse
 from lightning_sgmcmc.files import MASK, is_secret
@@ -29,17 +29,15 @@ from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.classes import NotDescribableError, check_texts, find_module_class, path_of
 from lightning_sgmcmc.posterior.hugging_face import (
     build_adapted,
+    build_by,
     build_transformer,
     describe_adapted,
+    describe_by_builder,
     describe_transformer,
+    find_builder,
     import_named,
     is_adapted,
     is_transformer,
-)
-from lightning_sgmcmc.posterior.vision import (
-    build_by,
-    describe_by_builder,
-    find_builder,
     is_vision_model,
     replace_part,
 )

@@ -16,7 +16,7 @@ from lightning_sgmcmc.batches.inputs import (
     unwrapped,
 )
 from lightning_sgmcmc.checks import check_count, check_within
-from lightning_sgmcmc.diagnostics.metrics import predictive_entropy
+from lightning_sgmcmc.diagnostics.scores import predictive_entropy
 from lightning_sgmcmc.posterior.stored import StoredSamples
 from lightning_sgmcmc.predictions import ClassPrediction, Prediction, RegressionPrediction
 from lightning_sgmcmc.tables import InputColumns, TargetScaling

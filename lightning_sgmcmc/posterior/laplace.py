@@ -8,8 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.chains.masks import MASK_SEED
-from lightning_sgmcmc.chains.stateless import network_state
+from lightning_sgmcmc.chains.execution import MASK_SEED, network_state
 from lightning_sgmcmc.checks import check_choice, check_count, check_within
 from lightning_sgmcmc.expansion import collapse
 from lightning_sgmcmc.likelihoods import Categorical, Gaussian

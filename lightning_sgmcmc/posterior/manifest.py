@@ -1,14 +1,32 @@
-"""The manifest of a store on disk: a line of JSON about the store, then one for each sample."""
+"""The files of a store on disk: the manifest's lines, the samples' files, and those set aside."""
 
+import errno
 import json
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from lightning_sgmcmc.chains.sample import SampleRecord
-from lightning_sgmcmc.files import parse_json
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
+from torch import Tensor
+
+from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord, record_of
+from lightning_sgmcmc.files import (
+    check_regular,
+    flush,
+    flush_folder,
+    is_regular,
+    parse_json,
+    read_regular,
+    write_atomically,
+)
 from lightning_sgmcmc.tables import Columns
 
 MANIFEST = "manifest.jsonl"
@@ -183,3 +201,296 @@ def _parts(library: str) -> list[int]:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_COUNT
+
+
+# -- sample file -------------------------------------------------------------------------------------------------------
+
+
+LARGE_SAMPLE = 2**28
+"""Files above this size, in bytes, are checked before they are read."""
+
+
+def sample_content(sample: PosteriorSample) -> bytes:
+    """Return the content of a sample's file: tensors, and the rest of the sample as metadata."""
+    parts = {"parameter": sample.parameters, "buffer": sample.buffers, "scale": sample.scales}
+    tensors: dict[str, Tensor] = {}
+    places: set[int] = set()
+    for part, named in parts.items():
+        for name, tensor in named.items():
+            own = tensor.detach().cpu().contiguous()
+            # safetensors refuses two names of one tensor.
+            tensors[f"{part}.{name}"] = own.clone() if own.data_ptr() in places else own
+            places.add(own.data_ptr())
+    record = asdict(record_of(sample))
+    metadata = {k: str(v) for k, v in record.items() if k not in ("file", "checksum", "comparable", "draw")}
+    metadata["names"] = json.dumps(list(tensors))  # safetensors does not preserve their order
+    return save(tensors, metadata)
+
+
+def checksum(content: bytes) -> str:
+    """Return the CRC-32 of a file's bytes in hexadecimal."""
+    return f"{zlib.crc32(content):08x}"
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file, of which only the header is read; its name may be no UTF-8, which safetensors demands.
+
+    Raises:
+        OSError: if it is missing, a link or a device.
+        SafetensorError: if it is damaged.
+    """
+    check_regular(path)
+    name = str(path)
+    if name == name.encode(errors="ignore").decode():
+        with safe_open(path, framework="pt") as file:
+            yield file
+        return
+    with open(path, "rb") as plain, safe_open(f"/dev/fd/{plain.fileno()}", framework="pt") as file:
+        yield file
+
+
+def read_sample_file(path: Path) -> bytes:
+    """Return a sample file's content.
+
+    Raises:
+        OSError: if it is missing, a link or a device.
+        SafetensorError: if it is large, and not as large as its header says.
+    """
+    check_regular(path)
+    if path.stat().st_size > LARGE_SAMPLE:
+        with opened(path):  # reads only the header
+            pass
+    return path.read_bytes()
+
+
+class OpenFiles:
+    """Sample files that are held open, so that they can be read after another process has deleted them.
+
+    A copy in this process shares them; one in another process has none.
+    """
+
+    def __init__(self) -> None:
+        self._descriptors: dict[str, int] = {}
+
+    def hold(self, name: str, path: Path) -> None:
+        """Open a file.
+
+        Raises:
+            OSError: if it is missing, a link or a device.
+        """
+        check_regular(path)
+        self._descriptors[name] = os.open(path, os.O_RDONLY)
+
+    def read(self, name: str) -> bytes | None:
+        """Return a file's content; None if it is not held."""
+        descriptor = self._descriptors.get(name)
+        if descriptor is None:
+            return None
+        parts: list[bytes] = []
+        position, size = 0, os.fstat(descriptor).st_size
+        while position < size:
+            part = os.pread(descriptor, size - position, position)  # at most 2 GB at a time
+            if not part:
+                raise OSError(errno.EIO, "it has become shorter")
+            parts.append(part)
+            position += len(part)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Close all files."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors = {}
+
+    __del__ = close
+
+    def __deepcopy__(self, memo: Any) -> "OpenFiles":
+        return self
+
+    def __reduce__(self) -> Any:
+        return OpenFiles, ()
+
+
+def most_open_files() -> int:
+    """Return how many files a store may hold open: a quarter of what the system allows this process."""
+    try:
+        import resource
+    except ImportError:  # not a POSIX system
+        return 0
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+
+
+def verify_content(path: Path, content: bytes, record: SampleRecord) -> None:
+    """Raise OSError if a file is not the one that was written, according to the record."""
+    if record.checksum:
+        if checksum(content) != record.checksum:
+            raise OSError("its checksum differs from the manifest's")
+        return
+    with opened(path) as file:
+        metadata = file.metadata() or {}
+    if (metadata.get("step"), metadata.get("chain")) != (str(record.step), str(record.chain)):
+        raise OSError(
+            f"it holds step {metadata.get('step')}, chain {metadata.get('chain')}, but the manifest has step "
+            f"{record.step}, chain {record.chain}"
+        )
+
+
+def in_order(tensors: dict[str, Tensor], content: bytes) -> dict[str, Tensor]:
+    """Return a file's tensors in the module's order."""
+    length = int.from_bytes(content[:8], "little")
+    names = parse_json(parse_json(content[8 : 8 + length]).get("__metadata__", {}).get("names", "[]"))
+    return {name: tensors[name] for name in names or sorted(tensors) if name in tensors}
+
+
+def end_of_last_line(file: Any, block: int = 4096) -> int:
+    """Return the position after the last newline, reading from the end."""
+    position = file.seek(0, os.SEEK_END)
+    while position > 0:
+        start = max(0, position - block)
+        file.seek(start)
+        found = file.read(position - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        position = start
+    return 0
+
+
+# -- aside -------------------------------------------------------------------------------------------------------------
+
+
+IDENTITY = ("step", "chain", "energy")
+"""What a sample's file says of it and stays; its weight may be another one in the manifest (`set_log_weights`)."""
+
+
+def aside_folders(path: Path) -> list[Path]:
+    """Return the folders that later fits have moved aside from a store's, in the order of their numbers."""
+    numbers = [
+        folder.name.removeprefix(f"{path.name}-")
+        for folder in path.parent.glob(f"{path.name}-*")
+        if not folder.is_symlink()
+    ]
+    return [path.with_name(f"{path.name}-{number}") for number in sorted(int(n) for n in numbers if n.isdecimal())]
+
+
+def home_of(path: Path, run: str | None) -> Path:
+    """Return the folder of a run's manifest, which a later fit may have moved aside; `path` if it is nowhere."""
+    for folder in (path, *aside_folders(path)):
+        try:
+            header = read_regular(folder / MANIFEST, LARGEST_MANIFEST).split(b"\n", 1)[0]
+        except OSError:
+            continue
+        if run is not None and f'"run": "{run}"'.encode() in header:
+            return folder
+    return path
+
+
+def next_aside(path: Path) -> Path:
+    """Return the next folder to move samples aside to; it does not exist yet."""
+    last = [int(folder.name.removeprefix(f"{path.name}-")) for folder in aside_folders(path)][-1:]
+    return path.with_name(f"{path.name}-{last[0] + 1 if last else 1}")
+
+
+def place_of(path: Path, record: SampleRecord) -> Path:
+    """Return a sample's file: the one in the folder `path`, or, if that is missing or another sample's, the one that a
+    later fit has moved aside."""
+    places = [folder / record.file for folder in (path, *aside_folders(path))]
+    if len(places) == 1:
+        return places[0]
+    found = [place for place in places if _is_file_of(place, record)]
+    if record.checksum and len(found) > 1:  # drawn again: equal tensors, with other bytes around them
+        found = [place for place in found if checksum(place.read_bytes()) == record.checksum] or found
+    return found[0] if found else places[0]
+
+
+def _is_file_of(file: Path, record: SampleRecord) -> bool:
+    if not is_regular(file):
+        return False
+    try:
+        with opened(file) as content:
+            metadata = content.metadata() or {}
+    except (OSError, SafetensorError, RuntimeError):
+        return False
+    return all(metadata.get(name, str(getattr(record, name))) == str(getattr(record, name)) for name in IDENTITY)
+
+
+def fill_aside(path: Path, aside: Path, files: Iterable[str]) -> None:
+    """Create a folder with files of another one, without copying their content where possible; missing ones are left
+    out. All of it is on the disk before this returns, so that the caller may delete the originals."""
+    aside.mkdir()
+    flush_folder(aside.parent)
+    for file in files:
+        if is_regular(path / file):
+            _link_or_copy(path / file, aside / file)
+    flush_folder(aside)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it on a file system without hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+        with open(target, "r+b") as copied:
+            flush(copied)
+
+
+# -- shared file -------------------------------------------------------------------------------------------------------
+
+
+SHARED = "shared.safetensors"
+
+
+def write_shared(folder: Path, tensors: Mapping[str, Tensor]) -> str | None:
+    """Write the shared tensors, and return the checksum of their file; without any, write nothing and return None.
+
+    Args:
+        folder: the store's.
+        tensors: by name.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    if not tensors:
+        return None
+    apart = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    content = save(apart)
+    write_atomically(folder / SHARED, content)
+    return checksum(content)
+
+
+def read_shared(folder: Path, expected: str) -> dict[str, Tensor]:
+    """Return the shared tensors by name.
+
+    Args:
+        folder: the store's.
+        expected: the checksum of the file.
+
+    Raises:
+        ValueError: if the file is missing or damaged.
+    """
+    path = folder / SHARED
+    try:
+        for place in (folder, *aside_folders(folder)):  # a later fit may have moved the store aside
+            if is_regular(place / SHARED) and checksum(content := read_sample_file(place / SHARED)) == expected:
+                return load(content)
+        raise OSError("its checksum differs from the manifest's" if path.exists() else "there is no such file")
+    except Exception as error:  # a damaged file can raise anything
+        raise ValueError(
+            f"{path}, the weights that were not sampled, is missing or damaged: {error}; without it no sample is a "
+            "whole network, so restore the file"
+        ) from error
+
+
+def shared_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the shared tensors by name; only the file's header is read.
+
+    Raises:
+        ValueError: if the file is missing or damaged.
+    """
+    path = folder / SHARED
+    try:
+        with opened(path) as file:
+            return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    except Exception as error:
+        raise ValueError(f"{path}, the weights that were not sampled, is missing or damaged: {error}") from error

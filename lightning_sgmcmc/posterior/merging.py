@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, comparable_log_weights
+from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord, comparable_log_weights
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.classes import NotDescribableError
 from lightning_sgmcmc.posterior.description import describe, first_difference

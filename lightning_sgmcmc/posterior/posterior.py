@@ -1,32 +1,87 @@
 """The collected posterior: samples, their weights, and the predictive that averages over them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
-from torch import nn
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
 
-from lightning_sgmcmc.diagnostics.samples import normalised_weights
+from lightning_sgmcmc.diagnostics.draws import normalised_weights
 from lightning_sgmcmc.files import local_path
 from lightning_sgmcmc.model import EnergyModel
-from lightning_sgmcmc.posterior.calibration import fit_calibration, identify, save_calibration, saved_calibration
-from lightning_sgmcmc.posterior.checks import check_fits, sound_records
-from lightning_sgmcmc.posterior.conformal import Conformal, fit_conformal
+from lightning_sgmcmc.posterior.calibration import (
+    Conformal,
+    fit_calibration,
+    fit_conformal,
+    identify,
+    save_calibration,
+    saved_calibration,
+)
 from lightning_sgmcmc.posterior.description import warn_of_other_network
 from lightning_sgmcmc.posterior.disk import DiskStore
-from lightning_sgmcmc.posterior.display import samples_in
 from lightning_sgmcmc.posterior.distillation import Student, distil
-from lightning_sgmcmc.posterior.network import model_of
-from lightning_sgmcmc.posterior.networks import Ensemble, plain_networks
-from lightning_sgmcmc.posterior.plots import plot_predictions, plot_reliability, plot_trace
-from lightning_sgmcmc.posterior.predictive import average_predictions, ready_samples, with_new_statistics
+from lightning_sgmcmc.posterior.export import plot_predictions, plot_reliability, plot_trace, samples_in
+from lightning_sgmcmc.posterior.networks import Ensemble, model_of, plain_networks
+from lightning_sgmcmc.posterior.predictive import (
+    ReadySamples,
+    average_predictions,
+    check_fits,
+    ready_samples,
+    sound_records,
+    with_new_statistics,
+)
 from lightning_sgmcmc.posterior.stored import StoredSamples
-from lightning_sgmcmc.posterior.streaming import streamed
 from lightning_sgmcmc.predictions import Prediction
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def streamed(
+    predict: Callable[[Any, bool], Prediction],
+    batches: Iterable[Any],
+    return_samples: bool,
+    ready: Callable[[], ReadySamples | None],
+) -> Iterator[Prediction]:
+    """Yield the prediction of each batch; see `Posterior.predict_batches`.
+
+    Args:
+        predict: predicts a list of batches.
+        batches: the batches.
+        return_samples: passed to `predict`.
+        ready: returns the samples that the last prediction has used.
+
+    Raises:
+        TypeError: if batches is one array.
+    """
+    if isinstance(batches, Tensor | np.ndarray | tuple) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"batches should be an iterable of batches, got a {type(batches).__name__}: pass a DataLoader, or use "
+            "predict(x) for one array"
+        )
+    return _streamed(predict, batches, return_samples, ready)
+
+
+def _streamed(
+    predict: Callable[[Any, bool], Prediction],
+    batches: Iterable[Any],
+    return_samples: bool,
+    ready: Callable[[], ReadySamples | None],
+) -> Iterator[Prediction]:
+    for number, batch in enumerate(batches):
+        samples = ready()
+        if number == 1 and samples is not None and not samples.are_kept:
+            rank_zero_warn(
+                "predict_batches reads all samples from the store again for every batch, since they take more memory "
+                "than is kept: use larger batches, or fewer samples by posterior.thin(count=…)."
+            )
+        yield predict([batch], return_samples)
+
+
+# -- posterior ---------------------------------------------------------------------------------------------------------
 
 
 class Posterior(StoredSamples):
@@ -39,7 +94,7 @@ class Posterior(StoredSamples):
         model: the `BayesianModule` of the samples, for predictions; its own weights are not changed. None disables
             predictions.
 
-    >>> from lightning_sgmcmc.chains.sample import PosteriorSample
+    >>> from lightning_sgmcmc.chains.samples import PosteriorSample
     >>> from lightning_sgmcmc.posterior.store import MemoryStore
     >>> store = MemoryStore()
     >>> for step, weight in ((10, 1.0), (20, 2.0)):

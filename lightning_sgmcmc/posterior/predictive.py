@@ -1,4 +1,4 @@
-"""Passes of samples through their network: the averaged predictive, and BatchNorm's statistics."""
+"""Passes of samples through their network: the averaged predictive, kept members, and BatchNorm's statistics."""
 
 import itertools
 import math
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_sgmcmc.batches.inputs import (
+    LABELS,
     as_tensors,
     batches_in,
     check_dtype,
@@ -20,23 +21,167 @@ from lightning_sgmcmc.batches.inputs import (
     innermost,
     inputs_of,
     plain,
+    with_decoder_inputs,
 )
-from lightning_sgmcmc.batches.language import LABELS, with_decoder_inputs
 from lightning_sgmcmc.batches.loader import is_shuffled
-from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.chains.sharing import Holder
-from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode
-from lightning_sgmcmc.chains.together import MOST, States, TogetherCall, dtype_of, grouped, runs_at_once
+from lightning_sgmcmc.chains.execution import (
+    MASK_SEED,
+    MOST,
+    StatelessCall,
+    States,
+    TogetherCall,
+    dtype_of,
+    evaluation_mode,
+    grouped,
+    network_state,
+    runs_at_once,
+)
+from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord
+from lightning_sgmcmc.chains.starts import Holder
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
-from lightning_sgmcmc.evaluation.batch_norm import new_statistics
+from lightning_sgmcmc.evaluation.drawn_networks import new_statistics
 from lightning_sgmcmc.evaluation.scoring import concatenate, evaluate, of_observed
-from lightning_sgmcmc.likelihoods.own import completed, per_sample_term_of, prediction_of
+from lightning_sgmcmc.likelihoods import Likelihood
+from lightning_sgmcmc.likelihoods.base import completed, per_sample_term_of, prediction_of
 from lightning_sgmcmc.model import EnergyModel, overrides
-from lightning_sgmcmc.posterior.checks import check_sample
-from lightning_sgmcmc.posterior.kept import SMALL, KeptPredictions, kept_of, with_distributions
+from lightning_sgmcmc.posterior.disk import LEAVE_OUT, DiskStore
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
-from lightning_sgmcmc.predictions import Prediction
+from lightning_sgmcmc.predictions import Members, Mixture, Prediction, RegressionPrediction
 from lightning_sgmcmc.tables import InputColumns
+from lightning_sgmcmc.tensors import bad_tensor
+
+SMALL = 64 * 2**20
+"""Bytes of the samples' distributions that a prediction keeps unasked."""
+
+
+class KeptPredictions:
+    """Tensors of each batch and sample, until they are too many.
+
+    Args:
+        most: bytes above which all are dropped; infinite keeps them.
+    """
+
+    def __init__(self, most: float) -> None:
+        self._most = self._room = most
+        self._rows: list[list[Mapping[str, Tensor]]] = []
+        """By batch, and in it by sample."""
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether there were too many."""
+        return self._room < 0
+
+    def add(self, batch: int, found: Mapping[str, Tensor]) -> None:
+        """Keep the next sample's tensors of a batch, first axis n."""
+        if self.is_dropped:
+            return
+        self._room -= sum(tensor.nbytes for tensor in found.values())
+        if self.is_dropped:
+            self._rows.clear()
+            return
+        while len(self._rows) <= batch:
+            self._rows.append([])
+        self._rows[batch].append(found)
+
+    def stacked(self) -> dict[str, Tensor]:
+        """Return the tensors by name, shape (S, n, …); {} if they were dropped or there are none."""
+        if not self._rows:
+            return {}
+        names = self._rows[0][0]
+        return {name: torch.cat([torch.stack([of[name] for of in row]) for row in self._rows], 1) for name in names}
+
+    def why_not(self) -> str:
+        """Return why there are none, for a message."""
+        size = f"{self._most / 2**20:.0f} MB"
+        return f"all of them take more than {size}: pass return_samples=True to predict, or fewer inputs"
+
+
+def kept_of(likelihood: Likelihood, output: Tensor, terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of one sample from which its distribution can be made, first axis n."""
+    if likelihood.distribution is not None:
+        return likelihood.kept_components(output)
+    name = likelihood.per_sample_term
+    return {name: terms[name]} if name in terms else {}
+
+
+def with_distributions(
+    prediction: Prediction, likelihood: Likelihood | None, kept: KeptPredictions, weights: Tensor
+) -> Prediction:
+    """Return a prediction that knows the samples' distributions, or why it does not.
+
+    Args:
+        prediction: the averages'.
+        likelihood: of the samples; None for a module with its own predictive terms.
+        kept: what was kept of the samples.
+        weights: the samples', shape (S,), summing to 1.
+    """
+    if kept.is_dropped:
+        return prediction.with_kept(None, kept.why_not())
+    tensors: dict[str, Any] = kept.stacked()
+    law = likelihood.distribution if likelihood is not None else None
+    if law is not None and isinstance(prediction, RegressionPrediction):
+        return prediction.with_kept(Mixture(law, tensors, weights))
+    probabilities = tensors.get(likelihood.per_sample_term if likelihood is not None else "probabilities")
+    if probabilities is not None and "probabilities" in prediction.parts:
+        return prediction.with_kept(Members(probabilities, weights))
+    name = "the module's own predictive_terms" if likelihood is None else type(likelihood).__name__
+    return prediction.with_kept(None, f"{name} has no `distribution` with components(output)")
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check_sample(sample: PosteriorSample, model: EnergyModel | None) -> None:
+    """Raise ValueError unless a sample is finite and, if there is a model, fits its network."""
+    if model is not None:
+        check_fits(sample, model)
+    bad = bad_tensor(sample.parameters, sample.buffers)
+    if bad is not None:
+        raise ValueError(
+            f"the sample of step {sample.step}, chain {sample.chain} has NaN or infinite numbers in '{bad}'; "
+            f"{LEAVE_OUT} it"
+        )
+
+
+def sound_records(store: DiskStore, model: EnergyModel | None) -> list[SampleRecord]:
+    """Read all samples; return the records of usable ones, with a warning about the others."""
+    sound, reasons = [], [f"line {number} of the manifest is damaged" for number in store.damaged_lines]
+    for index, record in enumerate(store.records):
+        try:
+            check_sample(store[index], model)
+            sound.append(record)
+        except ValueError as error:
+            reasons.append(str(error))
+    if reasons:
+        total = len(store.records) + len(store.damaged_lines)
+        rank_zero_warn(f"{len(reasons)} of {total} samples in {store.path} are skipped, the first since {reasons[0]}")
+    return sound
+
+
+def check_fits(sample: PosteriorSample, model: EnergyModel) -> None:
+    """Raise ValueError unless a sample's tensors match the model's in names, shapes and types."""
+    found = {name: (tuple(t.shape), _kind(t)) for name, t in sample.state.items() if name != MASK_SEED}
+    with model.at_chain(0):
+        expected = {name: (tuple(t.shape), _kind(t)) for name, t in network_state(model).items()}
+    odd = sorted(k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k))
+    if not odd:
+        return
+    theirs, ours = found.get(odd[0], ("none", "none")), expected.get(odd[0], ("none", "none"))
+    part, word = (0, "shape") if theirs[0] != ours[0] else (1, "type")
+    raise ValueError(
+        f"the samples belong to another network than the model: '{odd[0]}' has {word} {theirs[part]} in the samples "
+        f"and {ours[part]} in the model ({len(odd)} tensors of the sample of step {sample.step} differ; "
+        f"{LEAVE_OUT} single samples)"
+    )
+
+
+def _kind(tensor: Tensor) -> str:
+    """Return a tensor's type as text: "float32" for every floating-point type, since it may differ from training."""
+    return "float32" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
+
+
+# -- predictive --------------------------------------------------------------------------------------------------------
+
 
 CHUNK = 256 * 2**20
 """Bytes of inputs that are kept while all samples predict them."""

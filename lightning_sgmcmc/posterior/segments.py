@@ -6,14 +6,13 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.chains.stateless import evaluation_mode, undisturbed_generators
+from lightning_sgmcmc.chains.execution import evaluation_mode, undisturbed_generators
 from lightning_sgmcmc.diagnostics.geometry import interpolate, segment_pairs
 from lightning_sgmcmc.evaluation.loader_average import loaders_of, metrics_of
-from lightning_sgmcmc.evaluation.scoring import evaluate, of_observed
-from lightning_sgmcmc.evaluation.share import EvaluationShare
+from lightning_sgmcmc.evaluation.scoring import EvaluationShare, evaluate, of_observed
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.posterior import Posterior
-from lightning_sgmcmc.posterior.units import scaling_of_run
+from lightning_sgmcmc.tables import TargetScaling
 
 Segment = tuple[str, str, dict[str, list[float]]]
 
@@ -96,3 +95,20 @@ def _shown(metrics: dict[str, float]) -> dict[str, float]:
     if "nll" in metrics:
         shown["NLL (nats per datum)"] = metrics["nll"]
     return shown
+
+
+# -- units -------------------------------------------------------------------------------------------------------------
+
+
+def scaling_of_run(trainer: pl.Trainer, module: Any) -> TargetScaling:
+    """Return the scaling of a run's targets: in a fit its datamodule's, afterwards that of the stored samples.
+
+    A store that does not know it, such as one of an early version, leaves it to the datamodule.
+
+    Args:
+        trainer: the run's.
+        module: its `BayesianModule`.
+    """
+    store = getattr(getattr(module, "posterior", None), "store", None)
+    known = None if store is None or trainer.state.fn == "fit" else store.scaling
+    return known or TargetScaling.of_datamodule(getattr(trainer, "datamodule", None)) or TargetScaling()

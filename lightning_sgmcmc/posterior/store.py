@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, on_cpu, record_of
+from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord, on_cpu, record_of
 from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.tables import Columns, TargetScaling
 

@@ -7,20 +7,17 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.chains.sample import PosteriorSample, SampleRecord, comparable_log_weights
-from lightning_sgmcmc.checks import check_choice, check_number
+from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord, comparable_log_weights
+from lightning_sgmcmc.checks import check_choice, check_count, check_number
 from lightning_sgmcmc.contour.learned import LearnedContour
-from lightning_sgmcmc.diagnostics.samples import normalised_weights, resample, weight_efficiency
-from lightning_sgmcmc.evaluation.html_table import html_table
+from lightning_sgmcmc.diagnostics.draws import normalised_weights, resample, weight_efficiency
+from lightning_sgmcmc.evaluation.comparison import html_table
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.calibration import Calibration
-from lightning_sgmcmc.posterior.display import SHOWN, summary
-from lightning_sgmcmc.posterior.export import SMALL, to_inference_data
+from lightning_sgmcmc.posterior.export import SHOWN, SMALL, ParameterTable, parameter_table, summary, to_inference_data
 from lightning_sgmcmc.posterior.merging import merged_store
-from lightning_sgmcmc.posterior.parameter_table import ParameterTable, parameter_table
 from lightning_sgmcmc.posterior.predictive import ReadySamples
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore, StoreView
-from lightning_sgmcmc.posterior.thinning import thinned
 from lightning_sgmcmc.tables import Columns
 
 Samples = TypeVar("Samples", bound="StoredSamples")
@@ -293,3 +290,50 @@ class StoredSamples:
             arviz.summary(data, group="posterior_predictive")
         """
         return to_inference_data(self.store, parameters, predictions, max_elements)
+
+
+# -- thinning ----------------------------------------------------------------------------------------------------------
+
+
+def thinned(chains: Sequence[int], every: int | None, count: int | None) -> list[int]:
+    """Return the indices of the kept samples, in their order; see `Posterior.thin`.
+
+    Args:
+        chains: the chain of each sample, in the order of drawing.
+        every: keep each chain's newest sample and every so many-th before it.
+        count: keep so many in all, the same share of each chain, evenly spaced.
+
+    Raises:
+        ValueError: unless exactly one of both is given, and for a count larger than the number of samples.
+
+    >>> thinned([0, 1, 0, 1, 0, 1], every=2, count=None)
+    [0, 1, 4, 5]
+    >>> thinned([0, 1, 0, 1, 0, 1], every=None, count=2)
+    [4, 5]
+    """
+    if (every is None) == (count is None):
+        raise ValueError(f"thin needs either every=… or count=…, got every={every} and count={count}")
+    check_count("every", every)
+    check_count("count", count)
+    places: dict[int, list[int]] = {}
+    for index, chain in enumerate(chains):
+        places.setdefault(chain, []).append(index)
+    if every is not None:
+        return sorted(index for own in places.values() for index in own[::-1][::every])
+    assert count is not None
+    if count > len(chains):
+        raise ValueError(f"count={count} is more than the {len(chains)} samples: pass at most {len(chains)}")
+    kept: list[int] = []
+    for own, share in zip(places.values(), _shares([len(own) for own in places.values()], count), strict=True):
+        kept += [own[len(own) - 1 - j * len(own) // share] for j in range(share)]
+    return sorted(kept)
+
+
+def _shares(lengths: Sequence[int], count: int) -> list[int]:
+    """Return whole numbers proportional to lengths that sum to count, by the largest remainders."""
+    total = sum(lengths)
+    shares = [count * length // total for length in lengths]
+    by_remainder = sorted(range(len(lengths)), key=lambda i: -(count * lengths[i] % total))
+    for i in by_remainder[: count - sum(shares)]:
+        shares[i] += 1
+    return shares

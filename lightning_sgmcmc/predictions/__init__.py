@@ -1,8 +1,7 @@
 """Predictive distributions averaged over posterior samples."""
 
 from lightning_sgmcmc.predictions.classes import ClassPrediction, MultiLabelPrediction
-from lightning_sgmcmc.predictions.members import Members
-from lightning_sgmcmc.predictions.mixture import Mixture
+from lightning_sgmcmc.predictions.mixture import Members, Mixture
 from lightning_sgmcmc.predictions.numbers import CountPrediction, RegressionPrediction
 from lightning_sgmcmc.predictions.prediction import ON_REQUEST, Prediction
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.predictions.members import Members, generator_of, labels_of, moved, tempered
+from lightning_sgmcmc.predictions.mixture import Members, generator_of, labels_of, moved, tempered
 from lightning_sgmcmc.predictions.prediction import Prediction, checked_quantile
 from lightning_sgmcmc.tensors import widest
 

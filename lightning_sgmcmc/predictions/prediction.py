@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.predictions.members import Members
-from lightning_sgmcmc.predictions.mixture import Mixture
+from lightning_sgmcmc.predictions.mixture import Members, Mixture
 
 ON_REQUEST = "sample_"
 """The beginning of the names of parts with one prediction for each sample."""

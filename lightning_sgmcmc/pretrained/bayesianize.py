@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_sgmcmc.chains.sharing import freeze
-from lightning_sgmcmc.chains.stateless import homes_of
+from lightning_sgmcmc.chains.execution import homes_of
+from lightning_sgmcmc.chains.starts import freeze
 from lightning_sgmcmc.checks import check_choice
 from lightning_sgmcmc.likelihoods import Categorical, Likelihood
 from lightning_sgmcmc.module import BayesianModule

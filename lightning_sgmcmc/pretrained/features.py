@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_sgmcmc.batches.inputs import Features
-from lightning_sgmcmc.chains.sharing import LIKELIHOOD, frozen_parts
-from lightning_sgmcmc.chains.stateless import evaluation_mode
+from lightning_sgmcmc.chains.execution import evaluation_mode
+from lightning_sgmcmc.chains.starts import LIKELIHOOD, frozen_parts
 from lightning_sgmcmc.datamodules import ArrayDataModule, Split
 from lightning_sgmcmc.files import megabytes
 from lightning_sgmcmc.model import named_trainable

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_sgmcmc.batches.inputs import arguments_of_network, called, is_hugging_face
-from lightning_sgmcmc.chains.stateless import evaluation_mode, homes_of
+from lightning_sgmcmc.chains.execution import evaluation_mode, homes_of
 from lightning_sgmcmc.pretrained.weights import required
 
 HEADS = ("classifier", "fc", "head", "heads", "score", "lm_head", "qa_outputs", "out_proj")

@@ -1,17 +1,26 @@
-"""What a reference run says of itself: step sizes, acceptance, divergences, agreement of its chains."""
+"""What a reference run says of itself, the folder that it fills, and the traces of its chains."""
 
+import io
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from lightning_sgmcmc.diagnostics.chains import chain_diagnostics, rhat_limit
+from lightning_sgmcmc.diagnostics.draws import chain_diagnostics, rhat_limit
 from lightning_sgmcmc.files import parse_json, read_regular, write_atomically
-from lightning_sgmcmc.finite import finite_or_none
+from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST
+from lightning_sgmcmc.posterior.writing import StoreLock
+from lightning_sgmcmc.reference.chains import HamiltonianChains, Settings
+from lightning_sgmcmc.reference.kernels import COUNTED, Move
+from lightning_sgmcmc.tables import Columns
+from lightning_sgmcmc.tensors import finite_or_none
 
 REPORT = "reference.json"
 LARGEST_REPORT = 2**24
@@ -192,3 +201,218 @@ def doubts(report: ReferenceReport, quantities: int) -> list[str]:
             "raise draws"
         )
     return found
+
+
+# -- folder ------------------------------------------------------------------------------------------------------------
+
+
+SAMPLES, STATE = "samples", "chains.pt"
+LARGEST_STATE = 2**34
+
+
+class RunFolder:
+    """A folder in which one process at a time makes a run, and a later one continues it.
+
+    `samples` is the store, and `chains.pt` the state of the chains after an iteration that is complete in the store.
+
+    Args:
+        path: the folder, created if needed.
+        facts: what the draws depend on, as plain data.
+        description: of the network, see `DiskStore.create`.
+        columns: what inputs and targets are.
+        shared: what is not sampled, by name.
+
+    Attributes:
+        store: the samples.
+        state: the state to continue from; None for a new run.
+
+    Raises:
+        FileExistsError: if the folder has samples of another kind of run.
+        ValueError: if it has a run that depends on other facts, or its state is damaged.
+        RuntimeError: if another process writes there.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        facts: Mapping[str, Any],
+        description: Any,
+        columns: Columns,
+        shared: Mapping[str, Tensor],
+    ) -> None:
+        self.path = path
+        self._facts = dict(facts)
+        self._lock = StoreLock(path / SAMPLES)
+        try:
+            self.state = self._saved()
+            if self.state is None:
+                self.store = self._created(description, columns, shared)
+            else:
+                self.store = self._continued(self.state)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _saved(self) -> dict[str, Any] | None:
+        file = self.path / STATE
+        try:
+            content = read_regular(file, LARGEST_STATE)
+        except FileNotFoundError:
+            return None
+        try:
+            saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            facts = saved["facts"]
+        except Exception as error:  # a damaged file can raise anything
+            raise ValueError(
+                f"{file} is damaged ({str(error).splitlines()[0][:100]}): remove {self.path} and start again"
+            ) from error
+        for name, own in self._facts.items():
+            if facts.get(name) != own:
+                what = name if name in ("data", "what is not sampled", "parameters") else f"{name}={facts.get(name)!r}"
+                raise ValueError(
+                    f"{self.path} has a run with another {what} (now {_shown(own)}), and a run cannot change what its "
+                    "draws depend on: pass the same, or another folder as out"
+                )
+        found: dict[str, Any] = saved["state"]
+        return found
+
+    def _created(self, description: Any, columns: Columns, shared: Mapping[str, Tensor]) -> DiskStore:
+        manifest = self.path / SAMPLES / MANIFEST
+        if manifest.exists():
+            if len(DiskStore(self.path / SAMPLES)):
+                raise FileExistsError(
+                    f"{self.path / SAMPLES} has samples of another run, without {STATE}: pass another folder as out"
+                )
+            manifest.unlink()  # of a run that ended before its first draw
+        return DiskStore.create(self.path / SAMPLES, description, columns, shared)
+
+    def _continued(self, state: Mapping[str, Any]) -> DiskStore:
+        """Return the store without draws after the saved iteration, which are made again."""
+        store = DiskStore(self.path / SAMPLES)
+        made = int(state["chains"]["iteration"])
+        store.keep([record for record in store.records if record.step <= made])
+        if len(store) != int(state["samples"]):
+            raise ValueError(
+                f"{self.path / SAMPLES} holds {len(store)} of the run's {state['samples']} samples: restore the "
+                "folder, or pass another one as out"
+            )
+        return store
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Write the state of the chains.
+
+        Args:
+            state: plain data and tensors.
+        """
+        content = io.BytesIO()
+        torch.save({"facts": self._facts, "state": dict(state)}, content)
+        write_atomically(self.path / STATE, content.getbuffer())
+
+    def close(self) -> None:
+        """Let other processes use the folder."""
+        self._lock.release()
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+# -- traces ------------------------------------------------------------------------------------------------------------
+
+
+class Traces:
+    """Sums over iterations, the Hamiltonians after the warm-up, and energies and log-likelihoods of the draws.
+
+    Args:
+        chains: C.
+    """
+
+    def __init__(self, chains: int) -> None:
+        self._sums = {name: torch.zeros(chains, dtype=torch.float64) for name in COUNTED}
+        self._gradients = torch.zeros(chains, dtype=torch.float64)
+        """With the warm-up's."""
+        self._hamiltonians: list[Tensor] = []
+        self._draws: list[Tensor] = []
+        """Each of shape (C, 1 + M)."""
+
+    def add(self, move: Move, in_warmup: bool) -> None:
+        """Add an iteration."""
+        self._gradients = self._gradients + move.leapfrogs.cpu()
+        if in_warmup:
+            return
+        self._sums = {name: total + getattr(move, name).cpu() for name, total in self._sums.items()}
+        self._hamiltonians.append(move.hamiltonian.cpu())
+
+    def add_draw(self, energy: Tensor, log_likelihoods: Tensor) -> None:
+        """Add a draw of each chain: energies, shape (C,), and log-likelihoods of some data, shape (C, M)."""
+        self._draws.append(torch.cat([energy[:, None], log_likelihoods], 1).cpu())
+
+    def progress(self, chains: HamiltonianChains, settings: Settings, seconds: float) -> str:
+        """Return a line on how far the run is."""
+        each = float(self._gradients.mean()) / max(chains.iteration, 1)
+        stage = "warm-up" if chains.in_warmup else "draws"
+        return (
+            f"Iteration {chains.iteration} of {settings.iterations} ({stage}) after {seconds:.0f} s, "
+            f"{each:.0f} gradients an iteration."
+        )
+
+    def report(
+        self, chains: HamiltonianChains, settings: Settings, parameters: int, num_data: int, seconds: float
+    ) -> ReferenceReport:
+        """Return the record of a run that has ended.
+
+        Args:
+            chains: the chains.
+            settings: of the run.
+            parameters: P.
+            num_data: N.
+            seconds: that it took.
+        """
+        count = len(self._hamiltonians)
+        means = {name: (total / count).tolist() for name, total in self._sums.items()}
+        values = torch.stack(self._draws, 1).numpy()
+        rhat, bulk, tail = agreement(values)
+        found = ReferenceReport(
+            settings=settings.law(),
+            chains=len(values),
+            draws=count,
+            parameters=parameters,
+            num_data=num_data,
+            step_size=chains.step_size.tolist(),
+            acceptance=means["acceptance"],
+            divergences=[int(number) for number in self._sums["divergent"].tolist()],
+            at_limit=means["at_limit"],
+            leapfrogs=means["leapfrogs"],
+            bfmi=missing_information(np.stack([h.numpy() for h in self._hamiltonians], 1)),
+            gradients=[int(number) for number in self._gradients.tolist()],
+            seconds=seconds,
+            rhat=rhat,
+            ess_bulk=bulk,
+            ess_tail=tail,
+        )
+        found.warnings.extend(doubts(found, values.shape[2]))
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the present numbers; lists are not copied, and their lengths say what belongs to this moment."""
+        return {
+            "sums": self._sums,
+            "gradients": self._gradients,
+            "hamiltonians": (self._hamiltonians, len(self._hamiltonians)),
+            "draws": (self._draws, len(self._draws)),
+        }
+
+    @staticmethod
+    def stacked(state: dict[str, Any]) -> dict[str, Any]:
+        """Return a run's state with its lists up to their lengths as tensors, to be written."""
+        traces = dict(state["traces"])
+        for name in ("hamiltonians", "draws"):
+            rows, length = traces[name]
+            traces[name] = torch.stack(rows[:length]) if length else torch.zeros(0)
+        return state | {"traces": traces}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `stacked` returned of these."""
+        self._sums, self._gradients = dict(state["sums"]), state["gradients"]
+        self._hamiltonians, self._draws = list(state["hamiltonians"].unbind()), list(state["draws"].unbind())

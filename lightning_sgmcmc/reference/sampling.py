@@ -15,12 +15,9 @@ from lightning_sgmcmc.posterior.description import description_for_store
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.posterior import Posterior
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
-from lightning_sgmcmc.reference.chains import HamiltonianChains
-from lightning_sgmcmc.reference.folder import RunFolder
+from lightning_sgmcmc.reference.chains import HamiltonianChains, Kernel, Settings
 from lightning_sgmcmc.reference.problem import Problem, plain_copy
-from lightning_sgmcmc.reference.report import ReferenceReport, write_report
-from lightning_sgmcmc.reference.settings import Kernel, Settings
-from lightning_sgmcmc.reference.traces import Traces
+from lightning_sgmcmc.reference.report import ReferenceReport, RunFolder, Traces, write_report
 
 SAVE_EVERY = 30.0
 """Seconds between two saved states."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_sgmcmc.diagnostics.chains import ChainGrid, chain_diagnostics, correlation_time, rhat_limit
+from lightning_sgmcmc.diagnostics.draws import ChainGrid, chain_diagnostics, correlation_time, rhat_limit
 from lightning_sgmcmc.posterior.export import choose_parameters, parameter_draws
 from lightning_sgmcmc.report.html_page import Cell, paragraph, table
 from lightning_sgmcmc.report.run_record import RunError, RunRecord

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_sgmcmc.diagnostics.bootstrap import Array, percentile_interval, resampled_means
+from lightning_sgmcmc.diagnostics.draws import Array, percentile_interval, resampled_means
 from lightning_sgmcmc.files import write_output
 from lightning_sgmcmc.report import html_page
 from lightning_sgmcmc.report.html_page import Cell, paragraph
 from lightning_sgmcmc.report.run_record import RunError, find_run
-from lightning_sgmcmc.run.evaluation_file import StoredEvaluation, evaluation_file, read_evaluation
-from lightning_sgmcmc.run.results import markdown_table
+from lightning_sgmcmc.run.results import StoredEvaluation, evaluation_file, markdown_table, read_evaluation
 
 WIDTH = 80
 """Columns of the printed table."""

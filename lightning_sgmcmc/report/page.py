@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_sgmcmc.chains.sample import comparable_log_weights
+from lightning_sgmcmc.chains.samples import comparable_log_weights
+from lightning_sgmcmc.diagnostics.draws import weight_efficiency
 from lightning_sgmcmc.diagnostics.health import POSTERIOR
-from lightning_sgmcmc.diagnostics.samples import weight_efficiency
 from lightning_sgmcmc.evaluation.sentences import NAMES as SENTENCES
 from lightning_sgmcmc.files import write_atomically
 from lightning_sgmcmc.report import html_page

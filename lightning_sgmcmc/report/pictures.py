@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from lightning_sgmcmc import figures
 from lightning_sgmcmc.report.html_page import picture
 from lightning_sgmcmc.report.run_record import RunRecord
-from lightning_sgmcmc.run.history import CYCLE, NLL, PRIOR_NORM, cycle_spans
+from lightning_sgmcmc.run.results import CYCLE, NLL, PRIOR_NORM, cycle_spans
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_sgmcmc.chains.sample import SampleRecord
+from lightning_sgmcmc.chains.samples import SampleRecord
 from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.files import is_regular, local_path, parse_json, plain_path, read_regular, text_without_secrets
 from lightning_sgmcmc.posterior.disk import DiskStore

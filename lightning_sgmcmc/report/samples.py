@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from lightning_sgmcmc.chains.sample import SampleRecord, comparable_log_weights
-from lightning_sgmcmc.diagnostics.samples import normalised_weights, weight_efficiency
+from lightning_sgmcmc.chains.samples import SampleRecord, comparable_log_weights
+from lightning_sgmcmc.diagnostics.draws import normalised_weights, weight_efficiency
 from lightning_sgmcmc.report import html_page
 from lightning_sgmcmc.report.html_page import folded, paragraph, table
 from lightning_sgmcmc.report.run_record import RunRecord

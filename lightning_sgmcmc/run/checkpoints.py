@@ -1,17 +1,22 @@
-"""Checkpoints: a file is complete or absent, and what comes from elsewhere has the form that its readers expect."""
+"""Checkpoints: a file is complete or absent, and what comes from elsewhere has the form that readers expect."""
 
 import io
 import pickle
+import socket
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_fabric.utilities.cloud_io import _load as pl_load
 from lightning_fabric.utilities.cloud_io import get_filesystem
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from lightning_sgmcmc.batches.loader import ResumableLoader, flat_loaders
 from lightning_sgmcmc.files import (
     check_regular,
     free_space,
@@ -23,7 +28,74 @@ from lightning_sgmcmc.files import (
     remove_left_over,
     write_atomically,
 )
-from lightning_sgmcmc.run.common_folder import check_checkpoint
+from lightning_sgmcmc.posterior.disk import DiskStore
+from lightning_sgmcmc.posterior.manifest import MANIFEST
+from lightning_sgmcmc.seeding import GeneratorStates, derive_seed
+
+
+def check_common(what: str, find: Callable[[], Path | None], mark: Callable[[Path], Any]) -> Any:
+    """Return what `find` does, once all ranks have seen the same there; all ranks call it.
+
+    Args:
+        what: what is looked for, for the message.
+        find: returns its path for this rank, or None; what it raises is raised where the ranks agree otherwise.
+        mark: returns what identifies it, the same on all ranks; None if it is not there.
+
+    Raises:
+        ValueError: on all ranks, if one sees another one than rank 0, or none, naming both nodes and the folder.
+    """
+    distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    path, error, seen = None, None, None
+    try:
+        path = find()
+        seen = mark(path) if distributed and path is not None else None
+    except ValueError as raised:
+        error = raised
+    if distributed:
+        own = (socket.gethostname(), str((path or Path()).absolute()), seen)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        _compare(what, everyone)
+    if error is not None:
+        raise error
+    return path
+
+
+def _compare(what: str, everyone: list[Any]) -> None:
+    node, where, first = everyone[0]
+    for rank, (own_node, own_where, mark) in enumerate(everyone):
+        if mark == first:
+            continue
+        seer, blind = ((0, node, where), (rank, own_node, own_where))
+        if first is None:
+            seer, blind = blind, seer
+        sees = "does not see" if None in (mark, first) else "sees other files than"
+        raise ValueError(
+            f"rank {blind[0]} on node {blind[1]} (in {blind[2]}) {sees} {what} of rank {seer[0]} on node {seer[1]} (in "
+            f"{seer[2]}): ranks read the run's samples and checkpoints, so let default_root_dir, dirpath and ckpt_path "
+            "name a folder that all nodes share, or run on one node"
+        )
+
+
+def mark_of_store(path: Path) -> str | None:
+    """Return what identifies a store, None if there is none."""
+    if not (path / MANIFEST).exists():
+        return None
+    return DiskStore(path, skip_damaged=True).run_id or "a store of version 0.1.0"
+
+
+def check_checkpoint(path: Path) -> None:
+    """Raise ValueError unless all ranks, which read it together, see the same checkpoint."""
+    check_common("the checkpoint", lambda: path, _mark_of_checkpoint)
+
+
+def _mark_of_checkpoint(path: Path) -> str | None:
+    if path.is_file():
+        return f"{path.stat().st_size} bytes"
+    return "a folder" if path.is_dir() else None
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -272,3 +344,97 @@ def describe_checkpoint(trainer: pl.Trainer) -> str:
     """Return a clause that names the checkpoint to resume from, for error messages."""
     path = last_good_checkpoint(trainer)
     return f"the last good checkpoint is {path}" if path is not None else "there is no checkpoint to resume from"
+
+
+# -- generators --------------------------------------------------------------------------------------------------------
+
+
+class ProcessGenerators:
+    """Keeps a process's default generators during a fit.
+
+    What loaders draw from torch's at the start of each pass, as in plain Lightning, is drawn from a copy.
+    """
+
+    def __init__(self) -> None:
+        self._states: GeneratorStates | None = None
+        self._own = torch.Generator()
+        """Where torch's default generator of the CPU would be."""
+        self._lent: list[DataLoader[Any]] = []
+        """Loaders that draw their workers' seeds from a generator of the run."""
+        self._loaders: list[Any] = []
+
+    def begin(self, trainer: pl.Trainer, device: torch.device) -> None:
+        """Keep the generators, at the start of training.
+
+        Args:
+            trainer: the run's.
+            device: the module's.
+        """
+        self._states = GeneratorStates([device])
+        self._own.set_state(torch.default_generator.get_state())
+        self._loaders = flat_loaders(trainer.train_dataloader)
+
+    def seed_workers(self, loader: DataLoader[Any], seed: int) -> None:
+        """Give a loader without a generator one of the run during the fit: a pass begins by drawing the workers' seed,
+        and later draws should not depend on it."""
+        if loader.generator is None:
+            loader.generator = torch.Generator().manual_seed(derive_seed(seed, "workers"))
+            self._lent.append(loader)
+
+    def begin_epoch(self, trainer: pl.Trainer) -> None:
+        """Draw from the copy what the training loaders draw in this epoch; training made the first pass before."""
+        loaders, loop = flat_loaders(trainer.train_dataloader), trainer.fit_loop
+        known = all(any(loader is one for one in self._loaders) for loader in loaders)
+        self._loaders = loaders
+        resumes = getattr(loop, "is_resuming", False) or loop.epoch_loop.restarting
+        passes = (not known) + (trainer.current_epoch > 0 and not resumes)
+        self._draw(loaders, passes)
+
+    def begin_validation(self, trainer: pl.Trainer) -> None:
+        """Draw from the copy what the validation loaders draw in a pass."""
+        if self._states is not None:
+            self._draw(flat_loaders(trainer.val_dataloaders), 1)
+
+    def _draw(self, loaders: Iterable[Any], passes: int) -> None:
+        for loader in loaders:
+            if not isinstance(loader, DataLoader | ResumableLoader):
+                continue
+            has_workers, lent = loader.num_workers > 0, any(loader is one for one in self._lent)
+            for _ in range(passes):
+                if isinstance(loader, ResumableLoader) or loader.generator is None or lent:
+                    _number(self._own)
+                if has_workers:
+                    self._draw_order(loader)
+            if not has_workers:
+                self._draw_order(loader)
+
+    def _draw_order(self, loader: Any) -> None:
+        sampler = getattr(loader, "sampler", None)
+        if getattr(sampler, "generator", self) is not None:
+            return
+        if isinstance(sampler, RandomSampler):
+            _number(self._own)
+        elif isinstance(sampler, SubsetRandomSampler):
+            torch.randperm(len(sampler.indices), generator=self._own)
+        elif isinstance(sampler, WeightedRandomSampler):
+            torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=self._own)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a fit is in training."""
+        return self._states is not None
+
+    def end(self) -> None:
+        """Put the generators back, at the end of a fit however it ends; repeated calls do nothing."""
+        for loader in self._lent:
+            loader.generator = None
+        self._lent, self._loaders = [], []
+        if self._states is None:
+            return
+        self._states.restore()
+        torch.default_generator.set_state(self._own.get_state())
+        self._states = None
+
+
+def _number(generator: torch.Generator) -> None:
+    torch.empty((), dtype=torch.int64).random_(generator=generator)

@@ -1,19 +1,21 @@
-"""Checks of the trainer's settings before the first step: errors and warnings."""
+"""Checks of the trainer's settings before the first step, and what early stopping may watch."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning import callbacks as lightning_callbacks
+from pytorch_lightning.callbacks import EarlyStopping, Timer
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.batches.order import BatchOrder
+from lightning_sgmcmc.batches.orders import BatchOrder
 from lightning_sgmcmc.batches.rows import training_rows
-from lightning_sgmcmc.chains.chains import chains_of
+from lightning_sgmcmc.chains.chains import chains_of, is_per_chain
 from lightning_sgmcmc.chains.layout import layout_of
-from lightning_sgmcmc.chains.step_sizes import is_per_chain
+from lightning_sgmcmc.chains.state import Progress
 from lightning_sgmcmc.checks import is_of_other_namespace
 from lightning_sgmcmc.likelihoods.classes import ClassLikelihood
 from lightning_sgmcmc.model import check_methods
@@ -284,3 +286,89 @@ def _check_windows(trainer: pl.Trainer, order: BatchOrder) -> None:
                     f"the {batches} of an epoch (accumulate_grad_batches, times EWSG's candidates), so steps would mix "
                     f"or cut them: choose a number that divides {batches}, or another batch_size"
                 )
+
+
+# -- early stopping ----------------------------------------------------------------------------------------------------
+
+
+class PatientStopping:
+    """Lets `EarlyStopping` check a metric of the samples' average only when there are new samples.
+
+    Before the first sample the metric is NaN, which would end the run; in an exploration stage it does not change,
+    which would use up the patience.
+
+    Args:
+        monitors: the beginnings of the names of the metrics.
+
+    Attributes:
+        samples: number of samples in the metrics that were logged last; set by the callback that logs them.
+    """
+
+    def __init__(self, monitors: tuple[str, ...]) -> None:
+        self._monitors = monitors
+        self._patched: list[EarlyStopping] = []
+        self.samples = 0
+
+    def begin(self, trainer: pl.Trainer, samples: int) -> None:
+        """Make the trainer's `EarlyStopping` callbacks wait.
+
+        Args:
+            trainer: the run's.
+            samples: number of samples at the start of the run.
+        """
+        self.samples = samples
+        for callback in callbacks_of(trainer):
+            if isinstance(callback, EarlyStopping) and str(said_by(callback, "monitor")).startswith(self._monitors):
+                vars(callback)["_should_skip_check"] = self._waiting(callback._should_skip_check)
+                self._patched.append(callback)
+
+    def _waiting(self, skips: Callable[[pl.Trainer], bool]) -> Callable[[pl.Trainer], bool]:
+        checked = self.samples
+
+        def skips_or_waits(trainer: pl.Trainer) -> bool:
+            nonlocal checked
+            if skips(trainer) or self.samples == checked:
+                return True
+            checked = self.samples
+            return False
+
+        return skips_or_waits
+
+    def end(self) -> None:
+        """Restore the callbacks."""
+        for callback in self._patched:
+            vars(callback).pop("_should_skip_check", None)
+        self._patched = []
+
+
+def why_without_samples(trainer: pl.Trainer, progress: Progress, updates: int = 0) -> str:
+    """Return why a fit draws no sample and what to change, as the end of a sentence.
+
+    Args:
+        trainer: the run's.
+        progress: the run's position in its schedule.
+        updates: the steps so far that have updated the chains.
+    """
+    if progress.schedule is None:
+        return "it has no schedule; add a CyclicalSchedule or a SamplingSchedule to the trainer's callbacks"
+    if progress.first_sample is not None and updates < progress.first_sample <= trainer.global_step:
+        return (
+            f"{trainer.global_step - updates} of {trainer.global_step} steps were skipped, since their energy or "
+            "gradient was not finite; use a smaller lr (`sgmcmc tune` finds one), clip the gradients, or use "
+            "precision='bf16-mixed' instead of "
+            "'16-mixed'"
+        )
+    stopper = next((reason for c in callbacks_of(trainer) if (reason := _why_stopped(c))), "it stopped")
+    first = "" if progress.first_sample is None else f" after step {progress.first_sample}"
+    return (
+        f"{stopper} after step {trainer.global_step}, and {progress.schedule} draws the first one{first}; let the run "
+        "last longer, or make the cycles or the burn-in shorter"
+    )
+
+
+def _why_stopped(callback: Any) -> str:
+    if isinstance(callback, EarlyStopping) and (callback.stopped_epoch or callback.wait_count >= callback.patience):
+        return f"EarlyStopping(monitor={callback.monitor!r}) ended it"
+    if isinstance(callback, Timer) and (callback.time_remaining() or 0) < 0:
+        return "the Timer (max_time) ended it"
+    return ""

@@ -6,9 +6,8 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_sgmcmc.chains.chains import Chains
-from lightning_sgmcmc.diagnostics.chains import ChainDiagnostics, ChainGrid, correlation_time, rhat_limit
-from lightning_sgmcmc.diagnostics.contour_use import ContourUse
-from lightning_sgmcmc.diagnostics.verdict import AverageGrowth, RunFacts
+from lightning_sgmcmc.diagnostics.draws import ChainDiagnostics, ChainGrid, correlation_time, rhat_limit
+from lightning_sgmcmc.diagnostics.verdict import AverageGrowth, ContourUse, RunFacts
 from lightning_sgmcmc.evaluation.comparison import FOLLOWED, prediction_diagnostics
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.likelihoods import ClassLikelihood
@@ -16,7 +15,7 @@ from lightning_sgmcmc.planning import RunPlan
 from lightning_sgmcmc.priors import GaussianPrior
 from lightning_sgmcmc.priors.held import held_rows, without_held
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
+from lightning_sgmcmc.samplers.sgld import PreconditionedSampler
 from lightning_sgmcmc.tensors import widest
 
 RHAT_FALSE_ALARMS = 0.01

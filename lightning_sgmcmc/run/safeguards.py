@@ -3,14 +3,17 @@
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
+from pytorch_lightning.profilers import PassThroughProfiler
+from pytorch_lightning.trainer import call
 from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.chains.chains import chains_of, sampler_of
-from lightning_sgmcmc.chains.replicas import check_replicas
-from lightning_sgmcmc.chains.samples import draw_samples
+from lightning_sgmcmc.chains.samples import check_replicas, draw_samples
 from lightning_sgmcmc.chains.starts import check_files
 from lightning_sgmcmc.chains.state import Counters, Pulse
 from lightning_sgmcmc.chains.weights import DataWeights
@@ -23,18 +26,126 @@ from lightning_sgmcmc.run.checks import (
     check_step_size,
     check_tested,
     check_thermostat,
+    why_without_samples,
 )
-from lightning_sgmcmc.run.convolutions import FastConvolutions
-from lightning_sgmcmc.run.early_stopping import why_without_samples
 from lightning_sgmcmc.run.growth import StreamShares, begin_stream, follow_data
 from lightning_sgmcmc.run.guard import EnergyGuard, NonFiniteEnergy
-from lightning_sgmcmc.run.interruption import Interruption
-from lightning_sgmcmc.run.overhead import leave_out, restore
 from lightning_sgmcmc.run.plan import Planner
 from lightning_sgmcmc.run.prior_scales import PriorScales, begin_scales, take_centers
-from lightning_sgmcmc.run.rank_watch import RankWatch, watch_ranks
+from lightning_sgmcmc.run.ranks import Interruption, RankWatch, watch_ranks
 from lightning_sgmcmc.run.trainer import callbacks_of, is_finished, is_trial
 from lightning_sgmcmc.samplers import Sampler
+
+
+class FastConvolutions:
+    """Turns on `torch.backends.cudnn.benchmark` for a fit, and restores it.
+
+    cuDNN then times its algorithms for each shape that it meets, and keeps the fastest. `Trainer(benchmark=True)` does
+    so in every run; `Trainer(deterministic=True)` forbids it.
+    """
+
+    def __init__(self) -> None:
+        self._before: bool | None = None
+
+    def begin(self, device: torch.device, loader: Any) -> None:
+        """Turn the search on where it pays.
+
+        Args:
+            device: the run's.
+            loader: of the training data.
+        """
+        if pays(device, loader):
+            self._before = torch.backends.cudnn.benchmark
+            torch.backends.cudnn.benchmark = True
+
+    def end(self) -> None:
+        """Restore the setting."""
+        if self._before is not None:
+            torch.backends.cudnn.benchmark, self._before = self._before, None
+
+
+def pays(device: torch.device, loader: Any) -> bool:
+    """Return whether the search is worth its time: on CUDA, for data of one shape, unless the run is deterministic."""
+    if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
+        return False
+    return isinstance(loader, ResumableLoader) and hasattr(loader.dataset, "whole_batch")
+
+
+# -- overhead ----------------------------------------------------------------------------------------------------------
+
+# What Lightning does at every step for nothing, left out during a fit: idle profilers and idle hooks.
+#
+# A step calls six hooks of every callback, and enters a profiler for each call, whether or not the callback defines
+# the
+# hook and the user has chosen a profiler. For a small network that takes longer than the network.
+
+
+HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+"""The hooks of every step."""
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+NOTHING = _Nothing()
+
+
+class QuietProfiler(PassThroughProfiler):
+    """Replaces Lightning's profiler that measures nothing: a step enters that dozens of times, a generator each time.
+
+    The context of every action is one object, which does nothing.
+    """
+
+    def profile(self, action_name: str) -> Any:
+        return NOTHING
+
+
+def idle(*arguments: Any, **named: Any) -> None:
+    """Stands for an empty hook: whoever else calls it can, and Lightning leaves it out."""
+
+
+def _is_called(hook: Any) -> bool:
+    """Return whether Lightning calls a callback's hook: it asks `callable`, in which this function stands."""
+    return hook is not idle and callable(hook)
+
+
+def leave_out(trainer: Any) -> None:
+    """Replace a trainer's profiler if its user has chosen none, and hide the hooks that callbacks do not define.
+
+    Hooks of a class or of an object that differ from Lightning's own empty ones stay.
+    """
+    if type(trainer.profiler) is PassThroughProfiler:
+        trainer.profiler = QuietProfiler()
+    vars(call)["callable"] = _is_called  # a hook that cannot be called is skipped, before a profiler is entered for it
+    for callback in callbacks_of(trainer):
+        for hook in HOOKS:
+            # Not the object's own hook: a mock makes one when it is asked.
+            is_empty = getattr(type(callback), hook, None) is getattr(pl.Callback, hook)
+            if is_empty and hook not in vars(callback):
+                setattr(callback, hook, idle)
+
+
+def restore(trainer: Any) -> None:
+    """Give a trainer Lightning's own profiler back, and the callbacks their empty hooks."""
+    if type(trainer.profiler) is QuietProfiler:
+        trainer.profiler = PassThroughProfiler()
+    for callback in callbacks_of(trainer):
+        for hook in HOOKS:
+            if vars(callback).get(hook) is idle:
+                delattr(callback, hook)
+
+
+# -- safeguards --------------------------------------------------------------------------------------------------------
 
 
 def samples_drawn(trainer: pl.Trainer) -> int:

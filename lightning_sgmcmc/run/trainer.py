@@ -1,10 +1,18 @@
-"""Typed access to attributes that Lightning's trainer leaves untyped."""
+"""Typed access to what Lightning leaves untyped: the trainer, example inputs, the order of callbacks."""
 
 import inspect
 import math
+from collections.abc import Iterable
+from enum import IntEnum
 from typing import Any, cast
 
 import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import LearningRateMonitor
+from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from lightning_sgmcmc.chains.chains import chains_of
 
@@ -68,3 +76,97 @@ def resume_command(trainer: pl.Trainer) -> str | None:
     """Return the shell's command that continues the run, None for a run that Python code has started."""
     command = getattr(trainer, "resume_command", None)
     return None if command is None else str(command)
+
+
+# -- example input -----------------------------------------------------------------------------------------------------
+
+
+def is_example(module: pl.LightningModule, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Return whether a call's inputs are the module's `example_input_array`, as it is or moved as a batch is."""
+    example = module.example_input_array
+    if example is None:
+        return False
+    private = cast(Any, module)
+    moved = private._apply_batch_transfer_handler(private._on_before_batch_transfer(example))
+    return any(_equal((arguments, named), _call_of(one)) for one in (example, moved))
+
+
+def leave_out_graph(loggers: Iterable[Any]) -> None:
+    """Let TensorBoard draw no graph of a module with several chains, which torch cannot trace, and say so."""
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger) and logger._log_graph:
+            logger._log_graph = False
+            rank_zero_warn(
+                "TensorBoardLogger(log_graph=True) draws one network's graph, and this module holds several chains, so "
+                "the graph is left out: draw it of a module with num_chains=1."
+            )
+
+
+def _call_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with which Lightning calls a module for its example."""
+    if isinstance(example, dict):
+        return (), example
+    return (tuple(example) if isinstance(example, list | tuple) else (example,)), {}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two collections hold equal tensors."""
+    ours, theirs = tree_flatten(one), tree_flatten(other)
+    if ours[1] != theirs[1]:
+        return False
+    return all(
+        a.shape == b.shape and torch.equal(a, b.to(a)) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b
+        for a, b in zip(ours[0], theirs[0], strict=True)
+    )
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+
+class Place(IntEnum):
+    """Where a callback runs: after those of the places before it, whose results of a step or of a fit it uses."""
+
+    FIRST_STAGE = 0
+    SCHEDULE = 1
+    CHAIN = 2
+    """Changes the chain by the schedule's controls."""
+    STORE = 3
+    AVERAGE = 4
+    DIAGNOSIS = 5
+    PICTURES = 6
+    SUMMARY = 7
+
+
+def put_in_place(trainer: pl.Trainer) -> None:
+    """Sort the trainer's callbacks that have a place, among the positions of its list that they take.
+
+    All others stay where they are, as does the order of those with one place and one name. Lightning's monitor of the
+    step size reads what the schedule has set.
+    """
+    callbacks = callbacks_of(trainer)
+    positions = [index for index, callback in enumerate(callbacks) if _place_of(callback) is not None]
+    placed = sorted((callbacks[index] for index in positions), key=lambda c: (_place_of(c), type(c).__name__))
+    for index, callback in zip(positions, placed, strict=True):
+        callbacks[index] = callback
+
+
+def _place_of(callback: Any) -> Place | None:
+    if isinstance(callback, LearningRateMonitor):
+        return Place.DIAGNOSIS
+    place = getattr(type(callback), "place", None)  # not the object's: a mock has every attribute
+    return place if isinstance(place, Place) else None
+
+
+# -- baseline ----------------------------------------------------------------------------------------------------------
+
+
+def baseline_of(trainer: pl.Trainer) -> str | None:
+    """Return the name of the baseline that a run is, such as "deep ensemble" or "SWAG"; None for a run that samples.
+
+    A callback that makes several networks of each of the schedule's names the run: dropout masks of a deep ensemble's
+    members are an "MC dropout ensemble".
+    """
+    named = [(said_by(c, "setting"), said_by(c, "kind")) for c in callbacks_of(trainer)]
+    inner = next((kind for setting, kind in named if setting == "schedule"), None)
+    outer = next((kind for setting, kind in named if setting != "schedule" and kind is not None), inner)
+    return None if inner is None else outer

@@ -4,19 +4,13 @@ There is one update rule in each file. `base.py` has their base class, `law.py` 
 injected noise.
 """
 
-from lightning_sgmcmc.samplers.adam_sgld import AdamSGLD
-from lightning_sgmcmc.samplers.amagold import AMAGOLD
-from lightning_sgmcmc.samplers.base import Sampler
 from lightning_sgmcmc.samplers.contract import check_contract
-from lightning_sgmcmc.samplers.ggmc import GGMC
 from lightning_sgmcmc.samplers.law import StepLaw
-from lightning_sgmcmc.samplers.mclmc import MCLMC
-from lightning_sgmcmc.samplers.pmclmc import pMCLMC
-from lightning_sgmcmc.samplers.psghmc import pSGHMC
-from lightning_sgmcmc.samplers.psgld import pSGLD
-from lightning_sgmcmc.samplers.scale_adapted import ScaleAdaptedSGHMC
-from lightning_sgmcmc.samplers.sghmc import SGHMC
-from lightning_sgmcmc.samplers.sgld import SGLD
+from lightning_sgmcmc.samplers.mclmc import MCLMC, pMCLMC
+from lightning_sgmcmc.samplers.reversible import AMAGOLD, GGMC
+from lightning_sgmcmc.samplers.sampler import Sampler
+from lightning_sgmcmc.samplers.sghmc import SGHMC, ScaleAdaptedSGHMC, pSGHMC
+from lightning_sgmcmc.samplers.sgld import SGLD, AdamSGLD, pSGLD
 from lightning_sgmcmc.samplers.sgnht import SGNHT
 from lightning_sgmcmc.samplers.underdamped import UnderdampedLangevin
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.samplers.base import Sampler
+from lightning_sgmcmc.samplers.sampler import Sampler
 from lightning_sgmcmc.tensors import exact
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (4, 3), (5,), (2,), (3, 3), (1,), (2, 2), (7,))

@@ -5,7 +5,7 @@ import inspect
 from typing import Any
 
 from lightning_sgmcmc.checks import check_names, is_of_library, names_of
-from lightning_sgmcmc.samplers.base import Sampler
+from lightning_sgmcmc.samplers.sampler import Sampler
 
 SET_BY_MODULE = ("lr", "temperature", "num_data", "num_chains", "seed", "first_chain")
 """Arguments that a `BayesianModule` passes to its sampler."""

@@ -1,13 +1,16 @@
-"""Stochastic gradient Langevin dynamics."""
+"""Stochastic gradient Langevin dynamics: plain, with a preconditioner (pSGLD), and with Adam's drift."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from lightning_sgmcmc.samplers.base import Sampler
-from lightning_sgmcmc.samplers.fused import coefficients, compiled, sgld_step
+from lightning_sgmcmc.checks import check_count, check_positive, check_within
 from lightning_sgmcmc.samplers.law import StepLaw
-from lightning_sgmcmc.tensors import square_root
+from lightning_sgmcmc.samplers.rows import coefficients, compiled, sgld_step
+from lightning_sgmcmc.samplers.sampler import Sampler
+from lightning_sgmcmc.tensors import Control, along_first_axis, as_rows, square_root
 
 
 class SGLD(Sampler):
@@ -46,3 +49,297 @@ class SGLD(Sampler):
 
     def law(self, group: dict[str, Any]) -> StepLaw:
         return self.langevin_law(group)
+
+
+# -- preconditioned ----------------------------------------------------------------------------------------------------
+
+
+ALWAYS, BURN_IN = "always", "burn-in"
+Adapt = str | int
+"""When a preconditioner adapts: in all steps, until a schedule's sampling stage, or in its first steps."""
+
+
+class PreconditionedSampler(Sampler):
+    """Base of the samplers with a diagonal preconditioner G, which is estimated from gradients.
+
+    `adapt` says when. With "always" G changes in every step, so the law of the chain is that of a dynamics without its
+    divergence Γ. With "burn-in" G is constant while a schedule's stage is that of sampling; the chain is then a sampler
+    with a constant G, for which Γ = 0. A number of steps holds without a schedule too.
+    """
+
+    averages: ClassVar[tuple[str, ...]] = ("square_avg",)
+    """Names of the state tensors besides the momentum, one for each parameter and in its shape."""
+
+    def _add_adaptation(self, adapt: Adapt) -> None:
+        """Check `adapt`, and add it to the groups.
+
+        Raises:
+            ValueError: unless it is "always", "burn-in" or a whole number ≥ 1.
+        """
+        if isinstance(adapt, str) and adapt not in (ALWAYS, BURN_IN):
+            raise ValueError(f"adapt must be {ALWAYS!r}, {BURN_IN!r} or a number of steps, got {adapt!r}")
+        if not isinstance(adapt, str):
+            check_count("adapt", adapt, optional=False)
+        self._add_defaults(adapt=adapt, adapting=True, averaged=0)
+
+    def set_adapting(self, adapting: bool) -> None:
+        """Let the preconditioner adapt, or freeze it; no effect with `adapt="always"`.
+
+        A schedule calls it before each step, with False in its sampling stages; a loop of your own calls it once.
+
+        Args:
+            adapting: whether the coming steps may change the preconditioner.
+        """
+        for group in self.param_groups:
+            group["adapting"] = adapting
+
+    @property
+    def needs_burn_in(self) -> bool:
+        """Whether the preconditioner is frozen in sampling stages, and has not been estimated yet."""
+        return any(g.get("adapt", ALWAYS) != ALWAYS and not g["averaged"] for g in self.param_groups)
+
+    @property
+    def always_adapts(self) -> bool:
+        """Whether the preconditioner also adapts in sampling stages."""
+        return any(group.get("adapt", ALWAYS) == ALWAYS for group in self.param_groups)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether no parameter group's preconditioner changes in the coming step."""
+        return not any(map(self._adapts, self.param_groups))
+
+    @staticmethod
+    def _adapts(group: dict[str, Any]) -> bool:
+        """Return whether a group's preconditioner changes in the coming step; the first step always estimates it."""
+        adapt = group.get("adapt", ALWAYS)  # a checkpoint of version 0.1.0 has none
+        if adapt == ALWAYS or not group["averaged"]:
+            return True
+        return bool(group["adapting"]) and (isinstance(adapt, str) or group["averaged"] < adapt)
+
+    def plain_law(self, group: dict[str, Any]) -> StepLaw | None:
+        return None  # `law` is in the preconditioner's metric
+
+    def _group_of(self, params: Sequence[Tensor]) -> dict[str, Any]:
+        """Return the parameter group that has the first of `params`."""
+        return next(group for group in self.param_groups if any(p is params[0] for p in group["params"]))
+
+    def _average_squares(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], decay: float
+    ) -> list[Tensor]:
+        """Return V ← decay·V + (1-decay)·g², or V as it is where the preconditioner is frozen."""
+        squares = self._buffers(params, "square_avg")
+        if self._adapts(group):
+            group["averaged"] = group.get("averaged", 0) + 1
+            torch._foreach_mul_(squares, decay)
+            torch._foreach_addcmul_(squares, grads, grads, 1 - decay)
+        return squares
+
+    def _add_quotients(
+        self, targets: list[Tensor], sources: list[Tensor], divisors: list[Tensor], factor: Control
+    ) -> None:
+        """Add factor·sources/divisors to targets in place; the factor is one number, or one for each chain."""
+        if isinstance(factor, Tensor):
+            self._add(targets, list(torch._foreach_div(sources, divisors)), factor)
+        else:
+            torch._foreach_addcdiv_(targets, sources, divisors, factor)
+
+    def _add_scaled_noise(
+        self, targets: list[Tensor], noise: list[Tensor], inverse: list[Tensor], variance: Control
+    ) -> None:
+        """Add noise of variance·G to targets in place, from 1/G; `noise` and `inverse` are overwritten."""
+        torch._foreach_sqrt_(inverse)
+        torch._foreach_div_(noise, inverse)
+        self._add(targets, noise, square_root(variance))
+
+    def _kept(self, params: list[Tensor]) -> list[Tensor]:
+        """Return scratch tensors in the parameters' shapes, reused at every step and not part of the state."""
+        scratch: dict[Tensor, Tensor] = self.__dict__.setdefault("_scratch", {})
+        for p in params:
+            if p not in scratch:
+                scratch[p] = torch.empty_like(p)
+        return [scratch[p] for p in params]
+
+    def _root_with_floor(self, params: Sequence[Tensor], out: list[Tensor], floor: float, least: float = 1e-8) -> None:
+        """Replace V̂ by √V̂ + floor·rms(√V̂) + least, the rms over each tensor within each chain.
+
+        Args:
+            params: the parameters.
+            out: V̂ of each, changed in place.
+            floor: λ.
+            least: smallest value.
+        """
+        flat = self._flat_group(params)
+        if flat is not None and out[0].device.type != "cpu":
+            floors = flat.means(out[0]).sqrt_().mul_(floor).add_(least)
+            out[0].sqrt_().add_(flat.spread(floors))
+            return
+        each = self._each(params, out)
+        means = torch.stack([as_rows(tensor, self.num_chains).mean(1) for tensor in each])
+        floors = means.sqrt_().mul_(floor).add_(least)
+        torch._foreach_sqrt_(out)
+        for tensor, own in zip(each, floors, strict=True):
+            tensor.add_(along_first_axis(own, tensor.dim()) if self.num_chains > 1 else own[0])
+
+
+# -- psgld -------------------------------------------------------------------------------------------------------------
+
+
+class pSGLD(PreconditionedSampler):
+    """SGLD with the RMSprop preconditioner.
+
+        V ← α·V + (1-α)·g²,   G = 1/(λ + √V)
+        θ ← θ - lr·κ·G⊙g + √(2·lr·τ·G/N)⊙ξ
+
+    The divergence of G, Γ, is omitted, as in the paper's experiments, so the law is not exact while G adapts, however
+    small lr is. Γ_i = -(1-α)·G_i²·g_i·H_ii/√V_i needs the diagonal of the batch's Hessian H, hence further backward
+    passes, and is only the part of the present gradient: the average's memory adds more. `adapt="burn-in"` needs no Γ,
+    since G is constant while samples are drawn. At τ = 0 with `adapt="always"` the rule is
+    `torch.optim.RMSprop(lr, alpha, eps)`, bit for bit.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: step size for the mean potential; it multiplies the preconditioned gradient.
+        alpha: decay α of the squared gradients' average, in [0, 1).
+        eps: λ > 0, which bounds the preconditioner by 1/λ.
+        adapt: when G adapts: "always", as in the paper; "burn-in", until a schedule's sampling stages, in which it is
+            frozen; or a number of steps, after which it is frozen.
+        shared: `num_data`, `temperature`, `num_chains`, `seed`, `first_chain`, `noise_ahead`, as in `Sampler`.
+
+    Raises:
+        ValueError: for a bad argument, see `Sampler`.
+
+    Source: Li et al. 2016, Algorithm 1.
+    """
+
+    elementwise: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        alpha: float = 0.99,
+        eps: float = 1e-5,
+        adapt: Adapt = ALWAYS,
+        **shared: Any,
+    ) -> None:
+        check_within("alpha", alpha, "[0, 1)")
+        check_positive("eps", eps)
+        super().__init__(params, lr, **shared)
+        self._add_defaults(alpha=alpha, eps=eps)
+        self._add_adaptation(adapt)
+
+    def update(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
+    ) -> None:
+        lr = group["lr"]
+        squares = self._average_squares(group, params, grads, group["alpha"])
+        inverse = self._kept(params)
+        torch._foreach_copy_(inverse, squares)
+        torch._foreach_sqrt_(inverse)
+        torch._foreach_add_(inverse, group["eps"])  # 1/G
+
+        factor = -lr * group["gradient_multiplier"]
+        self._add_quotients(params, grads, inverse, factor)
+        if noise is not None:
+            torch._foreach_sqrt_(inverse)
+            scale = square_root(self._noise_variance(group))
+            if isinstance(scale, Tensor):
+                torch._foreach_div_(noise, inverse)
+                self._add(params, noise, scale)
+            else:
+                torch._foreach_addcdiv_(params, noise, inverse, scale)
+
+    def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
+        inverse = torch._foreach_sqrt(self._buffers(params, "square_avg"))
+        torch._foreach_add_(inverse, self._group_of(params)["eps"])
+        return list(torch._foreach_reciprocal(inverse))
+
+
+# -- adam sgld ---------------------------------------------------------------------------------------------------------
+
+
+class AdamSGLD(PreconditionedSampler):
+    """SGLD with the step of Adam: its averaged gradient, and its preconditioner, which is frozen after burn-in.
+
+        M ← β₁·M + (1-β₁)·κ·g
+        V ← β₂·V + (1-β₂)·g²   in the k-th step that adapts,   G = 1/(√(V/(1-β₂^k)) + λ)
+        θ ← θ - lr·G⊙M/(1-β₁^t) + √(2·lr·τ·G/N)⊙ξ   in step t
+
+    While samples are drawn G is constant, so its divergence Γ is 0 and the stationary law is exp(-U/τ) up to a bias of
+    order lr/(1-β₁). The averaged gradient keeps the temperature: its gain is one. The adaptive drift g + a·M/√V of Kim
+    et al. has a gain of 1 + a/√V with the noise of g alone, so it samples at a lower temperature, another in each
+    coordinate; it is not offered. At τ = 0, while G adapts, the rule is `torch.optim.Adam(lr, betas, eps)`, bit for
+    bit.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: step size for the mean potential; it multiplies the preconditioned gradient.
+        betas: decays β₁ of the averaged gradient and β₂ of the averaged squares, each in [0, 1).
+        eps: λ > 0, which bounds the preconditioner by 1/λ.
+        adapt: when G adapts: "burn-in", until a schedule's sampling stages, and again in the exploration stage of each
+            cycle; a number of steps, after which it is frozen in any case; or "always", whose law is not exact, as in
+            `pSGLD`. A loop without a schedule passes a number, or calls `set_adapting(False)`.
+        shared: `num_data`, `temperature`, `num_chains`, `seed`, `first_chain`, `noise_ahead`, as in `Sampler`.
+
+    Raises:
+        ValueError: for a bad argument, see `Sampler`; at the start of a fit whose schedule has no burn-in.
+
+    Source: Li et al. 2016, Algorithm 1, with the averages of Kingma & Ba 2015; Kim, Song & Liang 2022 (Stochastic
+    gradient Langevin dynamics with adaptive drifts) for the other use of them.
+    """
+
+    elementwise: ClassVar[bool] = True
+    averages: ClassVar[tuple[str, ...]] = ("square_avg", "grad_avg")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adapt: Adapt = BURN_IN,
+        **shared: Any,
+    ) -> None:
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise ValueError(f"betas must be two numbers, got {betas!r}")
+        for index, beta in enumerate(betas):
+            check_within(f"betas[{index}]", beta, "[0, 1)")
+        check_positive("eps", eps)
+        super().__init__(params, lr, **shared)
+        self._add_defaults(betas=tuple(betas), eps=eps, updates=0)
+        self._add_adaptation(adapt)
+
+    def update(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], noise: list[Tensor] | None
+    ) -> None:
+        decay, multiplier = group["betas"][0], group["gradient_multiplier"]
+        group["updates"] += 1
+        squares = self._average_squares(group, params, grads, group["betas"][1])
+        means = self._buffers(params, "grad_avg")
+        if isinstance(multiplier, Tensor) or multiplier != 1:
+            torch._foreach_mul_(means, decay)
+            self._add(means, grads, (1 - decay) * multiplier)
+        else:
+            torch._foreach_lerp_(means, grads, 1 - decay)
+        inverse = self._inverse(group, squares, self._kept(params))  # 1/G
+
+        factor = -(group["lr"] / (1 - decay ** group["updates"]))
+        self._add_quotients(params, means, inverse, factor)
+        if noise is not None:
+            self._add_scaled_noise(params, noise, inverse, self._noise_variance(group))
+
+    def preconditioner(self, params: Sequence[Tensor]) -> list[Tensor] | None:
+        squares = self._buffers(params, "square_avg")
+        inverse = self._inverse(self._group_of(params), squares, [torch.empty_like(square) for square in squares])
+        return list(torch._foreach_reciprocal(inverse))
+
+    @staticmethod
+    def _inverse(group: dict[str, Any], squares: list[Tensor], out: list[Tensor]) -> list[Tensor]:
+        """Write √V̂ + λ to `out`."""
+        torch._foreach_copy_(out, squares)
+        torch._foreach_sqrt_(out)
+        torch._foreach_div_(out, max(1 - group["betas"][1] ** group["averaged"], 1e-12) ** 0.5)
+        torch._foreach_add_(out, group["eps"])
+        return out

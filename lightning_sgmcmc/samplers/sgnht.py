@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_positive, check_within
-from lightning_sgmcmc.samplers.base import Sampler
 from lightning_sgmcmc.samplers.law import StepLaw
+from lightning_sgmcmc.samplers.sampler import Sampler
 from lightning_sgmcmc.tensors import square_root
 
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_choice, check_positive
-from lightning_sgmcmc.samplers.base import Sampler
-from lightning_sgmcmc.samplers.law import StepLaw, heat_of_gradient_noise
-from lightning_sgmcmc.samplers.splitting import bridge_variance, half_move, momentum_variance
+from lightning_sgmcmc.samplers.law import StepLaw, bridge_variance, half_move, heat_of_gradient_noise, momentum_variance
+from lightning_sgmcmc.samplers.sampler import Sampler
 from lightning_sgmcmc.tensors import Control, exp, expm1, square_root
 
 Integrator: TypeAlias = Literal["euler", "baoab", "obabo", "ubu"]

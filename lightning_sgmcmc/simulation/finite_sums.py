@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from lightning_sgmcmc.subsampling.moments import GradientMoments, square_of
+from lightning_sgmcmc.subsampling.covariance_friction import GradientMoments, square_of
 from lightning_sgmcmc.tensors import with_moved_tensors
 
 CHUNK = 2**22

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_sgmcmc.samplers import Sampler, UnderdampedLangevin
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation.finite_sums import FiniteSum, batch_moments
+from lightning_sgmcmc.subsampling.covariance_friction import GradientMoments, advance_moments_, extra_friction
 from lightning_sgmcmc.subsampling.ewsg import Guess, index_log_weights, metropolis_index
-from lightning_sgmcmc.subsampling.moments import GradientMoments, advance_moments_, extra_friction
 from lightning_sgmcmc.tensors import widest_dtype
 
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.batches.inputs import as_tensors
-from lightning_sgmcmc.chains.stateless import evaluation_mode
-from lightning_sgmcmc.chains.together import States, TogetherCall
+from lightning_sgmcmc.chains.execution import States, TogetherCall, evaluation_mode
 from lightning_sgmcmc.checks import check_positive
-from lightning_sgmcmc.diagnostics.chains import ChainGrid
+from lightning_sgmcmc.diagnostics.draws import ChainGrid
 from lightning_sgmcmc.diagnostics.local import Covariance, covariance
 from lightning_sgmcmc.model import EnergyModel
 from lightning_sgmcmc.posterior.posterior import Posterior

@@ -15,7 +15,7 @@ from lightning_sgmcmc.callbacks.learning_coefficient import LearningCoefficient
 from lightning_sgmcmc.callbacks.sampling_schedule import SamplingSchedule
 from lightning_sgmcmc.checks import check_count, check_positive, check_within
 from lightning_sgmcmc.datamodules import TensorBatches
-from lightning_sgmcmc.evaluation.sample_energy import Kind
+from lightning_sgmcmc.evaluation.passes import Kind
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.model import HOOKS, overrides
 from lightning_sgmcmc.module import BayesianModule

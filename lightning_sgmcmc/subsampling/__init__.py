@@ -1,7 +1,12 @@
 """Mini-batch gradients with less noise: exponentially weighted choices, snapshots, gradient moments."""
 
+from lightning_sgmcmc.subsampling.covariance_friction import (
+    GradientMoments,
+    advance_moments_,
+    extra_friction,
+    square_of,
+)
 from lightning_sgmcmc.subsampling.ewsg import Guess, index_log_weights, metropolis_index
-from lightning_sgmcmc.subsampling.moments import GradientMoments, advance_moments_, extra_friction, square_of
 
 __all__ = [
     "GradientMoments",

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.batches.loader import ChainBatches
 from lightning_sgmcmc.chains.chains import Chains
-from lightning_sgmcmc.chains.stateless import StatelessCall, evaluation_mode, state_of
+from lightning_sgmcmc.chains.execution import StatelessCall, evaluation_mode, state_of
 from lightning_sgmcmc.tensors import as_rows, exact_device
 
 

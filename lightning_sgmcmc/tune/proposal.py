@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.finite import finite_or_none
-from lightning_sgmcmc.tensors import widest
+from lightning_sgmcmc.tensors import finite_or_none, widest
 
 NOISE = 1.0
 """A step is as good as the best if its NLL is larger by at most this many standard errors of the paired difference."""

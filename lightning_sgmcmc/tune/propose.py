@@ -7,11 +7,11 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
-from lightning_sgmcmc.chains.step_sizes import values_of
+from lightning_sgmcmc.chains.chains import values_of
 from lightning_sgmcmc.checks import check_count, check_positive
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
-from lightning_sgmcmc.samplers.base import NO_COLD_LIMIT
+from lightning_sgmcmc.samplers.sampler import NO_COLD_LIMIT
 from lightning_sgmcmc.tune.energy_search import EnergyProber, choose_by_energy, solve
 from lightning_sgmcmc.tune.probes import REFUSED, Prober
 from lightning_sgmcmc.tune.proposal import (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.callbacks import ContourGradient, MetropolisTest, SamplerCallback
 from lightning_sgmcmc.callbacks.schedule import FirstStage, RunLength, Schedule, epoch_length, schedule_of
-from lightning_sgmcmc.chains.graphs import graphs_kept
+from lightning_sgmcmc.chains.execution import graphs_kept
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.strategy import ChainStrategy
 from lightning_sgmcmc.module import BayesianModule

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_sgmcmc.diagnostics.bootstrap import Array, percentile_interval, two_level_means
+from lightning_sgmcmc.diagnostics.draws import Array, percentile_interval, two_level_means
 from lightning_sgmcmc.report.compare import Interval
 
 Cell = Mapping[str, Any]

@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc import Posterior
-from lightning_sgmcmc.diagnostics.metrics import classification_metrics, out_of_distribution_metrics
-from lightning_sgmcmc.diagnostics.scores import gaussian_mixture_crps
+from lightning_sgmcmc.diagnostics.scores import (
+    classification_metrics,
+    gaussian_mixture_crps,
+    out_of_distribution_metrics,
+)
 from lightning_sgmcmc.evaluation.scoring import evaluate
 from lightning_sgmcmc.predictions import ClassPrediction, RegressionPrediction
 from lightning_sgmcmc.recipes.equal_cost.problems import Problem

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.datamodules import ArrayDataModule, Split
-from lightning_sgmcmc.diagnostics.metrics import classification_metrics
+from lightning_sgmcmc.diagnostics.scores import classification_metrics
 
 PIECE = 1000
 """Data that are predicted at once."""

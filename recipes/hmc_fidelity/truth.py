@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.diagnostics.chains import rhat_limit
+from lightning_sgmcmc.diagnostics.draws import rhat_limit
 from lightning_sgmcmc.evaluation.reference import cifar10_hmc, read_probabilities
 from lightning_sgmcmc.recipes.hmc_fidelity.problems import datamodule, module_of
 from lightning_sgmcmc.recipes.hmc_fidelity.scores import Scores, ambiguity, judged, members_of

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.diagnostics.samples import autocorrelation_time
+from lightning_sgmcmc.diagnostics.draws import autocorrelation_time
 from lightning_sgmcmc.recipes.samplers_bench.methods import METHODS, NUTS
 from lightning_sgmcmc.recipes.samplers_bench.problems import Problem, generator_of, problem_of
 from lightning_sgmcmc.recipes.samplers_bench.settings import Settings
 from lightning_sgmcmc.reference.chains import HamiltonianChains
-from lightning_sgmcmc.reference.settings import Settings as ReferenceSettings
+from lightning_sgmcmc.reference.chains import Settings as ReferenceSettings
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
 from lightning_sgmcmc.samplers.trajectory import Trajectory

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc import BayesianModule
-from lightning_sgmcmc.chains.stateless import evaluation_mode
+from lightning_sgmcmc.chains.execution import evaluation_mode
 from lightning_sgmcmc.evaluation.scoring import Scorer
 
 AT_ONCE = 4

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from lightning_sgmcmc.diagnostics.samples import autocorrelation
+from lightning_sgmcmc.diagnostics.draws import autocorrelation
 from lightning_sgmcmc.figures.canvas import COLOURS, series
 from lightning_sgmcmc.figures.errors import INTERVAL, half_width
 from lightning_sgmcmc.recipes.shared.logistic import Reference

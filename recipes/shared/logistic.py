@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc import SGHMC
-from lightning_sgmcmc.diagnostics.samples import weight_efficiency
+from lightning_sgmcmc.diagnostics.draws import weight_efficiency
 
 
 def laplace_approximation(

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from lightning_sgmcmc import BayesianModule
-from lightning_sgmcmc.chains.stateless import evaluation_mode
-from lightning_sgmcmc.diagnostics.metrics import classification_metrics
+from lightning_sgmcmc.chains.execution import evaluation_mode
+from lightning_sgmcmc.diagnostics.scores import classification_metrics
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.evaluation.scoring import evaluate
 

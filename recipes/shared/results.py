@@ -8,7 +8,7 @@ from typing import Any
 from lightning_sgmcmc.cores import usable_cores
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.run import results as run_results
-from lightning_sgmcmc.run.origin import origin_of_run
+from lightning_sgmcmc.run.results import origin_of_run
 
 SCHEMA = 2
 """Version of the form of `results.json`."""

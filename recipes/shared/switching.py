@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_sgmcmc.diagnostics.samples import wasserstein_distance
+from lightning_sgmcmc.diagnostics.draws import wasserstein_distance
 from lightning_sgmcmc.simulation.switching_diffusion import Potentials, ornstein_uhlenbeck, switching_paths
 
 SLOPES, CENTRES = (5.0, 15.0), (5.0, -5 / 3)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from lightning_sgmcmc.batches.clustered import ClusteredOrder, cluster_data
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
+from lightning_sgmcmc.batches.orders import BatchOrder, ClusteredOrder, OrderSpec, cluster_data
 
 SIZES = (1, 5, 13, 21)  # N = 40
 CASES = [(40, 8), (40, 7), (40, 6), (40, 40), (40, 50), (40, 2), (40, 1)]

@@ -8,7 +8,7 @@ from lightning_fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.batches.loader import ChainBatches
 
 CHAINS = 3
 

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Categorical, ResumableLoader, UnderdampedLangevin
 from lightning_sgmcmc.batches import BatchOrder, CyclicOrder, OrderSpec, SymmetricOrder
-from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.batches.loader import ChainBatches
 from lightning_sgmcmc.callbacks import EWSG, SamplingSchedule
 from lightning_sgmcmc.tune.runs import Energies
 from tests.support.problems import BATCH, NUM_DATA, Ordered, data, network

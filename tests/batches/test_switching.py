@@ -11,7 +11,7 @@ import torch
 from scipy import linalg, stats
 
 from lightning_sgmcmc import SwitchingOrder
-from lightning_sgmcmc.batches.order import OrderSpec
+from lightning_sgmcmc.batches.orders import OrderSpec
 from lightning_sgmcmc.batches.switching import CHUNK
 from tests.support.problems import BATCH, NUM_DATA
 from tests.support.switching import order, states

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import SGLD, BayesianModule, Categorical, ResumableLoader, SwitchingBatchSampler, SwitchingOrder
-from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.batches.loader import ChainBatches
 from lightning_sgmcmc.callbacks import SamplingSchedule
 from tests.support.problems import BATCH, NUM_DATA, Ordered, data, network
 from tests.support.recorders import Seen

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
+from lightning_sgmcmc.batches.orders import BatchOrder, OrderSpec
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.datamodules.loading import evaluation_loader
 from tests.benchmarks.networks import mlp

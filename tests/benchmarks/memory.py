@@ -52,7 +52,7 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
     VarianceReducedEnergy,
 )
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.datamodules.loading import evaluation_loader
 from lightning_sgmcmc.posterior.disk import DiskStore

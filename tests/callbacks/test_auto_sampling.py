@@ -27,8 +27,8 @@ from lightning_sgmcmc.callbacks import (
     SampleCollector,
 )
 from lightning_sgmcmc.callbacks.schedule import RunLength
-from lightning_sgmcmc.diagnostics.stacking import stacking_weights
-from lightning_sgmcmc.posterior.sureness import sureness
+from lightning_sgmcmc.diagnostics.decisions import stacking_weights
+from lightning_sgmcmc.posterior.calibration import sureness
 from lightning_sgmcmc.samplers import pSGHMC
 from lightning_sgmcmc.tune.short_form import RunForm
 from tests.support.comparisons import assert_same

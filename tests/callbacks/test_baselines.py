@@ -27,7 +27,7 @@ from lightning_sgmcmc.callbacks import (
     SampleCollector,
     WarmStart,
 )
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.chains.warm_start import chosen_decay, make_optimizer
 from lightning_sgmcmc.report import write_report
 from tests.support.problems import Even, Net, Plain, Stream, blobs, classifier

@@ -46,7 +46,7 @@ from lightning_sgmcmc.callbacks import (
     VarianceReducedEnergy,
     WarmStart,
 )
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from tests.support.comparisons import assert_same, differences
 from tests.support.problems import Data, Net
 from tests.support.small_run import loader

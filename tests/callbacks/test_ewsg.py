@@ -31,7 +31,7 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
 )
 from lightning_sgmcmc.priors import FlatPrior
-from lightning_sgmcmc.run.places import Place
+from lightning_sgmcmc.run.trainer import Place
 from tests.support.comparisons import assert_same, differences
 from tests.support.ewsg_fits import Gradients, Underdamped, fit_with
 from tests.support.problems import CHAINS, Data, Even, Net, Plain

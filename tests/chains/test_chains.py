@@ -17,16 +17,15 @@ from lightning_sgmcmc import (
     LaplacePrior,
     pSGLD,
 )
-from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
-from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader
+from lightning_sgmcmc.batches.orders import BatchOrder, OrderSpec
 from lightning_sgmcmc.callbacks import (
     BayesianModelAverage,
     CyclicalSchedule,
     SampleCollector,
     SamplingSchedule,
 )
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.datamodules import TensorBatches
 from tests.support.comparisons import assert_same, check_law
 from tests.support.problems import CHAINS, ConjugateRegression, Data, Decoded, Net, data

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.chains.drawing import Drawing, FlatStates
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import Drawing, FlatStates, PosteriorSample
 
 CHAINS = 3
 

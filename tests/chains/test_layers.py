@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, FlatPrior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule
-from lightning_sgmcmc.reference.energies import FullEnergy
+from lightning_sgmcmc.reference.problem import FullEnergy
 from tests.support.trainers import quiet_trainer
 
 CHAINS, WORDS, PADDING = 3, 7, 2

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, Posterior
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
-from lightning_sgmcmc.chains.sharing import Holder, frozen_parts, shared_names
+from lightning_sgmcmc.chains.starts import Holder, frozen_parts, shared_names
 from lightning_sgmcmc.posterior.disk import DiskStore
-from lightning_sgmcmc.posterior.shared_file import SHARED
+from lightning_sgmcmc.posterior.manifest import SHARED
 from tests.support.comparisons import assert_equal_trees, assert_same
 from tests.support.problems import Net
 from tests.support.trainers import fit_in_layout, quiet_trainer

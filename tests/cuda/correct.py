@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.chains.graphs import graphs_kept
+from lightning_sgmcmc.chains.execution import graphs_kept
 from lightning_sgmcmc.datamodules import DigitsDataModule
 from tests.cuda.case import ORDINARY, Case, build, fit
 from tests.cuda.drawn import samples_are_the_chains_states

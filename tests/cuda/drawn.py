@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from lightning_sgmcmc import Posterior
-from lightning_sgmcmc.posterior.lagging import LaggingStore
+from lightning_sgmcmc.posterior.disk import LaggingStore
 from tests.cuda.case import LOG_EVERY, Case, fit, loaders, network
 from tests.cuda.stand_in import StandIn
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, CyclicOrder, Gaussian, datamodules
-from lightning_sgmcmc.batches.order import BatchOrder
+from lightning_sgmcmc.batches.orders import BatchOrder
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import (
     ArrayDataModule,

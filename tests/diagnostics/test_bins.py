@@ -13,8 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 from lightning_sgmcmc.diagnostics import conformal_threshold, pit_histogram, reliability, risk_coverage
-from lightning_sgmcmc.diagnostics.intervals import calibration_error_by_chance
-from lightning_sgmcmc.diagnostics.metrics import calibration_error, classification_metrics
+from lightning_sgmcmc.diagnostics.scores import calibration_error, calibration_error_by_chance, classification_metrics
 
 DTYPES = [torch.float32, torch.float64]
 

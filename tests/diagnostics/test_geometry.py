@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.diagnostics.geometry import (
     classical_scaling,
     interpolate,
@@ -15,7 +15,7 @@ from lightning_sgmcmc.diagnostics.geometry import (
     squared_distances,
     weight_sketch,
 )
-from lightning_sgmcmc.run.history import RunHistory, ThinnedSeries
+from lightning_sgmcmc.run.results import RunHistory, ThinnedSeries
 
 
 def points(count: int, dimension: int, seed: int = 0) -> torch.Tensor:

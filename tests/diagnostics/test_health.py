@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_sgmcmc.callbacks import ChainHealth, SamplingSchedule
 from lightning_sgmcmc.diagnostics.assessment import assess
-from lightning_sgmcmc.diagnostics.batch_means import (
+from lightning_sgmcmc.diagnostics.draws import (
     BatchMeans,
     chi_square_interval,
     mean_and_error,

@@ -4,8 +4,12 @@ import math
 
 import torch
 
-from lightning_sgmcmc.diagnostics.intervals import calibration_error_by_chance, mean_interval, share_interval
-from lightning_sgmcmc.diagnostics.metrics import classification_metrics
+from lightning_sgmcmc.diagnostics.scores import (
+    calibration_error_by_chance,
+    classification_metrics,
+    mean_interval,
+    share_interval,
+)
 
 
 def test_coverage_of_the_bootstrap() -> None:

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from lightning_sgmcmc.diagnostics.assessment import assess
-from lightning_sgmcmc.diagnostics.chains import ChainDiagnostics
-from lightning_sgmcmc.diagnostics.contour_use import ContourUse
+from lightning_sgmcmc.diagnostics.draws import ChainDiagnostics
 from lightning_sgmcmc.diagnostics.estimates import Observations
 from lightning_sgmcmc.diagnostics.findings import Finding, FindingKind
 from lightning_sgmcmc.diagnostics.health import HealthReport
-from lightning_sgmcmc.diagnostics.verdict import AverageGrowth, RunFacts
+from lightning_sgmcmc.diagnostics.verdict import AverageGrowth, ContourUse, RunFacts
 from tests.diagnostics.test_health import record
 
 DIMENSION = 8456

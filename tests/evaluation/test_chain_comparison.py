@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_sgmcmc import BayesianModule, Gaussian, Posterior
 from lightning_sgmcmc.callbacks import BayesianModelAverage, PosteriorDashboard, SampleCollector, SamplingSchedule
-from lightning_sgmcmc.diagnostics.chains import ChainGrid
+from lightning_sgmcmc.diagnostics.draws import ChainGrid
 from lightning_sgmcmc.evaluation.comparison import ChainComparison, chain_rows, prediction_diagnostics
 from tests.support.problems import Data, Net, data
 from tests.support.trainers import quiet_trainer, seeded

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.chains.stateless import evaluation_mode
+from lightning_sgmcmc.chains.execution import evaluation_mode
 from lightning_sgmcmc.evaluation.averages import CycleAverage, WeightedAverage
 from lightning_sgmcmc.evaluation.scoring import concatenate
 

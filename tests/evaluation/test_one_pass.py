@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, MCDropout, SampleCollector
-from lightning_sgmcmc.chains import together
-from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.evaluation import of_samples
+from lightning_sgmcmc.chains import execution as together
+from lightning_sgmcmc.chains.samples import PosteriorSample
+from lightning_sgmcmc.evaluation import scoring as of_samples
 from tests.support.problems import Data, Net
 from tests.support.trainers import quiet_trainer
 

@@ -16,7 +16,7 @@ from lightning_sgmcmc.cli.commands import main
 from lightning_sgmcmc.datamodules import ArrayDataModule, NotMNISTDataModule, Split
 from lightning_sgmcmc.datamodules.base import standardise
 from lightning_sgmcmc.datamodules.images import ImageDataModule
-from lightning_sgmcmc.diagnostics.metrics import out_of_distribution_metrics, predictive_entropy
+from lightning_sgmcmc.diagnostics.scores import out_of_distribution_metrics, predictive_entropy
 from tests.support.problems import blobs, classifier, loaders
 from tests.support.recorders import Dump
 from tests.support.trainers import quiet_trainer

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_sgmcmc import SGLD, ContourRules, Gaussian
 from lightning_sgmcmc.callbacks import ContourGradient, SampleCollector, SamplingSchedule, VarianceReducedEnergy
-from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.chains.stateless import StatelessCall
+from lightning_sgmcmc.chains.execution import StatelessCall
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from tests.support.problems import ConjugateRegression, Data, Even, Net, Plain
 from tests.support.trainers import quiet_trainer
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc import Categorical, Gaussian
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.diagnostics.findings import Finding, FindingKind
 from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation, LoaderAverage

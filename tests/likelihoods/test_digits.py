@@ -9,7 +9,7 @@ import torch
 
 from lightning_sgmcmc import NegativeBinomial, Poisson, StudentT
 from lightning_sgmcmc.predictions.distributions import NegativeBinomial as NegativeBinomialLaw
-from lightning_sgmcmc.predictions.special import log_gamma_rise, stirling_error
+from lightning_sgmcmc.predictions.distributions import log_gamma_rise, stirling_error
 
 ROUNDING = 2e-7
 

@@ -32,7 +32,7 @@ from lightning_sgmcmc import (
     TokenCategorical,
 )
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
-from lightning_sgmcmc.posterior import kept
+from lightning_sgmcmc.posterior import predictive as kept
 from tests.support.small_run import loader
 from tests.support.trainers import quiet_trainer
 

@@ -11,7 +11,7 @@ from torch import Tensor, distributions
 
 from lightning_sgmcmc import Categorical, Likelihood, MultiLabelBernoulli, Ordinal, PixelCategorical, TokenCategorical
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
-from lightning_sgmcmc.posterior.kept import KeptPredictions, kept_of, with_distributions
+from lightning_sgmcmc.posterior.predictive import KeptPredictions, kept_of, with_distributions
 from lightning_sgmcmc.predictions import ClassPrediction, Members, MultiLabelPrediction, Prediction
 from lightning_sgmcmc.predictions.classes import of_both
 

@@ -21,9 +21,9 @@ from lightning_sgmcmc import (
     StudentT,
 )
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
-from lightning_sgmcmc.posterior.kept import KeptPredictions, kept_of, with_distributions
+from lightning_sgmcmc.posterior.predictive import KeptPredictions, kept_of, with_distributions
 from lightning_sgmcmc.predictions import CountPrediction, RegressionPrediction
-from lightning_sgmcmc.predictions.special import betainc, continued
+from lightning_sgmcmc.predictions.distributions import betainc, continued
 
 WEIGHTS = (0.2, 0.5, 0.3)
 SAMPLES = len(WEIGHTS)

@@ -10,7 +10,7 @@ from sklearn.metrics import accuracy_score, brier_score_loss, log_loss, root_mea
 from torch import Tensor, distributions
 
 from lightning_sgmcmc import Bernoulli, Categorical, Gaussian
-from lightning_sgmcmc.diagnostics.metrics import brier_score, classification_metrics, predictive_entropy, reliability
+from lightning_sgmcmc.diagnostics.scores import brier_score, classification_metrics, predictive_entropy, reliability
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.likelihoods import Likelihood
 

@@ -12,7 +12,7 @@ from lightning_sgmcmc import BayesianModule
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules.base import standardise
 from lightning_sgmcmc.diagnostics import pit_histogram
-from lightning_sgmcmc.evaluation.stored_scores import StoredScores
+from lightning_sgmcmc.evaluation.reference import StoredScores
 from lightning_sgmcmc.likelihoods import (
     Bernoulli,
     Categorical,

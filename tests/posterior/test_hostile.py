@@ -24,7 +24,7 @@ from lightning_sgmcmc.cli.compare import main as compare
 from lightning_sgmcmc.cli.report import main as report
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.run.checkpoints import AtomicCheckpointIO
-from lightning_sgmcmc.run.evaluation_file import StoredEvaluation, write_evaluation
+from lightning_sgmcmc.run.results import StoredEvaluation, write_evaluation
 from tests.support import small_run
 from tests.support.corpus import CHECKPOINT, make_case, module, sound_run, trainer, untouched
 from tests.support.paths import REPOSITORY

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
-from lightning_sgmcmc.chains.sample import PosteriorSample
-from lightning_sgmcmc.diagnostics.chains import chain_diagnostics
+from lightning_sgmcmc.chains.samples import PosteriorSample
+from lightning_sgmcmc.diagnostics.draws import chain_diagnostics
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.export import to_inference_data
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore

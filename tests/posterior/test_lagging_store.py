@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from lightning_sgmcmc import Posterior
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.posterior import writing
-from lightning_sgmcmc.posterior.disk import DiskStore
-from lightning_sgmcmc.posterior.lagging import LaggingStore
+from lightning_sgmcmc.posterior.disk import DiskStore, LaggingStore
 from tests.support.full_disk import full_at
 
 

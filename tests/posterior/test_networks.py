@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior, bayesianize
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.posterior.store import MemoryStore, TargetScaling
 from lightning_sgmcmc.predictions import ClassPrediction
 from tests.pretrained.networks import Sentences, encoder, lora

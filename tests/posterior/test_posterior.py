@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Posterior
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.diagnostics.samples import normalised_weights, weight_efficiency
+from lightning_sgmcmc.diagnostics.draws import normalised_weights, weight_efficiency
 from lightning_sgmcmc.posterior import predictive
 from lightning_sgmcmc.posterior.description import describe
 from lightning_sgmcmc.posterior.disk import DiskStore

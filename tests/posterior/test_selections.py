@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.store import MemoryStore, TargetScaling
 from tests.support.posteriors import classifier, filled, in_memory, inputs

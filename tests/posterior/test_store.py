@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore

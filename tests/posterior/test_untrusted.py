@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.cli.report import main as report
 from lightning_sgmcmc.posterior import disk
 from lightning_sgmcmc.posterior.disk import DiskStore

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc import SGLD, BayesianModule, Categorical, ContourRules, Posterior
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ContourGradient, SampleCollector, SamplingSchedule
-from lightning_sgmcmc.chains.sample import SampleRecord
+from lightning_sgmcmc.chains.samples import SampleRecord
 from lightning_sgmcmc.contour import DecayingStepSize
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.report.run_record import read_run

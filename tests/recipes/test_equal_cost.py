@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_sgmcmc.callbacks import AutoSampling
-from lightning_sgmcmc.diagnostics.bootstrap import percentile_interval, two_level_means
+from lightning_sgmcmc.diagnostics.draws import percentile_interval, two_level_means
 from lightning_sgmcmc.diagnostics.scores import gaussian_mixture_crps
 from lightning_sgmcmc.recipes import equal_cost
 from lightning_sgmcmc.recipes.equal_cost import comparison, methods, problems, scores

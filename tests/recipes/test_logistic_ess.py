@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc import SGLD, BayesianModule, Bernoulli, GaussianPrior
-from lightning_sgmcmc.diagnostics.samples import autocorrelation
+from lightning_sgmcmc.diagnostics.draws import autocorrelation
 from lightning_sgmcmc.recipes import logistic_ess
 from lightning_sgmcmc.recipes.__main__ import main
 from lightning_sgmcmc.recipes.logistic_ess import coefficient_ess

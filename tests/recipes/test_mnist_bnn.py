@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 
-from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
+from lightning_sgmcmc.batches.orders import BatchOrder, OrderSpec
 from lightning_sgmcmc.datamodules import Split
 from lightning_sgmcmc.recipes import mnist_bnn
 from lightning_sgmcmc.recipes.mnist_bnn import Case

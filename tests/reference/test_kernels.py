@@ -8,11 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.reference import DensityDraws, sample_density
-from lightning_sgmcmc.reference.adaptation import StepSizes, Variances, windows
-from lightning_sgmcmc.reference.hmc import hamiltonian_monte_carlo
-from lightning_sgmcmc.reference.leapfrog import Draws, Phase
-from lightning_sgmcmc.reference.nuts import no_u_turn
-from lightning_sgmcmc.reference.settings import Kernel
+from lightning_sgmcmc.reference.chains import Kernel, StepSizes, Variances, windows
+from lightning_sgmcmc.reference.kernels import Draws, Phase, hamiltonian_monte_carlo, no_u_turn
 from lightning_sgmcmc.simulation import LogisticRegressionSum, random_walk_metropolis
 from tests.reference.densities import Potential, banana, correlated, funnel, gaussian
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.reference.leapfrog import Phase, kinetic, leapfrog
-from lightning_sgmcmc.reference.nuts import Segment, subtree, turns
+from lightning_sgmcmc.reference.kernels import Phase, Segment, kinetic, leapfrog, subtree, turns
 from tests.reference.densities import banana, gaussian
 
 VARIANCE = torch.tensor([[0.5, 2.0], [1.0, 0.3], [3.0, 1.0]], dtype=torch.float64)

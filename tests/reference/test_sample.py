@@ -24,7 +24,7 @@ from lightning_sgmcmc import (
 )
 from lightning_sgmcmc.callbacks import SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule
-from lightning_sgmcmc.diagnostics.chains import chain_diagnostics
+from lightning_sgmcmc.diagnostics.draws import chain_diagnostics
 from lightning_sgmcmc.reference import sampling
 from lightning_sgmcmc.reference.problem import Problem
 from tests.support.small_run import loader

@@ -22,7 +22,7 @@ from lightning_sgmcmc.callbacks import (
 )
 from lightning_sgmcmc.cli import main
 from lightning_sgmcmc.datamodules import ArrayDataModule, Split
-from lightning_sgmcmc.diagnostics.bootstrap import percentile_interval, resampled_means
+from lightning_sgmcmc.diagnostics.draws import percentile_interval, resampled_means
 from lightning_sgmcmc.report.compare import compare_runs
 from lightning_sgmcmc.report.run_record import RunError
 from tests.support.problems import Even, Net

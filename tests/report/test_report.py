@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from lightning_sgmcmc import figures
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.cli.commands import main
-from lightning_sgmcmc.diagnostics.chains import chain_diagnostics, correlation_time, rhat_limit
+from lightning_sgmcmc.diagnostics.draws import chain_diagnostics, correlation_time, rhat_limit
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.report import RunError, write_report
 from lightning_sgmcmc.report.run_record import find_run

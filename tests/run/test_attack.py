@@ -19,7 +19,7 @@ import torch
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import DatasetDataModule
-from lightning_sgmcmc.posterior.lock import is_in_use
+from lightning_sgmcmc.posterior.writing import is_in_use
 from lightning_sgmcmc.run.folder import newest_checkpoint
 from tests.run.test_after_an_exception import HOOKS, Failing
 from tests.support.recorders import Each

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, Posterior
 from lightning_sgmcmc.batches.loader import ResumableLoader
-from lightning_sgmcmc.batches.order import BatchOrder, OrderSpec
+from lightning_sgmcmc.batches.orders import BatchOrder, OrderSpec
 from lightning_sgmcmc.callbacks import (
     ChainHealth,
     CyclicalSchedule,

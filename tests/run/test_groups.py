@@ -7,12 +7,12 @@ import textwrap
 
 import pytest
 
-from lightning_sgmcmc.chains.groups import naming_the_network
+from lightning_sgmcmc.chains.layout import naming_the_network
 from tests.support.paths import REPOSITORY
 
 SCRIPT = """
     import torch.distributed as dist
-    from lightning_sgmcmc.chains.groups import new_group
+    from lightning_sgmcmc.chains.layout import new_group
 
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)  # stands in for NCCL
     new_group(None, None, backend="gloo")

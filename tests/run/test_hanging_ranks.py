@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Categorical, ChainStrategy
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
-from lightning_sgmcmc.run.rank_watch import Beat, Judge, prefix_of_fit
+from lightning_sgmcmc.run.ranks import Beat, Judge, prefix_of_fit
 from tests.support.problems import Blobs, blob_network
 from tests.support.trainers import quiet_trainer
 

@@ -21,7 +21,7 @@ from lightning_sgmcmc.callbacks import (
     SampleCollector,
     SamplerCallback,
 )
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.diagnostics.health import HealthReport, Temperatures
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from tests.support.problems import classifier, loaders
@@ -266,7 +266,7 @@ def test_wandb_stays_offline_unless_somebody_is_logged_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, login: str | None
 ) -> None:
     """A plain WandbLogger() on a machine without a login neither asks for one nor waits for a network."""
-    from lightning_sgmcmc.run.offline import stay_offline_without_login
+    from lightning_sgmcmc.run.loggers import stay_offline_without_login
 
     wandb = pytest.importorskip("wandb")
     contained(monkeypatch, tmp_path)

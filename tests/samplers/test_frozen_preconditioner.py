@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc.callbacks import CyclicalSchedule, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.samplers import AdamSGLD, Sampler, ScaleAdaptedSGHMC, pMCLMC, pSGHMC, pSGLD
-from lightning_sgmcmc.samplers.preconditioned import PreconditionedSampler
+from lightning_sgmcmc.samplers.sgld import PreconditionedSampler
 from tests.support.comparisons import assert_same
 from tests.support.problems import Data, Net
 from tests.support.trainers import quiet_trainer, seeded

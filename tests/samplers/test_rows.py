@@ -23,8 +23,7 @@ from lightning_sgmcmc.samplers import (
     pSGHMC,
     pSGLD,
 )
-from lightning_sgmcmc.samplers.flat import FlatParameters
-from lightning_sgmcmc.samplers.fused import clip_rows, coefficient, sghmc_step, sgld_step
+from lightning_sgmcmc.samplers.rows import FlatParameters, clip_rows, coefficient, sghmc_step, sgld_step
 
 RULES: list[Any] = [SGLD, pSGLD, AdamSGLD, SGHMC, pSGHMC, ScaleAdaptedSGHMC, SGNHT, MCLMC, pMCLMC, UnderdampedLangevin]
 RULES += [functools.partial(UnderdampedLangevin, integrator=name) for name in ("baoab", "obabo", "ubu")]

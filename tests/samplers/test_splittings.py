@@ -11,7 +11,7 @@ import torch
 from scipy import linalg
 
 from lightning_sgmcmc.samplers import UnderdampedLangevin
-from lightning_sgmcmc.samplers.splitting import bridge_variance, half_move, lag, momentum_variance
+from lightning_sgmcmc.samplers.law import bridge_variance, half_move, lag, momentum_variance
 from tests.support.kinetic import Affine, step_of, ubu_variance
 
 NUM_DATA, TEMPERATURE, FREQUENCY = 30, 0.7, 2.0

@@ -16,8 +16,8 @@ from scipy import integrate
 from torch import Tensor, nn
 
 from lightning_sgmcmc.samplers import AMAGOLD, GGMC, UnderdampedLangevin
-from lightning_sgmcmc.samplers.flat import FlatParameters
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
+from lightning_sgmcmc.samplers.rows import FlatParameters
 from lightning_sgmcmc.samplers.trajectory import Trajectory, log_acceptance
 
 BOTH = [AMAGOLD, GGMC]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.diagnostics.samples import autocorrelation_time
+from lightning_sgmcmc.diagnostics.draws import autocorrelation_time
 from lightning_sgmcmc.simulation.firefly import FireflyRun, firefly
 from lightning_sgmcmc.simulation.likelihood_bounds import BoundedLikelihood, LogisticBound, TaylorBound
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.diagnostics.samples import autocorrelation, autocorrelation_time
+from lightning_sgmcmc.diagnostics.draws import autocorrelation, autocorrelation_time
 from lightning_sgmcmc.simulation.random_walk import random_walk_metropolis
 
 MEAN = torch.tensor([1.0, -2.0], dtype=torch.float64)

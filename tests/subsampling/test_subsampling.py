@@ -7,8 +7,13 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc import SGHMC, SGLD, SGNHT, UnderdampedLangevin, pSGLD
 from lightning_sgmcmc.samplers import StepLaw
+from lightning_sgmcmc.subsampling.covariance_friction import (
+    GradientMoments,
+    advance_moments_,
+    extra_friction,
+    square_of,
+)
 from lightning_sgmcmc.subsampling.ewsg import index_log_weights, metropolis_index
-from lightning_sgmcmc.subsampling.moments import GradientMoments, advance_moments_, extra_friction, square_of
 
 
 def candidates(count: int = 5, dimension: int = 3, chains: int = 1, scale: float = 0.3) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from lightning_sgmcmc.posterior.calibration import FILE as CALIBRATION
 from lightning_sgmcmc.posterior.calibration import identify
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST
-from lightning_sgmcmc.run.evaluation_file import StoredEvaluation, write_evaluation
+from lightning_sgmcmc.run.results import StoredEvaluation, write_evaluation
 from tests.support import small_run
 from tests.support.trainers import quiet_trainer
 

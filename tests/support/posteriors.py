@@ -10,7 +10,7 @@ import torchvision
 from torch import Tensor, nn
 
 from lightning_sgmcmc import BayesianModule, Categorical, Gaussian, Posterior
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 
 FEATURES, CLASSES = 5, 3

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, Gaussian, GaussianPrior
-from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.batches.loader import ChainBatches
 from lightning_sgmcmc.datamodules import ArrayDataModule, Split
 from lightning_sgmcmc.simulation.targets import CosineTarget, GaussianMixture
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Gaussian
-from lightning_sgmcmc.chains import seeds
+from lightning_sgmcmc.chains import layout as seeds
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from tests.support.trainers import quiet_trainer
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc import BayesianModule
-from lightning_sgmcmc.batches.per_chain import ChainBatches
+from lightning_sgmcmc.batches.loader import ChainBatches
 from lightning_sgmcmc.callbacks import SamplerCallback
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.subsampling.snapshot import rows_of
 from tests.support.problems import Array
 

@@ -15,8 +15,7 @@ from torch.utils.data import (
 )
 
 from lightning_sgmcmc import BayesianModule, Gaussian, GaussianPrior
-from lightning_sgmcmc.evaluation.full_energy import full_energies
-from lightning_sgmcmc.evaluation.sample_energy import fresh_energies, has_fresh_batches
+from lightning_sgmcmc.evaluation.passes import fresh_energies, full_energies, has_fresh_batches
 from tests.support.trainers import quiet_trainer
 
 ROWS = 105

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 
 

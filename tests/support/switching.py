@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from lightning_sgmcmc import SwitchingOrder
-from lightning_sgmcmc.batches.order import OrderSpec
+from lightning_sgmcmc.batches.orders import OrderSpec
 from tests.support.problems import BATCH, NUM_DATA
 
 

@@ -10,7 +10,7 @@ import torch
 from lightning_sgmcmc import SGHMC, BayesianModule, Categorical, ChainStrategy, Posterior
 from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.chains.layout import ChainLayout
-from lightning_sgmcmc.chains.sample import PosteriorSample
+from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from tests.support.problems import BATCH, NUM_DATA, Array, ConjugateRegression, Data, Decoded, Net, data, network
 from tests.support.recorders import Draws

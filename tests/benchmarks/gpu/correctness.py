@@ -11,7 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from lightning_sgmcmc import SGHMC, SGLD
 from lightning_sgmcmc.callbacks import SamplingSchedule
-from lightning_sgmcmc.samplers import fused
+from lightning_sgmcmc.samplers import rows as fused
 from tests.benchmarks.gpu.setting import RandomImages, Say, Setting, fit, largest_difference, module
 from tests.support.texts import Config, fit_texts
 

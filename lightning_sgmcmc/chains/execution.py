@@ -1,0 +1,387 @@
+"""Calls of a module with the states of several samples: all at once, or one after another."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from lightning_sgmcmc.compiling import compiled_if_possible
+from lightning_sgmcmc.expansion import PLAIN, collapsed, expansions_of
+from lightning_sgmcmc.priors.state import is_prior_state
+from lightning_sgmcmc.seeding import derive_seed, unchanged_torch_generators
+
+MASK_SEED = "dropout_seed"
+"""Name of the buffer of a sample that holds the seed of its masks, an integer; the network has no such buffer."""
+WHOLE_CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+MASKED = (nn.Dropout, *WHOLE_CHANNELS)
+"""The layers that get masks."""
+
+
+def dropout_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers with p > 0 that get masks, by name."""
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, MASKED) and layer.p > 0}
+
+
+def mask(seed: int, name: str, shape: tuple[int, ...], p: float, whole_channels: bool = False) -> Tensor:
+    """Return a mask that multiplies a layer's input: 1/(1-p) with probability 1-p, else 0, independently.
+
+    Args:
+        seed: the sample's.
+        name: the layer's name in the network; each layer has its own mask.
+        shape: of the input; its first axis is the batch's.
+        p: probability of 0.
+        whole_channels: whether all elements of a channel, the second axis, have one value.
+
+    Returns:
+        shape (1, …), in the host's memory: one mask for all data.
+    """
+    own = (1, *shape[1:2], *[1] * (len(shape) - 2)) if whole_channels else (1, *shape[1:])
+    generator = torch.Generator().manual_seed(derive_seed(seed, "mask", name))
+    kept = torch.rand(own, generator=generator) >= p
+    return kept.float() / (1 - p) if p < 1 else torch.zeros(own)
+
+
+@contextmanager
+def masked(module: nn.Module, seed: int) -> Iterator[None]:
+    """Within the context, every dropout layer multiplies its input by the mask of this seed.
+
+    Args:
+        module: the network, in evaluation mode.
+        seed: the sample's.
+    """
+    hooks = [
+        layer.register_forward_hook(_multiply(seed, name, layer)) for name, layer in dropout_layers(module).items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _multiply(seed: int, name: str, layer: Any) -> Callable[..., Tensor]:
+    def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        own = mask(seed, name, tuple(output.shape), layer.p, isinstance(layer, WHOLE_CHANNELS))
+        return inputs[0] * own.to(output)
+
+    return hook
+
+
+# -- stateless ---------------------------------------------------------------------------------------------------------
+
+
+Home = tuple[dict[str, Any], str]
+"""Where a module keeps a tensor: the dictionary and the key."""
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters and buffers by name, the parameters first."""
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def homes_of(module: nn.Module) -> dict[str, list[Home]]:
+    """Return where a module keeps each tensor of `state_of`, by name; a tensor that layers share has several places."""
+    names: dict[int, str] = {}
+    homes: dict[str, list[Home]] = {}
+    for kind in ("_parameters", "_buffers"):
+        for prefix, part in module.named_modules():
+            home: dict[str, Any] = getattr(part, kind)
+            for key, tensor in home.items():
+                if tensor is not None:
+                    name = names.setdefault(id(tensor), f"{prefix}.{key}" if prefix else key)
+                    homes.setdefault(name, []).append((home, key))
+    return homes
+
+
+def network_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return what samples and stores have: what `state_of` returns, without the tensors of the prior, and with the
+    products of expanded weights."""
+    named = collapsed(dict(module.named_parameters()), module) | dict(module.named_buffers())
+    return {name: tensor for name, tensor in named.items() if not is_prior_state(name)}
+
+
+def slots_of(module: nn.Module) -> dict[str, Home]:
+    """Return where a module takes the plain weights of its expanded layers, by name."""
+    return {expansion.name: (expansion.rule._buffers, PLAIN) for expansion in expansions_of(module)}
+
+
+class StatelessCall(nn.Module):
+    """Calls `function(module, *args)` with a sample's tensors instead of the module's own.
+
+    Args:
+        module: the module whose parameters and buffers are replaced; its own are unchanged.
+        function: the function to call.
+    """
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self._function = function
+        self._renamed = {expansion.name: expansion.slot for expansion in expansions_of(module)}
+
+    def forward(self, *args: Any) -> Any:
+        return self._function(self.module, *args)
+
+    def call(self, state: Mapping[str, Tensor], *args: Any) -> Any:
+        """Call the function with the tensors of `state`, by the module's own names.
+
+        If the state has the seed of dropout masks, dropout is active with these masks (see `chains/execution.py`).
+        """
+        renamed = self._renamed
+        own = {f"module.{renamed.get(name, name)}": tensor for name, tensor in state.items() if name != MASK_SEED}
+        if len(own) == len(state):
+            return functional_call(self, own, args)
+        with masked(self.module, int(state[MASK_SEED])):
+            return functional_call(self, own, args)
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Set a module to evaluation mode; restore each submodule's mode at the end."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+@contextmanager
+def undisturbed_generators(module: pl.LightningModule) -> Iterator[None]:
+    """Restore torch's default generators, of the CPU and the module's device, at the end."""
+    with unchanged_torch_generators([module.device]):
+        yield
+
+
+# -- together ----------------------------------------------------------------------------------------------------------
+
+
+State = Mapping[str, Tensor]
+Sample = TypeVar("Sample")
+LARGEST_GROUP = 256 * 2**20
+"""Bytes of samples that run together."""
+MOST = 16
+"""States in one vmapped call: memory for the network's activations grows with them."""
+
+
+def runs_at_once(device: torch.device) -> bool:
+    """Return whether several states run at once on a device.
+
+    On a CPU they run one after another: vmapped convolutions are grouped ones there, 2.5 times as slow for ResNet-20
+    and batches of 100, and vmap gains nothing for a perceptron, since no kernels are launched.
+    """
+    return device.type != "cpu"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a device's memory did not suffice; Apple's says so in words only."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
+def dtype_of(state: State) -> torch.dtype:
+    """Return the dtype of a sample's weights, in which its network computes."""
+    return next((t.dtype for t in state.values() if t.is_floating_point()), torch.get_default_dtype())
+
+
+def grouped(samples: Iterable[Sample], state_of: Callable[[Sample], State], most: int) -> Iterator[list[Sample]]:
+    """Yield samples in lists that may run together: up to `most`, of one dtype, and of at most `LARGEST_GROUP` bytes.
+
+    A larger sample is alone.
+
+    Args:
+        samples: samples of one network.
+        state_of: returns a sample's state.
+        most: the largest number.
+    """
+    group: list[Sample] = []
+    room, kind = 0.0, torch.float32
+    for sample in samples:
+        state = state_of(sample)
+        size = sum(tensor.nbytes for tensor in state.values())
+        if group and (len(group) == most or size > room or dtype_of(state) != kind):
+            yield group
+            group = []
+        room, kind = (room if group else LARGEST_GROUP) - size, dtype_of(state)
+        group.append(sample)
+    if group:
+        yield group
+
+
+class States:
+    """The states of several samples of one network, for `TogetherCall`.
+
+    Args:
+        states: parameters and buffers of each by name, on one device.
+    """
+
+    def __init__(self, states: Sequence[State]) -> None:
+        self._each: list[State] = list(states)
+        self._stacked: dict[str, Tensor] | None = None
+        self._parts: tuple[int, list[States]] = (0, [])
+        self.device = next((tensor.device for tensor in self._each[0].values()), torch.device("cpu"))
+        self.have_masks = any(MASK_SEED in state for state in self._each)
+        """Whether dropout masks belong to the samples, which differ in more than tensors then."""
+
+    def __len__(self) -> int:
+        return len(self._each)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for state in self._each for tensor in state.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights, in which the network computes."""
+        return dtype_of(self._each[0])
+
+    @property
+    def each(self) -> list[State]:
+        """The state of each sample."""
+        return self._each
+
+    @property
+    def stacked(self) -> dict[str, Tensor]:
+        """The states along a leading axis; the single states become views of them."""
+        if self._stacked is None:
+            each = self._each
+            self._stacked = stacked = {name: torch.stack([state[name] for state in each]) for name in each[0]}
+            self._each = [{name: tensor[i] for name, tensor in stacked.items()} for i in range(len(each))]
+        return self._stacked
+
+    def parts(self, most: int) -> "list[States]":
+        """Return the states in parts of at most `most` samples."""
+        if len(self) <= most:
+            return [self]
+        if self._parts[0] != most:
+            self._parts = most, [self._part(slice(first, first + most)) for first in range(0, len(self), most)]
+        return self._parts[1]
+
+    def _part(self, own: slice) -> "States":
+        """Return some of the states; what is stacked already is not copied again."""
+        part = States(self._each[own])
+        if self._stacked is not None:
+            part._stacked = {name: tensor[own] for name, tensor in self._stacked.items()}
+        return part
+
+
+class TogetherCall:
+    """Calls `function(module, *args)` with the tensors of each of several samples instead of the module's own.
+
+    On a CPU the samples run one after another, each with its tensors put in the module's place (`runs_at_once`); bit
+    for bit as that sample alone. On other devices they run at once, by `torch.vmap`, equal up to rounding. Networks
+    that vmap cannot run (their control flow depends on data, or they draw random numbers) run one after another there
+    too. If memory does not suffice for all, fewer run at once.
+
+    Args:
+        module: the module, whose own tensors are unchanged afterwards.
+        function: returns a tensor, or tensors in dictionaries, lists and tuples.
+        compiled: whether torch.compile compiles what runs at once.
+    """
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any], compiled: bool = False) -> None:
+        self._module = module
+        self._function = function
+        self._alone = StatelessCall(module, function)
+        self._most = MOST
+        at_once = self._vmapped
+        self._together: Callable[..., Any] | None = (
+            compiled_if_possible("the samples' evaluation", at_once, varies=1, dynamic=False) if compiled else at_once
+        )
+        """Runs all at once; None once it has failed."""
+
+    def __call__(self, states: States, *args: Any) -> Iterator[Any]:
+        """Yield the function's results, one for each state; until the last, the module may have other tensors.
+
+        Args:
+            states: the samples' states, on the module's device.
+            args: passed to the function.
+        """
+        if states.have_masks or self._together is None or not runs_at_once(states.device):
+            return self._one_by_one(states, args)
+        return (result for part in states.parts(self._most) for result in self._at_once(part, args))
+
+    def _vmapped(self, stacked: dict[str, Tensor], args: tuple[Any, ...]) -> Any:
+        return torch.vmap(self._alone.call, in_dims=(0, *[None] * len(args)))(stacked, *args)
+
+    def _at_once(self, states: States, args: tuple[Any, ...]) -> list[Any]:
+        if self._together is None:
+            return list(self._one_by_one(states, args))
+        try:
+            results = self._together(states.stacked, args)
+            return [pytree.tree_map(lambda t, i=i: t[i], results) for i in range(len(states))]
+        except Exception as error:
+            out_of_memory = is_out_of_memory(error)
+            if out_of_memory and len(states) == 1:
+                raise
+        # Outside of the handler, whose error holds all that the failed call has allocated.
+        if out_of_memory:
+            self._most = (len(states) + 1) // 2
+            return [result for part in states.parts(self._most) for result in self._at_once(part, args)]
+        found = list(self._one_by_one(states, args))  # raises if the call is at fault, and not vmap
+        self._together = None
+        return found
+
+    def _one_by_one(self, states: States, args: tuple[Any, ...]) -> Iterator[Any]:
+        if states.have_masks:
+            yield from (self._alone.call(state, *args) for state in states.each)
+            return
+        with _own_tensors(self._module) as places:
+            for state in states.each:
+                for name, tensor in state.items():
+                    for home, key in places.get(name, ()):
+                        home[key] = tensor
+                yield self._function(self._module, *args)
+
+
+@contextmanager
+def _own_tensors(module: nn.Module) -> Iterator[dict[str, list[Home]]]:
+    """Yield where a module keeps each of its tensors, by name; restore them at the end."""
+    places = homes_of(module) | {name: [slot] for name, slot in slots_of(module).items()}
+    before = [(home, key, home[key]) for homes in places.values() for home, key in homes]
+    try:
+        yield places
+    finally:
+        for home, key, tensor in before:
+            home[key] = tensor
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+class _Held:
+    """Contexts in which graphs are kept, and whether some wait to be freed."""
+
+    contexts = 0
+    waiting = False
+
+
+def free_graphs() -> None:
+    """Free the memory of CUDA graphs after a fit that replayed them.
+
+    Torch frees it with all compiled code of the process, which is compiled again at its next call: the activations of
+    all chains are worth more than the seconds.
+    """
+    if _Held.contexts:
+        _Held.waiting = True
+        return
+    _Held.waiting = False
+    torch.compiler.reset()
+
+
+@contextmanager
+def graphs_kept() -> Iterator[None]:
+    """Keep graphs and compiled code between fits of one network, which use the same memory; free them at the end."""
+    _Held.contexts += 1
+    try:
+        yield
+    finally:
+        _Held.contexts -= 1
+        if _Held.waiting:
+            free_graphs()

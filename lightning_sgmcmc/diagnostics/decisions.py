@@ -1,0 +1,259 @@
+"""Decisions on predictions, fitted on held data: calibration, conformal sets, abstention, stacking, agreement."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.diagnostics.scores import whole_labels
+from lightning_sgmcmc.predictions.mixture import FLOOR, tempered
+from lightning_sgmcmc.tensors import widest
+
+__all__ = ["FLOOR", "LARGEST", "SMALLEST", "class_nll", "fit_std_factor", "fit_temperature", "gaussian_nll", "tempered"]
+
+SMALLEST, LARGEST = 1e-2, 1e2
+"""Bounds of a fitted temperature; data that are all right, or all wrong, have no finite optimum."""
+
+
+def fit_temperature(probabilities: Tensor, labels: Tensor) -> float:
+    """Return the temperature at which the tempered probabilities have the lowest mean NLL.
+
+    The NLL is convex in 1/T, so the optimum is the root of its derivative, mean(E_T[log p] - log p_y), found by
+    bisection.
+
+    Args:
+        probabilities: shape (n, K).
+        labels: in 0..K-1, shape (n,).
+
+    Source: Guo et al. 2017, section 4.2.
+    """
+    logs = widest(probabilities).clamp_min(FLOOR).log()
+    chosen = logs.gather(1, labels[:, None])[:, 0]
+    low, high = math.log(1 / LARGEST), math.log(1 / SMALLEST)  # of 1/T
+    for _ in range(50):
+        middle = (low + high) / 2
+        expected = ((math.exp(middle) * logs).softmax(-1) * logs).sum(-1)
+        low, high = (low, middle) if float((expected - chosen).mean()) > 0 else (middle, high)
+    return math.exp(-(low + high) / 2)
+
+
+def fit_std_factor(mean: Tensor, std: Tensor, target: Tensor) -> float:
+    """Return the factor of the standard deviations at which N(target; mean, (factor·std)²) has the lowest mean NLL.
+
+        factor² = mean((target - mean)²/std²)
+
+    Targets that are NaN are not observed, and left out.
+
+    Args:
+        mean, std, target: shape (n, D).
+    """
+    return float(((widest(target) - widest(mean)) / widest(std)).square().nanmean().sqrt())
+
+
+def class_nll(probabilities: Tensor, labels: Tensor) -> float:
+    """Return the mean of -log p_y, in nats per datum."""
+    return -float(widest(probabilities).gather(1, labels[:, None]).clamp_min(FLOOR).log().mean())
+
+
+def gaussian_nll(mean: Tensor, std: Tensor, target: Tensor) -> float:
+    """Return the mean of -Σ_d log N(target_d; mean_d, std_d²), in nats per datum; targets that are NaN have no term."""
+    standardised = (widest(target) - widest(mean)) / widest(std)
+    each = standardised.square() / 2 + widest(std).log() + math.log(2 * math.pi) / 2
+    return float(each.nansum(-1).mean())
+
+
+# -- conformal ---------------------------------------------------------------------------------------------------------
+
+
+def conformal_threshold(scores: Tensor, level: float) -> Tensor:
+    """Return the ⌈(n + 1)·level⌉-th smallest score, +∞ if n is too small for it; columns are separate.
+
+    A new datum, exchangeable with the n, has a score of at most this with probability at least `level`, and at most
+    level + 1/(n + 1) if no scores are equal.
+
+    Args:
+        scores: nonconformity of the calibration data, shape (n, …).
+        level: in (0, 1).
+
+    Raises:
+        ValueError: for a level outside of (0, 1), or no scores.
+
+    Source: Vovk et al. 2005; Lei et al. 2018, algorithm 2.
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"level must be in (0, 1), got {level}")
+    if not len(scores):
+        raise ValueError("conformal prediction needs calibration data, and there are none")
+    rank = math.ceil((len(scores) + 1) * level - 1e-9)
+    if rank > len(scores):
+        return torch.full_like(scores[0], torch.inf)
+    return scores.sort(0).values[rank - 1]
+
+
+def class_scores(probabilities: Tensor, adaptive: bool, uniform: Tensor | None = None) -> Tensor:
+    """Return each class's nonconformity, shape (n, K).
+
+        1 - p_k,   or adaptive: Σ_j p_j·1{p_j > p_k} + u·p_k
+
+    Args:
+        probabilities: shape (n, K).
+        adaptive: whether sets grow with the datum's difficulty, for coverage that is more even over data.
+        uniform: u in [0, 1] for each datum, shape (n,), which makes the coverage exact; None is 1.
+
+    Source: Sadinle et al. 2019 (least ambiguous sets); Romano et al. 2020 (adaptive sets).
+    """
+    if not adaptive:
+        return 1 - probabilities
+    ordered, places = probabilities.sort(-1, descending=True)
+    above = torch.zeros_like(probabilities).scatter(-1, places, ordered.cumsum(-1) - ordered)
+    share = torch.ones_like(probabilities[:, :1]) if uniform is None else uniform[:, None].to(probabilities)
+    return above + share * probabilities
+
+
+# -- selective ---------------------------------------------------------------------------------------------------------
+
+
+def risk_coverage(uncertainty: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the coverages k/n and the risks, the mean loss of the k surest predictions, k = 1 … n, each of shape (n,).
+
+    Predictions of equal uncertainty count alike: each has the mean loss of all that are equal.
+
+    Args:
+        uncertainty: of each prediction, shape (n,); larger is less sure.
+        loss: of each prediction, shape (n,), such as 1 for a wrong class and 0 for a right one.
+
+    Source: Geifman & El-Yaniv 2017; El-Yaniv & Wiener 2010.
+    """
+    if uncertainty.shape != loss.shape or uncertainty.dim() != 1 or not len(loss):
+        raise ValueError(
+            f"uncertainty and loss should both have the shape (n,), n > 0, got {tuple(uncertainty.shape)} and "
+            f"{tuple(loss.shape)}"
+        )
+    values, group = uncertainty.unique(return_inverse=True)
+    count = widest(torch.bincount(group, minlength=len(values)))
+    mean = torch.zeros_like(count).index_add_(0, group, widest(loss)) / count
+    shared = mean[group[uncertainty.argsort()]]
+    steps = torch.arange(1, len(loss) + 1, dtype=count.dtype, device=loss.device)
+    return steps / len(loss), shared.cumsum(0) / steps
+
+
+def aurc(probabilities: Tensor, target: Tensor) -> Tensor:
+    """Return the area under the risk-coverage curve of class predictions by their largest probability, in [0, 1].
+
+    It is the mean over coverages of the error rate of the surest predictions: smaller is better, and 0 needs no errors.
+
+    Args:
+        probabilities: shape (n, K).
+        target: labels in 0..K-1, shape (n,).
+
+    Source: Geifman et al. 2019 (Bias-reduced uncertainty estimation).
+
+    >>> p = torch.tensor([[0.9, 0.1], [0.4, 0.6]])  # the second, less sure, is wrong
+    >>> aurc(p, torch.tensor([0, 0]))
+    tensor(0.2500)
+    """
+    return risk_coverage(*_errors(probabilities, target))[1].mean().float()
+
+
+def risk_at_coverage(probabilities: Tensor, target: Tensor, coverage: float = 0.8) -> Tensor:
+    """Return the error rate of the surest predictions, those with the largest probabilities.
+
+    Args:
+        probabilities: shape (n, K).
+        target: labels in 0..K-1, shape (n,).
+        coverage: share of the data that are predicted, in (0, 1].
+    """
+    if not 0 < coverage <= 1:
+        raise ValueError(f"coverage must be in (0, 1], got {coverage}")
+    risks = risk_coverage(*_errors(probabilities, target))[1]
+    return risks[max(round(coverage * len(risks)), 1) - 1].float()
+
+
+def _errors(probabilities: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    largest, predicted = probabilities.max(-1)
+    return -largest, (predicted != whole_labels(target)).float()
+
+
+# -- stacking ----------------------------------------------------------------------------------------------------------
+
+
+def stacking_weights(log_densities: Tensor, pseudo_count: float = 0.02, iterations: int = 80) -> Tensor:
+    """Return the weights at which the mixture of the samples predicts held-out data best, shape (S,), float64.
+
+        maximize Σ_i log Σ_j w_j·p_j(y_i) + α·n/S·Σ_j log w_j   over w ≥ 0, Σ_j w_j = 1
+
+    It is found by expectation maximization from even weights; each iteration raises the objective.
+
+    Args:
+        log_densities: log p_j(y_i), shape (S, n).
+        pseudo_count: α ≥ 0, the strength of the Dirichlet prior towards even weights, over that of the data.
+        iterations: of expectation maximization.
+
+    Source: Yao et al. 2018 (Using stacking to average Bayesian predictive distributions), section 3.
+
+    >>> stacking_weights(torch.tensor([[-1.0, -1.0], [-9.0, -9.0]]), pseudo_count=0.0).round(decimals=3).tolist()
+    [1.0, 0.0]
+    """
+    logs = widest(log_densities)
+    samples, data = logs.shape
+    weights = logs.new_full((samples,), 1 / samples)
+    prior = pseudo_count * data / samples
+    for _ in range(iterations):
+        shares = (logs + weights.clamp_min(1e-300).log()[:, None]).softmax(0)
+        weights = (shares.sum(1) + prior) / (data * (1 + pseudo_count))
+    return weights
+
+
+def shrunk_factor(nll: Tensor, factors: Tensor, count: int, prior_std: float) -> float:
+    """Return the factor f with the least Σ_i NLL_i(f) + (log f)²/(2·s²), a fit with a prior around 1.
+
+    Args:
+        nll: mean NLL of the data at each factor, shape (F,).
+        factors: shape (F,).
+        count: number of data.
+        prior_std: s.
+    """
+    penalty = widest(factors).log().square() / (2 * prior_std**2)
+    return float(factors[int((count * widest(nll) + penalty).argmin())])
+
+
+def factor_grid(smallest: float = 0.3, largest: float = 4.0, count: int = 60) -> Tensor:
+    """Return factors evenly spaced in their logarithm, shape (F,), float64."""
+    return torch.linspace(math.log(smallest), math.log(largest), count, dtype=torch.float64).exp()
+
+
+# -- agreement ---------------------------------------------------------------------------------------------------------
+
+
+def agreement(probabilities: Tensor, reference: Tensor) -> Tensor:
+    """Return the share of data for which both predict the same class; 1 is best.
+
+    Args:
+        probabilities: shape (n, K).
+        reference: shape (n, K), rows in the same order.
+
+    Source: Izmailov et al. 2021 (What are Bayesian neural network posteriors really like?), section 4.
+    """
+    _check(probabilities, reference)
+    return (probabilities.argmax(-1) == reference.argmax(-1)).float().mean()
+
+
+def total_variation(probabilities: Tensor, reference: Tensor) -> Tensor:
+    """Return the mean over data of ½·Σ_k |p_k - q_k|, in [0, 1]; 0 is best.
+
+    Args:
+        probabilities: shape (n, K).
+        reference: shape (n, K), rows in the same order.
+
+    Source: Izmailov et al. 2021, section 4.
+    """
+    _check(probabilities, reference)
+    return (widest(probabilities) - widest(reference)).abs().sum(-1).mean().float() / 2
+
+
+def _check(probabilities: Tensor, reference: Tensor) -> None:
+    if probabilities.shape != reference.shape:
+        raise ValueError(
+            f"the reference has the shape {tuple(reference.shape)} and the predictions {tuple(probabilities.shape)}: "
+            "both need a row for each datum, in the same order, and the same classes"
+        )

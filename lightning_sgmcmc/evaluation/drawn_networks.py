@@ -1,0 +1,145 @@
+"""Networks made during a run, such as draws from a Gaussian: their BatchNorm statistics and energy on training data."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_sgmcmc.batches.rows import training_rows
+from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.chains.execution import StatelessCall
+from lightning_sgmcmc.chains.row_energies import weighed
+from lightning_sgmcmc.chains.samples import PosteriorSample
+from lightning_sgmcmc.evaluation.passes import has_fresh_batches, indices_of, undisturbed
+from lightning_sgmcmc.evaluation.scoring import EvaluationShare
+from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything, unchanged_generators
+from lightning_sgmcmc.tensors import exact
+
+
+def batch_norm_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the BatchNorm layers with running statistics, by name."""
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.track_running_stats
+    }
+
+
+@contextmanager
+def _averaging(layers: Iterable[Any]) -> Iterator[None]:
+    """Within the context, the layers take the batch's statistics, and average them over the batches."""
+    before = [(layer, layer.momentum, layer.training) for layer in layers]
+    try:
+        for layer, _, _ in before:
+            layer.train()
+            layer.momentum = None  # the plain average over batches
+        yield
+    finally:
+        for layer, momentum, training in before:
+            layer.momentum, layer.training = momentum, training
+
+
+def new_statistics(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    batches: Iterable[Any],
+    call: Callable[[Mapping[str, Tensor], Any], Any],
+) -> dict[str, Tensor]:
+    """Return a state whose BatchNorm statistics are averages over batches at its weights.
+
+    Args:
+        model: the network, in evaluation mode.
+        state: parameters and buffers by name; unchanged. Layers without statistics in it keep the model's.
+        batches: not read if the network has no BatchNorm.
+        call: calls the network with a state and a batch.
+    """
+    layers = {n: layer for n, layer in batch_norm_layers(model).items() if f"{n}.running_mean" in state}
+    fresh = dict(state)
+    for name in layers:
+        for statistic, value in (("running_mean", 0), ("running_var", 1), ("num_batches_tracked", 0)):
+            key = f"{name}.{statistic}"
+            fresh[key] = torch.full_like(state[key], value)
+    if layers:
+        with _averaging(layers.values()), torch.no_grad():
+            for batch in batches:
+                call(fresh, batch)
+    return fresh
+
+
+# -- refreshed ---------------------------------------------------------------------------------------------------------
+
+
+def check_statistics(trainer: pl.Trainer, model: EnergyModel, name: str) -> None:
+    """Raise if a network's BatchNorm statistics cannot be estimated again from the training data.
+
+    Args:
+        trainer: the run's, with its training loader.
+        model: the network.
+        name: of the callback that needs it, for the message.
+
+    Raises:
+        ValueError: if the network has BatchNorm, and the training data cannot be read again.
+    """
+    layers = batch_norm_layers(model)
+    if layers and not has_fresh_batches(trainer):
+        raise ValueError(
+            f"{name} estimates BatchNorm's statistics ('{next(iter(layers))}', …) again for each network that it "
+            "draws, on random training batches, and the training loader allows none: pass one loader with a "
+            "batch_size, of a data set with a length, or use a network without BatchNorm"
+        )
+
+
+def refreshed(
+    trainer: pl.Trainer, chains: Chains, sample: PosteriorSample, seed: int, batches: int | None
+) -> PosteriorSample:
+    """Return a sample with BatchNorm statistics and energy of its own weights, on random training data.
+
+    The energy is Ũ on the data of one step, in evaluation mode. Without data that can be read again, it remains the
+    step's. No random generator is advanced, and no process communicates.
+
+    Args:
+        trainer: the run's.
+        chains: the run's chains.
+        sample: new weights, with the buffers of another network.
+        seed: of the data's order and augmentation.
+        batches: training batches for the statistics; None takes a pass over the data.
+    """
+    if not has_fresh_batches(trainer):
+        return sample
+    model = chains.model
+    device, steps = model.device, trainer.accumulate_grad_batches
+    with unchanged_generators([device]), undisturbed(trainer, model), torch.no_grad():
+        likelihood = StatelessCall(model, type(model).log_likelihood)
+        state: Mapping[str, Tensor] = {name: tensor.to(device) for name, tensor in sample.own_state.items()}
+        state = new_statistics(model, state, _batches(trainer, model, seed, batches), likelihood.call)
+        factor = None if chains.weights is None else chains.weights.fresh_factor(training_rows(trainer).batch_size or 1)
+        means = [weighed(likelihood.call(state, batch), factor) for batch in _batches(trainer, model, seed, steps)]
+        # The prior is that of the tensors with requires_grad.
+        marked = {n: t.detach().requires_grad_() if n in chains.trainable else t for n, t in state.items()}
+        log_prior = StatelessCall(model, type(model).log_prior).call(marked)
+        energy = -(exact(torch.stack(means)).mean() * chains.observed.num_data + exact(log_prior))
+    buffers = {name: state[name] for name in sample.buffers}
+    return replace(sample, buffers=buffers, energy=energy.item())
+
+
+def _batches(trainer: pl.Trainer, model: EnergyModel, seed: int, limit: int | None) -> Iterator[Any]:
+    """Yield random training batches of full size, with augmentation; they depend only on the seed."""
+    rows = training_rows(trainer)
+    count, size = len(indices_of(rows, "a drawn network")), rows.batch_size or 1
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(derive_seed(seed, "order")))
+    whole = count // size * size or count  # BatchNorm refuses a single datum
+    part = rows.loader(order[:whole].tolist())
+    iterator = EvaluationShare(part, float("inf")).batches(trainer, model)
+    for number in itertools.count() if limit is None else range(limit):
+        reseed_everything(own := derive_seed(seed, number))
+        reseed(own, model.device)
+        batch = list(itertools.islice(iterator, 1))
+        if not batch:
+            return
+        yield batch[0]

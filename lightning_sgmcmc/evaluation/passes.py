@@ -1,0 +1,487 @@
+"""Passes of the chains' current states over all data: predictions, potential energies, and the energy at a center."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader
+from lightning_sgmcmc.batches.rows import TrainingRows, rows_of, training_rows
+from lightning_sgmcmc.chains.chains import Chains
+from lightning_sgmcmc.chains.energies import ChainEnergies
+from lightning_sgmcmc.chains.execution import (
+    States,
+    TogetherCall,
+    evaluation_mode,
+    network_state,
+    state_of,
+    undisturbed_generators,
+)
+from lightning_sgmcmc.evaluation.loader_average import loaders_of
+from lightning_sgmcmc.evaluation.scoring import EvaluationShare
+from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.priors import GaussianPrior, Prior
+from lightning_sgmcmc.priors.held import held_rows, with_row, without_held
+from lightning_sgmcmc.priors.state import prior_state
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything, unchanged_generators
+from lightning_sgmcmc.tensors import exact, exact_device
+
+
+@contextmanager
+def undisturbed(trainer: pl.Trainer, module: EnergyModel) -> Iterator[None]:
+    """Evaluate as Lightning does, without advancing any random generator.
+
+    Iterating over a loader draws from the global generator.
+    """
+    precision = trainer.strategy.precision_plugin
+    with undisturbed_generators(module), evaluation_mode(module), precision.val_step_context():
+        yield
+
+
+def full_log_likelihoods(
+    trainer: pl.Trainer,
+    chains: Chains,
+    states: Sequence[Mapping[str, Tensor]],
+    reason: str,
+    of_own_chains: bool = False,
+) -> list[float]:
+    """Return log p(D|θ) of all training data for each θ, in one pass without augmentation; processes share the data.
+
+    Args:
+        trainer: the run's.
+        chains: the chains of the model, which is in evaluation mode.
+        states: each θ, parameters and buffers by name.
+        reason: the option that needs it, for the message.
+        of_own_chains: whether they belong to chains of this process, so that only the ranks of its group share the
+            data; otherwise all processes have the same ones.
+
+    Raises:
+        ValueError: if the trainer has no training data.
+    """
+    total = torch.zeros(len(states), dtype=torch.float64)
+    call, together = TogetherCall(chains.model, lambda model, batch: model.log_likelihood(batch)), States(states)
+    layout = chains.layout
+    rank, ranks = trainer.global_rank, trainer.world_size
+    if of_own_chains:
+        rank, ranks = layout.rank_in_chain, layout.ranks_per_chain
+    plain = plain_data(getattr(trainer, "datamodule", None))
+    for rows in _all_rows(trainer, reason):
+        part = rows.loader(range(rank, len(indices_of(rows, reason)), ranks), plain)
+        with torch.no_grad():
+            batches = EvaluationShare(part, math.inf).batches(trainer, chains.model)
+            found = [list(call(together, batch)) for batch in batches]
+        total += torch.stack([exact(torch.cat(each)).sum() for each in zip(*found, strict=True)]).cpu()
+    if ranks > 1:
+        reduce = trainer.strategy.reduce
+        total = layout.mean_over_data(total) * ranks if of_own_chains else reduce(total, reduce_op="sum")
+    return [float(value) for value in total]
+
+
+def pass_over_data(
+    trainer: pl.Trainer, chains: Chains, sampler: Sampler, reason: str, purpose: str, shuffled: bool = False
+) -> Iterator[Any]:
+    """Yield the batches of a pass of the chains over all training data, with their augmentation, on the model's device.
+
+    Batches are plain for one chain, and `ChainBatches` for several. The ranks that share a chain share the data. The
+    default generators are reseeded before each batch: the augmentation, and the order if the data are shuffled, depend
+    only on (seed, purpose, chain, steps made), wherever the chain runs.
+
+    Args:
+        trainer: the run's.
+        chains: the run's chains.
+        sampler: the chains' sampler.
+        reason: the callback that needs it, for the message.
+        purpose: names the random numbers.
+        shuffled: whether the data are in random order, as in training; otherwise in the data set's order.
+
+    Raises:
+        ValueError: if the trainer has no training data, or a data set has no length.
+    """
+    layout, model, step = chains.layout, chains.model, sampler.step_count
+    for place, rows in enumerate(_all_rows(trainer, reason)):
+        iterators, count = [], len(indices_of(rows, reason))
+        for chain in layout.chains:
+            places = torch.arange(count)
+            if shuffled:
+                seed = derive_seed(sampler.seed, f"{purpose} order", chain, step, place)
+                places = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+            part = rows.loader(places[layout.rank_in_chain :: layout.ranks_per_chain].tolist())
+            iterators.append(EvaluationShare(part, math.inf).batches(trainer, model))
+        for number in itertools.count():
+            batches: list[Any] = []
+            for chain, iterator in zip(layout.chains, iterators, strict=True):
+                stream = layout.stream(chain)
+                reseed(derive_seed(sampler.seed, purpose, stream, step, place, number), model.device)
+                batches.extend(itertools.islice(iterator, 1))
+            if not batches:
+                break
+            yield ChainBatches(batches) if chains.num_chains > 1 else batches[0]
+
+
+def _all_rows(trainer: pl.Trainer, reason: str) -> list[TrainingRows]:
+    """Return the rows of each training loader."""
+    if trainer.train_dataloader is None:
+        try:
+            trainer.fit_loop.setup_data()
+        except MisconfigurationException as error:
+            raise ValueError(
+                f"{reason} needs the training data, but the trainer has none: pass it the fit's datamodule"
+            ) from error
+    return [rows_of(loader) for loader in loaders_of(trainer.train_dataloader)]
+
+
+def indices_of(rows: TrainingRows, reason: str) -> Sequence[int]:
+    """Return the indices of all training rows.
+
+    Args:
+        rows: the rows.
+        reason: what passes over them, for the message.
+
+    Raises:
+        ValueError: if it is not known which rows the loader draws.
+    """
+    if rows.indices is None:
+        raise ValueError(
+            f"{reason} passes over all training data, and which they are is not known ({rows.source}): pass a data set "
+            "with a length, or Subset(dataset, indices) instead of a sampler for a part of it"
+        )
+    return rows.indices
+
+
+def plain_data(datamodule: Any) -> Any:
+    """Return a datamodule's training data without augmentation, None without such a method."""
+    plain = getattr(datamodule, "training_data", None)
+    return plain() if callable(plain) and not isinstance(plain, Dataset) else None
+
+
+# -- full energy -------------------------------------------------------------------------------------------------------
+
+
+def full_energies(trainer: pl.Trainer, chains: Chains, include_prior: bool, reason: str) -> Tensor:
+    """Return U of each chain's current state over all training data, in evaluation mode, shape (C,), float64.
+
+    Args:
+        trainer: the run's.
+        chains: the chains of this process.
+        include_prior: whether U includes -log p(θ).
+        reason: the option that needs it, for error messages.
+
+    Raises:
+        ValueError: if there are no training data.
+    """
+    states, log_priors, model = [], [], chains.model
+    for chain in range(chains.num_chains):
+        with chains.at(chain), torch.no_grad():
+            states.append(state_of(model))
+            log_priors.append(exact(model.log_prior()) if include_prior else torch.zeros((), dtype=torch.float64))
+    with undisturbed(trainer, model):
+        found = full_log_likelihoods(trainer, chains, states, reason, of_own_chains=True)
+    energies = -torch.tensor(found, dtype=torch.float64) - torch.stack(log_priors).cpu()
+    return energies.to(exact_device(model.device))
+
+
+def differs_in_training(model: EnergyModel) -> bool:
+    """Return whether a network's outputs differ between training and evaluation mode."""
+    kinds = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd)
+    return any(isinstance(layer, kinds) for layer in model.modules())
+
+
+# -- sample energy -----------------------------------------------------------------------------------------------------
+
+
+Kind = Literal["own", "step", "full"]
+PURPOSE = "sample energy"
+
+
+def available_kind(kind: Kind, trainer: pl.Trainer, model: EnergyModel) -> Kind:
+    """Return the kind of energy that samples can have in a run, with a warning if it is not as good as it should be.
+
+    Args:
+        kind: the kind that is asked for.
+        trainer: the run's.
+        model: the run's.
+    """
+    if kind == "full" and differs_in_training(model):
+        rank_zero_warn(
+            "sample_energy='full' computes energies in evaluation mode, but π is learned from training mode, where "
+            "this network's energies differ (dropout or BatchNorm): use sample_energy='own'."
+        )
+    if kind != "own" or has_fresh_batches(trainer):
+        return kind
+    rank_zero_warn(
+        "No batches can be drawn for the samples' own energies from this training loader, so a sample's weight is that "
+        "of the state before its step: pass a loader with a batch_size and a data set with a length, or accept it by "
+        "sample_energy='step'."
+    )
+    return "step"
+
+
+def sample_energies(
+    kind: Kind, trainer: pl.Trainer, chains: Chains, sampler: Sampler, include_prior: bool
+) -> Tensor | None:
+    """Return the energies of the chains' present states, shape (C,), float64; None for those of the last step.
+
+    Args:
+        kind: "own" for random training data (`fresh_energies`), "full" for all of them, "step" for the last step's.
+        trainer: the run's.
+        chains: the chains of this process.
+        sampler: their sampler.
+        include_prior: whether energies include -log p(θ).
+    """
+    if kind == "step":
+        return None
+    if kind == "full":
+        return full_energies(trainer, chains, include_prior, "sample_energy='full'")
+    return fresh_energies(trainer, chains, sampler, include_prior)
+
+
+def has_fresh_batches(trainer: pl.Trainer) -> bool:
+    """Return whether random batches can be drawn from the training data: one loader whose rows are known."""
+    rows = training_rows(trainer)
+    return rows.indices is not None and not rows.whole and rows.batch_size is not None
+
+
+def fresh_energies(
+    trainer: pl.Trainer,
+    chains: Chains,
+    sampler: Sampler,
+    include_prior: bool,
+    relative_to: Callable[[], AbstractContextManager[None]] | None = None,
+) -> Tensor:
+    """Return Ũ of each chain's present state on random training data, as many as a step has, shape (C,), float64.
+
+    The batches are independent of the steps so far, so E[Ũ] = U at the state. A step's own batch would not do: the
+    step lowers the energy of its batch, by ε·tr Var(∇Ũ) more than U. Networks are in training mode, as in a step;
+    generators and running statistics are unchanged. The random numbers depend only on (seed, chain, step).
+
+    Args:
+        trainer: the run's; its training data satisfy `has_fresh_batches`.
+        chains: the chains of this process.
+        sampler: their sampler.
+        include_prior: whether the energy includes -log p(θ).
+        relative_to: puts the chains at other states within its context, whose energies on the same data, with the same
+            random numbers of the network, are subtracted; None subtracts nothing.
+    """
+    num_data, layout = chains.observed.num_data, chains.layout
+    energies = ChainEnergies(chains.model, chains.stacked, chains.execution, False, num_data, chains.trainable)
+    names = (PURPOSE, sampler.step_count)
+
+    def seed_chain(chain: int) -> None:
+        stream = layout.stream(layout.chains[chain])
+        reseed(derive_seed(sampler.seed, *names, stream, "network"), chains.model.device)
+
+    size = _fresh_size(training_rows(trainer), chains)
+    weights = chains.weights
+
+    def weigh() -> float | None:
+        return None if weights is None else weights.fresh_factor(size)
+
+    def present(batch: Any) -> Tensor:
+        seed_chain(0)
+        with trainer.precision_plugin.train_step_context():
+            step = energies(batch, through_stack=False, seed_chain=seed_chain, weigh=weigh)
+        energy = exact(step.mean_potential).reshape(-1) * num_data
+        return energy if include_prior else energy + step.log_prior.to(energy.device)
+
+    correction = chains.claims.get("energy correction")
+    total = torch.zeros(chains.num_chains, dtype=torch.float64, device=exact_device(chains.model.device))
+    count = trainer.accumulate_grad_batches
+    with _undisturbed(chains.model), torch.no_grad():
+        for batch in _fresh_batches(trainer, chains, sampler, count):
+            energy = present(batch)
+            if relative_to is not None:
+                with relative_to():
+                    energy = energy - present(batch)
+            elif correction is not None:
+                energy = energy + correction(batch, weigh())
+            total += energy / count
+    return layout.mean_over_data(total)
+
+
+def _fresh_size(rows: TrainingRows, chains: Chains) -> int:
+    """Return the rows of a random batch in this process."""
+    assert rows.batch_size is not None
+    return min(rows.batch_size, -(-len(indices_of(rows, PURPOSE)) // chains.layout.ranks_per_chain))
+
+
+def _fresh_batches(trainer: pl.Trainer, chains: Chains, sampler: Sampler, count: int) -> Iterator[Any]:
+    """Yield `count` random batches of the training data, with augmentation, for each chain or shared as in a step."""
+    layout, model, step = chains.layout, chains.model, sampler.step_count
+    rows = training_rows(trainer)
+    own = isinstance(trainer.train_dataloader, ResumableLoader)
+    shared = chains.num_chains > 1 and (chains.shared_batch or not own)
+    streams = ["shared"] if shared else [layout.stream(chain) for chain in layout.chains]
+    owners = ["shared"] if shared else list(layout.chains)
+    ranks, number_of_data = layout.ranks_per_chain, len(indices_of(rows, PURPOSE))
+    size = _fresh_size(rows, chains)
+    iterators = []
+    for owner in owners:
+        generator = torch.Generator().manual_seed(derive_seed(sampler.seed, PURPOSE, step, owner, "order"))
+        order = torch.randperm(number_of_data, generator=generator)
+        order = order.repeat(-(-count * size * ranks // number_of_data))
+        chosen = order[layout.rank_in_chain :: ranks][: count * size].tolist()
+        part = rows.loader(chosen, batch_size=size)
+        iterators.append(EvaluationShare(part, count).batches(trainer, model))
+    for number in range(count):
+        batches = []
+        for stream, iterator in zip(streams, iterators, strict=True):
+            seed = derive_seed(sampler.seed, PURPOSE, step, stream, number)
+            reseed_everything(seed)
+            reseed(seed, model.device)
+            batches.append(next(iterator))
+        yield batches[0] if shared or chains.num_chains == 1 else ChainBatches(batches)
+
+
+@contextmanager
+def _undisturbed(model: EnergyModel) -> Iterator[None]:
+    """Restore all default generators and the running statistics at the end."""
+    statistics = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with unchanged_generators([model.device]):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in statistics:
+                buffer.copy_(before)
+
+
+# -- at center ---------------------------------------------------------------------------------------------------------
+
+
+def check_centered(prior: Prior, name: str) -> None:
+    """Raise unless a prior is a Gaussian around a centre, without which there is no local quantity.
+
+    Args:
+        prior: the module's.
+        name: of the callback that needs it, for the message.
+
+    Raises:
+        ValueError: if it has no centre.
+    """
+    if not isinstance(prior, GaussianPrior) or prior.center is None:
+        raise ValueError(
+            f"{name} needs a prior centred at the trained weights, got prior={prior!r}: pass "
+            "**localized(num_data, gamma) of lightning_sgmcmc.singular to the module, or "
+            "prior=GaussianPrior(std, center='start')"
+        )
+
+
+def centers_of(chains: Chains) -> dict[str, Tensor]:
+    """Return the prior's centre of each sampled parameter, with the parameter's own shape (of all chains).
+
+    Args:
+        chains: the chains of a fit that has begun, whose prior has passed `check_centered`.
+
+    Raises:
+        ValueError: if a sampled parameter has no centre.
+    """
+    prior, own = chains.model.prior, chains.trainable
+    assert isinstance(prior, GaussianPrior)
+    axis, held = int(chains.num_chains > 1), held_rows(chains.model)
+    entries = without_held({**own, **prior_state(chains.model)}, held, axis)
+    distances = prior.distances(entries, chains=chains.num_chains > 1)
+    centered = dict(zip(distances.where, distances.centers or [], strict=True))
+    lacking = next((name for index, name in enumerate(own) if index not in centered), None)
+    if lacking is not None:
+        raise ValueError(
+            f"the prior has centre 0 for '{lacking}', and a local quantity needs a centre for every sampled parameter: "
+            "omit centered=…, or do not sample it"
+        )
+    found = {name: centered[index].detach() for index, name in enumerate(own)}
+    for name, row in held.items():  # a held row is its own centre
+        center, value = found[name], own[name].detach().select(axis, row)
+        shape = (*value.shape[:axis], own[name].shape[axis] - 1, *value.shape[axis:])
+        found[name] = with_row(center.expand(shape), row, value, axis)
+    return {name: center.expand_as(own[name]) for name, center in found.items()}
+
+
+def gamma_of(chains: Chains, temperature: float) -> float | None:
+    """Return γ = 1/(τ·std²) of the prior exp(-γ/2·‖w - w*‖²) under exp(-U/τ); None if parameters have several.
+
+    Args:
+        chains: as for `centers_of`.
+        temperature: τ.
+    """
+    prior, axis = chains.model.prior, int(chains.num_chains > 1)
+    assert isinstance(prior, GaussianPrior)
+    stds = {prior.scale_of(name, tensor.shape[axis:]) for name, tensor in chains.trainable.items()}
+    return 1 / (temperature * stds.pop() ** 2) if len(stds) == 1 else None
+
+
+@contextmanager
+def at_centers(chains: Chains, centers: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put the chains at their centres within this context, between two steps."""
+    before = {name: tensor.detach().clone() for name, tensor in chains.trainable.items()}
+    with torch.no_grad():
+        try:
+            for name, center in centers.items():
+                chains.trainable[name].copy_(center)
+            yield
+        finally:
+            for name, tensor in before.items():
+                chains.trainable[name].copy_(tensor)
+
+
+def center_energies(trainer: pl.Trainer, chains: Chains, centers: Mapping[str, Tensor], reason: str) -> Tensor:
+    """Return n·L(w*) of all training data in evaluation mode, without the prior, shape (C,), float64, in nats.
+
+    If all chains of the process have the same centre, it is evaluated once.
+
+    Args:
+        trainer: the run's.
+        chains: the chains of this process.
+        centers: from `centers_of`.
+        reason: the option that needs it, for error messages.
+
+    Raises:
+        ValueError: if there are no training data.
+    """
+    model, states = chains.model, []
+    with at_centers(chains, centers):
+        for chain in range(chains.num_chains):
+            with chains.at(chain):
+                states.append({name: tensor.detach() for name, tensor in network_state(model).items()})
+        alike = all(torch.equal(one[name], states[0][name]) for one in states[1:] for name in one)
+        with undisturbed(trainer, model):
+            found = full_log_likelihoods(trainer, chains, states[:1] if alike else states, reason, of_own_chains=True)
+    energies = -torch.tensor(found, dtype=torch.float64)
+    return energies.expand(chains.num_chains).clone().to(exact_device(model.device))
+
+
+def excess_energies(
+    kind: Kind,
+    trainer: pl.Trainer,
+    chains: Chains,
+    sampler: Sampler,
+    centers: Mapping[str, Tensor],
+    center_energy: Tensor,
+) -> Tensor:
+    """Return n·(L(w) - L(w*)) of each chain's present state, shape (C,), float64, in nats.
+
+    * "own": on random training data, as many as a step has, the same for w and w*. They are independent of the steps
+      so far, so the difference is unbiased, and most of the noise of their choice cancels.
+    * "full": on all training data, in evaluation mode.
+    * "step": on the data of the last step, for the state before its update, less the loss at w* on all data.
+
+    Args:
+        kind: one of them.
+        trainer: the run's.
+        chains: the chains of this process.
+        sampler: their sampler.
+        centers: from `centers_of`.
+        center_energy: from `center_energies`.
+    """
+    if kind == "full":
+        return full_energies(trainer, chains, False, "loss='full'") - center_energy
+    if kind == "step":
+        return chains.observed.corrected(include_prior=False) - center_energy
+    return fresh_energies(trainer, chains, sampler, False, relative_to=lambda: at_centers(chains, centers))

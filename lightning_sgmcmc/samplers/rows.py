@@ -1,0 +1,294 @@
+"""Chains as rows of one tensor: a chain's parameters, gradients and momenta in one stretch of memory each.
+
+A step over a network then costs one operation where it would cost one for each of the network's tensors.
+"""
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sgmcmc.tensors import Control, widest_dtype
+
+State = MutableMapping[Tensor, dict[str, Any]]
+"""An optimizer's state: the tensors of each parameter, by name."""
+
+
+class FlatGroup:
+    """A parameter group's columns of `FlatParameters`.
+
+    Args:
+        parameters: the group's parameters, views of `values`.
+        values: the columns, shape (C, d).
+        gradients: the columns of the gradients, shape (C, d).
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], values: Tensor, gradients: Tensor) -> None:
+        self.parameters = list(parameters)
+        self.values = values
+        self.gradients = gradients
+        self._sizes = [p.numel() // len(values) for p in parameters]
+        self._columns: tuple[Tensor, Tensor] | None = None
+        self._buffers: dict[str, tuple[Tensor, Tensor]] = {}
+        """By name: a flat tensor of the state, and its view for the first parameter."""
+
+    def pieces(self, rows: Tensor) -> list[Tensor]:
+        """Return the views of a tensor of shape (C, d) in the parameters' shapes."""
+        columns = rows.split(self._sizes, 1)
+        return [column.view(p.shape) for column, p in zip(columns, self.parameters, strict=True)]
+
+    def means(self, rows: Tensor) -> Tensor:
+        """Return the mean over each parameter's columns, shape (C, T), in a few operations whatever the number T."""
+        ends, _ = self._places()
+        totals = rows.cumsum(1, dtype=widest_dtype(rows.device))[:, ends]
+        sizes = (ends + 1).diff(prepend=ends.new_zeros(1))
+        return (torch.cat([totals[:, :1], totals.diff(dim=1)], 1) / sizes).to(rows.dtype)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return a number of each parameter, shape (C, T), at all its columns, shape (C, d)."""
+        return values[:, self._places()[1]]
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Return the last column of each parameter, shape (T,), and the parameter of each column, shape (d,)."""
+        if self._columns is None:
+            sizes = torch.tensor(self._sizes)
+            columns = sizes.cumsum(0) - 1, torch.arange(len(sizes)).repeat_interleave(sizes)
+            self._columns = columns[0].to(self.values.device), columns[1].to(self.values.device)
+        return self._columns
+
+    def buffer(self, state: State, name: str) -> Tensor:
+        """Return a flat tensor of the state, zero at first, whose views are the parameters' own state.
+
+        Args:
+            state: the optimizer's; after it has been loaded, its tensors are copied into a new flat one.
+            name: of the state tensor.
+        """
+        kept = self._buffers.get(name)
+        if kept is not None and state[self.parameters[0]].get(name) is kept[1]:
+            return kept[0]
+        rows = torch.zeros_like(self.values)
+        views = self.pieces(rows)
+        for parameter, view in zip(self.parameters, views, strict=True):
+            held = state[parameter].get(name)
+            if held is not None:
+                view.copy_(held)
+            state[parameter][name] = view
+        self._buffers[name] = rows, views[0]
+        return rows
+
+
+class FlatParameters:
+    """The parameters of C chains as one tensor (C, P), one row for each chain; the parameters become views of it.
+
+    Args:
+        groups: the parameters of each parameter group, in the order of the columns; with C > 1 each has a leading axis
+            of size C.
+        num_chains: C.
+        fused: whether a step's functions of the rows are compiled, each to a kernel or two.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Tensor]], num_chains: int, fused: bool = False) -> None:
+        self.fused = fused
+        self.parameters = [p for group in groups for p in group]
+        first = self.parameters[0]
+        columns = sum(p.numel() // num_chains for p in self.parameters)
+        self.values = torch.empty(num_chains, columns, dtype=first.dtype, device=first.device)
+        """The parameters of all chains, shape (C, P)."""
+        self.gradients = torch.zeros_like(self.values)
+        """Their gradients, shape (C, P)."""
+        self.leaf = self.values.detach().requires_grad_()
+        """The same numbers as a leaf of autograd; `collect_gradient` moves its gradient to `gradients`."""
+        self._is_clear = True
+        """Whether `gradients` stand for zero, whatever their numbers."""
+        whole = FlatGroup(self.parameters, self.values, self.gradients)
+        self.split = whole.pieces
+        formats = [_format_of(p) or torch.contiguous_format for p in self.parameters]
+        with torch.no_grad():
+            for parameter, view in zip(self.parameters, whole.pieces(self.values), strict=True):
+                view.copy_(parameter)
+                parameter.data = view
+        self.views = whole.pieces(self.gradients)
+        """Each parameter's gradient, a view of `gradients`."""
+        self.groups: list[FlatGroup] = []
+        self._formats = formats
+        start = 0
+        for group in groups:
+            stop = start + sum(p.numel() // num_chains for p in group)
+            self.groups.append(FlatGroup(group, self.values[:, start:stop], self.gradients[:, start:stop]))
+            start = stop
+        self._of_values = {id(group.values): group for group in self.groups}
+
+    @staticmethod
+    def suits(parameters: Sequence[Tensor], num_chains: int) -> bool:
+        """Return whether parameters can be views of one tensor: whether each lies in memory in the order of its axes
+        or channels last, no two share memory, and pairs of numbers in their last axes can be viewed as complex ones.
+
+        Weights that lie channels last do not during the fit; a convolution still computes in the format of its input.
+
+        Args:
+            parameters: in the order of the columns; with C > 1 each has a leading axis of size C.
+            num_chains: C.
+        """
+        pointers = {p.data_ptr() for p in parameters if p.numel()}
+        ordered = all(_format_of(p) is not None and p.numel() for p in parameters) and len(pointers) == len(parameters)
+        return ordered and not _splits_pairs(parameters, num_chains)
+
+    def group_of(self, tensors: Sequence[Tensor]) -> FlatGroup | None:
+        """Return the group whose `values` are the only tensor of a list, or None."""
+        return self._of_values.get(id(tensors[0])) if len(tensors) == 1 else None
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether all parameters have the views of `gradients` as gradients."""
+        return all(p.grad is view for p, view in zip(self.parameters, self.views, strict=True))
+
+    def attach_gradients(self) -> None:
+        """Make the views of `gradients` the parameters' gradients."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is not view:
+                parameter.grad = view
+
+    def adopt_gradients(self) -> None:
+        """Copy the parameters' present gradients into `gradients`, zero where there is none."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                view.copy_(parameter.grad)
+        self.attach_gradients()
+        self._is_clear = False
+
+    def clear_gradients(self) -> None:
+        """Let the next gradient replace the present ones."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.leaf.grad = None
+        self._is_clear = True
+
+    def collect_gradient(self) -> None:
+        """Add the leaf's gradient to `gradients` after a backward pass."""
+        fresh, self.leaf.grad = self.leaf.grad, None
+        if fresh is None:
+            return
+        if self._is_clear:
+            self.gradients.copy_(fresh)
+        else:
+            self.gradients.add_(fresh)
+        self._is_clear = False
+        self.attach_gradients()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Give each parameter memory of its own, in the format that it had."""
+        for parameter, view, memory_format in zip(self.parameters, self.views, self._formats, strict=True):
+            parameter.data = parameter.detach().clone(memory_format=memory_format)
+            if parameter.grad is view:
+                parameter.grad = None
+        self.leaf.grad = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copied module has parameters with memory of their own
+
+
+def _format_of(tensor: Tensor) -> torch.memory_format | None:
+    """Return the order in which a tensor lies in memory, None for another one."""
+    of_images = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim(), torch.contiguous_format)
+    return next((f for f in (torch.contiguous_format, of_images) if tensor.is_contiguous(memory_format=f)), None)
+
+
+def _splits_pairs(parameters: Sequence[Tensor], num_chains: int) -> bool:
+    """Return whether rows would begin a parameter at an odd place that a network may view as complex numbers.
+
+    Such are those of three axes or more with two numbers in the last, as of a convolution in Fourier space; a matrix of
+    two columns is a layer of two inputs.
+    """
+    sizes = [p.numel() // num_chains for p in parameters]
+    columns = sum(sizes) if num_chains > 1 else 0
+    for parameter, start in zip(parameters, accumulate(sizes, initial=0), strict=False):
+        axes = parameter.dim() - (num_chains > 1)
+        if axes > 2 and parameter.shape[-1] == 2 and (start % 2 or columns % 2):
+            return True
+    return False
+
+
+# -- fused -------------------------------------------------------------------------------------------------------------
+
+# Update rules as one function of rows, which `torch.compile` turns into one kernel on a GPU.
+#
+# The controls arrive as tensors: a compiled function would be compiled again for each new number. A number becomes a
+# tensor of shape () in the host's memory, which a kernel takes as an argument, so that nothing is copied.
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function compiled, once in a process."""
+    made: Callable[..., Any] = torch.compile(function)  # a second width is compiled for all further ones
+    return made
+
+
+def coefficient(value: Control, rows: Tensor) -> Tensor:
+    """Return a control in a shape that multiplies rows: () or (C, 1).
+
+    Args:
+        value: a number, or a tensor of shape (), (1,) or (C,).
+        rows: shape (C, d).
+    """
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=rows.dtype)
+    return value.reshape(()) if value.numel() == 1 else value.view(-1, 1)
+
+
+def coefficients(group: Mapping[str, Any], rows: Tensor, num_data: int) -> list[Tensor]:
+    """Return a parameter group's lr, κ and τ, and N, each as `coefficient` does.
+
+    Args:
+        group: the parameter group.
+        rows: shape (C, d).
+        num_data: N.
+    """
+    controls = (group["lr"], group["gradient_multiplier"], group["temperature"], num_data)
+    return [coefficient(value, rows) for value in controls]
+
+
+def sgld_step(
+    params: Tensor,
+    grads: Tensor,
+    noise: Tensor,
+    lr: Tensor,
+    multiplier: Tensor,
+    temperature: Tensor,
+    num_data: Tensor | int,
+) -> None:
+    """Make a step of SGLD in place, see `SGLD`; the tensors are rows, shape (C, d), or coefficients of them."""
+    scale = (2 * lr * temperature / num_data).sqrt().to(params.dtype)
+    params.add_((-lr * multiplier).to(params.dtype) * grads + scale * noise)
+
+
+def sghmc_step(
+    params: Tensor,
+    momenta: Tensor,
+    grads: Tensor,
+    noise: Tensor,
+    lr: Tensor,
+    multiplier: Tensor,
+    temperature: Tensor,
+    num_data: Tensor | int,
+    friction: float,
+    noise_estimate: float,
+) -> None:
+    """Make a step of SGHMC in place, see `SGHMC`; the tensors are rows, shape (C, d), or coefficients of them."""
+    scale = (2 * (friction - noise_estimate) * lr * temperature / num_data).sqrt().to(params.dtype)
+    momenta.copy_((1 - friction) * momenta + (-lr * multiplier).to(params.dtype) * grads + scale * noise)
+    params.add_(momenta)
+
+
+def clip_rows(rows: Tensor, limit: float) -> None:
+    """Scale each row down to a norm of at most `limit`, in place."""
+    norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    rows.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
