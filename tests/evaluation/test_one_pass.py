@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, MCDropout, SampleCollector
-from lightning_sgmcmc.chains import execution as together
+from lightning_sgmcmc.chains import execution
 from lightning_sgmcmc.chains.samples import PosteriorSample
-from lightning_sgmcmc.evaluation import scoring as of_samples
+from lightning_sgmcmc.evaluation import scoring
 from tests.support.problems import Data, Net
 from tests.support.trainers import quiet_trainer
 
@@ -66,14 +66,14 @@ def test_all_samples_of_a_step_in_one_pass(tmp_path: Path, monkeypatch: pytest.M
     assert datamodule.validation.passes == drawings + own_validations
     assert datamodule.other.passes == drawings + 1, "and a check at the start"
 
-    monkeypatch.setattr(together, "runs_at_once", lambda device: True)
+    monkeypatch.setattr(execution, "runs_at_once", lambda device: True)
     at_once, _ = run(tmp_path / "at once")
     assert numbers(alone) != numbers(at_once), "vmap was used"
     for one, other in zip(numbers(alone), numbers(at_once), strict=True):
         assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
     monkeypatch.undo()
 
-    monkeypatch.setattr(of_samples, "LARGEST_SCORES", 1)  # then one sample is evaluated after the other
+    monkeypatch.setattr(scoring, "LARGEST_SCORES", 1)  # then one sample is evaluated after the other
     single, datamodule = run(tmp_path / "single")
     assert numbers(single) == numbers(alone)
     assert datamodule.validation.passes == 1 + (drawings - 1) * CHAINS + own_validations
@@ -83,24 +83,24 @@ def test_stored_samples_and_dropout_masks(tmp_path: Path, monkeypatch: pytest.Mo
     module, _ = run(tmp_path, MCDropout(2))
     seen = module.evaluations["val"].members
     assert len({(m["step"], m["chain"]) for m in seen}) * 2 == len(seen)
-    monkeypatch.setattr(together, "runs_at_once", lambda device: True)
+    monkeypatch.setattr(execution, "runs_at_once", lambda device: True)
     datamodule = CountedData()
     average = BayesianModelAverage("harmonic", ood={"other": datamodule.other})
     trainer = quiet_trainer(limit_val_batches=2, callbacks=[average], default_root_dir=tmp_path)
     trainer.validate(module, datamodule=datamodule, verbose=False)
-    assert datamodule.validation.passes == -(-len(seen) // together.MOST) + 1
+    assert datamodule.validation.passes == -(-len(seen) // execution.MOST) + 1
     for one, other in zip(module.evaluations["val"].members, seen, strict=True):
         assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
 
 
 def test_a_sample_that_no_drawing_has_is_evaluated_alone() -> None:
-    scores = of_samples.DrawingScores()
+    scores = scoring.DrawingScores()
     samples = [PosteriorSample(step, 0, 0, 0.0) for step in range(5)]
     asked: list[list[int]] = []
 
-    def score(some: list[PosteriorSample]) -> list[of_samples.SampleScores]:
+    def score(some: list[PosteriorSample]) -> list[scoring.SampleScores]:
         asked.append([sample.step for sample in some])
-        return [of_samples.SampleScores([({}, Tensor([sample.step]), None)], 0.0, {}) for sample in some]
+        return [scoring.SampleScores([({}, Tensor([sample.step]), None)], 0.0, {}) for sample in some]
 
     scores.begin(samples[:3])
     found = [scores.of(sample, score) for sample in (*samples[:2], samples[4], samples[3])]
