@@ -19,8 +19,7 @@ from lightning_sgmcmc.evaluation.loader_average import HeldData, held_data
 from lightning_sgmcmc.evaluation.passes import full_energies
 from lightning_sgmcmc.run.loggers import log_scalars
 from lightning_sgmcmc.run.trainer import Place, is_probe, is_trial, log_interval
-from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
-from lightning_sgmcmc.samplers.trajectory import Trajectory
+from lightning_sgmcmc.samplers.reversible import ReversibleLangevin, Trajectory
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.tensors import exact_device
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_choice, check_count
-from lightning_sgmcmc.silence import silenced
+from lightning_sgmcmc.process import silenced
 from lightning_sgmcmc.tensors import along_first_axis, widest
 
 

@@ -17,7 +17,7 @@ from lightning_sgmcmc.diagnostics.draws import (
     student_quantile,
 )
 from lightning_sgmcmc.diagnostics.findings import Finding, FindingKind
-from lightning_sgmcmc.silence import silenced
+from lightning_sgmcmc.process import silenced
 from lightning_sgmcmc.tensors import widest
 
 FEWEST = 8

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.cores import usable_cores
+from lightning_sgmcmc.process import usable_cores
 from lightning_sgmcmc.seeding import derive_seed, device_text
 
 WORTH_A_THREAD = 20_000

@@ -16,12 +16,12 @@ from lightning_sgmcmc.chains.execution import graphs_kept
 from lightning_sgmcmc.chains.state import Stage
 from lightning_sgmcmc.chains.strategy import ChainStrategy
 from lightning_sgmcmc.module import BayesianModule
+from lightning_sgmcmc.process import silenced
 from lightning_sgmcmc.run.facts import chance_nll
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.run.trainer import callbacks_of
 from lightning_sgmcmc.samplers import MCLMC
 from lightning_sgmcmc.seeding import unchanged_generators
-from lightning_sgmcmc.silence import silenced
 from lightning_sgmcmc.tune.short_form import COLD, HOT, STILL, FixedControls
 
 State = list[Tensor]

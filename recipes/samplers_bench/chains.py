@@ -14,8 +14,7 @@ from lightning_sgmcmc.recipes.samplers_bench.settings import Settings
 from lightning_sgmcmc.reference.chains import HamiltonianChains
 from lightning_sgmcmc.reference.chains import Settings as ReferenceSettings
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
-from lightning_sgmcmc.samplers.trajectory import Trajectory
+from lightning_sgmcmc.samplers.reversible import ReversibleLangevin, Trajectory
 
 DRAWS = 500
 """Most draws of a chain that are kept."""

@@ -8,7 +8,7 @@ from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_sgmcmc.cores import usable_cores
+from lightning_sgmcmc.process import usable_cores
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.store import Finished, JobStore, name_of
 from lightning_sgmcmc.recipes.shared.trainers import within_job

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_sgmcmc.cores import usable_cores
+from lightning_sgmcmc.process import usable_cores
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.run import results as run_results
 from lightning_sgmcmc.run.results import origin_of_run

@@ -9,7 +9,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 
-from lightning_sgmcmc.cores import usable_cores
+from lightning_sgmcmc.process import usable_cores
 
 START = "spawn"
 """How processes begin: torch's threads do not survive a fork."""

@@ -24,8 +24,8 @@ from lightning_sgmcmc.callbacks import (
     VarianceReducedEnergy,
 )
 from lightning_sgmcmc.chains import strategy
-from lightning_sgmcmc.chains.checkpoint import SampleRows, numbers_of
 from lightning_sgmcmc.chains.samples import PosteriorSample
+from lightning_sgmcmc.chains.strategy import SampleRows, numbers_of
 from tests.support.comparisons import assert_equal_trees, assert_same
 from tests.support.paths import REPOSITORY
 from tests.support.problems import Data, Even, Net, Plain

@@ -16,9 +16,8 @@ from scipy import integrate
 from torch import Tensor, nn
 
 from lightning_sgmcmc.samplers import AMAGOLD, GGMC, UnderdampedLangevin
-from lightning_sgmcmc.samplers.reversible import ReversibleLangevin
+from lightning_sgmcmc.samplers.reversible import ReversibleLangevin, Trajectory, log_acceptance
 from lightning_sgmcmc.samplers.rows import FlatParameters
-from lightning_sgmcmc.samplers.trajectory import Trajectory, log_acceptance
 
 BOTH = [AMAGOLD, GGMC]
 LARGEST_Z = 4.5

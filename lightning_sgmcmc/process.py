@@ -1,9 +1,18 @@
-"""Silence of other libraries, whose messages would repeat or contradict this library's own."""
+"""The process that a run shares with other libraries: its cores, and the silence of their messages."""
 
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use, ≥ 1."""
+    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+# -- silence -----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
