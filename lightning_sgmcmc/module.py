@@ -90,6 +90,10 @@ class BayesianModule(EnergyModel):
     Raises:
         ValueError: for a negative or infinite temperature or lr, a num_data or num_chains below 1, or a weight decay.
         TypeError: if an argument has the wrong type, or a subclass replaces `training_step` or another method of a run.
+
+    Example::
+
+        module = BayesianModule(net, Categorical(), GaussianPrior(std=0.3), sampler=SGHMC, lr=0.1, num_chains=4)
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """The examples in docstrings run, and print what they say; tests/docs has those of README.md and of the pages."""
 
 import doctest
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -65,7 +66,7 @@ EXAMPLES = {name: block for module in MODULES for name, doc in documented(module
 
 @pytest.fixture
 def names() -> dict[str, Any]:
-    """Return what the examples may take for granted: the public names, a posterior and inputs."""
+    """Return what the examples may take for granted: the public names, a network, data, a posterior."""
     pytest.importorskip("arviz")
     module = BayesianModule(net=torch.nn.Linear(2, 2), likelihood=Categorical(), lr=0.01, seed=1)
     collector = SampleCollector(in_memory=True)
@@ -75,6 +76,7 @@ def names() -> dict[str, Any]:
         **{name: getattr(callbacks, name) for name in callbacks.__all__},
         **{"pl": pl, "torch": torch, "arviz": importlib.import_module("arviz")},
         **{"posterior": collector.posterior, "x": torch.zeros(3, 2), "Posterior": Posterior},
+        **{"net": torch.nn.Linear(2, 2), "data": loader().dataset, "partial": functools.partial},
     }
 
 
@@ -87,4 +89,4 @@ def test_an_example_runs(name: str, names: dict[str, Any]) -> None:
 def test_the_examples_are_found() -> None:
     """Else the tests above would pass without one."""
     assert len(DOCTESTS) >= 15
-    assert len(EXAMPLES) >= 4
+    assert len(EXAMPLES) >= 25

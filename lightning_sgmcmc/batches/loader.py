@@ -150,6 +150,10 @@ class ResumableLoader:
     Raises:
         ValueError: if the data set has no length or is empty, batch_size or batches_per_epoch is below 1, num_workers
             is negative, or drop_last leaves no batch.
+
+    Example::
+
+        loader = ResumableLoader(data, batch_size=32, order=CyclicOrder, seed=1)
     """
 
     def __init__(

@@ -251,6 +251,11 @@ class ClusteredOrder(BatchOrder):
 
     Source: Fu & Zhang 2017 (CPSG-MCMC), whose batches hold fixed numbers of each cluster with weights; here the numbers
     are proportional.
+
+    Example::
+
+        clusters = cluster_data(data.tensors[0], 3, seed=0)
+        loader = ResumableLoader(data, batch_size=8, order=partial(ClusteredOrder, clusters=clusters))
     """
 
     def __init__(self, spec: OrderSpec, *, clusters: Tensor) -> None:

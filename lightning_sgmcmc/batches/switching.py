@@ -59,6 +59,11 @@ class SwitchingOrder(BatchOrder):
         ValueError: if η or the time step is not a positive finite number, or drop_last leaves out data.
 
     Source: Jin, Liu & Latz 2023 (SGLDiff), eq. (1.4).
+
+    Example::
+
+        order = partial(SwitchingOrder, switching_time=0.1, time_step=1e-3)
+        loader = ResumableLoader(data, batch_size=8, order=order)
     """
 
     def __init__(self, spec: OrderSpec, *, switching_time: float, time_step: TimeStep) -> None:

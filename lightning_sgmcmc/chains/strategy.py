@@ -236,6 +236,11 @@ class ChainStrategy(DDPStrategy):
 
     Raises:
         ValueError: if ranks_per_chain is below 1; at setup, if it does not divide the number of processes.
+
+    Example::
+
+        module = BayesianModule(net, Categorical(), lr=0.1)
+        trainer = pl.Trainer(accelerator="cpu", devices=4, strategy=ChainStrategy(ranks_per_chain=2))
     """
 
     strategy_name = "chains"

@@ -118,6 +118,10 @@ class Bernoulli(ClassLikelihood):
 
     Output (n,) or (n, 1), target 0 or 1 of any dtype, shape (n,) or (n, 1). Predictive probabilities have K = 2
     columns.
+
+    Example::
+
+        module = BayesianModule(torch.nn.Linear(2, 1), Bernoulli(), lr=0.1)
     """
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:

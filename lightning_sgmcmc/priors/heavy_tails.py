@@ -18,6 +18,10 @@ class LaplacePrior(ScalePrior):
 
     Raises:
         ValueError: if the scale is not positive, or has no pattern for a parameter.
+
+    Example::
+
+        module = BayesianModule(net, Categorical(), LaplacePrior(scale=0.1), lr=0.1)
     """
 
     def __init__(self, scale: Scale = 1.0) -> None:
@@ -47,6 +51,10 @@ class StudentTPrior(ScalePrior):
 
     Raises:
         ValueError: if ν or the scale is not positive, or no pattern fits a parameter.
+
+    Example::
+
+        module = BayesianModule(net, Categorical(), StudentTPrior(df=3.0, scale={"*.bias": 1.0, "*": 0.1}), lr=0.1)
     """
 
     def __init__(self, df: float = 3.0, scale: Scale = 1.0) -> None:
@@ -72,7 +80,12 @@ class StudentTPrior(ScalePrior):
 
 
 class FlatPrior(Prior):
-    """log p(θ) = 0 everywhere, an improper prior: the likelihood must be integrable in θ."""
+    """log p(θ) = 0 everywhere, an improper prior: the likelihood must be integrable in θ.
+
+    Example::
+
+        module = BayesianModule(net, Categorical(), FlatPrior(), lr=0.1)
+    """
 
     def log_prob(self, parameters: Mapping[str, Tensor]) -> Tensor:
         return next(iter(parameters.values())).new_zeros(())

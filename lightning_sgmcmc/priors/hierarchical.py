@@ -58,6 +58,10 @@ class HierarchicalPrior(Prior):
 
     Source: Chen et al. 2014 (Stochastic Gradient Hamiltonian Monte Carlo, section 4.2 and appendix: Gibbs draws of
     weight decays under Gamma hyperpriors); Neal 1996 (section 2.1: hyperparameters by group).
+
+    Example::
+
+        module = BayesianModule(net, Categorical(), HierarchicalPrior(std="fan_in"), lr=0.1)
     """
 
     def __init__(

@@ -50,6 +50,10 @@ class MCLMC(Sampler):
     Source: Robnik, De Luca, Silverstein & Seljak 2023 (Microcanonical Hamiltonian Monte Carlo); Robnik & Seljak 2024
     (Fluctuation without dissipation: microcanonical Langevin Monte Carlo), eq. (2); with mini-batches Sommer et al.
     2026 (SMILE).
+
+    Example::
+
+        module = BayesianModule(net, Categorical(), sampler=MCLMC, lr=2e-3)
     """
 
     elementwise: ClassVar[bool] = True
@@ -217,6 +221,10 @@ class pMCLMC(MCLMC, PreconditionedSampler):
 
     Source: Sommer et al. 2026 (SMILE), pSMILE, whose scale is the standard deviation of the gradient noise; here it is
     the root mean square of the gradient, which also has the full gradient's fluctuation.
+
+    Example::
+
+        module = BayesianModule(net, Categorical(), sampler=partial(pMCLMC, friction=10.0), lr=2e-3)
     """
 
     elementwise: ClassVar[bool] = True

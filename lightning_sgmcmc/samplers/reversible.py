@@ -119,6 +119,11 @@ class GGMC(ReversibleLangevin):
 
     Source: Garriga-Alonso & Fortuin 2021 (Exact Langevin dynamics with stochastic gradients), whose first and last
     gradient of a trajectory have all data; here they are mini-batches like the others.
+
+    Example::
+
+        module = BayesianModule(net, Categorical(), sampler=GGMC, lr=1e-3)
+        trainer = pl.Trainer(max_epochs=100, callbacks=[SamplingSchedule(every_n_epochs=5), MetropolisTest()])
     """
 
     elementwise: ClassVar[bool] = True
@@ -171,6 +176,11 @@ class AMAGOLD(ReversibleLangevin):
         ValueError: for a bad argument, see `Sampler`.
 
     Source: Zhang, Cooper & De Sa 2020 (AMAGOLD), Algorithm 2 with σ = 1.
+
+    Example::
+
+        module = BayesianModule(net, Categorical(), sampler=AMAGOLD, lr=1e-3)
+        trainer = pl.Trainer(max_epochs=100, callbacks=[SamplingSchedule(every_n_epochs=5), MetropolisTest()])
     """
 
     elementwise: ClassVar[bool] = True

@@ -35,6 +35,10 @@ class SGHMC(Sampler):
         ValueError: for a bad argument, see `Sampler`.
 
     Source: Chen et al. 2014, eq. (15); Zhang et al. 2020 (cSG-MCMC), section 2.
+
+    Example::
+
+        module = BayesianModule(net, Categorical(), sampler=partial(SGHMC, friction=0.05), lr=0.1)
     """
 
     elementwise: ClassVar[bool] = True
@@ -141,6 +145,10 @@ class pSGHMC(PreconditionedSampler):
     Source: Chen et al. 2014, eq. (15), with a diagonal mass; Li et al. 2016; Wenzel et al. 2020 (How good is the Bayes
     posterior in deep neural networks really?, Algorithm 1), whose scale is one for each layer, here for each
     coordinate.
+
+    Example::
+
+        module = BayesianModule(net, Categorical(), sampler=pSGHMC, lr=0.01)
     """
 
     elementwise: ClassVar[bool] = True
@@ -230,6 +238,10 @@ class ScaleAdaptedSGHMC(PreconditionedSampler):
 
     Source: Springenberg et al. 2016 (Bayesian optimization with robust Bayesian neural networks), section 4; the window
     of Schaul et al. 2013.
+
+    Example::
+
+        module = BayesianModule(net, Categorical(), sampler=ScaleAdaptedSGHMC, lr=0.01)
     """
 
     elementwise: ClassVar[bool] = True

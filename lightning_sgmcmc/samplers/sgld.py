@@ -31,6 +31,10 @@ class SGLD(Sampler):
         ValueError: for a bad argument, see `Sampler`.
 
     Source: Welling & Teh 2011, eq. (4); Deng et al. 2020 (CSGLD), eq. (1) and (9).
+
+    Example::
+
+        module = BayesianModule(net, Categorical(), sampler=SGLD, lr=0.1)
     """
 
     elementwise: ClassVar[bool] = True
@@ -209,6 +213,10 @@ class pSGLD(PreconditionedSampler):
         ValueError: for a bad argument, see `Sampler`.
 
     Source: Li et al. 2016, Algorithm 1.
+
+    Example::
+
+        module = BayesianModule(net, Categorical(), sampler=partial(pSGLD, adapt="burn-in"), lr=1e-3)
     """
 
     elementwise: ClassVar[bool] = True
@@ -287,6 +295,10 @@ class AdamSGLD(PreconditionedSampler):
 
     Source: Li et al. 2016, Algorithm 1, with the averages of Kingma & Ba 2015; Kim, Song & Liang 2022 (Stochastic
     gradient Langevin dynamics with adaptive drifts) for the other use of them.
+
+    Example::
+
+        module = BayesianModule(net, Categorical(), sampler=AdamSGLD, lr=1e-3)
     """
 
     elementwise: ClassVar[bool] = True

@@ -37,6 +37,10 @@ class SGNHT(Sampler):
         ValueError: for a bad argument, see `Sampler`.
 
     Source: Ding et al. 2014, Algorithm 2.
+
+    Example::
+
+        module = BayesianModule(net, Categorical(), sampler=partial(SGNHT, thermal_inertia=0.01), lr=0.1)
     """
 
     elementwise: ClassVar[bool] = True

@@ -59,6 +59,11 @@ class UnderdampedLangevin(Sampler):
     numerical methods), BAOAB; Bussi & Parrinello 2007 (Accurate sampling using Langevin dynamics), OBABO; Sanz-Serna &
     Zygalakis 2021 (Wasserstein distance estimates for the distributions of numerical approximations to ergodic
     stochastic differential equations), UBU.
+
+    Example::
+
+        sampler = partial(UnderdampedLangevin, integrator="baoab", friction=10.0)
+        module = BayesianModule(net, Categorical(), sampler=sampler, lr=2e-3)
     """
 
     elementwise: ClassVar[bool] = True
