@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from lightning_sgmcmc.cli.example import examples
+from lightning_sgmcmc.cli.commands import examples
 from lightning_sgmcmc.cli.exits import FAILED, Mistake, one_sentence
 from lightning_sgmcmc.cli.fit import run_command
 from lightning_sgmcmc.cli.folders import no_folder_left_behind

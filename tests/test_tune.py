@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader
 from lightning_sgmcmc import BayesianModule, Categorical, GaussianPrior
 from lightning_sgmcmc.callbacks import CyclicalSchedule, MetropolisTest, SamplingSchedule, WarmStart
 from lightning_sgmcmc.callbacks.schedule import RunLength
+from lightning_sgmcmc.cli.before_fit import _table
 from lightning_sgmcmc.cli.commands import main
-from lightning_sgmcmc.cli.tune import _table
 from lightning_sgmcmc.samplers import GGMC, SGHMC, SGLD
 from lightning_sgmcmc.schedules import PolynomialDecay
 from lightning_sgmcmc.tune import Limit, Probe, propose_lr
 from lightning_sgmcmc.tune.proposal import choose, repeat_longer, search
-from lightning_sgmcmc.tune.short_form import RunForm
+from lightning_sgmcmc.tune.runs import RunForm
 from tests.support.paths import RECIPE
 from tests.support.problems import ConjugateRegression
 from tests.support.trainers import quiet_trainer
@@ -56,7 +56,7 @@ def test_the_proposal_is_near_the_largest_right_step(sampler: Any, lr: float, la
     assert 0.5 < proposal.lr / largest_step(law) < 1.5
     assert proposal.setting == pytest.approx(proposal.lr)
     assert proposal.is_healthy
-    assert proposal.is_bounded
+    assert proposal.limit is not Limit.TRIED
     steps = [probe.lr for probe in proposal.probes]
     assert steps == sorted(steps)
     assert all(probe.healthy == (probe.lr <= proposal.lr) for probe in proposal.probes)

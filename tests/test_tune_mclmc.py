@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, Gaussian, GaussianPrior
 from lightning_sgmcmc.callbacks import CyclicalSchedule, SamplingSchedule
-from lightning_sgmcmc.cli.tune import _print_setting, _table
+from lightning_sgmcmc.cli.before_fit import _print_setting, _table
 from lightning_sgmcmc.diagnostics import autocorrelation_time
 from lightning_sgmcmc.samplers import MCLMC, pMCLMC
 from lightning_sgmcmc.tune import Limit, propose_lr
-from lightning_sgmcmc.tune.energy_search import WANTED, choose_by_energy, corrected, solve
+from lightning_sgmcmc.tune.mclmc import WANTED, choose_by_energy, corrected, solve
 from lightning_sgmcmc.tune.proposal import Probe, StepProposal
 from tests.support.trainers import quiet_trainer
 

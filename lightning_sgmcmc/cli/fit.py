@@ -17,13 +17,10 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from lightning_sgmcmc.callbacks import PredictionWriter, SampleCollector
 from lightning_sgmcmc.chains.chains import chains_of
-from lightning_sgmcmc.cli.auto import choose_sampling, write_repeating_configuration
-from lightning_sgmcmc.cli.baselines import run_baselines
-from lightning_sgmcmc.cli.config_file import ConfigFile
+from lightning_sgmcmc.cli.auto import choose_sampling, run_baselines, write_repeating_configuration
+from lightning_sgmcmc.cli.before_fit import TuningTrainer, plan, tune
 from lightning_sgmcmc.cli.exits import Mistake, NoSamplesError
-from lightning_sgmcmc.cli.folders import no_folder_left_behind
-from lightning_sgmcmc.cli.plan import plan
-from lightning_sgmcmc.cli.tune import TuningTrainer, tune
+from lightning_sgmcmc.cli.folders import ConfigFile, no_folder_left_behind
 from lightning_sgmcmc.files import is_remote
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.checks import why_without_samples

@@ -12,8 +12,8 @@ import pytorch_lightning as pl
 import lightning_sgmcmc
 from lightning_sgmcmc import callbacks, datamodules, samplers
 from lightning_sgmcmc.callbacks import SamplerCallback
+from lightning_sgmcmc.cli.before_fit import TuningTrainer
 from lightning_sgmcmc.cli.exits import EXIT_CODES
-from lightning_sgmcmc.cli.tune import TuningTrainer
 from lightning_sgmcmc.datamodules import ImageDataModule
 from lightning_sgmcmc.likelihoods import Likelihood
 from lightning_sgmcmc.module import BayesianModule

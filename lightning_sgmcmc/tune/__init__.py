@@ -9,7 +9,7 @@ variance)/lr steps.
 
 MCLMC's momenta have a constant length, so nothing heats it. The variance of the energy error of its steps limits it.
 
-`lightning_sgmcmc.tune.short_form` shortens a run's schedule, `training` finds a warmed-up state, `probes` judges step
+`lightning_sgmcmc.tune.runs` shortens a run's schedule, `training` finds a warmed-up state, `probes` judges step
 sizes from there, and `proposal` chooses among them; `energy_errors` measures those of MCLMC, and `energy_search` solves
 for its step size.
 """

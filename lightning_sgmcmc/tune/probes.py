@@ -15,8 +15,7 @@ from lightning_sgmcmc.diagnostics.health import HealthReport, Temperatures
 from lightning_sgmcmc.diagnostics.verdict import OFTEN_ACCEPTED
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.tune.proposal import Limit, Probe, tail_mean
-from lightning_sgmcmc.tune.runs import Energies, ShortRuns, State
-from lightning_sgmcmc.tune.short_form import STILL, FixedControls, RunForm
+from lightning_sgmcmc.tune.runs import STILL, Energies, FixedControls, RunForm, ShortRuns, State
 from lightning_sgmcmc.tune.training import Training
 
 STILL_STEPS = 150
@@ -30,8 +29,6 @@ KEPT_SHARE = 0.5
 """The share of what was learned that an exploration stage must keep."""
 LEAST_TRAJECTORIES = 8
 """Of a probe with a `MetropolisTest`."""
-REFUSED = "refused: "
-"""Beginning of the reason of a probe that did not start."""
 
 
 @dataclass
@@ -86,7 +83,7 @@ class Prober:
         try:
             found = self._fit(schedule, len(first) + steps, health)
         except ValueError as error:  # the sampler refuses the step
-            return Probe(lr, limit=Limit.DISCRETIZATION, reason=f"{REFUSED}{error}")
+            return Probe(lr, limit=Limit.DISCRETIZATION, reason=f"refused: {error}", refusal=str(error))
         except NonFiniteEnergyError as error:
             exploring = module.chains.progress.stage is Stage.EXPLORATION
             limit = Limit.EXPLORATION if exploring else Limit.DISCRETIZATION

@@ -67,6 +67,7 @@ class Probe:
         energy_variance: variance of a step's energy error for each coordinate, of MCLMC only.
         friction: MCLMC's friction at which the momentum forgets its direction over the width of the positions.
         acceptance: mean acceptance probability of `MetropolisTest`, None without.
+        refusal: the message of the sampler that refuses the step, else "".
     """
 
     lr: float
@@ -81,6 +82,7 @@ class Probe:
     energy_variance: float | None = None
     friction: float | None = None
     acceptance: float | None = None
+    refusal: str = ""
 
     @property
     def healthy(self) -> bool:
@@ -137,11 +139,6 @@ class StepProposal:
     steps_made: int = 0
     run_steps: float = math.inf
     friction: float | None = None
-
-    @property
-    def is_bounded(self) -> bool:
-        """Whether a larger step was tried and was worse."""
-        return self.limit is not Limit.TRIED
 
     def as_json(self) -> dict[str, Any]:
         """Return its JSON form."""

@@ -12,8 +12,8 @@ from lightning_sgmcmc.checks import check_count, check_positive
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.samplers.sampler import NO_COLD_LIMIT
-from lightning_sgmcmc.tune.energy_search import EnergyProber, choose_by_energy, solve
-from lightning_sgmcmc.tune.probes import REFUSED, Prober
+from lightning_sgmcmc.tune.mclmc import EnergyProber, choose_by_energy, solve
+from lightning_sgmcmc.tune.probes import Prober
 from lightning_sgmcmc.tune.proposal import (
     Limit,
     Probe,
@@ -24,8 +24,7 @@ from lightning_sgmcmc.tune.proposal import (
     search,
     tail_mean,
 )
-from lightning_sgmcmc.tune.runs import ShortRuns
-from lightning_sgmcmc.tune.short_form import RunForm
+from lightning_sgmcmc.tune.runs import RunForm, ShortRuns
 from lightning_sgmcmc.tune.training import Training
 
 MIN_STEPS = 100
@@ -77,7 +76,7 @@ def propose_lr(
 
     `MCLMC` and `pMCLMC`, which cannot heat, get the lr at which the energy error of a step has a variance of 5e-4 for
     each coordinate (Robnik et al. 2023), from probes at step sizes that the law lr⁶ corrects. Both ends of a step are
-    taken on the step's own mini-batch (see `lightning_sgmcmc.tune.energy_errors.EnergyErrors`), so the energies' noise
+    taken on the step's own mini-batch (see `lightning_sgmcmc.tune.mclmc.EnergyErrors`), so the energies' noise
     between batches does not count. They also get a friction, from the width of the positions in the probes; all
     chains get one.
 
@@ -196,8 +195,8 @@ def _heat(prober: Prober, least: float, max_probes: int) -> float:
 def _check_refusals(probes: Sequence[Probe]) -> None:
     """Raise if the smallest step is refused too: then the reason is not the step."""
     smallest = min(probes, key=lambda probe: probe.lr)
-    if smallest.reason.startswith(REFUSED) and not any(probe.healthy for probe in probes):
-        raise ValueError(f"no short run could begin: {smallest.reason.removeprefix(REFUSED)}")
+    if smallest.refusal and not any(probe.healthy for probe in probes):
+        raise ValueError(f"no short run could begin: {smallest.refusal}")
 
 
 def _check_stages(form: RunForm, runs: ShortRuns) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 from lightning_sgmcmc.callbacks import WarmStart
 from lightning_sgmcmc.tune.proposal import scaled, tail_mean
-from lightning_sgmcmc.tune.runs import Energies, ShortRuns, State
-from lightning_sgmcmc.tune.short_form import COLD, STILL, optimization
+from lightning_sgmcmc.tune.runs import COLD, STILL, Energies, ShortRuns, State, optimization
 
 TRIAL_STEPS = 50
 """Optimizer steps of a trial."""

@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from lightning_sgmcmc.cli.example import examples
+from lightning_sgmcmc.cli.commands import examples
 
 RECIPES = Path(__file__).parents[1]
 

@@ -30,7 +30,7 @@ from lightning_sgmcmc.callbacks.schedule import RunLength
 from lightning_sgmcmc.diagnostics.decisions import stacking_weights
 from lightning_sgmcmc.posterior.calibration import sureness
 from lightning_sgmcmc.samplers import pSGHMC
-from lightning_sgmcmc.tune.short_form import RunForm
+from lightning_sgmcmc.tune.runs import RunForm
 from tests.support.comparisons import assert_same
 from tests.support.trainers import quiet_trainer
 

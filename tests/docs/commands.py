@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from lightning_sgmcmc import cli
 from lightning_sgmcmc.cli import SamplingCLI
-from lightning_sgmcmc.cli.example import DEFAULT, examples
+from lightning_sgmcmc.cli.commands import DEFAULT, examples
 from lightning_sgmcmc.cli.fit import run_command
 from tests.docs.markdown import code_blocks, inline_code
 from tests.support.paths import REPOSITORY

@@ -20,8 +20,7 @@ import pytest
 import torch
 
 from lightning_sgmcmc import Posterior
-from lightning_sgmcmc.cli.compare import main as compare
-from lightning_sgmcmc.cli.report import main as report
+from lightning_sgmcmc.cli.commands import compare, report
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.run.checkpoints import AtomicCheckpointIO
 from lightning_sgmcmc.run.results import StoredEvaluation, write_evaluation

@@ -15,7 +15,7 @@ from torch import nn
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.chains.samples import PosteriorSample
-from lightning_sgmcmc.cli.report import main as report
+from lightning_sgmcmc.cli.commands import report
 from lightning_sgmcmc.posterior import disk
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST, write_manifest

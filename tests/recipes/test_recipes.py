@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_sgmcmc.cli import main as sgmcmc
-from lightning_sgmcmc.cli.example import examples
+from lightning_sgmcmc.cli.commands import examples
 from lightning_sgmcmc.recipes import __main__ as runner
 from lightning_sgmcmc.recipes import mnist_ood
 from lightning_sgmcmc.recipes.shared.listing import descriptions
