@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -157,11 +157,6 @@ def mean_of(control: Control) -> float:
 
 STATISTICS = ("running_mean", "running_var")
 """Ends of the names of the buffers in which BatchNorm and InstanceNorm keep statistics."""
-
-
-def finite_or_none(value: Any) -> Any:
-    """Return a value as JSON has it: None in place of a number that is NaN or infinite."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:

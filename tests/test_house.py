@@ -21,7 +21,7 @@ SHORT_BY_REASON = {
 }
 """Files that explain something alone in a few lines; any other short one is a piece of its importer."""
 MOST_LINES_OF_A_FUNCTION = 80
-MOST_FILES_IN_THE_ROOT = 14
+MOST_FILES_IN_THE_ROOT = 15
 MOST_TYPE_IGNORES = 25
 
 

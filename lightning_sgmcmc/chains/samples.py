@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -75,6 +75,8 @@ class PosteriorSample:
 class SampleRecord:
     """A sample's manifest entry (see `PosteriorSample`), with the name of its file ("" in memory) and the CRC-32 of the
     file's bytes in hexadecimal ("" if unknown)."""
+
+    IF_SET: ClassVar = ("comparable", "draw")
 
     step: int
     cycle: int

@@ -6,17 +6,17 @@ a run's folder is its JSON form, and `sgmcmc report` reads that file.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 from lightning_sgmcmc.diagnostics.findings import Finding, ranked
+from lightning_sgmcmc.plain import as_plain, from_plain
 from lightning_sgmcmc.planning.kind import RunKind
 
 TemperatureKind = Literal["kinetic", "configurational"]
 Verdict = Literal["ok", "warning", "unknown"]
 Interval = tuple[float, float]
 
-VERDICTS: tuple[Verdict, ...] = ("ok", "warning", "unknown")
 POSTERIOR, COLD, SNAPSHOT, DEEP = tuple(kind.value for kind in RunKind)
 """What the samples of a run can be."""
 
@@ -107,6 +107,11 @@ class HealthReport:
         reason: the measurement that says so.
     """
 
+    WRITTEN: ClassVar = (
+        *("step", "verdict", "kind", "reason", "advice", "warnings", "findings", "temperature", "tolerance"),
+        *("tensors", "total", "gradient_noise_share", "energy", "observations", "run"),
+    )
+
     step: int | None = None
     verdict: Verdict = "unknown"
     findings: tuple[Finding, ...] = ()
@@ -164,106 +169,17 @@ class HealthReport:
 
     def as_json(self) -> dict[str, Any]:
         """Return the contents of `health.json`: dictionaries, lists, strings and numbers."""
-        return {
-            "step": self.step,
-            "verdict": self.verdict,
-            "kind": self.kind,
-            "reason": self.reason,
-            "advice": self.advice,
-            "warnings": self.warnings,
-            "findings": [finding.as_json() for finding in self.findings],
-            "temperature": self.temperature,
-            "tolerance": self.tolerance,
-            "tensors": {name: _plain(entry) for name, entry in self.tensors.items()},
-            "total": None if self.total is None else _plain(self.total),
-            "gradient_noise_share": dict(self.gradient_noise_share),
-            "energy": _plain(self.energy),
-            "observations": self.observations,
-            "run": asdict(self.run),
-        }
+        return as_plain(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "HealthReport":
-        """Return the report from its JSON form, including that of version 0.1.0, which has only sentences.
+        """Return the report from its JSON form.
 
         Missing entries, and values that are not finite numbers, count as not measured.
 
         Raises:
             ValueError: if an entry has the wrong form.
         """
-        tensors, energy, total, run = (_dictionary(content, n) for n in ("tensors", "energy", "total", "run"))
-        shares = _dictionary(content, "gradient_noise_share")
-        if not all(isinstance(values, dict) for values in tensors.values()):
-            raise ValueError("its tensors should be dictionaries by name")
-        verdict, temperature = content.get("verdict"), _number(content.get("temperature"))
-        kind = content.get("kind")
-        return cls(
-            step=_integer(content.get("step")),
-            verdict=next((known for known in VERDICTS if known == verdict), "unknown"),
-            findings=tuple(_findings(content)),
-            temperature=math.nan if temperature is None else temperature,
-            tolerance=_number(content.get("tolerance")) or cls.tolerance,
-            tensors={name: _temperatures(values) for name, values in tensors.items()},
-            total=_temperatures(total) if total else None,
-            gradient_noise_share={n: share for n, value in shares.items() if (share := _number(value)) is not None},
-            energy=EnergySummary(
-                _number(energy.get("mean")), _number(energy.get("std")), _interval(energy.get("expected"))
-            ),
-            observations=_integer(content.get("observations")) or 0,
-            run=RunMeasures(**{part.name: _number(run.get(part.name)) for part in fields(RunMeasures)}),
-            kind=kind if isinstance(kind, str) and kind else None,
-            reason=str(content.get("reason", "")),
-        )
-
-
-# -- reading and writing JSON -----------------------------------------------------------------------------------------
-
-
-def _plain(entry: Temperatures | EnergySummary) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(entry).items()}
-
-
-def _dictionary(content: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = content.get(name)
-    if not isinstance(value, dict | None):
-        raise ValueError(f"its {name} should be a dictionary")
-    return value or {}
-
-
-def _findings(content: Mapping[str, Any]) -> list[Finding]:
-    sentences, entries = content.get("warnings", []), content.get("findings")
-    if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
-        raise ValueError("its warnings should be a list of sentences")
-    if entries is None:
-        return [Finding.of_sentence(sentence) for sentence in sentences]
-    if not isinstance(entries, list) or not all(isinstance(e, dict) and "sentence" in e for e in entries):
-        raise ValueError("its findings should be a list of dictionaries, each with a sentence")
-    return [Finding.from_json(entry) for entry in entries]
-
-
-def _temperatures(values: Mapping[str, Any]) -> Temperatures:
-    return Temperatures(
-        _integer(values.get("numel")),
-        _number(values.get("kinetic")),
-        _interval(values.get("kinetic_interval")),
-        _number(values.get("configurational")),
-        _interval(values.get("configurational_interval")),
-    )
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return value
-
-
-def _integer(value: Any) -> int | None:
-    number = _number(value)
-    return None if number is None else int(number)
-
-
-def _interval(value: Any) -> Interval | None:
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        return None
-    low, high = map(_number, value)
-    return None if low is None or high is None else (low, high)
+        report: HealthReport = from_plain(cls, content, lenient=True)
+        is_known = report.temperature is content.get("temperature")
+        return report if is_known else replace(report, temperature=math.nan)

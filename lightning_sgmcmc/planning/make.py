@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from lightning_sgmcmc.plain import finite_or_none
 from lightning_sgmcmc.planning.controls import Blocks
 from lightning_sgmcmc.planning.plan import RunPlan, TensorPlan
 from lightning_sgmcmc.planning.reach import Reached, TensorFacts, reach
 from lightning_sgmcmc.samplers import Sampler
-from lightning_sgmcmc.tensors import finite_or_none
 
 FAR = 0.6
 """A start that takes away more than this share of the heat that the noise adds lies farther out than the target: about

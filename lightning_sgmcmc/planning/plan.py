@@ -1,9 +1,10 @@
 """RunPlan: what a run will reach, cost and be called, before its first step."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_sgmcmc.plain import as_plain
 from lightning_sgmcmc.planning import words
 from lightning_sgmcmc.planning.kind import WANTED, RunKind
 
@@ -124,15 +125,8 @@ class RunPlan:
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain data, with its name as "kind", warnings and sentences."""
-        return {
-            "kind": self.name,
-            **asdict(self),
-            "notes": list(self.notes),
-            "sentences": self.sentences(),
-            "warnings": self.warnings,
-            "rows": [list(row) for row in self.rows()],
-            "wanted_relaxation_times": WANTED,
-        }
+        said = {"sentences": self.sentences(), "warnings": self.warnings, "rows": self.rows()}
+        return {"kind": self.name, **as_plain(self), **as_plain(said), "wanted_relaxation_times": WANTED}
 
     def scalars(self) -> dict[str, float]:
         """Return the known numbers by name, for a logger's hyperparameters."""

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -32,6 +32,7 @@ from lightning_sgmcmc.diagnostics.decisions import (
 )
 from lightning_sgmcmc.files import parse_json, read_regular, write_atomically
 from lightning_sgmcmc.model import EnergyModel
+from lightning_sgmcmc.plain import as_plain, check_known, from_plain
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import home_of
 from lightning_sgmcmc.posterior.predictive import average_scores
@@ -245,7 +246,7 @@ def save_calibration(calibration: Calibration, store: SampleStore) -> None:
             "save=True needs samples in a folder, and these are in memory or a selection: use Posterior.load(path)"
         )
     write_atomically(
-        home_of(store.path, store.run_id) / FILE, (json.dumps(asdict(calibration), indent=2) + "\n").encode()
+        home_of(store.path, store.run_id) / FILE, (json.dumps(as_plain(calibration), indent=2) + "\n").encode()
     )
 
 
@@ -256,13 +257,13 @@ def saved_calibration(store: SampleStore) -> Calibration | None:
     path = store.path / FILE
     try:
         content = parse_json(read_regular(path, LARGEST_FILE).decode())
-        calibration = Calibration(**content)
-        sound = calibration.kind in ("temperature", "std factor") and math.isfinite(calibration.value)
-        if not sound or calibration.value <= 0:
+        calibration: Calibration = from_plain(Calibration, content)
+        check_known(Calibration, content)
+        if not 0 < calibration.value < math.inf:
             raise ValueError("it has no positive number")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         rank_zero_warn(f"{path} is not used, since it cannot be read: {error}; calibrate again.")
         return None
     if calibration.samples != identify(store.records):

@@ -27,6 +27,7 @@ from lightning_sgmcmc.files import (
     read_regular,
     write_atomically,
 )
+from lightning_sgmcmc.plain import as_plain, from_plain
 from lightning_sgmcmc.tables import Columns
 
 MANIFEST = "manifest.jsonl"
@@ -81,18 +82,13 @@ def write_manifest(
     if shared is not None:
         header["shared"] = shared
     if columns is not None:
-        header |= columns.as_plain()
+        header |= as_plain(columns)
     return "".join(f"{line}\n" for line in (json.dumps(header), *map(line_of, records))).encode()
 
 
 def line_of(record: SampleRecord) -> str:
     """Return a record's line, without its end; versions before `comparable` and `draw` read that of an ordinary run."""
-    fields = asdict(record)
-    if record.comparable:
-        del fields["comparable"]
-    if not record.draw:
-        del fields["draw"]
-    return json.dumps(fields)
+    return json.dumps(as_plain(record))
 
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
@@ -110,7 +106,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         known = parse_json(header)
         kind, number, model = known["format"], known["version"], known["model"]
         library, run, shared = known.get("library", ""), known.get("run"), known.get("shared")
-        columns = Columns.from_plain(known)
+        columns: Columns = from_plain(Columns, known)
     except (ValueError, TypeError, LookupError, AttributeError):
         raise ValueError(f"{where} is not the manifest of a sample store") from None
     if kind != FORMAT or not isinstance(number, int) or not all(isinstance(text, str | None) for text in (run, shared)):

@@ -4,7 +4,7 @@ import io
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from lightning_sgmcmc.diagnostics.draws import chain_diagnostics, rhat_limit
 from lightning_sgmcmc.files import parse_json, read_regular, write_atomically
+from lightning_sgmcmc.plain import as_plain, check_known, from_plain
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.posterior.writing import StoreLock
 from lightning_sgmcmc.reference.chains import HamiltonianChains, Settings
 from lightning_sgmcmc.reference.kernels import COUNTED, Move
 from lightning_sgmcmc.tables import Columns
-from lightning_sgmcmc.tensors import finite_or_none
 
 REPORT = "reference.json"
 LARGEST_REPORT = 2**24
@@ -94,21 +94,8 @@ class ReferenceReport:
 
 def write_report(folder: Path, report: ReferenceReport) -> None:
     """Write `reference.json` of a run's folder."""
-    content = {name: _written(value) for name, value in asdict(report).items()}
-    write_atomically(folder / REPORT, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
-
-
-def _written(value: Any) -> Any:
-    """Return plain data in which None takes the place of numbers that are not finite."""
-    if isinstance(value, list):
-        return [_written(one) for one in value]
-    return finite_or_none(value)
-
-
-def _read(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_read(one) for one in value]
-    return math.nan if value is None else value
+    content = json.dumps(as_plain(report, finite=True), indent=2, allow_nan=False)
+    write_atomically(folder / REPORT, (content + "\n").encode())
 
 
 def read_report(path: str | Path) -> ReferenceReport:
@@ -127,9 +114,11 @@ def read_report(path: str | Path) -> ReferenceReport:
         raise FileNotFoundError(f"there is no {REPORT} in {path}: the run has not ended, or is no reference run")
     try:
         content = parse_json(read_regular(file, LARGEST_REPORT))
-        return ReferenceReport(**{name: _read(value) for name, value in content.items()})
-    except (ValueError, TypeError, AttributeError, OSError) as error:
+        report: ReferenceReport = from_plain(ReferenceReport, content)
+        check_known(ReferenceReport, content)
+    except (ValueError, OSError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
+    return report
 
 
 def agreement(traces: np.ndarray) -> tuple[float, float, float]:

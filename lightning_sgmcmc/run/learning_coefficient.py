@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from lightning_sgmcmc.diagnostics.local import (
     epoch_means,
     spikes,
 )
+from lightning_sgmcmc.plain import as_plain
 from lightning_sgmcmc.tensors import widest
 
 if TYPE_CHECKING:
@@ -47,6 +48,11 @@ class LearningCoefficientEstimate:
         findings: what makes the value doubtful, the most urgent first.
     """
 
+    WRITTEN: ClassVar = (
+        *("value", "standard_error", "rhat", "ess", "nbeta", "gamma", "num_data", "center_loss"),
+        *("of_chains", "draws", "loss", "verdict", "findings"),
+    )
+
     value: float
     standard_error: float
     of_chains: Tensor
@@ -60,6 +66,11 @@ class LearningCoefficientEstimate:
     steps: Tensor
     loss: str
     findings: tuple[Finding, ...] = ()
+
+    @property
+    def draws(self) -> int:
+        """Number of values in each chain's trace."""
+        return self.traces.shape[1]
 
     @property
     def verdict(self) -> Verdict:
@@ -88,17 +99,7 @@ class LearningCoefficientEstimate:
 
     def as_json(self) -> dict[str, Any]:
         """Return the estimate without its traces: dictionaries, lists, strings and numbers; None for NaN."""
-        numbers: dict[str, Any] = {
-            name: None if (number := getattr(self, name)) is None or not math.isfinite(number) else number
-            for name in ("value", "standard_error", "rhat", "ess", "nbeta", "gamma", "num_data", "center_loss")
-        }
-        return numbers | {
-            "of_chains": self.of_chains.tolist(),
-            "draws": int(self.traces.shape[1]),
-            "loss": self.loss,
-            "verdict": self.verdict,
-            "findings": [finding.as_json() for finding in self.findings],
-        }
+        return as_plain(self, finite=True)
 
     def __repr__(self) -> str:
         parts = [f"value={self.value:.4g}", f"standard_error={self.standard_error:.2g}", f"rhat={self.rhat:.3f}"]

@@ -12,7 +12,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from lightning_sgmcmc.diagnostics.geometry import weight_sketch
 from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.files import free_name, parse_json, read_regular, without_secrets, write_output
+from lightning_sgmcmc.plain import check_known, from_plain
 from lightning_sgmcmc.tables import TargetScaling
 
 if TYPE_CHECKING:
@@ -297,7 +298,7 @@ class StoredEvaluation:
     gradient_evaluations: int
     seconds: float
     data: str
-    metrics: dict[str, float]
+    metrics: Mapping[str, float | None]
     columns: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -308,7 +309,7 @@ def evaluation_file(folder: Path, stage: str) -> Path:
 
 def write_evaluation(folder: Path, stored: StoredEvaluation) -> None:
     """Write the file to a run's folder."""
-    numbers = asdict(stored) | {"columns": None}
+    numbers = vars(stored) | {"columns": None}
     write_output(evaluation_file(folder, stored.stage), save(stored.columns, {"evaluation": json.dumps(numbers)}))
 
 
@@ -328,20 +329,16 @@ def read_evaluation(path: Path) -> StoredEvaluation:
     try:
         length = int.from_bytes(content[:8], "little")
         numbers = parse_json(parse_json(content[8 : 8 + length])["__metadata__"]["evaluation"])
-        columns = load(content)
-        stored = StoredEvaluation(**numbers | {"columns": columns})
-        sizes = {tuple(column.shape) for column in columns.values()}
-        sound = "nll" in columns and set(columns) <= set(COLUMNS) and len(sizes) == 1 and len(sizes.pop()) == 1
-        kinds: dict[str, Any] = {"stage": str, "kind": str, "samples": int, "chains": int, "gradient_evaluations": int}
-        kinds |= {"seconds": int | float, "data": str, "metrics": dict}
-        if not sound or not all(isinstance(getattr(stored, name), kind) for name, kind in kinds.items()):
-            raise ValueError("it has other entries")
+        check_known(StoredEvaluation, numbers)
+        stored: StoredEvaluation = from_plain(StoredEvaluation, numbers | {"columns": {}})
+        stored.columns = load(content)
+        sizes = {tuple(column.shape) for column in stored.columns.values()}
+        is_known = "nll" in stored.columns and set(stored.columns) <= set(COLUMNS)
+        if not is_known or len(sizes) != 1 or len(sizes.pop()) != 1:
+            raise ValueError("it has other columns")
         if stored.stage not in STAGES:
             raise ValueError(f"its stage is {stored.stage[:40]!r}, not {' or '.join(STAGES)}")
-        numbered = all(value is None or isinstance(value, int | float) for value in stored.metrics.values())
-        if not numbered or not all(isinstance(name, str) for name in stored.metrics):
-            raise ValueError("its metrics should be numbers by name")
-        if not len(columns["nll"]):
+        if not len(stored.columns["nll"]):
             raise ValueError("it has no data")
         if not all(map(_is_cost, (stored.samples, stored.chains, stored.gradient_evaluations, stored.seconds))):
             raise ValueError("its counts and seconds should be finite and not negative")

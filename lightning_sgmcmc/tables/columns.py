@@ -1,15 +1,15 @@
 """What the columns of inputs and targets are: offered by a datamodule, kept by a store, read by predictions."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_sgmcmc.tables.arrays import as_tensor, is_table
-from lightning_sgmcmc.tables.inputs import InputColumns, plain, some, tuples
+from lightning_sgmcmc.tables.inputs import InputColumns, plain, some
 
 CLOSE = 1e-6
 """Relative difference of two scalings that is rounding."""
@@ -72,14 +72,6 @@ class TargetScaling:
             )
         return y
 
-    @classmethod
-    def from_plain(cls, content: Any) -> "TargetScaling | None":
-        """Return the scaling from plain data, as `dataclasses.asdict` makes them; None from None."""
-        if content is None:
-            return None
-        mean, std = (tuple(float(value) for value in content[name]) for name in ("mean", "std"))
-        return cls(mean, std, tuples(content.get("names", ())))
-
 
 @dataclass(frozen=True)
 class Columns:
@@ -91,6 +83,8 @@ class Columns:
         classes: the classes' names, in the order of their labels; () if they have none.
         task: what the targets are: "regression", "classes" or "counts"; "" if it is not known.
     """
+
+    IF_SET: ClassVar = ("inputs", "targets", "classes", "task")
 
     inputs: InputColumns | None = None
     targets: TargetScaling | None = None
@@ -107,22 +101,6 @@ class Columns:
             tuple(map(plain, classes)) if isinstance(classes, list | tuple) else (),
             str(getattr(datamodule, "task", None) or ""),
         )
-
-    @classmethod
-    def from_plain(cls, content: Mapping[str, Any]) -> "Columns":
-        """Return the columns in the header of a store's manifest."""
-        return cls(
-            InputColumns.from_plain(content.get("inputs")),
-            TargetScaling.from_plain(content.get("targets")),
-            tuples(content.get("classes") or ()),
-            str(content.get("task") or ""),
-        )
-
-    def as_plain(self) -> dict[str, Any]:
-        """Return the entries of a manifest's header; what is not known is left out."""
-        parts = {"inputs": self.inputs, "targets": self.targets}
-        found: dict[str, Any] = {name: asdict(part) for name, part in parts.items() if part is not None}
-        return found | {name: value for name, value in (("classes", self.classes), ("task", self.task)) if value}
 
     def difference(self, other: "Columns") -> str | None:
         """Return in which way another run's or datamodule's data have other columns or units; None if they may agree.

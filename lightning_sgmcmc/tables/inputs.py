@@ -33,6 +33,13 @@ class InputColumns:
     shape: tuple[int, ...] = ()
     targets: tuple[Any, ...] = ()
 
+    def __post_init__(self) -> None:
+        counts = (0, int(np.prod(self.shape, dtype=int)))
+        if len(self.mean) != len(self.std) or len(self.mean) not in counts:
+            raise ValueError("the columns of the inputs have a scaling of another number")
+        if len(self.categories) not in (0, len(self.names)):
+            raise ValueError("the columns of the inputs have categories of another number")
+
     @classmethod
     def of_table(cls, x: Any, targets: Sequence[Any] = ()) -> "InputColumns":
         """Return the columns of a frame or of an array (n, columns), not scaled."""
@@ -135,21 +142,6 @@ class InputColumns:
             parts.append(_indicators(name, column, series, values) if values else column_numbers(name, column, series))
         return torch.as_tensor(np.column_stack(parts)).double()
 
-    @classmethod
-    def from_plain(cls, content: Any) -> "InputColumns | None":
-        """Return the columns from plain data, as `dataclasses.asdict` makes them; None from None."""
-        if content is None:
-            return None
-        fields: dict[str, Any] = {name: tuples(content[name]) for name in cls.__dataclass_fields__ if name in content}
-        found = cls(**fields)
-        count = int(np.prod(found.shape, dtype=int))
-        if {len(found.mean), len(found.std)} not in ({0}, {count}) or len(found.categories) not in (
-            0,
-            len(found.names),
-        ):
-            raise ValueError("the columns of the inputs have scalings or categories of another number")
-        return found
-
 
 def plain(name: Any) -> Any:
     """Return a column's name or a category as plain data, which a manifest keeps."""
@@ -186,11 +178,6 @@ def _indicators(name: str, column: Any, series: Any, values: tuple[Any, ...]) ->
             f"{some(values)}"
         )
     return np.eye(len(values))[[places[value] for value in found]].reshape(-1, len(values))
-
-
-def tuples(content: Any) -> Any:
-    """Return lists, as JSON has them, as tuples."""
-    return tuple(map(tuples, content)) if isinstance(content, list | tuple) else content
 
 
 def some(names: Sequence[Any]) -> str:

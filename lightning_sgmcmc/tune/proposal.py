@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.tensors import finite_or_none, widest
+from lightning_sgmcmc.plain import as_plain
+from lightning_sgmcmc.tensors import widest
 
 NOISE = 1.0
 """A step is as good as the best if its NLL is larger by at most this many standard errors of the paired difference."""
@@ -70,6 +71,12 @@ class Probe:
         refusal: the message of the sampler that refuses the step, else "".
     """
 
+    WRITTEN: ClassVar = (
+        *("lr", "kinetic", "configurational", "noise_share", "energy", "nll", "reason"),
+        *("energy_variance", "friction", "acceptance", "healthy", "verdict"),
+    )
+    IF_SET: ClassVar = ("energy_variance", "friction", "acceptance")
+
     lr: float
     kinetic: float | None = None
     configurational: float | None = None
@@ -104,13 +111,7 @@ class Probe:
 
     def as_json(self) -> dict[str, Any]:
         """Return its JSON form."""
-        names = ["lr", "kinetic", "configurational", "noise_share", "energy", "nll", "reason"]
-        names += ["energy_variance", "friction"] if self.energy_variance is not None else []
-        names += ["acceptance"] if self.acceptance is not None else []
-        return {name: finite_or_none(getattr(self, name)) for name in names} | {
-            "healthy": self.healthy,
-            "verdict": self.verdict,
-        }
+        return as_plain(self, finite=True)
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,11 @@ class StepProposal:
         friction: MCLMC's proposed friction, one for all chains; None for other samplers.
     """
 
+    WRITTEN: ClassVar = (
+        *("setting", "lr", "limit", "is_healthy", "reason", "steps_made", "run_steps", "friction", "probes"),
+    )
+    IF_SET: ClassVar = ("friction",)
+
     lr: float
     setting: Any
     limit: Limit
@@ -142,17 +148,7 @@ class StepProposal:
 
     def as_json(self) -> dict[str, Any]:
         """Return its JSON form."""
-        return {
-            "setting": self.setting,
-            "lr": self.lr,
-            "limit": self.limit.value,
-            "is_healthy": self.is_healthy,
-            "reason": self.reason,
-            "steps_made": self.steps_made,
-            "run_steps": finite_or_none(self.run_steps),
-            **({} if self.friction is None else {"friction": self.friction}),
-            "probes": [probe.as_json() for probe in self.probes],
-        }
+        return as_plain(self, finite=True)
 
 
 def search(probe: Callable[[float], Probe], lr: float, least: float, max_probes: int) -> list[Probe]:

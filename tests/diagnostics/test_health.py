@@ -177,20 +177,14 @@ def test_each_trouble_is_named_with_advice(
 
 @pytest.mark.parametrize("trouble", [{}, {"kinetic": 1.5, "configurational": 0.5, "noise": 0.5}])
 def test_a_report_survives_its_file(trouble: dict[str, float]) -> None:
-    """Reports of version 0.1.0 have sentences only."""
     report = assess(record(**trouble), 7)
     content = json.loads(json.dumps(report.as_json()))
     assert HealthReport.from_json(content) == report
     assert report.with_divergence().with_divergence() == report.with_divergence()
-    del content["findings"]
-    old = HealthReport.from_json(content)
-    assert old.warnings == report.warnings
-    assert [(f.kind, f.is_heat) for f in old.findings] == [(f.kind, f.is_heat) for f in report.findings]
-    assert old.advice == ""
 
 
 @pytest.mark.parametrize(
-    "content", [{"tensors": []}, {"tensors": {"a": 1}}, {"warnings": [3]}, {"findings": ["hot"]}, {"energy": 1.0}]
+    "content", [{"tensors": []}, {"tensors": {"a": 1}}, {"findings": [3]}, {"findings": ["hot"]}, {"energy": 1.0}]
 )
 def test_a_damaged_report(content: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="should be "):
@@ -199,10 +193,12 @@ def test_a_damaged_report(content: dict[str, Any]) -> None:
 
 def test_an_incomplete_report() -> None:
     tensor = {"kinetic": float("nan"), "kinetic_interval": [1], "configurational": True}
-    report = HealthReport.from_json({"tensors": {"a": tensor}, "verdict": "perfect", "warnings": ["hot: cool it"]})
+    report = HealthReport.from_json(
+        {"tensors": {"a": tensor}, "verdict": "perfect", "findings": [{"kind": "hot", "sentence": "hot"}]}
+    )
     assert report.tensors == {"a": Temperatures()}
     assert (report.verdict, report.step, report.energy.mean) == ("unknown", None, None)
-    assert report.findings == (Finding(FindingKind.OTHER, "hot: cool it"),)
+    assert report.findings == (Finding(FindingKind.OTHER, "hot"),)
     assert report.scalars() == {"health/warnings": 1.0}
 
 

@@ -150,7 +150,8 @@ def made_run(folder: Path, chains: int = 3, draws: int = 12, shift: float = 0.0,
     history = {"steps": list(range(30)), "scalars": scalars, "samples": samples}
     tensor = {"numel": 3, "kinetic": 1.5, "kinetic_interval": [1.4, 1.6]}
     tensor |= {"configurational": 1.02, "configurational_interval": [0.9, 1.1]}
-    health = {"step": 120, "verdict": "warning", "warnings": ["kinetic temperature is high: take a smaller lr"]}
+    health = {"step": 120, "verdict": "warning"}
+    health["findings"] = [{"kind": "kinetic temperature", "sentence": "kinetic temperature is high: take a smaller lr"}]
     health |= {"temperature": 1.0, "tensors": {"net.weight": tensor}, "gradient_noise_share": {"net.weight": 0.25}}
     health |= {"energy": {"mean": 16000.0, "std": 2.0, "expected": [15990.0, 16010.0]}}
     for name, content in (("results", results), ("history", history), ("health", health)):
@@ -231,7 +232,7 @@ def test_long_names_and_many_columns_stay_in_their_boxes(tmp_path: Path) -> None
     ]
     (run / "results.json").write_text(json.dumps({"recipe": long, "rows": rows}))
     health = json.loads((run / "health.json").read_text())
-    health["warnings"] = [long]
+    health["findings"] = [{"kind": "energy", "sentence": long}]
     health["tensors"] = {f"{long}.{i}": health["tensors"]["net.weight"] for i in range(60)}
     (run / "health.json").write_text(json.dumps(health))
     (run / "config.yaml").write_text(f"key: {long * 3}\n")
@@ -358,7 +359,8 @@ def test_text_is_escaped(tmp_path: Path) -> None:
     rows = [{"method": HOSTILE, "metric": HOSTILE, "value": 1.0}]
     (run / "results.json").write_text(json.dumps({"recipe": HOSTILE, "seed": HOSTILE, "scale": HOSTILE, "rows": rows}))
     health = json.loads((run / "health.json").read_text())
-    health |= {"warnings": [HOSTILE], "tensors": {HOSTILE: health["tensors"]["net.weight"]}}
+    health["findings"] = [{"kind": "energy", "sentence": HOSTILE}]
+    health["tensors"] = {HOSTILE: health["tensors"]["net.weight"]}
     (run / "health.json").write_text(json.dumps(health))
     (run / "config.yaml").write_text(f"{HOSTILE}\n")
     (run / "hparams.yaml").write_text(f"? {HOSTILE!r}\n: {HOSTILE!r}\n")
@@ -400,7 +402,7 @@ DAMAGES: dict[str, Any] = {
         '{"steps": [1], "traces": {"cycle": [[]]}}',
         '{"steps": "a"}',
     ],
-    "health.json": ['{"tensors": []}', '{"warnings": [3]}', "null"],
+    "health.json": ['{"tensors": []}', '{"findings": [3]}', "null"],
     "samples/manifest.jsonl": [
         "",
         "nonsense\n",

@@ -49,7 +49,7 @@ HISTORY = {
 HEALTH = {
     "step": 6,
     "verdict": "warning",
-    "warnings": ["a sentence"],
+    "findings": [{"kind": "energy", "sentence": "a sentence", "remedy": "a remedy"}],
     "temperature": 1.0,
     "tensors": {"net.0.weight": {"numel": 4, "kinetic": 1.1, "kinetic_interval": [0.9, 1.3], "configurational": 0.8}},
     "gradient_noise_share": {"net.0.weight": 0.1},
