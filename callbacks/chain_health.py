@@ -24,6 +24,7 @@ from lightning_sgmcmc.run.facts import facts_of
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.run.loggers import log_scalars, write_output
+from lightning_sgmcmc.run.results import HEALTH
 from lightning_sgmcmc.run.trainer import Place, callbacks_of, is_trial, said_by
 from lightning_sgmcmc.samplers import StepLaw
 from lightning_sgmcmc.tensors import exact
@@ -260,7 +261,7 @@ class ChainHealth(StepClaimant):
                 rank_zero_warn(f"ChainHealth: {finding.text}.")
         if trainer.is_global_zero and self.warn and not is_trial(trainer):
             content = json.dumps(report.as_json(), indent=2) + "\n"
-            write_output(self._folder / "health.json", content.encode())
+            write_output(self._folder / HEALTH, content.encode())
         log_scalars(trainer, report.scalars(), trainer.global_step)
 
     def _is_cooling(self, trainer: pl.Trainer) -> bool:

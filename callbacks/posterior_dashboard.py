@@ -17,7 +17,7 @@ from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.figures.samples import segments_figure
 from lightning_sgmcmc.module import BayesianModule
 from lightning_sgmcmc.posterior.segments import SegmentWalk
-from lightning_sgmcmc.report import drawings as parts
+from lightning_sgmcmc.report import pictures as parts
 from lightning_sgmcmc.run.facts import prior_norm
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.loggers import (

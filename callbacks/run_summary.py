@@ -19,6 +19,7 @@ from lightning_sgmcmc.posterior.segments import scaling_of_run
 from lightning_sgmcmc.run.folder import run_folder
 from lightning_sgmcmc.run.results import (
     METHODS,
+    NETWORKS,
     OPTIMIZED,
     StoredEvaluation,
     keep_earlier_results,
@@ -194,7 +195,7 @@ def _claim(trainer: pl.Trainer, module: BayesianModule) -> tuple[HealthReport | 
 def _called(trainer: pl.Trainer, module: BayesianModule, claim: Claim) -> str:
     """Return what the table calls the samples."""
     if baseline_of(trainer) is not None:
-        return f"networks ({claim.kind})"
+        return NETWORKS.format(kind=claim.kind)
     if is_optimization(trainer, module):
         return OPTIMIZED
     return "samples of a cold ensemble" if claim.kind == COLD else "posterior samples"

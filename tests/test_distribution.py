@@ -55,7 +55,7 @@ def test_every_data_file_is_listed() -> None:
         for path in (REPOSITORY / package).rglob("*")
         if path.is_file() and path.suffix not in (".py", ".pyc")
     ]
-    assert {path.name for path in data} >= {"py.typed", "report.css", "digits_csghmc.yaml"}
+    assert {path.name for path in data} >= {"py.typed", "report.css", "report.html", "digits_csghmc.yaml"}
     for path in data:
         package = ".".join(path.parent.relative_to(REPOSITORY).parts)
         package = f"lightning_sgmcmc.{package}" if package.split(".")[0] in BESIDE else package
@@ -63,7 +63,7 @@ def test_every_data_file_is_listed() -> None:
         assert lines, f"pyproject.toml installs no data of {package}, but there is {path.name}"
         patterns = re.findall(r'"([^"]+)"', lines[0].split("=", 1)[1])
         assert any(fnmatchcase(path.name, pattern) for pattern in patterns)
-    assert Path(page.__file__).with_name("report.css").is_file()
+    assert all(Path(page.__file__).with_name(name).is_file() for name in ("report.css", "report.html", "parts.html"))
 
 
 @pytest.mark.parametrize("folder", BESIDE)

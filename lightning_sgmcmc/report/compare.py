@@ -9,8 +9,8 @@ import numpy as np
 
 from lightning_sgmcmc.diagnostics.draws import Array, percentile_interval, resampled_means
 from lightning_sgmcmc.files import write_output
-from lightning_sgmcmc.report import html_page
-from lightning_sgmcmc.report.html_page import Cell, paragraph
+from lightning_sgmcmc.report import html
+from lightning_sgmcmc.report.html import Cell, Table
 from lightning_sgmcmc.report.run_record import RunError, find_run
 from lightning_sgmcmc.run.results import StoredEvaluation, evaluation_file, markdown_table, read_evaluation
 
@@ -215,23 +215,18 @@ def markdown(runs: Sequence[ComparedRun]) -> str:
 
 def page(runs: Sequence[ComparedRun]) -> str:
     """Return the comparison as one self-contained HTML page."""
-    header, rows = quality_rows(runs)
-    quality = html_page.table(header, rows, "Metrics of the averages, and cost")
-    names, changes = list(runs[0].metrics), []
-    for run in runs[1:]:
-        cells = [_cell(run.differences[name]) for name in names]
-        changes.append([run.name, *cells])
-    differences = html_page.table(difference_rows(runs)[0], changes, f"Differences from {runs[0].name}")
+    first, names = runs[0].evaluation, list(runs[0].metrics)
+    changes = [[run.name, *(_cell(run.differences[name]) for name in names)] for run in runs[1:]]
     known = dict.fromkeys(name for run in runs for name in run.evaluation.metrics)
     others = [[run.name, *(run.evaluation.metrics.get(name) for name in known)] for run in runs]
-    sections = [
-        ("Quality and cost", quality),
-        ("Paired differences", paragraph(_note(runs), "note") + differences),
-        ("All metrics", html_page.table(["run", *known], others, "Metrics of the averages")),
-    ]
-    first = runs[0].evaluation
-    return html_page.page(
-        "Comparison", f"{len(runs)} runs on {len(first.columns['nll'])} {DATA[first.stage]}", sections
+    return html.render(
+        "comparison.html",
+        title="Comparison",
+        subtitle=f"{len(runs)} runs on {len(first.columns['nll'])} {DATA[first.stage]}",
+        quality=Table(*quality_rows(runs), "Metrics of the averages, and cost"),
+        differences=Table(difference_rows(runs)[0], changes, f"Differences from {runs[0].name}"),
+        metrics=Table(["run", *known], others, "Metrics of the averages"),
+        note=_note(runs),
     )
 
 

@@ -1,25 +1,40 @@
 """The report as a whole: five sentences, the verdict and four pictures; the rest is folded."""
 
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lightning_sgmcmc.chains.samples import comparable_log_weights
 from lightning_sgmcmc.diagnostics.draws import weight_efficiency
 from lightning_sgmcmc.diagnostics.health import POSTERIOR
 from lightning_sgmcmc.evaluation.sentences import NAMES as SENTENCES
-from lightning_sgmcmc.files import write_atomically
-from lightning_sgmcmc.report import html_page
-from lightning_sgmcmc.report.chains import Chains
-from lightning_sgmcmc.report.health import tensors
-from lightning_sgmcmc.report.html_page import bullets, is_finite, paragraph
+from lightning_sgmcmc.files import text_without_secrets, write_atomically
+from lightning_sgmcmc.planning.kind import with_article
+from lightning_sgmcmc.report import html
+from lightning_sgmcmc.report.html import Table, is_finite
 from lightning_sgmcmc.report.pictures import pictures
-from lightning_sgmcmc.report.plan import plan
-from lightning_sgmcmc.report.repeat import repeat
-from lightning_sgmcmc.report.results import facts, results
-from lightning_sgmcmc.report.run_record import RunRecord, find_run, read_run
-from lightning_sgmcmc.report.samples import equal_weights, samples, weights
-from lightning_sgmcmc.run.results import OPTIMIZED
+from lightning_sgmcmc.report.run_record import MARKS, RunRecord, find_run, read_run
+from lightning_sgmcmc.report.tables import chains, equal_weights, results, samples, tensors, weights
+from lightning_sgmcmc.run.results import OPTIMIZED, is_of_optimization
+
+CONFIG = "config.yaml"
+VERSION = "version."
+"""Prefix of the versions among a run's settings."""
+OF_RUN = "run."
+"""What the names of the run's settings begin with in `hparams.yaml`; earlier versions wrote them without it."""
+ELSEWHERE = (VERSION, "plan.")
+"""Prefixes of the settings that other parts of the page show."""
+PLAIN_NAMES = {"lr": "Step size lr", "temperature": "Temperature τ", "num_chains": None, "seed": None}
+"""Labels of hyperparameters; None omits one."""
+LONGEST_SETTINGS, LONGEST_TEXT = 2**16, 2_000
+"""Characters of `hparams.yaml` that are read, and of a recorded text that are shown."""
+MOST_SENTENCES = 20
+"""Sentences of a plan's list that are shown."""
+
+Facts = list[tuple[str, Any]]
+"""Names and values; those that are None are left out."""
 
 
 def write_report(run: str | Path, output: str | Path | None = None, parameters: Sequence[str] | None = None) -> Path:
@@ -50,37 +65,42 @@ def write_report(run: str | Path, output: str | Path | None = None, parameters: 
 
 def render(run: RunRecord, parameters: Sequence[str] | None = None) -> str:
     """Return the report's HTML."""
-    chains = Chains(run, parameters)
-    first, others = pictures(run)
-    shown = [
-        ("In five sentences", _sentences(run)),
-        ("Health", _verdict(run, chains)),
-        ("Pictures", first),
-    ]
-    folded_up = [
-        ("Results", results(run)),
-        ("Run", facts(run)),
-        ("Plan", plan(run)),
-        ("Samples", samples(run)),
-        ("Weights", weights(run.records)),
-        ("Chains", chains.html()),
-        ("Health of each tensor", tensors(run.health)),
-        ("More pictures", others),
-        ("Repeat this run", repeat(run)),
-    ]
-    title = str(run.results.get("recipe") or run.name)
+    of_chains = chains(run, parameters)
     stage = {"val": "validation data", "test": "test data"}.get(str(run.results.get("stage")))
-    subtitle = f"{run.name}{f', evaluated on the {stage}' if stage else ''}"
-    return html_page.page(title, subtitle, [*shown, *folded_up], unfolded=len(shown))
+    return html.render(
+        "report.html",
+        title=str(run.results.get("recipe") or run.name),
+        subtitle=f"{run.name}{f', evaluated on the {stage}' if stage else ''}",
+        sentences=_sentences(run),
+        verdict=_verdict(run, of_chains.attention),
+        pictures=pictures(run),
+        results={"text": None if run.rows else run.texts.get("table.md"), "tables": results(run)},
+        facts=_facts(run),
+        plan=_plan(run),
+        samples=samples(run.records),
+        weights=weights(run.records),
+        chains=of_chains.tables,
+        tensors=tensors(run.health),
+        repeat=_repeat(run),
+    )
 
 
-def _verdict(run: RunRecord, chains: "Chains") -> str:
-    verdict = "unknown" if run.health is None else run.health.verdict
-    warnings = [] if run.health is None else run.health.warnings
-    notes = [] if run.health is None else run.health.notes
-    if run.health is None and _is_optimized(run):
+def _sentences(run: RunRecord) -> list[str]:
+    """Return the five sentences of `results.json`; none of a run of an earlier version."""
+    found = run.results.get("sentences")
+    return [text for name in SENTENCES if isinstance(text := found.get(name), str)] if isinstance(found, dict) else []
+
+
+# -- health -----------------------------------------------------------------------------------------------------------
+
+
+def _verdict(run: RunRecord, of_chains: list[str]) -> dict[str, Any]:
+    health = run.health
+    verdict = "unknown" if health is None else health.verdict
+    warnings, notes = ([], []) if health is None else (health.warnings, health.notes)
+    if health is None and is_of_optimization(run.results):
         says = "No chain to check: an optimization made these networks."
-    elif run.health is None:
+    elif health is None:
         says = "Not recorded: the run had no ChainHealth callback."
     elif verdict == "unknown":
         says = "Unknown: the temperatures were not measurable in this run."
@@ -88,24 +108,14 @@ def _verdict(run: RunRecord, chains: "Chains") -> str:
         says = "Healthy, with a note." if notes else "Healthy: the measured temperatures match the target's."
     else:
         says = "Look at this first; the most urgent comes first."
-    is_ensemble = run.health is not None and run.health.kind not in (POSTERIOR, None)
-    attention = [*warnings, *_attention(run), *([] if is_ensemble else chains.attention)]
-    kind = "bad" if attention or verdict == "warning" else "good" if verdict == "ok" else ""
-    advice = paragraph(f"What next: {run.health.advice}.") if run.health is not None and run.health.advice else ""
-    return f'<div class="verdict {kind}">{paragraph(says)}{bullets([*attention, *notes])}{advice}</div>'
-
-
-def _is_optimized(run: RunRecord) -> bool:
-    samples = str(run.results.get("samples"))
-    return samples == OPTIMIZED or samples.startswith("networks (")
-
-
-def _sentences(run: RunRecord) -> str:
-    """Return the five sentences of `results.json`, "" for a run of an earlier version."""
-    found = run.results.get("sentences")
-    if not isinstance(found, dict):
-        return ""
-    return "".join(paragraph(text) for name in SENTENCES if isinstance(text := found.get(name), str))
+    is_ensemble = health is not None and health.kind not in (POSTERIOR, None)
+    attention = [*warnings, *_attention(run), *([] if is_ensemble else of_chains)]
+    return {
+        "kind": "bad" if attention or verdict == "warning" else "good" if verdict == "ok" else "",
+        "says": says,
+        "findings": [*attention, *notes],
+        "advice": "" if health is None else health.advice,
+    }
 
 
 def _attention(run: RunRecord) -> list[str]:
@@ -117,7 +127,7 @@ def _attention(run: RunRecord) -> list[str]:
     odd = sum(not math.isfinite(r.energy) for r in run.records)
     if odd:
         found.append(f"{odd} of the {len(run.records)} samples have an energy that is not finite: the chain diverged.")
-    bad = [f"{row['metric']} ({row['method']})" for row in run.rows if not is_finite(row["value"])]
+    bad = [f"{row.metric} ({row.method})" for row in run.rows if not is_finite(row.value)]
     if bad:
         found.append(f"Results without a finite value: {', '.join(bad)}.")
     if run.records and not equal_weights(run.records):
@@ -135,3 +145,128 @@ def _attention(run: RunRecord) -> list[str]:
     if run.damaged:
         found.append(f"Damaged pictures are omitted: {', '.join(run.damaged)}.")
     return found
+
+
+# -- the run and its plan ---------------------------------------------------------------------------------------------
+
+
+def _facts(run: RunRecord) -> Facts:
+    results, records = run.results, run.records
+    seed, cycles = results.get("seed"), len({r.cycle for r in records})
+    return [
+        ("Recipe", results.get("recipe")),
+        ("Scale", results.get("scale")),
+        ("Seed", None if seed is None else str(seed)),
+        ("Duration", _duration(results.get("seconds"))),
+        ("Optimizer steps", max([*run.steps, *(r.step for r in records)], default=None)),
+        ("Samples", len(records)),
+        ("Samples are", results.get("samples")),
+        ("Chains", len({r.chain for r in records}) or None),
+        ("Cycles", cycles if cycles > 1 else None),
+        *_hyperparameters(run),
+        ("Finished", time.strftime("%Y-%m-%d %H:%M", time.localtime(_finished(run)))),
+    ]
+
+
+def _hyperparameters(run: RunRecord) -> Facts:
+    """Return the plain values of `hparams.yaml` by their labels."""
+    named = [(PLAIN_NAMES.get(k, k.replace("_", " ").capitalize()), v) for k, v in _settings(run).items()]
+    return [(k, v) for k, v in named if k is not None and v != "None" and not k.lower().startswith(ELSEWHERE)]
+
+
+def _settings(run: RunRecord) -> dict[str, str]:
+    """Return the plain values of `hparams.yaml` as short texts; the run's own, `run.…`, replace the user's."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(run.texts.get("hparams.yaml", "")[:LONGEST_SETTINGS])
+    except Exception:  # tags of dates and numbers raise anything: AttributeError, OverflowError, …
+        return {}
+    plain = content if isinstance(content, dict) else {}
+    named = {
+        str(k): str(v)
+        for k, v in plain.items()
+        if _is_flat(k) and (_is_flat(v) or (isinstance(v, list) and all(map(_is_flat, v))))
+    }
+    short = {name: value for name, value in named.items() if len(value) < 80}
+    of_run = {name.removeprefix(OF_RUN): value for name, value in short.items() if name.startswith(OF_RUN)}
+    return {name: value for name, value in short.items() if not name.startswith(OF_RUN)} | of_run
+
+
+def _is_flat(value: Any) -> bool:
+    """Return whether a value is no container: YAML's references can make those of any size."""
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _finished(run: RunRecord) -> float:
+    marks = [run.folder / name for name in MARKS]
+    return max((m.stat().st_mtime for m in marks if m.is_file()), default=run.folder.stat().st_mtime)
+
+
+def _duration(seconds: Any) -> str | None:
+    if not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds <= 0:
+        return None  # 0 for a run that only evaluated
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _plan(run: RunRecord) -> dict[str, Any] | None:
+    """Return what the run was called, what its plan expected, and its warning; None for a run without a plan."""
+    found = run.results.get("plan")
+    if not isinstance(found, dict):
+        return None
+    kind = run.results.get("kind")
+    lists = {name: part if isinstance(part := found.get(name), list) else [] for name in ("rows", "warnings", "notes")}
+    texts = {name: [text for text in part[:MOST_SENTENCES] if isinstance(text, str)] for name, part in lists.items()}
+    known = f"By its plan and what was measured, this run is {with_article(kind)}." if isinstance(kind, str) else ""
+    return {
+        "called": known,
+        "facts": [
+            (str(row[0]).strip(), str(row[1])) for row in lists["rows"] if isinstance(row, list) and len(row) == 2
+        ],
+        "sentences": [*(f"{text}." for text in texts["warnings"]), *texts["notes"]],
+        "tensors": _planned_tensors(found.get("tensors")),
+    }
+
+
+def _planned_tensors(found: Any) -> Table | None:
+    given = found.items() if isinstance(found, dict) else ()
+    names = ("numel", "prior_std", "relaxation_times", "configurational_temperature")
+    rows = [[str(name), *(part.get(key) for key in names)] for name, part in given if isinstance(part, dict)]
+    header = ["tensor", "elements", "prior std", "relaxation times", "expected configurational temperature"]
+    label = "Plan of each tensor"
+    return Table(header, rows, label, folded=label) if rows else None
+
+
+# -- how to repeat it -------------------------------------------------------------------------------------------------
+
+
+def _repeat(run: RunRecord) -> dict[str, Any]:
+    """Return what is needed to repeat the run; what it did not record is said to be missing."""
+    found = run.results.get("origin")
+    origin: dict[str, Any] = found if isinstance(found, dict) else {}
+    settings = _settings(run)
+    versions = {name.removeprefix(VERSION): value for name, value in settings.items() if name.startswith(VERSION)}
+    recorded = origin.get("versions")
+    if isinstance(recorded, dict):
+        versions |= {str(name): str(value) for name, value in recorded.items()}
+    seed = run.results.get("seed", settings.get("seed"))
+    facts: Facts = [
+        ("Command of this run", _text(origin.get("command")) or "not recorded"),
+        ("Date", _text(origin.get("date"))),
+        ("Seed", "not recorded" if seed is None else str(seed)),
+        ("Commit of the working folder", _text(origin.get("commit")) or "not recorded"),
+        ("Machine", _text(origin.get("platform"))),
+        *((f"Version of {name}", _text(value)) for name, value in versions.items()),
+    ]
+    return {
+        "facts": facts,
+        "command": f"sgmcmc fit --config {CONFIG}" if CONFIG in run.texts else "",
+        "files": {name: text for name, text in run.texts.items() if name.endswith(".yaml") and text.strip()},
+    }
+
+
+def _text(value: Any) -> str | None:
+    return text_without_secrets(str(value)[:LONGEST_TEXT]) if isinstance(value, str | int | float) else None

@@ -1,25 +1,35 @@
-"""The run's pictures: those that it drew, and those drawn here from its record."""
+"""A run's pictures: on the page of a report, drawn where the run did not draw them; and those of the dashboard."""
 
 import io
-from typing import TYPE_CHECKING
+import math
+from base64 import b64encode
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from lightning_sgmcmc import figures
-from lightning_sgmcmc.report.html_page import picture
+from lightning_sgmcmc.contour import ContourState, LearnedContour
+from lightning_sgmcmc.diagnostics.draws import ChainGrid, chain_diagnostics
+from lightning_sgmcmc.diagnostics.geometry import classical_scaling, squared_distances
+from lightning_sgmcmc.diagnostics.health import HealthReport
+from lightning_sgmcmc.diagnostics.scores import predictive_entropy, reliability
+from lightning_sgmcmc.evaluation.comparison import chain_rows, prediction_diagnostics
+from lightning_sgmcmc.evaluation.loader_average import Evaluation
+from lightning_sgmcmc.figures import contour as figures_contour
+from lightning_sgmcmc.figures import samples as figures_samples
 from lightning_sgmcmc.report.run_record import RunRecord
-from lightning_sgmcmc.run.results import CYCLE, NLL, PRIOR_NORM, cycle_spans
+from lightning_sgmcmc.run.results import CYCLE, NLL, PRIOR_NORM, RunHistory, cycle_spans
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
-MARKS = "with the samples marked; of a cyclical run every second cycle is shaded"
+MARKED = "with the samples marked; of a cyclical run every second cycle is shaded"
 CAPTIONS = {
     "energy": "The mini-batches' NLL per datum along the run and, for a Gaussian prior, ‖θ‖²/(d·σ²), which is 1 under "
-    f"the prior, {MARKS}.",
+    f"the prior, {MARKED}.",
     "sample_energy": "Energies of the samples, by chain.",
     "energy_histogram": "Energies of the samples.",
-    "schedule": f"Step size and temperature along the run, {MARKS}.",
-    "traces": f"Traces of four single weights along the run, {MARKS}.",
+    "schedule": f"Step size and temperature along the run, {MARKED}.",
+    "traces": f"Traces of four single weights along the run, {MARKED}.",
     "temperatures": "Measured temperatures of each tensor with 95 % intervals, and the target.",
     "contour": "Energies that the contour run visited, and the target's by the learned π.",
     "multiplier": "The gradient multiplier κ against the energy; the bouncy zone is where it is negative.",
@@ -45,9 +55,34 @@ FIRST = (
     ("temperatures", "chains", "geometry"),
 )
 """The pictures that are shown first, four: of each group the first that there is."""
+Figures = dict[str, Any]
+"""matplotlib figures by name."""
+Histograms = dict[str, tuple[list[float], str]]
+"""Values and their axis label, by name."""
+Table = tuple[list[str], list[list[Any]]]
+"""Column names and rows."""
 
 
-def pictures(run: RunRecord) -> tuple[str, str]:
+@dataclass(frozen=True)
+class Picture:
+    """A picture of the page, with its caption."""
+
+    name: str
+    png: bytes
+    caption: str
+
+    @property
+    def alternative(self) -> str:
+        """The text in its place."""
+        return f"Picture of the run: {self.name.replace('_', ' ')}"
+
+    @property
+    def base64(self) -> str:
+        """Its content as text."""
+        return b64encode(self.png).decode()
+
+
+def pictures(run: RunRecord) -> tuple[list[Picture], list[Picture]]:
     """Return the four pictures that are shown first, and the others, with their captions."""
     drawn = _drawn(run)
     found = {**drawn, **run.pictures}
@@ -56,15 +91,10 @@ def pictures(run: RunRecord) -> tuple[str, str]:
     missing = len(FIRST) - len(first)
     first, others = first + others[:missing], others[missing:]
 
-    def boxes(names: list[str]) -> str:
-        own_caption = {"energy": ENERGIES} if NLL not in run.traces else {}
-        shown = [
-            picture(
-                found[name], own_caption.get(name) or _caption(name), f"Picture of the run: {name.replace('_', ' ')}"
-            )
-            for name in names
-        ]
-        return f'<div class="pictures">{"".join(shown)}</div>' if shown else ""
+    own_caption = {"energy": ENERGIES} if NLL not in run.traces else {}
+
+    def boxes(names: list[str]) -> list[Picture]:
+        return [Picture(name, found[name], own_caption.get(name) or _caption(name)) for name in names]
 
     return boxes(first), boxes(others)
 
@@ -118,3 +148,213 @@ def _png(figure: "Figure") -> bytes:
     with figures.styled():
         figure.savefig(content, format="png", dpi=figures.PRINT_DPI)
     return content.getvalue()
+
+
+# -- the dashboard's figures, histograms and tables by name -----------------------------------------------------------
+
+
+def schedule(history: RunHistory) -> Figures:
+    """Draw step size and temperature."""
+    if not len(history.scalars):
+        return {}
+    steps, marks = history.scalars.column(0), history.samples.column(0)
+    lr, temperature = history.scalar("sampler/lr"), history.scalar("sampler/temperature")
+    return {"schedule": figures.schedule_figure(steps, lr, temperature, marks, history.warm_steps, history.cycles)}
+
+
+def energy(history: RunHistory) -> Figures:
+    """Draw the mini-batches' NLL per datum and ‖θ‖²/(d·σ²); without data, as on an analytic density, their energies."""
+    if not len(history.scalars):
+        return {}
+    steps, marks = history.scalars.column(0), history.samples.column(0)
+    if NLL not in history.trace_names:
+        values, heights = history.scalar("sampler/energy"), history.samples.column(3)
+        return {"energy": figures.energy_figure(steps, values, marks, heights, history.cycles)}
+    norms = history.scalar(PRIOR_NORM) if PRIOR_NORM in history.trace_names else []
+    temperature = history.last_temperature(1.0)
+    return {
+        "energy": figures.nll_figure(steps, history.scalar(NLL), norms, marks, temperature, history.cycles),
+    }
+
+
+def traces(history: RunHistory) -> Figures:
+    """Draw traces of single weights."""
+    paths = {name: history.scalar(name) for name in history.trace_names if name not in (NLL, PRIOR_NORM, CYCLE)}
+    if not len(history.scalars) or not paths:
+        return {}
+    return {
+        "traces": figures.traces_figure(history.scalars.column(0), paths, history.samples.column(0), history.cycles)
+    }
+
+
+def weights(history: RunHistory) -> Figures:
+    """Draw the samples' weights and their worth, where they differ."""
+    normalised = history.weights
+    if not normalised or not history.has_weights:
+        return {}
+    return {"weights": figures_samples.weights_figure(normalised, history.samples.column(5))}
+
+
+def geometry(history: RunHistory) -> Figures:
+    """Draw the samples' geometry in weight space."""
+    if len(history.sketches) < 2:
+        return {}
+    rows = history.sketches.tensor()
+    coordinates, share = classical_scaling(squared_distances(rows[:, 2:]))
+    cycles, chains = rows[:, 0].long().tolist(), rows[:, 1].long().tolist()
+    return {"geometry": figures_samples.geometry_figure(coordinates.tolist(), share.tolist(), cycles, chains)}
+
+
+def temperatures(health: HealthReport | None) -> Figures:
+    """Draw each tensor's temperatures from the report on a chain's health, if it has any temperatures."""
+    if health is None or not health.tensors:
+        return {}
+    tensors = {name: vars(entry) for name, entry in health.tensors.items()}
+    return {"temperatures": figures_samples.temperatures_figure(tensors, health.temperature, health.tolerance)}
+
+
+def contour(learned: LearnedContour | None, temperature: float) -> Figures:
+    """Draw the energies visited by a contour run and the target's, and its multipliers, from the first chain's π."""
+    if learned is None or not bool((learned.state.visits > 0).any()):
+        return {}
+    state = learned.state
+    first = ContourState(*(part[0] for part in state)) if state.log_vector.dim() == 2 else state
+    partition = learned.partition
+    centres = [partition.first_edge + (i - 0.5) * partition.width for i in range(partition.num_bins)]
+    visits, masses = first.visits.tolist(), learned.contour.log_masses(first).exp().tolist()
+    return {
+        "contour": figures_contour.energy_histogram_figure(centres, visits, masses),
+        "multiplier": figures_contour.multiplier_figure(
+            centres, learned.contour.multipliers(first, temperature).tolist(), visits
+        ),
+    }
+
+
+def chains(history: RunHistory, evaluation: Evaluation | None) -> Figures:
+    """Draw the samples' energies and each chain's NLL, if there are several chains."""
+    if len(set(history.samples.column(2))) < 2:
+        return {}
+    rows = chain_rows(*_chains_and_energies(history), evaluation.chains if evaluation is not None else None)
+    samples: dict[int, tuple[list[int], list[float]]] = {}
+    for step, _, chain, own_energy, *_ in history.samples.rows:
+        steps, energies = samples.setdefault(int(chain), ([], []))
+        steps.append(int(step))
+        energies.append(own_energy)
+    disagreement = evaluation.chains.disagreement if evaluation is not None else math.nan
+    return {"chains": figures_samples.chains_figure(samples, rows, disagreement)}
+
+
+def _chains_and_energies(history: RunHistory) -> tuple[list[int], list[float]]:
+    return [int(chain) for chain in history.samples.column(2)], history.samples.column(3)
+
+
+def chain_scalars(history: RunHistory, evaluation: Evaluation | None) -> dict[str, float]:
+    """Return R-hat and effective sample sizes of energies, and the worst over some data's predictions.
+
+    Of one chain R-hat compares the halves.
+    """
+    of_chains, energies = _chains_and_energies(history)
+    if not of_chains:
+        return {}
+    found = {"energy": chain_diagnostics(ChainGrid.of_chains(of_chains).arrange(energies))}
+    if evaluation is not None and len(evaluation.chains.chains):
+        found["prediction"] = prediction_diagnostics(evaluation.chains)
+    values = {
+        f"chains/{figure}_{quantity}": value
+        for quantity, diagnostics in found.items()
+        for figure, value in asdict(diagnostics).items()
+    }
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def chain_table(history: RunHistory, evaluation: Evaluation | None) -> Table:
+    """Return one row per chain and one for all, if there are several chains."""
+    columns = ["chain", "samples", "mean energy", "standard deviation", "split R-hat", "bulk ESS", "tail ESS", "NLL"]
+    if len(set(history.samples.column(2))) < 2:
+        return columns, []
+    rows = chain_rows(*_chains_and_energies(history), evaluation.chains if evaluation is not None else None)
+    return columns, [
+        [
+            "all" if row.chain is None else str(row.chain),
+            row.samples,
+            row.energy,
+            row.energy_std,
+            row.diagnostics.rhat,
+            row.diagnostics.ess_bulk,
+            row.diagnostics.ess_tail,
+            row.nll,
+        ]
+        for row in rows
+    ]
+
+
+def running(evaluation: Evaluation) -> Figures:
+    """Draw every metric of the running average and of single samples, in one grid."""
+    curves = {m: ([r[m] for r in evaluation.running], [r[m] for r in evaluation.members]) for m in evaluation.bma}
+    return {"running": figures.running_figure(curves)} if curves else {}
+
+
+def reliability_diagram(evaluation: Evaluation) -> Figures:
+    """Draw accuracy against confidence, for classification."""
+    average, target = evaluation.average, evaluation.target
+    if average is None or target is None or "probabilities" not in average.terms:
+        return {}
+    binned = reliability(average.terms["probabilities"], target.long().reshape(-1))
+    confidence, accuracy, count = (part.tolist() for part in binned)
+    return {"reliability": figures.reliability_figure(confidence, accuracy, count, evaluation.bma["ece"])}
+
+
+def entropies(evaluation: Evaluation, data: str) -> dict[str, list[float]]:
+    """Return the averages' predictive entropies in nats, by data set; empty without classes."""
+    averages = {data: evaluation.average, **evaluation.ood}
+    return {
+        name: predictive_entropy(average.terms["probabilities"]).tolist()
+        for name, average in averages.items()
+        if average is not None and "probabilities" in average.terms
+    }
+
+
+def entropy(evaluation: Evaluation, data: str) -> Figures:
+    """Draw the distribution of the predictive entropy on the evaluation's data and on out-of-distribution data."""
+    values = entropies(evaluation, data)
+    if not values or evaluation.average is None:
+        return {}
+    classes = evaluation.average.terms["probabilities"].shape[-1]
+    return {"entropy": figures.entropy_figure(values, classes)}
+
+
+def chain_histograms(history: RunHistory) -> Histograms:
+    """Return the samples' energies, and their weights where these differ."""
+    found = {"energy_histogram": (history.samples.column(3), "potential energy Ũ of the samples (nats)")}
+    if history.has_weights:
+        found["weight_histogram"] = (history.weights, "normalised weight of the samples")
+    return found
+
+
+def entropy_histograms(evaluation: Evaluation, data: str) -> Histograms:
+    """Return the predictive entropies, by data set."""
+    return {
+        "entropy_histogram" if name == data else f"entropy_histogram_{name}": (
+            values,
+            f"predictive entropy on {name} (nats)",
+        )
+        for name, values in entropies(evaluation, data).items()
+    }
+
+
+def sample_table(history: RunHistory, evaluation: Evaluation | None) -> Table:
+    """Return one row per sample: its origin, its weight, and its own metrics if it was evaluated."""
+    known = {(m["step"], m["chain"]): m for m in evaluation.members} if evaluation is not None else {}
+    metrics = list(evaluation.bma) if evaluation is not None else []
+    rows: list[list[Any]] = []
+    for step, cycle, chain, own_energy, log_weight, *_ in history.samples.rows:
+        own = known.get((step, chain), {})
+        rows.append([int(step), int(chain), int(cycle), own_energy, log_weight, *(own.get(name) for name in metrics)])
+    return ["step", "chain", "cycle", "energy", "log_weight", *metrics], rows
+
+
+def metric_table(evaluation: Evaluation) -> Table:
+    """Return one row per metric: mean and standard deviation over single samples, and the model average's value."""
+    single, deviation = evaluation.single, evaluation.single_std
+    rows = [[metric, single[metric], deviation[metric], value] for metric, value in evaluation.bma.items()]
+    return ["metric", "mean single sample", "standard deviation", "model average"], rows

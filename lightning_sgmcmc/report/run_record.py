@@ -2,19 +2,21 @@
 
 import math
 import os
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_sgmcmc.chains.samples import SampleRecord
 from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.files import is_regular, local_path, parse_json, plain_path, read_regular, text_without_secrets
+from lightning_sgmcmc.plain import from_plain
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.run.folder import has_samples
-from lightning_sgmcmc.run.results import RESULTS
+from lightning_sgmcmc.run.results import HEALTH, RESULTS
 
-HISTORY, HEALTH = "history.json", "health.json"
+HISTORY = "history.json"
 MARKS = (RESULTS, HISTORY, HEALTH, f"samples/{MANIFEST}")
 """Files that identify a run's folder."""
 TEXTS = ("config.yaml", "hparams.yaml", "table.md")
@@ -28,9 +30,45 @@ MOST_STEPS = 200_000
 LARGEST_NUMBER = 1e100
 """Finite numbers above it, which no run writes, have no place on an axis."""
 
+T = TypeVar("T")
+
 
 class RunError(ValueError):
     """Raised if a folder holds no run, or a damaged one; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class ResultRow:
+    """A row of `results.json`: the value of a metric by a method, beside that of a paper."""
+
+    method: Any
+    metric: Any
+    value: float | None
+    error: float | None = None
+    paper: float | None = None
+    paper_error: float | None = None
+
+
+@dataclass(frozen=True)
+class HistorySample:
+    """A sample in `history.json`."""
+
+    step: int
+    cycle: int
+    chain: int
+    energy: float
+    log_weight: float
+    comparable: bool = True
+
+
+@dataclass(frozen=True)
+class History:
+    """The contents of `history.json`: one number of each series for each of its steps."""
+
+    steps: list[int] = field(default_factory=list)
+    scalars: dict[str, list[float]] = field(default_factory=dict)
+    traces: dict[str, list[float]] = field(default_factory=dict)
+    samples: list[HistorySample] = field(default_factory=list)
 
 
 @dataclass
@@ -40,7 +78,7 @@ class RunRecord:
     Attributes:
         folder: the run's folder.
         results: the contents of `results.json` ({} if missing).
-        rows: its rows, each with `method`, `metric` and `value`.
+        rows: its rows.
         other_rows: rows of the run's other results, by the file that holds them (`results-val.json`, …).
         steps: optimizer steps of the history.
         scalars: values at these steps, by name ("sampler/energy").
@@ -56,8 +94,8 @@ class RunRecord:
 
     folder: Path
     results: dict[str, Any] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    other_rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    rows: list[ResultRow] = field(default_factory=list)
+    other_rows: dict[str, list[ResultRow]] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
     scalars: dict[str, list[float]] = field(default_factory=dict)
     traces: dict[str, list[float]] = field(default_factory=dict)
@@ -132,10 +170,10 @@ def read_run(folder: Path) -> RunRecord:
         rows = _rows(_read_json(path) or {}, path)
         if rows and rows != run.rows:
             run.other_rows[path.relative_to(folder).as_posix()] = rows
-    history = _read_json(folder / HISTORY) or {}
-    run.steps, run.scalars = _series(history, "scalars", folder / HISTORY)
-    _, run.traces = _series(history, "traces", folder / HISTORY)
-    run.health = _health(_read_json(folder / HEALTH), folder / HEALTH)
+    history = _history(folder / HISTORY)
+    run.steps, run.scalars, run.traces = history.steps, history.scalars, history.traces
+    health = _read_json(folder / HEALTH)
+    run.health = None if health is None else _sound(HealthReport.from_json, health, folder / HEALTH)
     store = next((p for p in (folder / "samples", folder) if os.path.lexists(p / MANIFEST)), None)
     if store is not None and store != folder and store.is_symlink():
         run.unread.append(store.name)
@@ -146,8 +184,11 @@ def read_run(folder: Path) -> RunRecord:
             run.store.hold()
     except (OSError, ValueError) as error:
         raise RunError(str(error)) from None
-    rows = history.get("samples", []) if run.store is None else [vars(r) for r in run.store.records]
-    run.records = _sample_records(rows, folder / HISTORY if run.store is None else run.store.path / MANIFEST)
+    if run.store is None:
+        run.records = [SampleRecord(**vars(sample)) for sample in history.samples]
+    else:
+        run.records = [replace(record, file="", checksum="", bin=None, draw=0) for record in run.store.records]
+    _check_energies(run.records, folder / HISTORY if run.store is None else run.store.path / MANIFEST)
     room = LARGEST_PICTURES
     for path in sorted(folder.glob("*.png")):
         if (picture := _read(path, min(LARGEST_PICTURE, room), run)) is None:
@@ -188,69 +229,40 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def _rows(results: dict[str, Any], path: Path) -> list[dict[str, Any]]:
-    rows = results.get("rows", [])
-    if not isinstance(rows, list):
-        raise RunError(f"{path} is damaged: its rows are a {type(rows).__name__}, not a list")
-    for row in rows:
-        if not isinstance(row, dict) or not {"method", "metric", "value"} <= row.keys():
-            raise RunError(f"{path} is damaged: a row has no method, metric and value: {str(row)[:80]}")
-        for name in ("value", "error", "paper", "paper_error"):
-            if not _is_number(row.get(name)):
-                raise RunError(f"{path} is damaged: the {name} {str(row[name])[:80]!r} is not a number")
-    return rows
-
-
-def _series(history: dict[str, Any], kind: str, path: Path) -> tuple[list[int], dict[str, list[float]]]:
-    steps, scalars = history.get("steps", []), history.get(kind, {})
-    if not isinstance(steps, list) or not isinstance(scalars, dict) or not all(map(_is_step, steps)):
-        raise RunError(f"{path} is damaged: it should have a list of steps, and {kind} at these steps")
-    if len(steps) > MOST_STEPS:
-        raise RunError(f"{path} has {len(steps):,} steps, and a report reads at most {MOST_STEPS:,}: thin it")
-    for name, values in scalars.items():
-        if not isinstance(values, list) or len(values) != len(steps) or not all(map(_is_number, values)):
-            raise RunError(f"{path} is damaged: {str(name)[:80]} should have one number for each of its steps")
-        for value in values:
-            if value is not None and (_is_too_large(value) or (value < 0 and name in NOT_NEGATIVE)):
-                raise RunError(f"{path} is damaged: {str(name)[:80]} cannot be {value:.6g}")
-    return steps, {name: [math.nan if v is None else float(v) for v in values] for name, values in scalars.items()}
-
-
-def _sample_records(samples: Any, path: Path) -> list[SampleRecord]:
-    names = ("step", "cycle", "chain", "energy", "log_weight")
+def _sound(read: Callable[[Any], T], content: Any, path: Path) -> T:
+    """Return what a file's content is read as."""
     try:
-        rows = [([sample[name] for name in names], sample.get("comparable", True) is True) for sample in samples]
-        records = [
-            SampleRecord(int(s), int(c), int(k), float(e), float(w), comparable=known)
-            for (s, c, k, e, w), known in rows
-        ]
-    except (AttributeError, TypeError, ValueError, LookupError, OverflowError):
-        raise RunError(f"{path} is damaged: a sample should have {', '.join(names)}") from None
-    for number in (number for record in records for number in (record.energy, record.log_weight)):
-        if _is_too_large(number):
-            raise RunError(f"{path} is damaged: a sample's energy or log_weight cannot be {number:.6g}")
-    return records
-
-
-def _health(content: dict[str, Any] | None, path: Path) -> HealthReport | None:
-    if content is None:
-        return None
-    try:
-        return HealthReport.from_json(content)
+        return read(content)
     except ValueError as error:
         raise RunError(f"{path} is damaged: {error}") from None
 
 
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+def _rows(results: dict[str, Any], path: Path) -> list[ResultRow]:
+    return _sound(lambda rows: from_plain(list[ResultRow], rows, "its rows"), results.get("rows", []), path)
+
+
+def _history(path: Path) -> History:
+    content = _read_json(path) or {}
+    count = len(content["steps"]) if isinstance(content.get("steps"), list) else 0
+    if count > MOST_STEPS:
+        raise RunError(f"{path} has {count:,} steps, and a report reads at most {MOST_STEPS:,}: thin it")
+    found: History = _sound(lambda content: from_plain(History, content), content, path)
+    if not all(0 <= step < 2**62 for step in found.steps):
+        raise RunError(f"{path} is damaged: its steps should be 0 or larger")
+    for name, values in [*found.scalars.items(), *found.traces.items()]:
+        if len(values) != count:
+            raise RunError(f"{path} is damaged: {name[:80]} should have one number for each of its steps")
+        for value in values:
+            if _is_too_large(value) or (value < 0 and name in NOT_NEGATIVE):
+                raise RunError(f"{path} is damaged: {name[:80]} cannot be {value:.6g}")
+    return found
+
+
+def _check_energies(records: list[SampleRecord], path: Path) -> None:
+    for number in (number for record in records for number in (record.energy, record.log_weight)):
+        if _is_too_large(number):
+            raise RunError(f"{path} is damaged: a sample's energy or log_weight cannot be {number:.6g}")
 
 
 def _is_too_large(value: float) -> bool:
     return math.isfinite(value) and abs(value) > LARGEST_NUMBER
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a value is missing, or a number that a float can hold."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value is None
-    return isinstance(value, float) or abs(value) < 2**63

@@ -482,6 +482,8 @@ def _version(name: str) -> str | None:
 RESULTS, TABLE = "results.json", "table.md"
 OPTIMIZED = "states of an optimization (temperature 0)"
 """What `results.json` calls the samples of a run at temperature 0."""
+NETWORKS = "networks ({kind})"
+"""What it calls those of a baseline, which its "kind" names."""
 HEALTH = "health.json"
 STAGES = ("val", "test")
 METHODS = {
@@ -512,6 +514,11 @@ def read_health(folder: Path) -> HealthReport | None:
         return HealthReport.from_json(parse_json(read_regular(folder / HEALTH, LARGEST_HEALTH).decode()))
     except (OSError, ValueError, AttributeError):
         return None
+
+
+def is_of_optimization(results: Mapping[str, Any]) -> bool:
+    """Return whether an optimization made the samples of `results.json`."""
+    return results.get("samples") in (OPTIMIZED, NETWORKS.format(kind=results.get("kind")))
 
 
 def keep_earlier_results(folder: Path, results: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from lightning_sgmcmc.chains.samples import SampleRecord
 from lightning_sgmcmc.contour import DecayingStepSize
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.report.run_record import read_run
-from lightning_sgmcmc.report.samples import samples
+from lightning_sgmcmc.report.tables import samples
 from lightning_sgmcmc.simulation.target_module import TargetDataModule, TargetModule
 from lightning_sgmcmc.simulation.targets import GaussianMixture
 from tests.support.problems import Data
@@ -72,8 +72,9 @@ def test_chains_with_a_contour_each_count_alike(tmp_path: Path) -> None:
     assert found.average is not None
     torch.testing.assert_close(found.average.terms["probabilities"], posterior.predict(x).probabilities)
     assert found.weight_efficiency == pytest.approx(posterior.weight_efficiency)
-    shown = samples(read_run(tmp_path))
-    assert f"{float(posterior.weights.max()):.3g}"[:4] in shown
+    shown = samples(read_run(tmp_path).records)
+    assert shown is not None
+    assert any(f"{float(posterior.weights.max()):.3g}"[:4] in row[-1].text for row in shown.cells())
     forget(tmp_path / "samples")
     old = Posterior.load(tmp_path / "samples")
     torch.testing.assert_close(old.weights, posterior.weights)
