@@ -38,11 +38,6 @@ def choose_sampling(config: Any, objective: str, budget: str | None) -> None:
     """Replace what decides about sampling in a fit's configuration by `AutoSampling`, in place.
 
     The callbacks that change the chain are left out; those of `recommended` are added where they are missing.
-
-    Args:
-        config: the parsed configuration of `fit`.
-        objective: of `AutoSampling`.
-        budget: likewise.
     """
     given = config.trainer.get("callbacks") or []
     entries = given if isinstance(given, list) else [given]
@@ -93,11 +88,6 @@ def run_baselines(trainer: pl.Trainer, module: BayesianModule, run: Callable[[di
     They are trained as most users would: in classification by SGD with momentum 0.9 and lr 0.1, otherwise by AdamW with
     lr 0.01, both with a cosine after a warm-up of 3 % and a weight decay of 5e-4. Each is a run of its own, in the
     folder `baselines` of the run's.
-
-    Args:
-        trainer: the run's, after its end.
-        module: the run's.
-        run: runs a command of Lightning, given as a dictionary of its configuration.
     """
     folder = run_folder(trainer)
     if trainer.world_size > 1:

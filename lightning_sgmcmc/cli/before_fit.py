@@ -64,17 +64,7 @@ def plan(
     model: BayesianModule,
     datamodule: pl.LightningDataModule | None = None,
 ) -> RunPlan:
-    """Print the plan of a configuration's fit as a table, and return it; nothing is trained or written.
-
-    Args:
-        trainer: the configuration's trainer.
-        make_trainer: makes a trainer of the same configuration; keyword arguments replace entries.
-        model: the module.
-        datamodule: its data.
-
-    Raises:
-        Mistake: for a configuration without a schedule, or with `fast_dev_run`.
-    """
+    """Print the plan of a configuration's fit as a table, and return it; nothing is trained or written."""
     planner = _Plan()
     ranks = {"devices": 1, "num_nodes": 1, "strategy": "auto"} if trainer.world_size > 1 else {}
     alone = make_trainer(
@@ -170,14 +160,7 @@ class TuningTrainer(pl.Trainer):
 
 
 def tune(trainer: pl.Trainer, make_trainer: Callable[..., pl.Trainer], model: BayesianModule, **options: Any) -> None:
-    """Propose the setting of lr, print the table and write `tune.json` to the run's folder.
-
-    Args:
-        trainer: the configuration's trainer, with its folder.
-        make_trainer: makes a trainer of the same configuration; keyword arguments replace entries.
-        model: the module.
-        options: the arguments of `propose_lr`.
-    """
+    """Propose the setting of lr, print the table and write `tune.json` to the run's folder."""
     proposal = propose_lr(model, make_trainer=make_trainer, **options)
     folder = run_folder(trainer)
     if not trainer.is_global_zero:

@@ -71,11 +71,8 @@ def one_sentence(command: str, debug: bool = False, steps: Callable[[], int] = l
 
     Args:
         command: how the user called the command; the sentence begins with it.
-        debug: print the traceback instead.
+        debug: whether the traceback replaces the sentence.
         steps: returns the number of steps that the run has made.
-
-    Raises:
-        SystemExit: with the code of `EXIT_CODES`.
     """
     try:
         yield
@@ -121,11 +118,7 @@ def printable(text: str) -> str:
 
 
 def config_sentence(message: str) -> str:
-    """Return jsonargparse's message as one sentence: the key, the class, and the reason.
-
-    Args:
-        message: the message, with nested reasons on lines of their own.
-    """
+    """Return jsonargparse's message as one sentence: the key, the class, and the reason."""
     keys: list[str] = []
     given_class = ""
     reason, expected, value = "", [], ""

@@ -129,11 +129,7 @@ class SamplingCLI(LightningCLI):
             self.trainer.fit(**options)
 
     def after_fit(self) -> None:
-        """Evaluate the collected samples on the test data.
-
-        Raises:
-            NoSamplesError: if the fit drew no sample.
-        """
+        """Evaluate the collected samples on the test data."""
         module = self.model
         write_repeating_configuration(self.trainer)
         if samples_drawn(self.trainer) == 0 and not is_trial(self.trainer):
@@ -256,11 +252,6 @@ def run_command(arguments: Any, started: Callable[[pl.Trainer], None] = lambda t
     Args:
         arguments: the command line's arguments, from the subcommand on, or a dictionary of a configuration.
         started: called with the trainer before it runs.
-
-    Raises:
-        Mistake: for a wrong command line or configuration.
-        jsonargparse.ArgumentError: likewise.
-        NoSamplesError: if a fit ends without a sample.
     """
     # Configurations may name classes of the working directory.
     if os.getcwd() not in sys.path:

@@ -21,19 +21,15 @@ NAME = "config.yaml"
 
 @contextmanager
 def no_folder_left_behind(folder: Path, remedy: str, is_worthless: Callable[[], bool]) -> Iterator[None]:
-    """Check that a run's folder can be written, and remove it if this process made it, the run fails, it is worthless,
-    and no other process has a run there.
+    """Check that a run's folder can be written; remove it after a failure if this process made it and it is worthless.
 
     Loggers fill the folder before data, callbacks and network are checked. Another process may have been started with
-    the same folder, before or after this one.
+    the same folder, before or after this one: then it stays.
 
     Args:
         folder: the run's folder, which may exist.
         remedy: how to choose another one.
         is_worthless: called after a failure; returns whether the folder may be removed.
-
-    Raises:
-        Mistake: if the folder cannot be written.
     """
     made: list[Path] = []
     try:

@@ -72,11 +72,7 @@ def overview() -> str:
 
 
 def command_help(name: str) -> str:
-    """Return the short help of a command that takes a configuration: the model's arguments first.
-
-    Args:
-        name: "fit", "validate", "test", "predict", "plan" or "tune".
-    """
+    """Return the short help of a command that takes a configuration: the model's arguments first."""
     parts = [f"usage: sgmcmc {name} --config FILE [--SECTION.OPTION VALUE …]\n", _wrapped(_about(name)) + "\n"]
     if name == "fit":
         parts += [_section("model (--model.init_args.NAME VALUE)", _arguments(BayesianModule)), *_choices()]

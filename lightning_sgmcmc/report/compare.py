@@ -42,7 +42,6 @@ class ComparedRun:
     Attributes:
         name: the part of its folder's path that differs from the others'.
         evaluation: of the data that all runs share.
-        kind: what the run is.
         gradient_evaluations, seconds: cost of the fit, 0 if unknown.
         metrics: intervals of NLL, error and so on; lower is better.
         differences: paired intervals of the same, this run minus the first; empty for the first.
@@ -63,11 +62,6 @@ def compare_runs(runs: Sequence[str | Path], resamples: int = 2000, seed: int = 
     The data are resampled; all runs share the resamples. The networks are not trained again, so an interval is of these
     runs on other data of the same kind, not of other seeds. The test data are used if all runs have them, else the
     validation data.
-
-    Args:
-        runs: folders, at least two.
-        resamples: number of bootstrap resamples.
-        seed: of the resamples.
 
     Raises:
         RunError: for a folder without a run or evaluation, one given twice, or runs on different data.

@@ -249,10 +249,7 @@ def _chains_and_energies(history: RunHistory) -> tuple[list[int], list[float]]:
 
 
 def chain_scalars(history: RunHistory, evaluation: Evaluation | None) -> dict[str, float]:
-    """Return R-hat and effective sample sizes of energies, and the worst over some data's predictions.
-
-    Of one chain R-hat compares the halves.
-    """
+    """Return R-hat (of one chain, of its halves) and effective sizes: of energies, and the worst of predictions."""
     of_chains, energies = _chains_and_energies(history)
     if not of_chains:
         return {}

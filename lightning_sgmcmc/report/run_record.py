@@ -14,7 +14,7 @@ from lightning_sgmcmc.plain import from_plain
 from lightning_sgmcmc.posterior.disk import DiskStore
 from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.run.folder import has_samples
-from lightning_sgmcmc.run.results import HEALTH, RESULTS
+from lightning_sgmcmc.run.results import HEALTH, RESULTS, HistoryFile
 
 HISTORY = "history.json"
 MARKS = (RESULTS, HISTORY, HEALTH, f"samples/{MANIFEST}")
@@ -49,43 +49,17 @@ class ResultRow:
     paper_error: float | None = None
 
 
-@dataclass(frozen=True)
-class HistorySample:
-    """A sample in `history.json`."""
-
-    step: int
-    cycle: int
-    chain: int
-    energy: float
-    log_weight: float
-    comparable: bool = True
-
-
-@dataclass(frozen=True)
-class History:
-    """The contents of `history.json`: one number of each series for each of its steps."""
-
-    steps: list[int] = field(default_factory=list)
-    scalars: dict[str, list[float]] = field(default_factory=dict)
-    traces: dict[str, list[float]] = field(default_factory=dict)
-    samples: list[HistorySample] = field(default_factory=list)
-
-
 @dataclass
 class RunRecord:
-    """The contents of a run's folder.
+    """The contents of a run's folder; parts that are missing are empty or None.
 
     Attributes:
-        folder: the run's folder.
-        results: the contents of `results.json` ({} if missing).
+        results: the contents of `results.json`.
         rows: its rows.
         other_rows: rows of the run's other results, by the file that holds them (`results-val.json`, …).
         steps: optimizer steps of the history.
-        scalars: values at these steps, by name ("sampler/energy").
-        traces: traced quantities at these steps, by name ("NLL (nats per datum)").
-        health: the report in `health.json`, if there is one.
+        scalars, traces: values at these steps, by name ("sampler/energy", "NLL (nats per datum)").
         records: the record of each sample, from the store, else from the history.
-        store: the samples, if they are in the folder.
         pictures: the readable PNG files, by name without the suffix.
         damaged: names of the unreadable ones.
         texts: configuration files and the like, by name.
@@ -117,9 +91,6 @@ def find_run(path: str | Path) -> tuple[Path, int]:
     """Return a run's folder and the number of candidates: `path` itself, or the newest run with samples within it.
 
     A run without samples is returned only if no run there has any: it failed, or only evaluated another run's samples.
-
-    Raises:
-        RunError: if there is no such folder, or no run in it.
     """
     try:
         local_path(path, "path", "copy the folder to one first")
@@ -157,11 +128,7 @@ def _written(folder: Path) -> float | None:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read the run's files; any may be missing.
-
-    Raises:
-        RunError: if a file that the report needs is damaged.
-    """
+    """Read the run's files; any may be missing, but none that the report needs may be damaged (`RunError`)."""
     run = RunRecord(folder)
     run.results = _read_json(folder / RESULTS) or {}
     run.rows = _rows(run.results, folder / RESULTS)
@@ -241,12 +208,12 @@ def _rows(results: dict[str, Any], path: Path) -> list[ResultRow]:
     return _sound(lambda rows: from_plain(list[ResultRow], rows, "its rows"), results.get("rows", []), path)
 
 
-def _history(path: Path) -> History:
+def _history(path: Path) -> HistoryFile:
     content = _read_json(path) or {}
     count = len(content["steps"]) if isinstance(content.get("steps"), list) else 0
     if count > MOST_STEPS:
         raise RunError(f"{path} has {count:,} steps, and a report reads at most {MOST_STEPS:,}: thin it")
-    found: History = _sound(lambda content: from_plain(History, content), content, path)
+    found: HistoryFile = _sound(lambda content: from_plain(HistoryFile, content), content, path)
     if not all(0 <= step < 2**62 for step in found.steps):
         raise RunError(f"{path} is damaged: its steps should be 0 or larger")
     for name, values in [*found.scalars.items(), *found.traces.items()]:

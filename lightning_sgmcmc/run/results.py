@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from lightning_sgmcmc.diagnostics.geometry import weight_sketch
 from lightning_sgmcmc.diagnostics.health import HealthReport
 from lightning_sgmcmc.evaluation.loader_average import Evaluation
 from lightning_sgmcmc.files import free_name, parse_json, read_regular, without_secrets, write_output
-from lightning_sgmcmc.plain import check_known, from_plain
+from lightning_sgmcmc.plain import as_plain, check_known, from_plain
 from lightning_sgmcmc.tables import TargetScaling
 
 if TYPE_CHECKING:
@@ -41,6 +41,31 @@ NLL = "NLL (nats per datum)"
 CYCLE = "cycle"
 """The name of a trace: the number of the cycle, from 0."""
 SCALARS = ("sampler/lr", "sampler/temperature", "sampler/energy")
+
+
+@dataclass(frozen=True)
+class HistorySample:
+    """A sample in `history.json`."""
+
+    IF_SET: ClassVar = ("comparable",)
+
+    step: int
+    cycle: int
+    chain: int
+    energy: float
+    log_weight: float
+    comparable: bool = True
+
+
+@dataclass(frozen=True)
+class HistoryFile:
+    """The contents of `history.json`: one number of each scalar and each trace for each of the steps."""
+
+    steps: list[int] = field(default_factory=list)
+    warm_steps: int = 0
+    scalars: dict[str, list[float]] = field(default_factory=dict)
+    traces: dict[str, list[float]] = field(default_factory=dict)
+    samples: list[HistorySample] = field(default_factory=list)
 
 
 class RunHistory:
@@ -148,18 +173,17 @@ class RunHistory:
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data for `history.json`; a number that is not finite is None."""
-        return {
-            "steps": [int(step) for step in self.scalars.column(0)],
-            "warm_steps": self.warm_steps,
-            "scalars": {name: _finite(self.scalar(name)) for name in SCALARS},
-            "traces": {name: _finite(self.scalar(name)) for name in self.trace_names},
-            "samples": [
-                dict(zip(("step", "cycle", "chain"), map(int, row[:3]), strict=True))
-                | dict(zip(("energy", "log_weight"), _finite(row[3:5]), strict=True))
-                | ({} if row[6] else {"comparable": False})
+        content = HistoryFile(
+            steps=[int(step) for step in self.scalars.column(0)],
+            warm_steps=self.warm_steps,
+            scalars={name: self.scalar(name) for name in SCALARS},
+            traces={name: self.scalar(name) for name in self.trace_names},
+            samples=[
+                HistorySample(int(row[0]), int(row[1]), int(row[2]), row[3], row[4], bool(row[6]))
                 for row in self.samples.rows
             ],
-        }
+        )
+        return as_plain(content, finite=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: numbers, names and tensors."""
@@ -205,10 +229,6 @@ def cycle_spans(steps: Sequence[float], cycles: Sequence[float]) -> list[tuple[f
             spans.append((step, step))
         last = cycle
     return spans
-
-
-def _finite(values: Sequence[float]) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in values]
 
 
 class ThinnedSeries:

@@ -211,13 +211,7 @@ def corrected(probe: Probe) -> float:
 
 
 def solve(probe: Callable[[float], Probe], lr: float, max_probes: int) -> list[Probe]:
-    """Probe at lr, and at each probe's corrected step size, until three are near the wanted variance.
-
-    Args:
-        probe: makes a probe.
-        lr: the first step size.
-        max_probes: the largest number of probes.
-    """
+    """Probe at lr, and at each probe's corrected step size, until three are near the wanted variance."""
     probes: list[Probe] = []
     while len(probes) < max_probes and len(_near(probes)) < ENOUGH:
         probes.append(probe(lr))
@@ -234,10 +228,7 @@ def choose_by_energy(probes: Sequence[Probe]) -> tuple[float, float | None, bool
     """Return the proposed step size and friction, whether they are healthy, and a sentence.
 
     The step size is the mean of the corrected ones of the probes near the wanted variance, or else that of the last
-    probe; the friction is that of the same probes.
-
-    Args:
-        probes: in the order in which they were made.
+    probe, so the probes are in the order in which they were made; the friction is that of the same probes.
     """
     used = _near(probes) or list(probes[-1:])
     lr = _geometric_mean([corrected(p) for p in used])

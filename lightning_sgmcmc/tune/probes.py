@@ -33,16 +33,7 @@ LEAST_TRAJECTORIES = 8
 
 @dataclass
 class Prober:
-    """Makes probes from the warmed-up state.
-
-    Args:
-        runs: makes the fits.
-        training: the warmed-up state.
-        form: the run's stages.
-        steps: optimizer steps of a probe.
-        tolerance: accepted relative deviation of temperatures.
-        tested: whether the run's `MetropolisTest` takes part.
-    """
+    """Makes probes of some steps from the warmed-up state; `tested`: the run's `MetropolisTest` takes part."""
 
     runs: ShortRuns
     training: Training

@@ -154,13 +154,8 @@ class StepProposal:
 def search(probe: Callable[[float], Probe], lr: float, least: float, max_probes: int) -> list[Probe]:
     """Probe at lr, then up or down by factors of two until health changes, then twice between the last two.
 
-    With validation data it then continues downwards while a smaller step predicts better.
-
-    Args:
-        probe: makes a probe.
-        lr: the first step size.
-        least: the smallest step size that trains within the run.
-        max_probes: the largest number of probes.
+    With validation data it then continues downwards while a smaller step predicts better, to the least step size that
+    trains within the run.
     """
     probes = [probe(lr)]
     factor = 2.0 if probes[0].healthy else 0.5
@@ -209,12 +204,6 @@ def repeat_longer(
     reach as good a place, and then may well be as good. The longer probes are those of the chosen step, and of healthy
     steps above it, the largest first, until one is not worse, and one between that and the next. Healthy probes without
     a longer one are left out then.
-
-    Args:
-        probes: short ones.
-        longer: makes a longer probe.
-        least: as for `choose`.
-        fallback: as for `choose`.
     """
     lr, limit, *_ = choose(probes, least, fallback)
     if limit is not Limit.VALIDATION:
@@ -286,12 +275,7 @@ def scaled(setting: Any, factor: float) -> Any:
 
 
 def tail_mean(energies: Tensor, share: float = 1 / 3) -> float:
-    """Return the largest chain's mean energy over the last steps, infinite if it is not finite.
-
-    Args:
-        energies: shape (n, C).
-        share: of the steps.
-    """
+    """Return the largest chain's mean over the last share of the energies (n, C), infinite if it is not finite."""
     last = energies[-max(1, round(share * len(energies))) :]
     value = float(widest(last).mean(0).max()) if len(energies) else math.inf
     return value if math.isfinite(value) and bool(torch.isfinite(energies).all()) else math.inf

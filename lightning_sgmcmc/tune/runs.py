@@ -82,23 +82,13 @@ class FixedControls(Schedule):
 
 
 def optimization(steps: int, decays: bool = False, controls: StepControls = COLD) -> FixedControls:
-    """Return the schedule of n steps that lower the energy.
-
-    Args:
-        steps: n.
-        decays: whether the step size falls as a cosine.
-        controls: of the first step.
-    """
+    """Return the schedule of n steps that lower the energy, in which the step size may fall as a cosine."""
     factors = [(1 + math.cos(math.pi * step / steps)) / 2 if decays else 1.0 for step in range(steps)]
     return FixedControls([controls._replace(lr_factor=factor) for factor in factors], [steps])
 
 
 class RunForm:
-    """The stages of a run, from which short runs are made.
-
-    Args:
-        schedule: the run's; None is sampling at a constant step.
-        length: the run's length.
+    """The stages of a run, from which short runs are made; without a schedule it samples at a constant step.
 
     Raises:
         ValueError: if the schedule sets the step size whatever the module's lr is, or does not fit into the run.
@@ -228,8 +218,6 @@ class ShortRuns:
         make_trainer: makes the run's trainer from keyword arguments, which replace its own.
 
     Attributes:
-        schedule: the run's, None without.
-        warm_start: the run's warm start, None without.
         steps_made: optimizer steps of all fits.
         num_data: N, once a fit has begun.
         has_preconditioner: whether the sampler's state has an average of squared gradients, after `look`.
@@ -328,11 +316,7 @@ class ShortRuns:
             return None
 
     def look(self) -> tuple[Tensor, Any]:
-        """Make steps of practically no length to learn N, the run's length and the labels.
-
-        Returns:
-            the energies of the start by several batches, shape (n, C), and the lr.
-        """
+        """Learn N, the run's length and labels by steps of practically no length; return energies (n, C) and the lr."""
         given = self.module.lr
         energies = self.fit(FixedControls([STILL], [LOOK_STEPS]), LOOK_STEPS)
         sampler = self.module.sampler

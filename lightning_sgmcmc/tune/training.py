@@ -20,14 +20,7 @@ LEARNED = 0.05
 
 @dataclass(frozen=True)
 class Trial:
-    """Some steps of optimization from the run's start.
-
-    Attributes:
-        lr: the setting.
-        energy: the mean Ũ of the last third, infinite if the trial diverged.
-        error: the standard error of that mean.
-        state: the state at its end.
-    """
+    """Steps of optimization from the start: mean Ũ of the last third, infinite if they diverged, and its error."""
 
     lr: float
     energy: float
@@ -44,18 +37,12 @@ class Trial:
 class Training:
     """Trials of optimization, and the state that they led to.
 
-    Args:
-        runs: makes the fits.
-        setting: the module's lr.
-        lr: the largest number in it.
-        start_energy: mean Ũ of the start.
-        start_error: its standard error.
-
     Attributes:
+        setting: the module's lr.
+        given: the largest number in it.
         energy: Ũ of the warmed-up state, the lowest that was found.
         state: the warmed-up state.
         lr: the step size that lowers the energy of the start most in some steps.
-        time: lr times steps after which a chain is trained, 0 if the run begins with a warm start.
     """
 
     runs: ShortRuns
@@ -74,11 +61,7 @@ class Training:
         self.runs.module.lr = scaled(self.setting, lr / self.given)
 
     def warm_up(self, steps: int) -> None:
-        """Find a good state and a step size that trains.
-
-        Args:
-            steps: of the burn-in after the trials.
-        """
+        """Find a good state and a step size that trains, by trials and a burn-in of some steps."""
         self._start = self.runs.state()
         self._warm_start(steps)
         self.state, self.energy = self._start, self.start_energy
