@@ -336,8 +336,8 @@ class ResumableLoader:
             )
         self._batches, self._seed, self._fetch = state_dict["batches"], state_dict["seed"], None
         self._is_restored = True
-        self._ordered = state_dict.get("num_data", self.num_data)
-        self._skipped = state_dict.get("skipped", 0)
+        self._ordered = state_dict["num_data"]
+        self._skipped = state_dict["skipped"]
 
 
 class _Stream:

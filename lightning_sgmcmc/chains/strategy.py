@@ -94,7 +94,7 @@ def split_sampler(whole: dict[str, Any], layout: ChainLayout, shapes: Sequence[t
             f"the checkpoint has {whole['sampler']['num_chains']} chains, this run has {layout.total_chains}: use "
             "the same number (processes x num_chains / ranks_per_chain)"
         )
-    own_axis = whole["sampler"].get("per_chain_state", ())  # version 0.1.0 does not name them
+    own_axis = whole["sampler"]["per_chain_state"]
     state = {}
     for key, own in whole["state"].items():
         state[key] = dict(own)

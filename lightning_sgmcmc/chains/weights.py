@@ -256,7 +256,7 @@ class DataWeights:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        measured = state.get("measured")
+        measured = state.get("measured", ())
         numbers = measured if isinstance(measured, list | tuple) else ()
         is_pair = len(numbers) == 2 and all(isinstance(number, int | float) for number in numbers)
         if "counts_rows" not in state or not (measured is None or is_pair):

@@ -169,11 +169,8 @@ class WeightShares:
         return {"samples": self._samples, "sums": dict(self._sums)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore from `state_dict()`; checkpoints of earlier versions have no squares, or one sum for all chains."""
-        self._samples = state["samples"]
-        sums: dict[int | None, tuple[float, ...]]
-        sums = state["sums"] if "sums" in state else {None: (state["largest"], state["total"])}
-        self._sums = {chain: (one[0], one[1], one[2] if len(one) > 2 else 2 * one[0]) for chain, one in sums.items()}
+        """Restore from `state_dict()`."""
+        self._samples, self._sums = state["samples"], dict(state["sums"])
 
 
 def _log_add(one: float, other: float) -> float:

@@ -154,10 +154,10 @@ class ContourStart:
         Raises:
             ValueError: if the checkpoint's contour was made in another way.
         """
-        choice = state.get("choice")
+        choice = state["choice"]
         self.choice = None if choice is None else ContourChoice.from_json(choice)
         if self.goals is not None:
-            if state.get("warm_up") is not None:
+            if state["warm_up"] is not None:
                 begin, length = state["warm_up"]
                 self.open(length, chains, begin)
             if state["rules"] is not None and (self.choice is None or self.choice.goals != self.goals):

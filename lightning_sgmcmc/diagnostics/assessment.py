@@ -105,8 +105,9 @@ class _Findings:
         off = self._off(kind, side)
         if off is None:
             return None
-        return Finding(FindingKind(f"{kind} temperature"), self._sentence(kind, side, off), side, self._worst(off),
-                       self._remedy(kind, side, off))  # fmt: skip
+        subject = FindingKind.KINETIC if kind == "kinetic" else FindingKind.CONFIGURATIONAL
+        sentence = f"{subject.value}: {self._deviation(kind, side, off)}"
+        return Finding(subject, sentence, side, self._worst(off), self._remedy(kind, side, off))
 
     def _off(self, kind: TemperatureKind, side: Side) -> dict[str, float] | None:
         """Return the nearer bounds of the tensors that are certainly off, None if neither they nor the total are."""
@@ -127,16 +128,14 @@ class _Findings:
     def _worst(self, off: dict[str, float]) -> str | None:
         return max(off, key=lambda name: abs(off[name] - self._estimates.tau), default=None)
 
-    def _sentence(self, kind: TemperatureKind, side: Side, off: dict[str, float]) -> str:
+    def _deviation(self, kind: TemperatureKind, side: Side, off: dict[str, float]) -> str:
+        """Return by how much a temperature is off, and where."""
         tensor, tau = self._worst(off), self._estimates.tau
         entry = self._estimates.total if tensor is None else self._estimates.tensors[tensor]
         where = ALL_TENSORS if tensor is None else f"{tensor} ({self._share_of_tensors(off)} off)"
         value, interval = entry.measured(kind)
         low, high = interval or (math.nan, math.nan)
-        return (
-            f"{kind} temperature: {value:.3g} in {where} is {side} the target {tau:.3g} (interval {low:.3g} to "
-            f"{high:.3g})"
-        )
+        return f"{value:.3g} in {where} is {side} the target {tau:.3g} (interval {low:.3g} to {high:.3g})"
 
     def _remedy(self, kind: TemperatureKind, side: Side, off: Collection[str]) -> str:
         if side == "above" and self._noisy.keys() & set(off):
@@ -162,8 +161,7 @@ class _Findings:
         facts, total = self._facts, self._estimates.total
         covered, reached = facts.covered(total, self._estimates.tau), total.configurational or 0.0
         reached = reached if reached > LEAST_SHARE * self._estimates.tau else 0.0
-        sentence = self._sentence("configurational", "below", off).replace("configurational", "relaxation", 1)
-        sentence = sentence.replace("relaxation temperature: ", "relaxation: the configurational temperature ", 1)
+        sentence = f"relaxation: the configurational temperature {self._deviation('configurational', 'below', off)}"
         if covered is not None:
             sentence += f", so a sampling stage covers about {covered:.2g} relaxation times of the slow directions"
         severity: Severity = "note" if facts.is_cyclical or self._estimates.tau <= facts.cold_below else "problem"

@@ -221,12 +221,12 @@ def wasserstein_distance(first: Tensor, second: Tensor) -> float:
     >>> wasserstein_distance(torch.tensor([0.0, 1.0]), torch.tensor([3.0, 2.0]))
     2.0
     """
-    ordered = [widest(numbers).sort().values for numbers in (first, second) if numbers.dim() == 1 and len(numbers)]
-    if len(ordered) < 2 or not all(bool(numbers.isfinite().all()) for numbers in ordered):
+    from scipy.stats import wasserstein_distance as distance
+
+    sets = [numbers.cpu() for numbers in (first, second) if numbers.dim() == 1 and len(numbers)]
+    if len(sets) < 2 or not all(bool(numbers.isfinite().all()) for numbers in sets):
         raise ValueError("each set must be one-dimensional, finite and not empty")
-    places = torch.cat(ordered).sort().values
-    low, high = (torch.searchsorted(numbers, places[:-1], right=True) / len(numbers) for numbers in ordered)
-    return float((widest((low - high).abs()) * places.diff()).sum())
+    return float(distance(*sets))
 
 
 # -- chains ------------------------------------------------------------------------------------------------------------

@@ -334,16 +334,14 @@ class StepObserver:
         """
         missing: Collection[str] = state["missing"]
         self.missing, self.count = set(missing), state["observations"]
-        means, counts, stage = state["means"], state["counts"], state.get("stage")
-        means = None if means is None else self._complete(means)
-        sums = None if stage is None else self._complete(stage["sums"])
-        lengths = {part.shape[1] for part in (means, sums) if part is not None}
+        means, counts, stage = state["means"], state["counts"], state["stage"]
+        lengths = {part.shape[1] for part in (means, None if stage is None else stage["sums"]) if part is not None}
         is_own = lengths <= {self.length}
         self._past = (means, counts) if is_own and means is not None else None
         if is_own and stage is not None:
             self._allocate()
             assert self._stage is not None
-            self._stage.load_state_dict({**stage, "sums": sums})
+            self._stage.load_state_dict(stage)
             for target, saved in zip(
                 self._anchors + self._previous, stage["anchors"] + stage["previous"], strict=False
             ):
@@ -352,11 +350,6 @@ class StepObserver:
             device = self._params[0].device
             self._variances = [own(v).to(device) if _is_of_chains(v) else v for v in stage["variances"]]
         return is_own
-
-    def _complete(self, means: Tensor) -> Tensor:
-        """Return batch means with NaN for the log prior, which an early checkpoint has not."""
-        is_early = means.shape[1] == self.length - 1
-        return torch.cat([means, means[:, :1] * math.nan], 1) if is_early else means
 
 
 def _is_of_chains(variance: Any) -> TypeGuard[Tensor]:

@@ -132,26 +132,6 @@ def pit_histogram(cdf: Tensor | tuple[Tensor, Tensor], bins: int = 10) -> Tensor
     return share.sum(0).div(max(len(up_to), 1)).float()
 
 
-def gaussian_mixture_quantile(weights: Tensor, means: Tensor, stds: Tensor, q: float) -> Tensor:
-    """Return the quantiles of mixtures of Gaussians, shape (…), by bisection.
-
-    Args:
-        weights: shape (S,), summing to 1.
-        means: shape (S, …).
-        stds: shape (S, …).
-        q: the quantile's probability, in (0, 1).
-    """
-    shaped = weights.reshape(-1, *[1] * (means.dim() - 1))
-    # The mixture's quantile is between the smallest and the largest of its components'.
-    each = means + stds * torch.special.ndtri(torch.tensor(q, dtype=means.dtype, device=means.device))
-    low, high = each.min(0).values, each.max(0).values
-    for _ in range(60):
-        middle = (low + high) / 2
-        below = (shaped * torch.special.ndtr((middle - means) / stds)).sum(0) < q
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return (low + high) / 2
-
-
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 

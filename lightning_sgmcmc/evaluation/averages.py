@@ -120,9 +120,9 @@ class ChainsAverage:
         return {"parts": {chain: part.state_dict() for chain, part in self._parts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore from `state_dict()`, or from that of a `WeightedAverage`, as in early checkpoints."""
+        """Restore from `state_dict()`."""
         self._parts = {}
-        for chain, saved in state.get("parts", {None: state}).items():
+        for chain, saved in state["parts"].items():
             self._parts[chain] = WeightedAverage()
             self._parts[chain].load_state_dict(saved)
 

@@ -107,7 +107,7 @@ class ChainComparison:
             self.averages[chain] = WeightedAverage()
             self.averages[chain].load_state_dict(saved)
         self.chains = list(state["chains"])
-        self.comparable = state.get("comparable", True)
+        self.comparable = state["comparable"]
         self._densities = list(state["densities"]) if state["densities"] is not None else []
 
 

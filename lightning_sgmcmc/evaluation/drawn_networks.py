@@ -15,10 +15,9 @@ from lightning_sgmcmc.chains.chains import Chains
 from lightning_sgmcmc.chains.execution import StatelessCall
 from lightning_sgmcmc.chains.row_energies import weighed
 from lightning_sgmcmc.chains.samples import PosteriorSample
-from lightning_sgmcmc.evaluation.passes import has_fresh_batches, indices_of, undisturbed
-from lightning_sgmcmc.evaluation.scoring import EvaluationShare
+from lightning_sgmcmc.evaluation.passes import has_fresh_batches, indices_of, reseed_all, seeded_batches, undisturbed
 from lightning_sgmcmc.model import EnergyModel
-from lightning_sgmcmc.seeding import derive_seed, reseed, reseed_everything, unchanged_generators
+from lightning_sgmcmc.seeding import derive_seed, unchanged_generators
 from lightning_sgmcmc.tensors import exact
 
 
@@ -129,17 +128,10 @@ def refreshed(
 
 
 def _batches(trainer: pl.Trainer, model: EnergyModel, seed: int, limit: int | None) -> Iterator[Any]:
-    """Yield random training batches of full size, with augmentation; they depend only on the seed."""
+    """Return random training batches of full size, with augmentation; they depend only on the seed."""
     rows = training_rows(trainer)
     count, size = len(indices_of(rows, "a drawn network")), rows.batch_size or 1
     order = torch.randperm(count, generator=torch.Generator().manual_seed(derive_seed(seed, "order")))
     whole = count // size * size or count  # BatchNorm refuses a single datum
     part = rows.loader(order[:whole].tolist())
-    iterator = EvaluationShare(part, float("inf")).batches(trainer, model)
-    for number in itertools.count() if limit is None else range(limit):
-        reseed_everything(own := derive_seed(seed, number))
-        reseed(own, model.device)
-        batch = list(itertools.islice(iterator, 1))
-        if not batch:
-            return
-        yield batch[0]
+    return itertools.islice(seeded_batches(trainer, model, part, seed, (), reseed_all), limit)

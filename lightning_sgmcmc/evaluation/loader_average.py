@@ -452,11 +452,10 @@ class LoaderAverage:
             target=state["target"],
             ood={name: total.combined() for name, total in self._ood.items()},
             log_weights=list(state["log_weights"]),
-            comparable=state.get("comparable", True),
+            comparable=state["comparable"],
         )
         self.evaluation.chains.load_state_dict(state["chains"])
-        if "per_datum" in state:
-            self.evaluation.per_datum.load_state_dict(state["per_datum"])
+        self.evaluation.per_datum.load_state_dict(state["per_datum"])
 
 
 def metrics_of(

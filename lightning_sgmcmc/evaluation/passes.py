@@ -115,16 +115,35 @@ def pass_over_data(
                 seed = derive_seed(sampler.seed, f"{purpose} order", chain, step, place)
                 places = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
             part = rows.loader(places[layout.rank_in_chain :: layout.ranks_per_chain].tolist())
-            iterators.append(EvaluationShare(part, math.inf).batches(trainer, model))
-        for number in itertools.count():
-            batches: list[Any] = []
-            for chain, iterator in zip(layout.chains, iterators, strict=True):
-                stream = layout.stream(chain)
-                reseed(derive_seed(sampler.seed, purpose, stream, step, place, number), model.device)
-                batches.extend(itertools.islice(iterator, 1))
-            if not batches:
-                break
+            names = (purpose, layout.stream(chain), step, place)
+            iterators.append(seeded_batches(trainer, model, part, sampler.seed, names, reseed))
+        for batches in zip(*iterators, strict=True):
             yield ChainBatches(batches) if chains.num_chains > 1 else batches[0]
+
+
+def seeded_batches(
+    trainer: pl.Trainer,
+    model: EnergyModel,
+    loader: Any,
+    seed: int,
+    names: tuple[int | str, ...],
+    reseed_by: Callable[[int, torch.device], None],
+    limit: float = math.inf,
+) -> Iterator[Any]:
+    """Yield a loader's batches; before each, the generators are seeded by the seed, the names and its number."""
+    batches = EvaluationShare(loader, limit).batches(trainer, model)
+    for number in itertools.count():
+        reseed_by(derive_seed(seed, *names, number), model.device)
+        batch = list(itertools.islice(batches, 1))
+        if not batch:
+            return
+        yield batch[0]
+
+
+def reseed_all(seed: int, device: torch.device) -> None:
+    """Seed the generators from which data sets and networks may draw."""
+    reseed_everything(seed)
+    reseed(seed, device)
 
 
 def _all_rows(trainer: pl.Trainer, reason: str) -> list[TrainingRows]:
@@ -324,20 +343,14 @@ def _fresh_batches(trainer: pl.Trainer, chains: Chains, sampler: Sampler, count:
     ranks, number_of_data = layout.ranks_per_chain, len(indices_of(rows, PURPOSE))
     size = _fresh_size(rows, chains)
     iterators = []
-    for owner in owners:
+    for owner, stream in zip(owners, streams, strict=True):
         generator = torch.Generator().manual_seed(derive_seed(sampler.seed, PURPOSE, step, owner, "order"))
         order = torch.randperm(number_of_data, generator=generator)
         order = order.repeat(-(-count * size * ranks // number_of_data))
         chosen = order[layout.rank_in_chain :: ranks][: count * size].tolist()
-        part = rows.loader(chosen, batch_size=size)
-        iterators.append(EvaluationShare(part, count).batches(trainer, model))
-    for number in range(count):
-        batches = []
-        for stream, iterator in zip(streams, iterators, strict=True):
-            seed = derive_seed(sampler.seed, PURPOSE, step, stream, number)
-            reseed_everything(seed)
-            reseed(seed, model.device)
-            batches.append(next(iterator))
+        part, names = rows.loader(chosen, batch_size=size), (PURPOSE, step, stream)
+        iterators.append(seeded_batches(trainer, model, part, sampler.seed, names, reseed_all, count))
+    for batches in itertools.islice(zip(*iterators, strict=True), count):
         yield batches[0] if shared or chains.num_chains == 1 else ChainBatches(batches)
 
 

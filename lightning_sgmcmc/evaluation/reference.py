@@ -13,8 +13,9 @@ from torch import Tensor
 from lightning_sgmcmc.chains.samples import SampleRecord, comparable_log_weights
 from lightning_sgmcmc.diagnostics.decisions import agreement, aurc, risk_at_coverage, total_variation
 from lightning_sgmcmc.diagnostics.draws import normalised_weights
-from lightning_sgmcmc.diagnostics.scores import gaussian_mixture_crps, gaussian_mixture_quantile, interval_score
+from lightning_sgmcmc.diagnostics.scores import gaussian_mixture_crps, interval_score
 from lightning_sgmcmc.predictions.distributions import Normal
+from lightning_sgmcmc.predictions.mixture import Mixture
 from lightning_sgmcmc.tables import as_tensor
 from lightning_sgmcmc.tensors import widest
 
@@ -224,7 +225,8 @@ class StoredScores:
             own = slice(first, first + size)
             mean, std, y = widest(means[:, own]), widest(stds[:, own]), target[own]
             crps += self._total(gaussian_mixture_crps(weights, mean, std, y))
-            ends = [gaussian_mixture_quantile(weights, mean, std, q) for q in (0.5 - INTERVAL / 2, 0.5 + INTERVAL / 2)]
+            mixture = Mixture(Normal, {"loc": mean, "scale": std}, weights)
+            ends = [mixture.quantile(q) for q in (0.5 - INTERVAL / 2, 0.5 + INTERVAL / 2)]
             missed += self._total(interval_score(ends[0], ends[1], y, INTERVAL))
         factor = self._scale / max(int((~target.isnan()).sum()), 1)
         return {"crps": crps * factor, f"interval_score_{INTERVAL * 100:.0f}": missed * factor}

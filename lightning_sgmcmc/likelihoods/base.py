@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from lightning_sgmcmc.checks import check_within, names_arguments
+from lightning_sgmcmc.diagnostics.scores import predictive_entropy
+from lightning_sgmcmc.likelihoods.classes import Categorical
 from lightning_sgmcmc.predictions import ClassPrediction, CountPrediction, Prediction, RegressionPrediction
 from lightning_sgmcmc.predictions.distributions import has_cdf, is_discrete
 from lightning_sgmcmc.tensors import widest
@@ -344,7 +346,7 @@ def completed(terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     found = dict(terms)
     if "probabilities" in found:
-        found["sample_entropy"] = torch.special.entr(found["probabilities"]).sum(-1)
+        found["sample_entropy"] = predictive_entropy(found["probabilities"])
     elif {"mean", "variance"} <= found.keys():
         mean = found["mean"]
         found["mean"] = widest(mean)
@@ -364,15 +366,8 @@ def prediction_of(terms: Mapping[str, Tensor], per_sample: Tensor | None) -> Pre
         terms: the averages.
         per_sample: the term of each sample that `per_sample_term_of` names, None without.
     """
-    if "probabilities" in terms:
-        entropy = torch.special.entr(terms["probabilities"]).sum(-1)
-        information = (entropy - terms["sample_entropy"]).clamp_min(0)
-        return ClassPrediction(terms["probabilities"], entropy, information, per_sample)
-    if "square" in terms:
-        dtype = terms["variance"].dtype
-        epistemic = (terms["square"] - terms["mean"].square()).clamp_min(0).to(dtype)
-        std = (epistemic + terms["variance"]).sqrt()
-        means = None if per_sample is None else per_sample.to(dtype)
-        return RegressionPrediction(terms["mean"].to(dtype), std, epistemic.sqrt(), means)
+    if "probabilities" in terms or "square" in terms:
+        kind = Categorical if "probabilities" in terms else Likelihood
+        return kind().prediction(terms, per_sample)
     samples = {} if per_sample is None else {f"sample_{per_sample_term_of(terms)}": per_sample}
     return Prediction(**terms, **samples)

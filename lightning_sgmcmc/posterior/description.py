@@ -260,27 +260,21 @@ def warn_of_other_network(description: Any, model: EnergyModel) -> None:
         )
 
 
-def first_difference(theirs: Any, ours: Any, where: str = "model") -> str | None:
-    """Return where two descriptions differ first, in words, or None.
-
-    Args:
-        theirs: the description of the samples' network.
-        ours: the description of the model.
-        where: the name of this part.
-    """
+def first_difference(theirs: Any, ours: Any, where: str = "model", there: str = "samples") -> str | None:
+    """Return where the description of a model differs first from that of the samples' network, in words, or None."""
     if isinstance(theirs, dict) and isinstance(ours, dict) and "class" in theirs and "class" in ours:
         names = [str(part["class"]).rpartition(":")[2].rpartition(".")[2] for part in (theirs, ours)]
         if names[0] != names[1]:
-            return f"{where} is {names[0]} in the samples and {names[1]} in the model"
+            return f"{where} is {names[0]} in the {there} and {names[1]} in the model"
         parts = [dict(part.get("children", ())) | part.get("arguments", {}) for part in (theirs, ours)]
         children = (
-            first_difference(parts[0][n], parts[1][n], f"{where}.{n}")
+            first_difference(parts[0][n], parts[1][n], f"{where}.{n}", there)
             for n in parts[0]
             if n in parts[1] and n != "inplace"
         )
         return next((found for found in children if found is not None), None)
     if theirs != ours:
-        return f"{where} is {theirs!r} in the samples and {ours!r} in the model"
+        return f"{where} is {theirs!r} in the {there} and {ours!r} in the model"
     return None
 
 

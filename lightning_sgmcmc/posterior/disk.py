@@ -36,7 +36,6 @@ from lightning_sgmcmc.posterior.manifest import (
     read_shared,
     shared_shapes,
     verify_content,
-    with_own_constants,
     write_manifest,
     write_shared,
 )
@@ -65,17 +64,15 @@ class DiskStore(SampleStore):
 
     Args:
         path: an existing store's folder (see `create`).
-        verify: whether to check each file's checksum on first read.
         skip_damaged: skip unreadable lines of the manifest (`damaged_lines`) instead of raising an error.
 
     Raises:
         FileNotFoundError: if there is no store.
-        ValueError: if the manifest is damaged, has another format, or a newer version.
+        ValueError: if the manifest is damaged, or has another format or version.
     """
 
-    def __init__(self, path: str | Path, verify: bool = True, skip_damaged: bool = False) -> None:
+    def __init__(self, path: str | Path, skip_damaged: bool = False) -> None:
         self.path = Path(path).absolute()  # the working folder may change
-        self.verify = verify
         self.skips_damaged = skip_damaged
         self._verified: set[str] = set()
         self._held = OpenFiles()
@@ -94,8 +91,8 @@ class DiskStore(SampleStore):
         return self._manifest.model
 
     @property
-    def run_id(self) -> str | None:
-        """Identifies the run that wrote the store; None in stores of version 0.1.0."""
+    def run_id(self) -> str:
+        """Identifies the run that wrote the store."""
         return self._manifest.run
 
     @property
@@ -167,13 +164,6 @@ class DiskStore(SampleStore):
         else:
             write_atomically(self.path / CONTOUR, self._contour)
 
-    def _has_own_contours(self) -> bool:
-        """Return whether each chain has its own π; a damaged file counts so, because that rule is right for every π."""
-        try:
-            return self.contour is not None and not self.contour.is_shared
-        except ValueError:
-            return True
-
     def _settle(self) -> None:
         """Wait until all samples are on the disk; here they always are."""
 
@@ -201,7 +191,6 @@ class DiskStore(SampleStore):
             self._contour = None
         except OSError:
             self._contour = b""  # a link or a device, which is no contour
-        self.records = with_own_constants(self.records, self._has_own_contours)
         self._places = _places_of(self.records)
 
     def hold(self) -> None:
@@ -253,8 +242,8 @@ class DiskStore(SampleStore):
         path = place_of(self.path, record)
         try:
             content = self._held.read(record.file) or read_sample_file(path)
-            if self.verify and record.file not in self._verified:
-                verify_content(path, content, record)
+            if record.file not in self._verified:
+                verify_content(content, record)
                 self._verified.add(record.file)
             tensors = in_order(load(content), content)
         except Exception as error:  # a damaged file can raise anything: an odd header, a type that torch does not know
@@ -379,7 +368,7 @@ class DiskStore(SampleStore):
             if SAMPLE_NAME.fullmatch(file) and is_regular(self.path / file):
                 (self.path / file).unlink(missing_ok=True)
 
-    def _content(self, records: Iterable[SampleRecord], run: str | None) -> bytes:
+    def _content(self, records: Iterable[SampleRecord], run: str) -> bytes:
         return write_manifest(self.model_description, run, records, self.columns, self._manifest.shared)
 
     def _write_manifest(self, records: list[SampleRecord]) -> None:

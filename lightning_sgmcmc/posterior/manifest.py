@@ -6,9 +6,9 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ LARGEST_MANIFEST = 2**30
 FORMAT = "lightning-sgmcmc samples"
 VERSION = 2
 """Version 2 has tensors that all samples share; stores without any are of version 1."""
+VERSIONS = (1, 2)
+"""Those that are read. A later release that changes the form begins from here."""
 SAMPLE_NAME = re.compile(r"sample-[0-9]{8,20}-chain-[0-9]{3,20}(-draw-[0-9]{3,20})?\.safetensors")
 """Names of sample files. A manifest or a checkpoint can come from anywhere, so no other file is read or deleted."""
 LARGEST_COUNT = 2**62
@@ -48,7 +50,7 @@ class Manifest:
     Attributes:
         model: the description of the network, or None.
         library: version of the library that wrote it, "" if it does not say.
-        run: identifies the run that wrote it; None in version 0.1.0.
+        run: identifies the run that wrote it.
         columns: what inputs and targets are.
         records: of the samples.
         damaged_lines: numbers of the lines that are no records, from 1.
@@ -57,7 +59,7 @@ class Manifest:
 
     model: Any = None
     library: str = ""
-    run: str | None = None
+    run: str = ""
     columns: Columns = field(default_factory=Columns)
     records: list[SampleRecord] = field(default_factory=list)
     damaged_lines: list[int] = field(default_factory=list)
@@ -71,7 +73,7 @@ def sample_name(step: int, chain: int, draw: int = 0) -> str:
 
 def write_manifest(
     model: Any,
-    run: str | None,
+    run: str,
     records: Iterable[SampleRecord],
     columns: Columns | None = None,
     shared: str | None = None,
@@ -87,7 +89,7 @@ def write_manifest(
 
 
 def line_of(record: SampleRecord) -> str:
-    """Return a record's line, without its end; versions before `comparable` and `draw` read that of an ordinary run."""
+    """Return a record's line, without its end and without what an ordinary run leaves at its default."""
     return json.dumps(as_plain(record))
 
 
@@ -99,22 +101,28 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         where: the file's name for messages.
 
     Raises:
-        ValueError: if it is not a manifest, or has a newer version.
+        ValueError: if it is not a manifest, or has another version.
     """
+    foreign = ValueError(f"{where} is not the manifest of a sample store")
     header, *lines = content.split(b"\n")[:-1] or [b""]
     try:
         known = parse_json(header)
-        kind, number, model = known["format"], known["version"], known["model"]
-        library, run, shared = known.get("library", ""), known.get("run"), known.get("shared")
-        columns: Columns = from_plain(Columns, known)
+        kind, number, library = known["format"], known["version"], known.get("library", "")
     except (ValueError, TypeError, LookupError, AttributeError):
-        raise ValueError(f"{where} is not the manifest of a sample store") from None
-    if kind != FORMAT or not isinstance(number, int) or not all(isinstance(text, str | None) for text in (run, shared)):
-        raise ValueError(f"{where} is not the manifest of a sample store")
+        raise foreign from None
+    if kind != FORMAT or not isinstance(number, int):
+        raise foreign
     library = library if isinstance(library, str) and len(library) < 40 else ""
-    if number > VERSION:
+    if number not in VERSIONS:
+        remedy = "update it" if number > VERSION else "load it with the version that wrote it"
         writer = f" (lightning-sgmcmc {library} wrote it)" if library else ""
-        raise ValueError(f"{where} has version {number}, this library reads up to {VERSION}: update it{writer}")
+        raise ValueError(f"{where} has version {number}, this library reads up to {VERSION}: {remedy}{writer}")
+    try:
+        model, run, shared, columns = known["model"], known["run"], known.get("shared"), from_plain(Columns, known)
+    except (ValueError, TypeError, LookupError, AttributeError):
+        raise foreign from None
+    if not isinstance(run, str) or not isinstance(shared, str | None):
+        raise foreign
     manifest = Manifest(model, library, run, columns, shared=shared)
     seen: set[tuple[int, int, int]] = set()
     for index, line in enumerate(lines, start=2):
@@ -153,14 +161,16 @@ def record_from(entry: Any) -> SampleRecord:
         raise ValueError(f"a sample's record should be a dictionary, got a {type(entry).__name__}")
     counts: list[Any] = [entry.get(name) for name in ("step", "cycle", "chain")]
     numbers: list[Any] = [entry.get(name) for name in ("energy", "log_weight")]
-    place, checksum, file = entry.get("bin"), entry.get("checksum", ""), entry.get("file")
+    place, checksum, file = entry.get("bin"), entry.get("checksum"), entry.get("file")
     draw: Any = entry.get("draw", 0)
     if not all(map(_is_count, (*counts, draw))) or not (place is None or _is_count(place)):
         raise ValueError("a sample's step, cycle, chain, draw and bin should be integers, 0 or larger")
     if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
         raise ValueError("a sample's energy and log_weight should be numbers")
-    if not isinstance(checksum, str) or not isinstance(file, str) or not SAMPLE_NAME.fullmatch(file):
+    if not isinstance(file, str) or not SAMPLE_NAME.fullmatch(file):
         raise ValueError(f"{str(file)[:80]!r} is not the name of a sample's file")
+    if not isinstance(checksum, str) or not checksum:
+        raise ValueError(f"the record of {file} has no checksum")
     comparable = entry.get("comparable", True)
     if not isinstance(comparable, bool):
         raise ValueError("a sample's comparable should be true or false")
@@ -172,18 +182,6 @@ def record_from(entry: Any) -> SampleRecord:
         raise ValueError("a sample's energy and log_weight should be numbers below 1e308") from None
     step, cycle, chain = counts
     return SampleRecord(step, cycle, chain, energy, log_weight, file, checksum, place, comparable, draw)
-
-
-def with_own_constants(records: list[SampleRecord], has_own_contours: Callable[[], bool]) -> list[SampleRecord]:
-    """Return the records, marked as comparable within a chain only if a contour for each chain weighs them.
-
-    Early versions did not record it.
-    """
-    chains, weights = ({getattr(record, name) for record in records} for name in ("chain", "log_weight"))
-    recorded = any(not record.comparable for record in records)
-    if recorded or len(chains) < 2 or len(weights) < 2 or not has_own_contours():
-        return records
-    return [replace(record, comparable=False) for record in records]
 
 
 def is_newer(library: str) -> bool:
@@ -317,19 +315,10 @@ def most_open_files() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
 
 
-def verify_content(path: Path, content: bytes, record: SampleRecord) -> None:
+def verify_content(content: bytes, record: SampleRecord) -> None:
     """Raise OSError if a file is not the one that was written, according to the record."""
-    if record.checksum:
-        if checksum(content) != record.checksum:
-            raise OSError("its checksum differs from the manifest's")
-        return
-    with opened(path) as file:
-        metadata = file.metadata() or {}
-    if (metadata.get("step"), metadata.get("chain")) != (str(record.step), str(record.chain)):
-        raise OSError(
-            f"it holds step {metadata.get('step')}, chain {metadata.get('chain')}, but the manifest has step "
-            f"{record.step}, chain {record.chain}"
-        )
+    if checksum(content) != record.checksum:
+        raise OSError("its checksum differs from the manifest's")
 
 
 def in_order(tensors: dict[str, Tensor], content: bytes) -> dict[str, Tensor]:

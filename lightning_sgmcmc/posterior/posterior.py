@@ -1,6 +1,6 @@
 """The collected posterior: samples, their weights, and the predictive that averages over them."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +26,6 @@ from lightning_sgmcmc.posterior.distillation import Student, distil
 from lightning_sgmcmc.posterior.export import plot_predictions, plot_reliability, plot_trace, samples_in
 from lightning_sgmcmc.posterior.networks import Ensemble, model_of, plain_networks
 from lightning_sgmcmc.posterior.predictive import (
-    ReadySamples,
     average_predictions,
     check_fits,
     ready_samples,
@@ -40,45 +39,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def streamed(
-    predict: Callable[[Any, bool], Prediction],
-    batches: Iterable[Any],
-    return_samples: bool,
-    ready: Callable[[], ReadySamples | None],
-) -> Iterator[Prediction]:
-    """Yield the prediction of each batch; see `Posterior.predict_batches`.
-
-    Args:
-        predict: predicts a list of batches.
-        batches: the batches.
-        return_samples: passed to `predict`.
-        ready: returns the samples that the last prediction has used.
-
-    Raises:
-        TypeError: if batches is one array.
-    """
+def checked_batches(batches: Any) -> Iterable[Any]:
+    """Return an iterable of batches; raise TypeError for one array."""
     if isinstance(batches, Tensor | np.ndarray | tuple) or not isinstance(batches, Iterable):
         raise TypeError(
             f"batches should be an iterable of batches, got a {type(batches).__name__}: pass a DataLoader, or use "
             "predict(x) for one array"
         )
-    return _streamed(predict, batches, return_samples, ready)
-
-
-def _streamed(
-    predict: Callable[[Any, bool], Prediction],
-    batches: Iterable[Any],
-    return_samples: bool,
-    ready: Callable[[], ReadySamples | None],
-) -> Iterator[Prediction]:
-    for number, batch in enumerate(batches):
-        samples = ready()
-        if number == 1 and samples is not None and not samples.are_kept:
-            rank_zero_warn(
-                "predict_batches reads all samples from the store again for every batch, since they take more memory "
-                "than is kept: use larger batches, or fewer samples by posterior.thin(count=…)."
-            )
-        yield predict([batch], return_samples)
+    return batches
 
 
 # -- posterior ---------------------------------------------------------------------------------------------------------
@@ -198,7 +166,16 @@ class Posterior(StoredSamples):
             RuntimeError: if there are no samples, or no model.
             TypeError: if batches is one array instead of an iterable of batches.
         """
-        return streamed(self._predicted, batches, return_samples, lambda: self._ready)
+        return self._predictions(checked_batches(batches), return_samples)
+
+    def _predictions(self, batches: Iterable[Any], return_samples: bool) -> Iterator[Prediction]:
+        for number, batch in enumerate(batches):
+            if number == 1 and self._ready is not None and not self._ready.are_kept:
+                rank_zero_warn(
+                    "predict_batches reads all samples from the store again for every batch, since they take more "
+                    "memory than is kept: use larger batches, or fewer samples by posterior.thin(count=…)."
+                )
+            yield self._predicted([batch], return_samples)
 
     def _predicted(self, x: Any, return_samples: bool) -> Prediction:
         model = self._ready_model()

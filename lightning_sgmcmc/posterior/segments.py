@@ -103,7 +103,7 @@ def _shown(metrics: dict[str, float]) -> dict[str, float]:
 def scaling_of_run(trainer: pl.Trainer, module: Any) -> TargetScaling:
     """Return the scaling of a run's targets: in a fit its datamodule's, afterwards that of the stored samples.
 
-    A store that does not know it, such as one of an early version, leaves it to the datamodule.
+    A store that does not know it leaves it to the datamodule.
 
     Args:
         trainer: the run's.

@@ -105,16 +105,11 @@ def merged_store(
 
 
 def _share_samples(store: SampleStore, other: SampleStore) -> bool:
-    """Return whether two stores have a sample of one run in common; runs may have used one folder after another.
-
-    Stores of version 0.1.0, without a run's id, are known by their folders.
-    """
+    """Return whether two stores have a sample of one run in common; runs may have used one folder after another."""
     if store is other:
         return True
     if not isinstance(store, DiskStore) or not isinstance(other, DiskStore):
         return False
-    if store.run_id is None or other.run_id is None:
-        return store.path.resolve() == other.path.resolve() and store.run_id == other.run_id
     places = [{(r.step, r.chain, r.draw, r.checksum) for r in one.records} for one in (store, other)]
     return store.run_id == other.run_id and not places[0].isdisjoint(places[1])
 
@@ -129,12 +124,11 @@ def _check_alike(
             f"posterior {number} is of another network than the first: '{odd[0]}' has shape {ours.get(odd[0], 'none')} "
             f"in it and {theirs.get(odd[0], 'none')} in the first; merge samples of one network"
         )
-    found = first_difference(_described(first_model), _described(model), "its model")
+    found = first_difference(_described(first_model), _described(model), "its model", there="first")
     if found is not None and model is not None and first_model is not None:
-        difference = found.replace("in the samples", "in the first")
         raise ValueError(
-            f"posterior {number} is of another network than the first: {difference}; merge samples of one "
-            "network and likelihood"
+            f"posterior {number} is of another network than the first: {found}; merge samples of one network and "
+            "likelihood"
         )
     common, others = store.shared, first.shared
     changed = sorted(
@@ -147,8 +141,10 @@ def _check_alike(
             f"posterior {number} has another '{changed[0]}' than the first, which is not sampled and belongs to all "
             "samples: merge runs that sample the same part of one trained network"
         )
-    other = first.columns.difference(store.columns)
-    if other is not None and not other.startswith("targets"):
+    other = first.columns.difference(
+        replace(store.columns, targets=first.columns.targets)
+    )  # those have a message below
+    if other is not None:
         raise ValueError(
             f"posterior {number} was fitted to other data than the first ({other}): merge runs on the same data"
         )

@@ -81,7 +81,7 @@ def mark_of_store(path: Path) -> str | None:
     """Return what identifies a store, None if there is none."""
     if not (path / MANIFEST).exists():
         return None
-    return DiskStore(path, skip_damaged=True).run_id or "a store of version 0.1.0"
+    return DiskStore(path, skip_damaged=True).run_id
 
 
 def check_checkpoint(path: Path) -> None:
@@ -224,6 +224,7 @@ ENTRIES: dict[str, dict[str, Any]] = {
         "loaders": list,
         "settings": dict,
         "run_seed": int | None,
+        "has_length": bool,
     },
     "Safeguards": {"samples": int, "skipped_steps": int, "gradient_evaluations": int, "weights": dict | None},
     "SamplingSchedule": {"warm_steps": int},
@@ -237,8 +238,6 @@ ENTRIES: dict[str, dict[str, Any]] = {
     },
 }
 """Entries of callbacks in a checkpoint that are read without another check."""
-NEEDED_ENTRIES = ("batches", "loaders", "samples", "skipped_steps", "best_model_path")
-"""Those that every version writes."""
 PLACE = "callbacks.ExactResume.place"
 """The entry of a checkpoint with the run's own counts."""
 
@@ -257,7 +256,7 @@ def check_loops(saved: Any, own: Any, place: str = "loops") -> None:
         if not isinstance(saved, dict):
             raise ValueError(_damaged(place, saved))
         for name, value in own.items():
-            # Lightning's counts have grown in number, so an earlier version's checkpoint lacks some.
+            # Lightning's counts have grown in number, so a checkpoint of an older Lightning lacks some.
             needed = isinstance(value, dict) or place == PLACE or name == "completed"
             if needed or name in saved:
                 check_loops(saved.get(name), value, f"{place}.{name}")
@@ -278,8 +277,6 @@ def check_entries(callback: str, saved: Any) -> None:
         raise ValueError(_damaged(f"callbacks.{name}", saved))
     for entry, kind in known.items():
         value = saved.get(entry)
-        if entry not in saved and entry not in NEEDED_ENTRIES:
-            continue  # an earlier version's lacks some
         if not isinstance(value, kind) or (isinstance(value, int) and not 0 <= value < 2**64):
             raise ValueError(_damaged(f"callbacks.{name}.{entry}", value))
 

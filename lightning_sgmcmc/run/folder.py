@@ -230,7 +230,7 @@ def find_store(saved: dict[str, Any], dirpath: Path | None, checkpoint: str | Pa
         if not (path / MANIFEST).exists():
             continue
         store = DiskStore(path)
-        if saved.get("run") != store.run_id:  # neither has a name before version 0.2
+        if saved["run"] != store.run_id:
             foreign = path
             continue
         count = _samples_there(saved, store)
@@ -238,7 +238,7 @@ def find_store(saved: dict[str, Any], dirpath: Path | None, checkpoint: str | Pa
             return path
         best = max(best, (count, path), key=lambda pair: pair[0])
     if best[0] < 0 and foreign is not None:
-        theirs = next((aside for aside in aside_folders(foreign) if _run_id(aside) == saved.get("run")), None)
+        theirs = next((aside for aside in aside_folders(foreign) if _run_id(aside) == saved["run"]), None)
         remedy = f"pass dirpath='{theirs}', where its own are" if theirs else "pass the folder of its own as dirpath"
         raise ValueError(f"{foreign} holds the samples of another run than the checkpoint's: {remedy}")
     raise ValueError(
@@ -311,9 +311,9 @@ def _check_energies(records: list[SampleRecord], store: DiskStore) -> None:
 
 def _check_saved(saved: Any) -> None:
     """Raise ValueError unless a collector's state in a checkpoint has the right form."""
-    kinds = {"path": str, "count": int, "last_step": int, "records": list, "run": str | None}
+    kinds = {"path": str, "count": int, "last_step": int, "records": list, "run": str}
     given = saved if isinstance(saved, dict) else {}
-    needed = ("path", "count", "last_step")
+    needed = ("path", "count", "last_step", "run")
     wrong = [name for name in needed if name not in given]
     wrong += [name for name, kind in kinds.items() if name in given and not isinstance(given[name], kind)]
     if wrong:

@@ -201,11 +201,7 @@ class RunHistory:
         self.scalars.load_state_dict(state["scalars"])
         self.samples.load_state_dict(state["samples"])
         self.sketches.load_state_dict(state["sketches"])
-        if "log_sums" in state:
-            self._log_sums = dict(state["log_sums"])
-        else:
-            self._log_sums = {None: (state["log_weight_sum"], state["log_square_sum"])}  # an early checkpoint's
-            self.samples.rows = [(*row, 1.0) for row in self.samples.rows]
+        self._log_sums = dict(state["log_sums"])
         self._first_weight = self.samples.rows[0][4] if self.samples.rows else None
         self._weights_differ = any(row[4] != self._first_weight or not row[6] for row in self.samples.rows)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader, flat_loaders
@@ -60,7 +60,7 @@ class ExactResume(pl.Callback):
         self._settings: Settings = {}
         """This run's, at rank zero."""
         self._saved_settings: Settings | None = None
-        """The checkpoint's; None unless a checkpoint is loaded, empty if an earlier version wrote it."""
+        """The checkpoint's; None unless a checkpoint is loaded."""
         self._new_options: list[dict[str, Any]] = []
         """For each parameter group, the options that replace the checkpoint's."""
         self._batches = 0
@@ -115,12 +115,7 @@ class ExactResume(pl.Callback):
         if getattr(getattr(trainer, "datamodule", None), "restores_data", False):
             own = {name: value for name, value in own.items() if name not in ("num_data", "data")}
         saved = self._saved_settings
-        if saved == {}:
-            rank_zero_info(
-                "An earlier version wrote the checkpoint, without the run's settings: they are not compared with this "
-                "run's."
-            )
-        elif saved is not None:
+        if saved is not None:
             check_settings(saved, own, is_seeded(pl_module), self.allow)
             changed = [name for name in differences(saved, own, False) if is_allowed(name, self.allow)]
             options = [name.removeprefix("sampler.") for name in changed if name.startswith(("lr", "sampler."))]
@@ -139,8 +134,6 @@ class ExactResume(pl.Callback):
         self._generators.begin(trainer, pl_module.device)
         self._apply_new_options(sampler)
         resumes, self._batches_before = self._saved_settings is not None, self._batches
-        if resumes and sampler.seed != chains.seed:
-            chains.seeds.resume(sampler.seed, 0)  # an earlier version wrote the checkpoint, without the run's seed
         self._run_seed, self._fits, self._seed = chains.seeds.run, chains.seeds.fits, sampler.seed
         self._settings["seed"] = chains.seeds.run if resumes else chains.seeds.stated
         log_settings(trainer, chains.model, self._settings | {"seed": self._seed})
@@ -300,7 +293,7 @@ class ExactResume(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._batches, self._positions = state_dict["batches"], state_dict["loaders"]
-        self._saved_settings = state_dict.get("settings", {})
+        self._saved_settings = state_dict["settings"]
         check_saved(self._saved_settings)
 
     def on_save_checkpoint(
@@ -321,11 +314,13 @@ class ExactResume(pl.Callback):
         saved: Mapping[str, Tensor] = checkpoint.get(ACCUMULATED, {})
         layout = chains_of(pl_module).layout
         self._accumulated = {name: layout.own_unreduced(tensor) for name, tensor in saved.items()}
-        own = checkpoint["callbacks"].get(self.state_key, {})
-        seed = own.get("run_seed", own.get("settings", {}).get("seed"))  # the latter of an earlier version
-        chains_of(pl_module).seeds.resume(seed, own.get("fits", 0))
-        self._place = place_in(own) or self._place
-        if own.get("batches", 0) > 0 and own.get("has_length", own.get("epoch_length")):
+        own = checkpoint["callbacks"].get(self.state_key)
+        if own is None:  # plain Lightning wrote the checkpoint
+            chains_of(pl_module).seeds.resume(None, 0)
+            return
+        chains_of(pl_module).seeds.resume(own["run_seed"], own["fits"])
+        self._place = place_in(own)
+        if own["batches"] > 0 and own["has_length"]:
             repair_loop_counts(checkpoint["loops"]["fit_loop"], own["batches"], self._place, accumulating=bool(saved))
 
 
@@ -334,7 +329,7 @@ def count_saved_fit(seeds: FitSeeds, checkpoint: Mapping[str, Any]) -> None:
     for name, saved in checkpoint.get("callbacks", {}).items():
         check_entries(name, saved)
         if name == ExactResume.__qualname__:
-            seeds.resume(None, max(seeds.fits, saved.get("fits", 0) + 1))
+            seeds.resume(None, max(seeds.fits, saved["fits"] + 1))
 
 
 def check_continues(checkpoint: Mapping[str, Any], path: str, name: str) -> None:
@@ -414,18 +409,11 @@ class Place:
         return {name: value for name, value in asdict(self).items() if name != "begins_epoch"}
 
 
-def place_in(saved: dict[str, Any]) -> Place | None:
-    """Return the place that a checkpoint's `ExactResume` has kept, None if it has none."""
-    if "place" in saved:
-        check_loops(saved["place"], Place().state_dict(), PLACE)
-        own = {name: saved["place"][name] for name in Place().state_dict()}
-        return Place(**own, begins_epoch=own["is_over"])
-    batches, length = saved.get("batches", 0), saved.get("epoch_length")  # an earlier version's: of the first epoch
-    if not length or batches <= 0:
-        return None
-    epoch, before = divmod(batches - 1, length)
-    is_over = before + 1 == length
-    return Place(epoch, before + 1, is_over, begins_epoch=is_over)
+def place_in(saved: dict[str, Any]) -> Place:
+    """Return the place that a checkpoint's `ExactResume` has kept."""
+    check_loops(saved["place"], Place().state_dict(), PLACE)
+    own = {name: saved["place"][name] for name in Place().state_dict()}
+    return Place(**own, begins_epoch=own["is_over"])
 
 
 def repair_loop_counts(fit_loop: dict[str, Any], batches: int, place: Place, accumulating: bool) -> None:

@@ -534,8 +534,8 @@ class Safeguards(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.samples = state_dict["samples"]
         self._counters.skipped_steps = state_dict["skipped_steps"]
-        self._counters.gradient_evaluations = state_dict.get("gradient_evaluations", 0)
-        self._shown = state_dict.get("weights")
+        self._counters.gradient_evaluations = state_dict["gradient_evaluations"]
+        self._shown = state_dict["weights"]
 
 
 def _is_noisy(sampler: Sampler) -> bool:

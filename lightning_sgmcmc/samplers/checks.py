@@ -10,6 +10,8 @@ from lightning_sgmcmc.checks import check_number
 from lightning_sgmcmc.tensors import Control
 
 LARGEST_COUNT = 2**62
+OF_THE_FIT = ("initial_lr", "name")
+"""Entries of a group that only some fits have: a learning rate schedule's, and the pattern of its parameters."""
 
 
 def check_initial_control(name: str, value: Control) -> None:
@@ -89,9 +91,10 @@ def _check_form(state: Mapping[str, Any], rule: str, groups: Sequence[Mapping[st
         wrong = "its groups of parameters"
     elif own["rule"] == rule:
         for theirs, ours in zip(their_groups, groups, strict=False):
+            missing = [n for n in ours if n not in theirs and n not in OF_THE_FIT]
             names = [n for n, value in ours.items() if n != "params" and isinstance(value, int | float | Tensor)]
             odd = [n for n in names if n in theirs and not isinstance(theirs[n], int | float | Tensor)]
-            wrong = f"{odd[0]}={str(theirs[odd[0]])[:40]!r}" if odd else "" if "lr" in theirs else "lr"
+            wrong = f"{odd[0]}={str(theirs[odd[0]])[:40]!r}" if odd else missing[0] if missing else ""
             if wrong:
                 break
     if wrong:

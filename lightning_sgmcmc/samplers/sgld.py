@@ -100,12 +100,12 @@ class PreconditionedSampler(Sampler):
     @property
     def needs_burn_in(self) -> bool:
         """Whether the preconditioner is frozen in sampling stages, and has not been estimated yet."""
-        return any(g.get("adapt", ALWAYS) != ALWAYS and not g["averaged"] for g in self.param_groups)
+        return any(g["adapt"] != ALWAYS and not g["averaged"] for g in self.param_groups)
 
     @property
     def always_adapts(self) -> bool:
         """Whether the preconditioner also adapts in sampling stages."""
-        return any(group.get("adapt", ALWAYS) == ALWAYS for group in self.param_groups)
+        return any(group["adapt"] == ALWAYS for group in self.param_groups)
 
     @property
     def is_frozen(self) -> bool:
@@ -115,7 +115,7 @@ class PreconditionedSampler(Sampler):
     @staticmethod
     def _adapts(group: dict[str, Any]) -> bool:
         """Return whether a group's preconditioner changes in the coming step; the first step always estimates it."""
-        adapt = group.get("adapt", ALWAYS)  # a checkpoint of version 0.1.0 has none
+        adapt = group["adapt"]
         if adapt == ALWAYS or not group["averaged"]:
             return True
         return bool(group["adapting"]) and (isinstance(adapt, str) or group["averaged"] < adapt)
@@ -133,7 +133,7 @@ class PreconditionedSampler(Sampler):
         """Return V ← decay·V + (1-decay)·g², or V as it is where the preconditioner is frozen."""
         squares = self._buffers(params, "square_avg")
         if self._adapts(group):
-            group["averaged"] = group.get("averaged", 0) + 1
+            group["averaged"] += 1
             torch._foreach_mul_(squares, decay)
             torch._foreach_addcmul_(squares, grads, grads, 1 - decay)
         return squares

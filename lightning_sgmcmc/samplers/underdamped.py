@@ -160,7 +160,7 @@ class UnderdampedLangevin(Sampler):
 
     @staticmethod
     def _integrator(group: dict[str, Any]) -> str:
-        found: str = group.get("integrator", "euler")  # version 0.1.0 saved no integrator
+        found: str = group["integrator"]
         return found
 
     def _injected_variance(self, group: dict[str, Any]) -> Control:
@@ -179,7 +179,7 @@ class UnderdampedLangevin(Sampler):
         """
         if state_dict.get("sampler", {}).get("rule") == type(self).__name__:
             for saved, own in zip(state_dict["param_groups"], self.param_groups, strict=False):
-                names = [group.get("integrator", "euler") for group in (saved, own)]
+                names = [group.get("integrator") for group in (saved, own)]
                 if names[0] != names[1]:
                     raise ValueError(
                         f"this state is an {type(self).__name__}'s with integrator={names[0]!r}, so one with "

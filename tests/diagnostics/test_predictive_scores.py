@@ -20,7 +20,6 @@ from lightning_sgmcmc.diagnostics import (
     sample_crps,
     total_variation,
 )
-from lightning_sgmcmc.diagnostics.scores import gaussian_mixture_quantile
 
 
 def mixture() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -51,14 +50,6 @@ def test_crps_from_draws_tends_to_the_closed_form() -> None:
     assert bool(((each.mean(0) - gaussian_mixture_crps(weights, means, stds, y)).abs() < 5 * error).all())
     with pytest.raises(ValueError, match="at least 2 draws"):
         sample_crps(draws[:1], y)
-
-
-def test_quantiles_of_a_mixture_invert_its_distribution_function() -> None:
-    weights, means, stds = mixture()
-    for q in (0.05, 0.5, 0.95):
-        found = gaussian_mixture_quantile(weights, means, stds, q)
-        below = (weights[:, None, None] * torch.special.ndtr((found - means) / stds)).sum(0)
-        torch.testing.assert_close(below, torch.full_like(below, q))
 
 
 def test_true_quantiles_have_the_best_interval_score() -> None:

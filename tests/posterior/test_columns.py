@@ -241,8 +241,8 @@ def test_names_of_classes_are_in_the_store(tmp_path: Path) -> None:
         TableDataModule(table.assign(kind="odd"), target="kind", like=posterior)
 
 
-def test_an_earlier_stores_header_says_nothing_of_inputs(insurance: tuple[Path, TableDataModule]) -> None:
-    """A store of an earlier version has the targets' scaling alone: columns by place, and arrays as they are."""
+def test_a_header_may_say_nothing_of_inputs(insurance: tuple[Path, TableDataModule]) -> None:
+    """A store may have the targets' scaling alone: columns by place, and arrays as they are."""
     path, _ = insurance
     table = frame(5, 1).drop(columns=["premium", "weight"])
     posterior = Posterior.load(path)

@@ -183,9 +183,9 @@ def test_a_long_torn_line_is_found(tmp_path: Path) -> None:
         b"{}\n",
         b'{"format": "something else", "version": 1, "model": null}\n',
         b"\x80\x04\x95pickled\n",
-        b'{"format": "lightning-sgmcmc samples", "version": 1, "model": null}\nnot json\n',
-        b'{"format": "lightning-sgmcmc samples", "version": 1, "model": null}\n{"step": 1}\n',
-        b'{"format": "lightning-sgmcmc samples", "version": 1, "model": null}',
+        b'{"format": "lightning-sgmcmc samples", "version": 1, "model": null, "run": "a"}\nnot json\n',
+        b'{"format": "lightning-sgmcmc samples", "version": 1, "model": null, "run": "a"}\n{"step": 1}\n',
+        b'{"format": "lightning-sgmcmc samples", "version": 1, "model": null, "run": "a"}',
     ],
 )
 def test_a_foreign_manifest_is_refused(content: bytes, tmp_path: Path) -> None:
@@ -195,17 +195,27 @@ def test_a_foreign_manifest_is_refused(content: bytes, tmp_path: Path) -> None:
     assert (tmp_path / MANIFEST).read_bytes() == content
 
 
-@pytest.mark.parametrize("header", [{"model": None}, {"version": 1}])
-def test_a_header_without_version_or_model_is_refused(header: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", ["version", "model", "run"])
+def test_a_header_without_version_model_or_run_is_refused(missing: str, tmp_path: Path) -> None:
+    header = {name: value for name, value in {"version": 1, "model": None, "run": "a"}.items() if name != missing}
     (tmp_path / MANIFEST).write_text(json.dumps({"format": "lightning-sgmcmc samples", **header}) + "\n")
     with pytest.raises(ValueError, match="is not the manifest of a sample store"):
         DiskStore(tmp_path)
 
 
-def test_a_newer_version_is_refused(tmp_path: Path) -> None:
-    header = {"format": "lightning-sgmcmc samples", "version": 3, "model": None}
+@pytest.mark.parametrize(("number", "remedy"), [(3, "update it"), (0, "load it with the version that wrote it")])
+def test_another_version_is_refused(number: int, remedy: str, tmp_path: Path) -> None:
+    header = {"format": "lightning-sgmcmc samples", "version": number, "model": None, "run": "a"}
     (tmp_path / MANIFEST).write_text(json.dumps(header) + "\n")
-    with pytest.raises(ValueError, match="has version 3, this library reads up to 2"):
+    with pytest.raises(ValueError, match=f"has version {number}, this library reads up to 2: {remedy}"):
+        DiskStore(tmp_path)
+
+
+def test_a_sample_without_a_checksum_is_refused(tmp_path: Path) -> None:
+    DiskStore.create(tmp_path).append(sample())
+    header, line = (tmp_path / MANIFEST).read_text().splitlines()
+    (tmp_path / MANIFEST).write_text(f"{header}\n{json.dumps(json.loads(line) | {'checksum': ''})}\n")
+    with pytest.raises(ValueError, match=r"line 2 of .* is damaged"):
         DiskStore(tmp_path)
 
 

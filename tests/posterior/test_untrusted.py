@@ -205,7 +205,10 @@ def test_a_checkpoint_chooses_no_store(named: str, run: Path, sound: Path, tmp_p
             del state["run"]
         return state
 
-    with pytest.raises(ValueError, match=r"other.*samples of another run than the checkpoint's.*dirpath"):
+    message = r"other.*samples of another run than the checkpoint's.*dirpath"
+    if named != "another":
+        message = "entry on its samples is damaged: run is missing or has a wrong type"
+    with pytest.raises(ValueError, match=message):
         resume_from(run, changed)
     assert (other / MANIFEST).read_bytes() == before
     assert not (other.parent / "samples-1").exists()

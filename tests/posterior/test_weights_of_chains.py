@@ -1,6 +1,5 @@
 """Importance weights of several chains: with a π for each they compare only within a chain, with a shared π in all."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from lightning_sgmcmc import SGLD, BayesianModule, Categorical, ContourRules, Po
 from lightning_sgmcmc.callbacks import BayesianModelAverage, ContourGradient, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.chains.samples import SampleRecord
 from lightning_sgmcmc.contour import DecayingStepSize
-from lightning_sgmcmc.posterior.manifest import MANIFEST
 from lightning_sgmcmc.report.run_record import read_run
 from lightning_sgmcmc.report.tables import samples
 from lightning_sgmcmc.simulation.target_module import TargetDataModule, TargetModule
@@ -46,10 +44,7 @@ def shares(records: list[SampleRecord], weights: Tensor) -> list[float]:
 
 
 def test_chains_with_a_contour_each_count_alike(tmp_path: Path) -> None:
-    """Everywhere that weights meet: the posterior, a store read later, a subset, the running average, the report.
-
-    A store of an early version does not record whether weights compare; its contour has a π for each chain.
-    """
+    """Everywhere that weights meet: the posterior, a store read later, a subset, the running average, the report."""
     module = run(tmp_path)
     posterior, found = module.posterior, module.evaluations["val"]
     assert posterior is not None
@@ -75,9 +70,6 @@ def test_chains_with_a_contour_each_count_alike(tmp_path: Path) -> None:
     shown = samples(read_run(tmp_path).records)
     assert shown is not None
     assert any(f"{float(posterior.weights.max()):.3g}"[:4] in row[-1].text for row in shown.cells())
-    forget(tmp_path / "samples")
-    old = Posterior.load(tmp_path / "samples")
-    torch.testing.assert_close(old.weights, posterior.weights)
 
 
 def validation_loader() -> Any:
@@ -91,18 +83,9 @@ def test_chains_that_share_a_contour_are_pooled(tmp_path: Path) -> None:
     posterior = module.posterior
     assert posterior is not None
     raw = torch.tensor([record.log_weight for record in posterior.records], dtype=torch.float64)
-    later = Posterior.load(tmp_path / "samples")
-    forget(tmp_path / "samples")
-    for chosen in (posterior, later, Posterior.load(tmp_path / "samples")):
+    for chosen in (posterior, Posterior.load(tmp_path / "samples")):
         assert torch.equal(chosen.log_weights, raw)
         assert max(shares(chosen.records, chosen.reweighted("final").weights)) != pytest.approx(1 / CHAINS)
-
-
-def forget(folder: Path) -> None:
-    """Rewrite a manifest as early versions wrote it."""
-    first, *lines = (folder / MANIFEST).read_text().splitlines()
-    old = [{name: value for name, value in json.loads(line).items() if name != "comparable"} for line in lines]
-    (folder / MANIFEST).write_text("\n".join([first, *map(json.dumps, old)]) + "\n")
 
 
 def mixture_run(zeta: float, chains: int, steps: int) -> tuple[Tensor, Tensor]:

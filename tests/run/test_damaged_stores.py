@@ -1,7 +1,6 @@
 """Damaged, foreign, lost and limited stores: what is kept, and what the user reads."""
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from lightning_sgmcmc import Posterior
 from lightning_sgmcmc.callbacks import SampleCollector, SamplingSchedule
 from lightning_sgmcmc.posterior.manifest import MANIFEST
+from tests.support import corpus
 from tests.support.faults import STEPS, fit, loader, module
 from tests.support.recorders import Each
 from tests.support.trainers import quiet_trainer
@@ -54,17 +54,9 @@ def rewrite(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path]
         tensors = load_file(path)
         change(tensors)
         save_file(tensors, path, {"step": "4", "chain": "0"})
-        lines = (path.parent / MANIFEST).read_text().splitlines()
-        lines = [line if '"step": 4,' not in line else _without_checksum(line) for line in lines]
-        (path.parent / MANIFEST).write_text("\n".join(lines) + "\n")
+        corpus.with_their_checksums(path.parent)
 
     return damage
-
-
-def _without_checksum(line: str) -> str:
-    record = json.loads(line)
-    record.pop("checksum")
-    return json.dumps(record)
 
 
 WEIGHT = "parameter.net.0.weight"
@@ -127,15 +119,6 @@ def test_a_damaged_line_in_the_middle(store: Path) -> None:
 def test_a_sound_store_is_loaded_without_a_word(store: Path, recwarn: pytest.WarningsRecorder) -> None:
     assert len(Posterior.load(store, skip_damaged=True)) == 12
     assert not [w for w in recwarn if "skipped" in str(w.message)]
-
-
-def test_a_store_from_before_there_were_checksums(store: Path) -> None:
-    lines = (store / MANIFEST).read_text().splitlines()
-    (store / MANIFEST).write_text("\n".join([lines[0], *map(_without_checksum, lines[1:])]) + "\n")
-    assert Posterior.load(store).predict(torch.zeros(1, 2)).probabilities is not None
-    rename(store / file_of(4))
-    with pytest.raises(ValueError, match="it holds step 6, chain 0, but the manifest has step 4, chain 0"):
-        Posterior.load(store)[1]
 
 
 def test_a_store_of_another_network(store: Path) -> None:

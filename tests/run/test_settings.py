@@ -25,7 +25,6 @@ from lightning_sgmcmc.batches.orders import BatchOrder, OrderSpec
 from lightning_sgmcmc.callbacks import CyclicalSchedule, ExactResume, SampleCollector
 from lightning_sgmcmc.datamodules import DigitsDataModule
 from lightning_sgmcmc.posterior.disk import DiskStore
-from lightning_sgmcmc.run import resume
 from lightning_sgmcmc.run.settings import fingerprint, is_same_data, text_of
 from tests.support.problems import network
 from tests.support.trainers import quiet_trainer
@@ -110,18 +109,15 @@ def test_an_allowed_change_applies(tmp_path: Path) -> None:
         fit(tmp_path, ExactResume(allow=["learning_rate"]), ckpt_path=tmp_path / "step=12.ckpt")
 
 
-def test_a_checkpoint_without_settings_resumes_and_says_so(
-    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(resume, "rank_zero_info", said.append)
+def test_a_checkpoint_without_settings_is_refused(tmp_path: Path, run: Path) -> None:
     fit(tmp_path)
     checkpoint = torch.load(tmp_path / "step=8.ckpt", weights_only=True)
     del checkpoint["callbacks"]["ExactResume"]["settings"]
     torch.save(checkpoint, tmp_path / "old.ckpt")
-    fit(tmp_path, ckpt_path=tmp_path / "old.ckpt", lr=0.02)
-    assert len(said) == 1
-    assert "settings: they are not compared" in said[0]
+    with pytest.raises(
+        ValueError, match=r"the checkpoint is damaged: its callbacks\.ExactResume\.settings is 'None'; "
+    ):
+        fit(tmp_path, ckpt_path=tmp_path / "old.ckpt", lr=0.02)
 
 
 def test_fingerprints_of_data() -> None:

@@ -24,7 +24,7 @@ from lightning_sgmcmc.contour.learned import LearnedContour
 from lightning_sgmcmc.posterior.calibration import FILE as CALIBRATION
 from lightning_sgmcmc.posterior.calibration import identify
 from lightning_sgmcmc.posterior.disk import DiskStore
-from lightning_sgmcmc.posterior.manifest import MANIFEST
+from lightning_sgmcmc.posterior.manifest import MANIFEST, checksum
 from lightning_sgmcmc.run.results import StoredEvaluation, write_evaluation
 from tests.support import small_run
 from tests.support.trainers import quiet_trainer
@@ -315,12 +315,14 @@ def header_changed(path: Path, chooser: random.Random, outside: Path) -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
 
 
-def without_checksums(store: Path) -> None:
-    """Remove the checksums from a manifest, as version 0.1.0 wrote it: a changed sample is then read."""
-    lines = [json.loads(line) for line in (store / MANIFEST).read_text().splitlines()]
-    (store / MANIFEST).write_text(
-        "".join(json.dumps({**line, "checksum": ""} if "step" in line else line) + "\n" for line in lines)
-    )
+def with_their_checksums(store: Path) -> None:
+    """Write the checksums of the files as they are into a manifest: a changed sample is then read."""
+    header, *lines = [json.loads(line) for line in (store / MANIFEST).read_text().splitlines()]
+    for line in lines:
+        file = store / line["file"]
+        if file.is_file() and not file.is_symlink() and file.stat().st_size < 2**20:
+            line["checksum"] = checksum(file.read_bytes())
+    (store / MANIFEST).write_text("".join(json.dumps(line) + "\n" for line in (header, *lines)))
 
 
 TARGETS: dict[str, Callable[[Path], list[Path]]] = {
@@ -346,11 +348,12 @@ def make_case(sound: Path, folder: Path, kind: str, seed: int) -> Path:
     ignored = [] if kind in ("checkpoint", "resume") else ["checkpoints"]
     shutil.copytree(sound, run, ignore=shutil.ignore_patterns(*ignored))
     shutil.copy(outside / "victim", run / "victim")
-    if kind == "store" and chooser.random() < 0.5:
-        without_checksums(run / "samples")
+    reads_changed = kind == "store" and chooser.random() < 0.5
     targets = sorted(TARGETS[kind](run))
     for path in chooser.sample(targets, min(len(targets), chooser.choice((1, 1, 2)))):
         change_file(path, chooser, outside)
+    if reads_changed:
+        with_their_checksums(run / "samples")
     return run
 
 
