@@ -107,11 +107,6 @@ class PreconditionedSampler(Sampler):
         """Whether the preconditioner also adapts in sampling stages."""
         return any(group["adapt"] == ALWAYS for group in self.param_groups)
 
-    @property
-    def is_frozen(self) -> bool:
-        """Whether no parameter group's preconditioner changes in the coming step."""
-        return not any(map(self._adapts, self.param_groups))
-
     @staticmethod
     def _adapts(group: dict[str, Any]) -> bool:
         """Return whether a group's preconditioner changes in the coming step; the first step always estimates it."""
