@@ -1,4 +1,4 @@
-"""The examples in docstrings run, and print what they say; tests/docs has those of README.md and of the pages."""
+"""Docstrings describe the arguments that exist, and their examples run; tests/docs has those of the pages."""
 
 import doctest
 import functools
@@ -53,6 +53,73 @@ def documented(module: ModuleType) -> Iterator[tuple[str, str]]:
         if inspect.isclass(thing):
             for method, function in vars(thing).items():
                 yield f"{module.__name__}.{name}.{method}", getattr(function, "__doc__", None) or ""
+
+
+# -- arguments: all of them where a name is exported; an internal's sentence is enough ---------------------------------
+
+
+def exported() -> set[str]:
+    """Return the classes and functions in an `__all__` of a package."""
+    packages = [importlib.import_module(f"lightning_sgmcmc.{name}") for name in ("callbacks", "datamodules")]
+    packages += [module for module in MODULES if hasattr(module, "__path__")]
+    things = [getattr(package, name) for package in packages for name in package.__all__]
+    return {f"{thing.__module__}.{thing.__qualname__}" for thing in things if hasattr(thing, "__qualname__")}
+
+
+def named_arguments(doc: str) -> set[str] | None:
+    """Return the names in a docstring's list of arguments, None without one."""
+    found = re.search(r"^Args:\n((?:    .*\n|\n)+)", inspect.cleandoc(doc) + "\n", re.M)
+    lines = [] if found is None else re.findall(r"^    (\*{0,2}\w[\w, *]*):", found[1], re.M)
+    return None if found is None else {name.strip(" *") for line in lines for name in line.split(",")}
+
+
+def arguments(thing: Any) -> set[str]:
+    """Return the names of a function's or constructor's parameters."""
+    return set(inspect.signature(thing).parameters) - {"self"}
+
+
+def is_read_by_arguments(thing: Any) -> bool:
+    """Return whether a thing's parameters are its own, and not fields of a dataclass or a named tuple."""
+    return inspect.isfunction(thing) or (inspect.isclass(thing) and "__init__" in vars(thing))
+
+
+WITH_ARGUMENTS = {
+    f"{module.__name__}.{thing.__qualname__}": thing
+    for module in MODULES
+    for owner in (module, *(c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__))
+    for thing in vars(owner).values()
+    if getattr(thing, "__module__", None) == module.__name__ and is_read_by_arguments(thing) and thing.__doc__
+}
+
+
+def test_arguments_that_are_described_exist() -> None:
+    wrong = [
+        f"{name}: {sorted(unknown)}"
+        for name, thing in WITH_ARGUMENTS.items()
+        if (unknown := (named_arguments(thing.__doc__) or set()) - arguments(thing))
+    ]
+    assert wrong == []
+
+
+def test_what_is_exported_describes_all_of_its_arguments() -> None:
+    """Those of a base class may be described there."""
+    lacking = []
+    public = exported()
+    for name, thing in WITH_ARGUMENTS.items():
+        owner = name.rpartition(".")[0]
+        described = named_arguments(thing.__doc__)
+        if described is None or not (name in public or (owner in public and not thing.__name__.startswith("_"))):
+            continue
+        bases = thing.__mro__[1:] if inspect.isclass(thing) else ()
+        described = described.union(*(named_arguments(base.__doc__ or "") or () for base in bases))
+        if missing := arguments(thing) - described:
+            lacking.append(f"{name}: {sorted(missing)}")
+    assert lacking == []
+
+
+def test_what_is_exported_is_described() -> None:
+    public = exported()
+    assert [name for module in MODULES for name, doc in documented(module) if name in public and not doc] == []
 
 
 def blocks(doc: str) -> list[str]:

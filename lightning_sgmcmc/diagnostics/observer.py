@@ -330,6 +330,7 @@ class StepObserver:
         """Restore from `state_dict()` if its batches belong to this network; return whether they do.
 
         Args:
+            state: what `state_dict` returned.
             own: returns this process's part of what `gather` returned.
         """
         missing: Collection[str] = state["missing"]
