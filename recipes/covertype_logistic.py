@@ -54,15 +54,15 @@ from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.samplers import SGLD, UnderdampedLangevin, pSGLD
-from lightning_sgmcmc.simulation.finite_sums import FiniteSum, LogisticRegressionSum
-from lightning_sgmcmc.simulation.firefly import firefly
-from lightning_sgmcmc.simulation.gradient_estimators import (
+from lightning_sgmcmc.simulation import (
     ExponentialGradient,
     FullGradient,
     GradientEstimator,
+    LogisticBound,
     UniformGradient,
 )
-from lightning_sgmcmc.simulation.likelihood_bounds import LogisticBound
+from lightning_sgmcmc.simulation.finite_sums import FiniteSum, LogisticRegressionSum
+from lightning_sgmcmc.simulation.firefly import firefly
 from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
 
 

@@ -39,8 +39,7 @@ from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.samplers import SGLD, Sampler, UnderdampedLangevin, pSGLD
 from lightning_sgmcmc.seeding import derive_seed
-from lightning_sgmcmc.simulation.finite_sums import GaussianSum
-from lightning_sgmcmc.simulation.gradient_estimators import (
+from lightning_sgmcmc.simulation import (
     CalibratedFriction,
     ControlVariateGradient,
     ExponentialGradient,
@@ -48,6 +47,7 @@ from lightning_sgmcmc.simulation.gradient_estimators import (
     GradientEstimator,
     UniformGradient,
 )
+from lightning_sgmcmc.simulation.finite_sums import GaussianSum
 from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
 
 if TYPE_CHECKING:

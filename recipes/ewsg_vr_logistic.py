@@ -45,14 +45,14 @@ from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.samplers import UnderdampedLangevin
 from lightning_sgmcmc.seeding import derive_seed
-from lightning_sgmcmc.simulation.finite_sums import LogisticRegressionSum, batch_moments
-from lightning_sgmcmc.simulation.gradient_estimators import (
+from lightning_sgmcmc.simulation import (
     CalibratedFriction,
     ExponentialGradient,
     FullGradient,
     GradientEstimator,
     UniformGradient,
 )
+from lightning_sgmcmc.simulation.finite_sums import LogisticRegressionSum, batch_moments
 from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
 
 if TYPE_CHECKING:

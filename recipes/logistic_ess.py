@@ -51,8 +51,8 @@ from lightning_sgmcmc.recipes.shared.records import Recording
 from lightning_sgmcmc.recipes.shared.results import Row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
+from lightning_sgmcmc.simulation import FullGradient, UniformGradient
 from lightning_sgmcmc.simulation.finite_sums import LogisticRegressionSum
-from lightning_sgmcmc.simulation.gradient_estimators import FullGradient, UniformGradient
 from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
 
 

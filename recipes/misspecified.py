@@ -44,15 +44,15 @@ from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.samplers import UnderdampedLangevin
 from lightning_sgmcmc.seeding import derive_seed
-from lightning_sgmcmc.simulation.finite_sums import NormalModelSum
-from lightning_sgmcmc.simulation.firefly import firefly
-from lightning_sgmcmc.simulation.gradient_estimators import (
+from lightning_sgmcmc.simulation import (
     ExponentialGradient,
     FullGradient,
     GradientEstimator,
+    TaylorBound,
     UniformGradient,
 )
-from lightning_sgmcmc.simulation.likelihood_bounds import TaylorBound
+from lightning_sgmcmc.simulation.finite_sums import NormalModelSum
+from lightning_sgmcmc.simulation.firefly import firefly
 from lightning_sgmcmc.simulation.random_walk import random_walk_metropolis
 from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
 

@@ -37,8 +37,7 @@ from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.seeding import derive_seed
-from lightning_sgmcmc.simulation import ContourRun, Simulation, simulate
-from lightning_sgmcmc.simulation.exchange_run import ExchangeRun
+from lightning_sgmcmc.simulation import ContourRun, ExchangeRun, Simulation, simulate
 from lightning_sgmcmc.simulation.targets import CosineTarget
 
 

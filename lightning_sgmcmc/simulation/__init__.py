@@ -1,22 +1,19 @@
 """Samplers without a trainer: analytic targets, finite sums, exact references, many chains at once."""
 
-from lightning_sgmcmc.simulation.contour_run import ContourRun
-from lightning_sgmcmc.simulation.exchange_run import ExchangeRun
+from lightning_sgmcmc.simulation.densities import ContourRun, ExchangeRun, Simulation, simulate
 from lightning_sgmcmc.simulation.finite_sums import FiniteSum, GaussianSum, LogisticRegressionSum, NormalModelSum
-from lightning_sgmcmc.simulation.firefly import FireflyRun, firefly
-from lightning_sgmcmc.simulation.gradient_estimators import (
+from lightning_sgmcmc.simulation.firefly import BoundedLikelihood, FireflyRun, LogisticBound, TaylorBound, firefly
+from lightning_sgmcmc.simulation.random_walk import RandomWalk, random_walk_metropolis
+from lightning_sgmcmc.simulation.subsampled_chains import (
     CalibratedFriction,
     ControlVariateGradient,
     ExponentialGradient,
     FullGradient,
     GradientEstimator,
+    SumSamples,
     UniformGradient,
+    sample_sum,
 )
-from lightning_sgmcmc.simulation.likelihood_bounds import BoundedLikelihood, LogisticBound, TaylorBound
-from lightning_sgmcmc.simulation.loop import simulate
-from lightning_sgmcmc.simulation.random_walk import RandomWalk, random_walk_metropolis
-from lightning_sgmcmc.simulation.results import Simulation
-from lightning_sgmcmc.simulation.subsampled_chains import SumSamples, sample_sum
 from lightning_sgmcmc.simulation.svgd import descend
 from lightning_sgmcmc.simulation.switching_diffusion import (
     LinearDiffusions,
@@ -28,8 +25,7 @@ from lightning_sgmcmc.simulation.switching_diffusion import (
     switching_paths,
     underdamped,
 )
-from lightning_sgmcmc.simulation.target_module import TargetDataModule, TargetModule
-from lightning_sgmcmc.simulation.targets import CosineTarget, GaussianMixture, Target
+from lightning_sgmcmc.simulation.targets import CosineTarget, GaussianMixture, Target, TargetDataModule, TargetModule
 
 __all__ = [
     "BoundedLikelihood",

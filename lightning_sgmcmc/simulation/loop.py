@@ -1,145 +1,298 @@
-"""A light loop without a trainer: this library's samplers and contour on thousands of chains at once.
+"""The light loop: chains of a sampler side by side, without a trainer.
 
-The loop calls the update rules of `lightning_sgmcmc.samplers` and `lightning_sgmcmc.contour` on an analytic target;
-chains may share a contour, or exchange temperatures (`lightning_sgmcmc.replica_exchange`). Blocks of steps are unrolled
-and compiled if a C++ compiler is found and the run is long enough to benefit: an eager step of a few chains is
-mostly overhead.
+A step is made by its parts, in their order. The first one takes the energy and the gradient at the chains' places; the
+others set the step's controls, swap temperatures, read a contour, or test a trajectory. Then the update rule of the
+sampler makes the step. `simulate` and `sample_sum` put the parts together.
+
+Blocks of steps can be unrolled and compiled, since an eager step of a few chains is mostly overhead. So parts change
+tensors in place, and draw their random numbers for many steps before they are made.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+import shutil
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.checks import check_count, check_number
-from lightning_sgmcmc.samplers import SGLD, Sampler
-from lightning_sgmcmc.simulation.contour_run import ContourRun
-from lightning_sgmcmc.simulation.exchange_run import ExchangeRun, Ladders
-from lightning_sgmcmc.simulation.results import DrawRecorder, Recording, Simulation
-from lightning_sgmcmc.simulation.starts import draw_starting_places, starting_places
-from lightning_sgmcmc.simulation.steps import CHUNK, ChainNoise, NoiseLevels, TargetSteps, is_worth_compiling
-from lightning_sgmcmc.simulation.targets import Density
-from lightning_sgmcmc.tensors import has_float64
+from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.seeding import derive_seed
 
-Schedule: TypeAlias = "float | Callable[[int], float]"
-"""A number, or a function of the step k = 1, 2, …"""
+CHUNK = 1024
+"""Steps whose noise is drawn at once; it affects a seed's results, since normal_ depends on the tensor's length."""
+BLOCK = 16
+"""Steps unrolled into one compiled function."""
+WORTH_COMPILING = 200_000
+"""Steps below which compiling (about 20 to 40 s, less when cached) costs more than it saves."""
 
 
-def simulate(
-    target: Density,
-    sampler: Callable[..., Sampler] = SGLD,
-    *,
-    lr: Schedule,
-    num_steps: int,
-    num_chains: int = 1,
-    temperature: Schedule = 1.0,
-    contour: ContourRun | None = None,
-    energy_noise: float = 0.0,
-    gradient_noise: float = 0.0,
-    initial: Tensor | None = None,
-    keep_every: int | None = None,
-    burn_in: int = 0,
-    observe: Callable[[Tensor], Tensor] | None = None,
-    checkpoints: Sequence[int] = (),
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    compile: bool | None = None,
-    exchange: ExchangeRun | None = None,
-) -> Simulation:
-    """Run chains on a target.
+class Step:
+    """A step in the making.
 
-    Step k of a chain computes the energy U(x) and the gradient, with their noise; with a contour the energy's bin,
-    multiplier and log Ψ, or with an exchange its swaps; then the sampler's update, and the contour's learning step.
+    Attributes:
+        place: the chains' positions, shape (C, d), which the update changes in place.
+        group: the sampler's parameter group with the controls of the step.
+        energy: U there with its noise, shape (C,); only known densities have it.
+        gradient: the gradient for the update, shape (C, d).
+        traces: by name, the rows of a block's steps that the loop returns.
+    """
+
+    energy: Tensor
+    gradient: Tensor
+
+    def __init__(self, place: Tensor, group: dict[str, Any]) -> None:
+        self.place = place
+        self.group = group
+        self.traces: dict[str, list[Tensor]] = {}
+
+    def trace(self, name: str, row: Tensor) -> None:
+        """Add the step's row to a trace."""
+        self.traces.setdefault(name, []).append(row)
+
+
+class StepPart:
+    """A part of every step: the source of gradients, or an observer."""
+
+    def draw(self, first: int, count: int) -> tuple[Tensor, ...]:
+        """Return the part's numbers for the steps first, first + 1, …, each a tensor of `count` rows or more."""
+        return ()
+
+    def before(self, step: Step, *numbers: Tensor) -> None:
+        """Act before the update, with the step's rows of the numbers."""
+
+    def after(self, step: Step) -> None:
+        """Act after the update."""
+
+
+class LightLoop:
+    """Makes the steps of all chains.
 
     Args:
-        target: the density, with `dimension`, `energy` and `gradient`.
-        sampler: a sampler class, or a partial of one; N is 1, so that `lr` is the papers' ε.
-        lr: step size.
-        num_steps: steps of each chain.
-        num_chains: C.
-        temperature: τ; while it is 0, a contour learns nothing.
-        contour: contour sampling.
-        energy_noise: standard deviation of the Gaussian noise on the energy that the contour, or the exchange, uses, in
-            nats.
-        gradient_noise: standard deviation of the noise on each coordinate of the gradient.
-        initial: initial positions, shape (C, d) or (d,); None draws them from a standard normal.
-        keep_every: steps between draws that are kept after the burn-in; None keeps none.
-        burn_in: steps before the first draw's interval and before averages count.
-        observe: function from (…, d) to (…, F) whose weighted averages are recorded, each chain's over all its slots.
-        checkpoints: increasing steps at which the averages are recorded.
-        seed: chain c draws only from streams of (seed, c), whatever the number of chains.
-        dtype: dtype of the positions; the contour uses float64.
-        device: device of all tensors.
-        compile: whether to compile blocks of steps; None compiles long runs if there is a C++ compiler.
-        exchange: swaps of temperatures and step sizes between chains; ladder l draws from the stream of (seed, l).
-
-    Raises:
-        ValueError: for an argument out of range or of the wrong shape, an exchange with a contour, with a sampler that
-            has momentum or at a temperature of 0, or a final position that is not finite.
+        rule: the sampler.
+        place: its only parameter, the chains' positions, shape (C, d).
+        group: its parameter group.
+        normals: function of a number of steps; it returns the injected noise for them or for more, standard normal
+            numbers of shape (K, J, C, d) that the loop may change.
+        parts: the parts of a step.
+        block_length: steps of a block.
+        compiles: whether to compile blocks.
+        copies_group: whether a block begins with a copy of the group, in which parts may set the controls. What a rule
+            notes in the group is then lost with the block.
     """
-    recording = Recording(keep_every, burn_in, observe, checkpoints)
-    levels = NoiseLevels(energy_noise, gradient_noise)
-    _check_simulation(num_steps, num_chains, recording, levels)
-    if exchange is not None and contour is not None:
-        raise ValueError("an exchange cannot be combined with a contour, whose π would be learned at all temperatures")
-    if initial is None:
-        initial = draw_starting_places(num_chains, target.dimension, seed)
-    device = torch.device(device)
-    if not has_float64(device):
-        raise ValueError(f"device must have float64, which a contour and energies need, got {device}: use device='cpu'")
-    place = nn.Parameter(starting_places(initial, num_chains, target.dimension, dtype, device))
-    rule = sampler([place], lr=_at(lr, 1), num_data=1, temperature=1.0, num_chains=num_chains, seed=seed)
-    ladders = None if exchange is None else Ladders(exchange, num_chains, seed, place)
-    steps = TargetSteps(target, rule, place, levels, contour, ladders)
-    noise = ChainNoise(seed, place, levels, rule.draws)
-    if compile is None:
-        compile = is_worth_compiling(num_steps, device)
-    block = steps.compiled() if compile else steps.run
-    recorder = DrawRecorder(recording, None if contour is None else contour.contour)
-    length = steps.block_length
-    with torch.no_grad():
-        for first in range(1, num_steps + 1, CHUNK):
-            count = min(CHUNK, num_steps + 1 - first)
-            inputs = [*_controls(lr, temperature, contour, first, count, place), *noise.draw()]
-            if ladders is not None:
-                if not bool((inputs[1] > 0).all()):
-                    raise ValueError("the swap rate is undefined at temperature=0: keep the temperature positive")
-                inputs += ladders.draw(first, count)
-            pieces = zip(*(part[:count].split(length) for part in inputs), strict=True)
+
+    def __init__(
+        self,
+        rule: Sampler,
+        place: nn.Parameter,
+        group: dict[str, Any],
+        normals: Callable[[int], Tensor],
+        parts: Sequence[StepPart],
+        block_length: int = BLOCK,
+        compiles: bool = False,
+        copies_group: bool = False,
+    ) -> None:
+        self.rule = rule
+        self.place = place
+        self.group = group
+        self.normals = normals
+        self.parts = parts
+        self.count = 0
+        """Steps made."""
+        self._length = block_length
+        self._copies_group = copies_group
+        self._block = compiled_block(self.run, place.device) if compiles else self.run
+
+    def advance(self, count: int) -> dict[str, Tensor]:
+        """Make some steps, whose numbers are drawn at once; return their traces, each of `count` rows."""
+        first = self.count + 1
+        numbers = [(self.normals(count),), *(part.draw(first, count) for part in self.parts)]
+        self.count += count
+        done = []
+        for start in range(0, count, self._length):
+            stop = min(start + self._length, count)
+            piece = [tuple(one[start:stop] for one in own) for own in numbers]
             # A shorter last block has another shape than the compiled ones.
-            done = [(block if len(piece[0]) == length else steps.run)(*piece) for piece in pieces]
-            recorder.record(first, *(torch.cat(part) for part in zip(*done, strict=True)))
-    if not bool(place.isfinite().all()):
+            done.append((self._block if stop - start == self._length else self.run)(*piece))
+        return done[0] if len(done) == 1 else {name: torch.cat([rows[name] for rows in done]) for name in done[0]}
+
+    def run(self, normals: tuple[Tensor], *numbers: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """Make a block's steps, given the noise and the numbers of each part."""
+        step = Step(self.place, dict(self.group) if self._copies_group else self.group)
+        for k, noise in enumerate(normals[0]):
+            for part, own in zip(self.parts, numbers, strict=True):
+                part.before(step, *(one[k] for one in own))
+            # A compiled block leaves its inputs as they are.
+            drawn = [one.clone() if torch.compiler.is_compiling() else one for one in noise]
+            self.rule.update(step.group, [self.place], [step.gradient], drawn or None)
+            for part in self.parts:
+                part.after(step)
+        return {name: torch.stack(rows) for name, rows in step.traces.items()}
+
+
+def compiled_block(method: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Return a bound method that makes a block of steps, compiled."""
+    assert isinstance(method, MethodType)
+    options: dict[str, Any] = {"cpp_wrapper": True} if device.type == "cpu" else {}
+    # A separate code object, since torch limits the number of compilations of each.
+    function = method.__func__
+    assert isinstance(function, FunctionType)
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return torch.compile(MethodType(own, method.__self__), dynamic=False, fullgraph=True, options=options)
+
+
+def is_worth_compiling(steps: int, device: torch.device) -> bool:
+    """Return whether a run of so many steps is long enough to compile them, and there is a compiler."""
+    return steps >= WORTH_COMPILING and (device.type != "cpu" or has_compiler())
+
+
+def has_compiler() -> bool:
+    """Return whether there is a C++ compiler for compiled loops."""
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+
+
+# -- random numbers and starts ----------------------------------------------------------------------------------------
+
+
+class ChainStreams:
+    """Random numbers from a generator of (seed, purpose, chain) for each chain, so that no chain depends on another.
+
+    Args:
+        seed: the run's seed.
+        purpose: the streams' name.
+        place: the chains' positions, shape (C, d).
+        chunk: steps whose numbers are drawn at once.
+    """
+
+    def __init__(self, seed: int, purpose: str, place: Tensor, chunk: int = CHUNK) -> None:
+        self._place = place.detach()
+        self._chunk = chunk
+        self._generators = [
+            torch.Generator(place.device).manual_seed(derive_seed(seed, purpose, chain)) for chain in range(len(place))
+        ]
+        self._buffers: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+
+    def normal(self, *shape: int) -> Tensor:
+        """Return standard normal numbers for a chunk of K steps, shape (K, C) or (K, …, C, d), for a step's shape () or
+        (…, d) of each chain; the next call for that shape overwrites them."""
+        return self._drawn(Tensor.normal_, shape)
+
+    def uniform(self, *shape: int) -> Tensor:
+        """Return numbers that are uniform on [0, 1), as `normal` does."""
+        return self._drawn(Tensor.uniform_, shape)
+
+    def _drawn(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
+        axis = max(1, len(shape))
+        if shape not in self._buffers:
+            rows = self._place.new_empty(len(self._place), self._chunk, *shape)
+            self._buffers[shape] = rows, torch.empty_like(rows.movedim(0, axis), memory_format=torch.contiguous_format)
+        rows, turned = self._buffers[shape]
+        for row, generator in zip(rows, self._generators, strict=True):
+            draw(row, generator=generator)
+        return turned.copy_(rows.movedim(0, axis))
+
+
+def chain_normals(seed: int, place: Tensor, draws: int, chunk: int = CHUNK) -> Callable[[int], Tensor]:
+    """Return a source of injected noise from a stream for each chain; a chunk of 1 draws what `Sampler.step` does."""
+    streams = ChainStreams(seed, "noise", place, chunk)
+    return lambda count: streams.normal(draws, place.shape[1])
+
+
+def shared_normals(generator: torch.Generator, place: Tensor, draws: int) -> Callable[[int], Tensor]:
+    """Return a source of injected noise from one generator for all chains."""
+
+    def draw(count: int) -> Tensor:
+        normals = place.new_empty(count, draws, *place.shape)
+        for row in normals.flatten(0, 1):
+            row.normal_(generator=generator)
+        return normals
+
+    return draw
+
+
+def starting_places(
+    initial: Tensor, num_chains: int, dimension: int, dtype: torch.dtype, device: torch.device
+) -> nn.Parameter:
+    """Return the chains' initial positions, shape (C, d): a copy of `initial`, shape (C, d) or (d,)."""
+    if initial.shape not in ((dimension,), (num_chains, dimension)) or not bool(initial.isfinite().all()):
+        raise ValueError(
+            f"initial should be finite numbers of shape ({dimension},) or ({num_chains}, {dimension}), got "
+            f"{tuple(initial.shape)}"
+        )
+    return nn.Parameter(initial.to(device, dtype).expand(num_chains, dimension).clone())
+
+
+def check_finite(last: Tensor, num_steps: int) -> None:
+    """Raise unless the final positions are finite."""
+    if not bool(last.isfinite().all()):
         raise ValueError(f"a chain diverged to infinity within {num_steps} steps: use a smaller lr")
-    return recorder.result(place.detach().clone(), steps.state)
 
 
-def _at(schedule: Schedule, step: int) -> float:
-    return float(schedule(step)) if callable(schedule) else float(schedule)
+# -- records ----------------------------------------------------------------------------------------------------------
 
 
-def _controls(
-    lr: Schedule, temperature: Schedule, contour: ContourRun | None, first: int, count: int, place: Tensor
-) -> Iterable[Tensor]:
-    """Return ε, τ and ω of the steps first, first + 1, …; ω is 0 where τ is."""
+class Recorder:
+    """Keeps rows of chosen steps, and the weighted averages of an observed function up to chosen steps.
 
-    def values(schedule: Schedule) -> list[float]:
-        return [_at(schedule, k) for k in range(first, first + count)] if callable(schedule) else [schedule] * count
+    Args:
+        kept: increasing steps whose rows are kept.
+        marks: increasing steps at which the averages are noted.
+        observe: function of positions, (K, C, d) to (K, C, F), which is averaged; None averages nothing.
+        burn_in: last step whose row does not count in averages.
+    """
 
-    temperatures = values(temperature)
-    step_sizes = [0.0] * count
-    if contour is not None:
-        rates = (contour.step_size.at(k) for k in range(first, first + count))
-        step_sizes = [rate if tau > 0 else 0.0 for rate, tau in zip(rates, temperatures, strict=True)]
-    for numbers, dtype in ((values(lr), place.dtype), (temperatures, place.dtype), (step_sizes, torch.float64)):
-        yield torch.tensor(numbers, dtype=dtype, device=place.device)
+    def __init__(
+        self,
+        kept: Sequence[int],
+        marks: Sequence[int] = (),
+        observe: Callable[[Tensor], Tensor] | None = None,
+        burn_in: int = 0,
+    ) -> None:
+        self._kept = kept
+        self._marks = marks
+        self._observe = observe
+        self._burn_in = burn_in
+        self._rows: list[dict[str, Tensor]] = []
+        self._noted: list[Tensor] = []
+        self._sum = self._weight = torch.zeros((), dtype=torch.float64)
+
+    def record(self, first: int, rows: dict[str, Tensor]) -> None:
+        """Record the rows of the steps first, first + 1, …: "positions" and others, with weights by "log_weights"."""
+        places = rows["positions"]
+        chosen = within(self._kept, first, len(places))
+        if chosen:
+            at = torch.tensor(chosen, device=places.device) - first
+            self._rows.append({name: part[at] for name, part in rows.items()})
+        if self._observe is not None:
+            equal = torch.zeros(len(places), 1, dtype=torch.float64, device=places.device)
+            self._average(first, rows.get("log_weights", equal).exp(), self._observe(places))
+
+    def _average(self, first: int, weights: Tensor, observed: Tensor) -> None:
+        start = min(max(self._burn_in + 1 - first, 0), len(observed))
+        products = weights[..., None] * observed
+        for mark in [*within(self._marks, first, len(observed)), None]:
+            stop = len(observed) if mark is None else mark - first + 1
+            self._sum = self._sum + products[start:stop].sum(0)
+            self._weight = self._weight + weights[start:stop].sum(0)
+            start = max(start, stop)
+            if mark is not None:
+                self._noted.append(self._sum / self._weight[..., None])
+
+    @property
+    def steps(self) -> Tensor:
+        """The steps of the kept rows, shape (S,)."""
+        return torch.tensor(list(self._kept), dtype=torch.int64)
+
+    def rows(self) -> dict[str, Tensor]:
+        """Return the kept rows, each of S rows; empty if there are none."""
+        return {name: torch.cat([rows[name] for rows in self._rows]) for name in (self._rows or [{}])[0]}
+
+    def averages(self, num_chains: int) -> Tensor:
+        """Return the averages at the marks, shape (T, C, F); F = 0 without an observed function."""
+        return torch.stack(self._noted) if self._noted else torch.zeros(0, num_chains, 0)
 
 
-def _check_simulation(num_steps: int, num_chains: int, recording: Recording, levels: NoiseLevels) -> None:
-    check_count("num_steps", num_steps)
-    check_count("num_chains", num_chains)
-    check_number("energy_noise", levels.energy)
-    check_number("gradient_noise", levels.gradient)
-    recording.check(num_steps)
+def within(steps: Sequence[int], first: int, count: int) -> Sequence[int]:
+    """Return those of increasing steps that are among first, first + 1, …, of which there are `count`."""
+    return steps[bisect_left(steps, first) : bisect_left(steps, first + count)]

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.checks import check_count
-from lightning_sgmcmc.seeding import derive_seed
+from lightning_sgmcmc.simulation.loop import CHUNK, ChainStreams
 
-CHUNK = 1024
-"""Steps whose numbers are drawn at once; changing it changes the results of a seed."""
 DECAY = 0.6
 """The scale is tuned in steps of k^-0.6."""
 
@@ -69,19 +67,20 @@ def random_walk_metropolis(
     Raises:
         ValueError: for an argument out of range or of the wrong shape, or a start without density.
     """
-    _check_arguments(initial, num_steps, scale, burn_in, target_acceptance, keep_every)
-    chains, dimension = initial.shape
+    check_walk(num_steps, burn_in, keep_every, "scale", scale, target_acceptance)
+    if initial.dim() != 2 or not bool(initial.isfinite().all()):
+        raise ValueError(f"initial should be finite numbers of shape (C, d), got {tuple(initial.shape)}")
+    dimension = initial.shape[1]
     factor = torch.eye(dimension).to(initial) if covariance is None else torch.linalg.cholesky(covariance.to(initial))
     place, density = initial.clone(), log_density(initial)
     if not bool(density.isfinite().all()):
         raise ValueError("log_density must be finite at every chain's start")
     log_scale = torch.full_like(density, math.log(scale or 2.38 / math.sqrt(dimension)))
     accepted = torch.zeros_like(density)
-    generators = [_generator(seed, chain, place) for chain in range(chains)]
+    streams = ChainStreams(seed, "random walk", place)
     draws, densities = [], []
     for first in range(1, num_steps + 1, CHUNK):
-        moves, limits = _numbers(generators, place)
-        moves = moves @ factor.T
+        moves, limits = streams.normal(dimension) @ factor.T, streams.uniform().log()
         for k in range(first, min(first + CHUNK, num_steps + 1)):
             proposal = place + log_scale.exp()[:, None] * moves[k - first]
             proposed = log_density(proposal)
@@ -99,31 +98,16 @@ def random_walk_metropolis(
     return RandomWalk(torch.stack(draws), torch.stack(densities), accepted / (num_steps - burn_in), log_scale.exp())
 
 
-def _generator(seed: int, chain: int, place: Tensor) -> torch.Generator:
-    return torch.Generator(place.device).manual_seed(derive_seed(seed, "random walk", chain))
-
-
-def _numbers(generators: list[torch.Generator], place: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a chunk's normal numbers (K, C, d) and logarithms of uniform ones (K, C)."""
-    chains, dimension = place.shape
-    normal, uniform = place.new_empty(chains, CHUNK, dimension), place.new_empty(chains, CHUNK)
-    for chain, generator in enumerate(generators):
-        normal[chain].normal_(generator=generator)
-        uniform[chain].uniform_(generator=generator)
-    return normal.transpose(0, 1).contiguous(), uniform.T.log()
-
-
-def _check_arguments(
-    initial: Tensor, num_steps: int, scale: float | None, burn_in: int, target_acceptance: float, keep_every: int
+def check_walk(
+    num_steps: int, burn_in: int, keep_every: int, name: str, size: float | None, target_acceptance: float | None
 ) -> None:
+    """Raise unless the lengths of a walk leave a draw, and its step size `name` and the tuning of it are in range."""
     check_count("num_steps", num_steps)
     check_count("burn_in", burn_in, 0)
     check_count("keep_every", keep_every)
-    if initial.dim() != 2 or not bool(initial.isfinite().all()):
-        raise ValueError(f"initial should be finite numbers of shape (C, d), got {tuple(initial.shape)}")
     if num_steps < burn_in + keep_every:
         raise ValueError(f"num_steps={num_steps} leaves no draw after burn_in={burn_in} with keep_every={keep_every}")
-    if scale is not None and not 0 < scale < math.inf:
-        raise ValueError(f"scale must be positive and finite, got {scale}")
-    if not 0 < target_acceptance < 1:
+    if size is not None and not 0 < size < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {size}")
+    if target_acceptance is not None and not 0 < target_acceptance < 1:
         raise ValueError(f"target_acceptance must lie in (0, 1), got {target_acceptance}")

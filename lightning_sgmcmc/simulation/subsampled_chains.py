@@ -1,25 +1,41 @@
-"""A light loop on posteriors that are sums over data: this library's samplers with a choice of gradient estimators.
+"""Posteriors that are sums over data in the light loop: `sample_sum`, with a choice of gradient estimators.
 
-As `lightning_sgmcmc.simulation.loop` does for analytic targets, it calls the update rules of
-`lightning_sgmcmc.samplers` on thousands of chains at once. Methods are compared at equal numbers of gradient
-evaluations, not of steps: positions are recorded after given numbers of data passes. One pass is N evaluations of one
-datum's gradient for each chain.
+Methods are compared at equal numbers of gradient evaluations, not of steps: positions are recorded after given numbers
+of data passes. One pass is N evaluations of one datum's gradient for each chain. The cost of a step counts those of
+every candidate batch, and the passes of snapshots and calibrations.
+
+Batches are drawn uniformly and independently at every step, and within a batch with replacement too, so that
+one of size b has 1/b of the covariance of a single datum's gradient.
 """
 
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lightning_sgmcmc.checks import check_count, check_number
-from lightning_sgmcmc.samplers import Sampler
+from lightning_sgmcmc.checks import check_choice, check_count, check_number
+from lightning_sgmcmc.samplers import Sampler, UnderdampedLangevin
 from lightning_sgmcmc.seeding import derive_seed
-from lightning_sgmcmc.simulation.finite_sums import FiniteSum
-from lightning_sgmcmc.simulation.gradient_estimators import GradientEstimator
-from lightning_sgmcmc.simulation.gradient_runs import SumRun
-from lightning_sgmcmc.simulation.starts import starting_places
-from lightning_sgmcmc.simulation.sum_steps import SumSteps, steps_of
+from lightning_sgmcmc.simulation.finite_sums import FiniteSum, batch_moments
+from lightning_sgmcmc.simulation.loop import (
+    BLOCK,
+    LightLoop,
+    Recorder,
+    Step,
+    StepPart,
+    check_finite,
+    is_worth_compiling,
+    shared_normals,
+    starting_places,
+)
+from lightning_sgmcmc.subsampling.covariance_friction import GradientMoments, advance_moments_, extra_friction
+from lightning_sgmcmc.subsampling.ewsg import Guess, index_log_weights, metropolis_index
+from lightning_sgmcmc.tensors import widest_dtype
 
 
 @dataclass(frozen=True)
@@ -51,7 +67,7 @@ class SumSamples:
 def sample_sum(
     target: FiniteSum,
     sampler: Callable[..., Sampler],
-    gradient: GradientEstimator,
+    gradient: "GradientEstimator",
     *,
     lr: float,
     num_passes: float | None = None,
@@ -96,83 +112,52 @@ def sample_sum(
     Raises:
         ValueError: for an argument out of range or of the wrong shape, a sampler that the estimator does not support,
             compile=True with an estimator that chooses or corrects gradients, or a final position that is not finite.
+
+    Example::
+
+        run = sample_sum(GaussianSum(torch.randn(100, 2)), SGLD, UniformGradient(10), lr=1e-3, num_steps=500)
+        run.last.mean(0)
     """
     _check_budget(num_passes, num_steps, num_chains, lr, temperature, at_passes, at_steps)
-    device = torch.device(device)
     target = target.to(device, dtype)
     if initial is None:
         generator = torch.Generator().manual_seed(derive_seed(seed, "start"))
         initial = torch.randn(num_chains, target.dimension, generator=generator)
-    place = nn.Parameter(starting_places(initial, num_chains, target.dimension, dtype, device))
+    place = starting_places(initial, num_chains, target.dimension, dtype, torch.device(device))
     rule = sampler([place], lr=lr, num_data=1, temperature=temperature, num_chains=num_chains, seed=seed)
-    run = SumRun(target, rule, rule.param_groups[0], place, seed)
-    gradients = gradient.begin(run)
-    budget = None if num_passes is None else round(num_passes * target.num_data)
-    planned = num_steps if budget is None else budget // gradients.cost
-    steps = steps_of(run, gradients, planned or 0, compile)
-    recorder = _MarkRecorder(observe)
-    marks, at_steps_set = [round(p * target.num_data) for p in at_passes], set(at_steps)
+    run, data = SumRun(target, rule, place, seed), target.num_data
+    gradient.begin(run)
+    spent = _evaluations(gradient, data, num_steps, num_passes)
+    num_steps = len(spent) - 1
+    compiles = _compiles(compile, gradient, num_steps, place.device)
+    gradients = _Gradients(gradient, run, traced=compiles)
+    normals = shared_normals(run.generator("noise"), place, rule.draws if temperature > 0 else 0)
+    loop = LightLoop(rule, place, run.group, normals, [gradients], BLOCK, compiles)
+    marks = list(at_steps) or [bisect_right(spent, round(passes * data)) - 1 for passes in at_passes]
+    kept = sorted({*marks, num_steps})
+    recorder = Recorder(kept, sorted({*marks}), None if observe is None else lambda rows: observe(rows[0])[None])
+    present = place.detach()[None]
     with torch.no_grad():
-        while True:
-            after = steps.spent + steps.gradients.cost
-            if at_passes:
-                for _ in range(len(recorder.steps), sum(mark < after for mark in marks)):
-                    recorder.record(steps, at_passes[len(recorder.steps)])
-            elif steps.count in at_steps_set:
-                recorder.record(steps, steps.spent / target.num_data)
-            if steps.count == num_steps or (budget is not None and after > budget):
-                break
-            steps.step()
-            recorder.observe(steps)
-    if not bool(steps.place.isfinite().all()):
-        raise ValueError(f"a chain diverged to infinity within {steps.count} steps: use a smaller lr")
-    return recorder.result(steps)
-
-
-class _MarkRecorder:
-    """Records positions and running averages at the marks."""
-
-    def __init__(self, observe: Callable[[Tensor], Tensor] | None) -> None:
-        self._observe = observe
-        self._sum: Tensor | None = None
-        self._count = 0
-        self.steps: list[int] = []
-        self._passes: list[float] = []
-        self._positions: list[Tensor] = []
-        self._averages: list[Tensor] = []
-
-    def observe(self, steps: SumSteps) -> None:
-        """Add the current places to the running averages."""
-        if self._observe is None:
-            return
-        seen = self._observe(steps.place).double()
-        self._sum = seen if self._sum is None else self._sum.add_(seen)
-        self._count += 1
-
-    def record(self, steps: SumSteps, passes: float) -> None:
-        """Record a mark."""
-        self.steps.append(steps.count)
-        self._passes.append(passes)
-        self._positions.append(steps.place.clone())
-        if self._observe is not None:
-            empty = torch.full_like(self._observe(steps.place), torch.nan).double()
-            self._averages.append(empty if self._sum is None else self._sum / self._count)
-
-    def result(self, steps: SumSteps) -> SumSamples:
-        """Return the run's results."""
-        last = steps.place.clone()
-        chains = len(last)
-        averages = self._averages or [last.new_zeros(chains, 0).double()] * len(self.steps)
-        return SumSamples(
-            torch.tensor(self._passes, dtype=torch.float64),
-            torch.tensor(self.steps, dtype=torch.int64),
-            torch.stack(self._positions) if self._positions else last.new_zeros(0, *last.shape),
-            torch.stack(averages) if averages else last.new_zeros(0, chains, 0).double(),
-            last,
-            steps.count,
-            steps.spent,
-            steps.gradients.acceptance,
-        )
+        recorder.record(0, {"positions": present})
+        while loop.count < num_steps:
+            first = loop.count + 1
+            # The first step creates the rule's buffers, so it is not compiled; the last block may exceed the run.
+            rows = loop.advance(BLOCK if compiles and first > 1 else 1)
+            for step, row in enumerate(rows["positions"].split(1) if compiles else [present], first):
+                recorder.record(step, {"positions": row})
+    positions, at = recorder.rows()["positions"], [bisect_left(kept, mark) for mark in marks]
+    check_finite(positions[-1], num_steps)
+    averages = place.new_zeros(len(marks), num_chains, 0) if observe is None else recorder.averages(num_chains)[at]
+    return SumSamples(
+        passes=torch.tensor(list(at_passes) or [spent[mark] / data for mark in marks], dtype=torch.float64),
+        steps=torch.tensor(marks, dtype=torch.int64),
+        positions=positions[at],
+        averages=averages.double(),
+        last=positions[-1].clone(),
+        num_steps=num_steps,
+        evaluations=spent[-1],
+        acceptance=gradient.acceptance(run, num_steps),
+    )
 
 
 def _check_budget(
@@ -197,3 +182,374 @@ def _check_budget(
         raise ValueError(f"marks in {word[4:]} need {word}, which is None")
     if list(marks) != sorted(set(marks)) or any(not 0 <= mark <= (end or 0) for mark in marks):
         raise ValueError(f"marks must increase and lie between 0 and {word}={end}, got {list(marks)}")
+
+
+def _evaluations(
+    gradient: "GradientEstimator", num_data: int, num_steps: int | None, num_passes: float | None
+) -> list[int]:
+    """Return the evaluations of the first 0, 1, … steps, up to all of the run, that is all within its budget."""
+    spent = [0]
+    while num_steps is None or len(spent) <= num_steps:
+        after = spent[-1] + gradient.cost(len(spent) - 1, num_data)
+        if num_passes is not None and after > round(num_passes * num_data):
+            break
+        spent.append(after)
+    return spent
+
+
+def _compiles(compile: bool | None, gradient: "GradientEstimator", num_steps: int, device: torch.device) -> bool:
+    if compile and not gradient.is_memoryless:
+        raise ValueError(
+            "compile=True needs FullGradient or UniformGradient, whose gradients depend on the present place alone: "
+            "pass compile=None"
+        )
+    return gradient.is_memoryless and is_worth_compiling(num_steps, device) if compile is None else compile
+
+
+class SumRun:
+    """The parts of a run, and what its gradients carry from step to step.
+
+    Attributes:
+        target: the posterior.
+        rule: the sampler, with N = 1.
+        group: its parameter group, with the controls of the run.
+        place: the chains' positions, shape (C, d).
+        step: steps made.
+        batches, uniforms: generators of batches, and of the choices among them.
+        accepted: candidates that index chains have accepted.
+        snapshot, full_gradient: places of the last snapshot, and ∇U there, shape (C, d).
+        reference, moments: places of the last calibration, and the moments of batches' gradients since then.
+        friction: Γ - γ·I of the last step, shape (C, d, d), or its diagonal, (C, d).
+    """
+
+    snapshot: Tensor
+    full_gradient: Tensor
+    reference: Tensor
+    moments: GradientMoments
+    friction: Tensor
+
+    def __init__(self, target: FiniteSum, rule: Sampler, place: nn.Parameter, seed: int) -> None:
+        self.target = target
+        self.rule = rule
+        self.group = rule.param_groups[0]
+        self.place = place
+        self.seed = seed
+        self.step = 0
+        self.batches, self.uniforms = self.generator("batches"), self.generator("acceptance")
+        self.accepted = torch.zeros((), dtype=torch.int64, device=place.device)
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """Return the generator for a purpose, for all chains."""
+        return torch.Generator(self.place.device).manual_seed(derive_seed(self.seed, purpose))
+
+
+class _Gradients(StepPart):
+    """An estimator's gradients; a compiled block traces the places after its steps."""
+
+    def __init__(self, estimator: "GradientEstimator", run: SumRun, traced: bool) -> None:
+        self._estimator = estimator
+        self._run = run
+        self._traced = traced
+
+    def draw(self, first: int, count: int) -> tuple[Tensor, ...]:
+        self._run.step = first - 1
+        return (self._estimator.draw(self._run, count),)
+
+    def before(self, step: Step, *numbers: Tensor) -> None:
+        step.gradient = self._estimator.estimate(self._run, numbers[0])
+
+    def after(self, step: Step) -> None:
+        if self._traced:
+            step.trace("positions", step.place.clone())
+
+
+# -- gradient estimators ----------------------------------------------------------------------------------------------
+
+
+class GradientEstimator(ABC):
+    """Describes how to estimate a gradient; the state of a run is in its `SumRun`."""
+
+    @property
+    def is_memoryless(self) -> bool:
+        """Whether a gradient depends on the present place and the drawn numbers alone, so that blocks compile."""
+        return False
+
+    def begin(self, run: SumRun) -> None:  # noqa: B027
+        """Begin a run; raise ValueError for a sampler or a temperature that the estimator does not support."""
+
+    @abstractmethod
+    def cost(self, step: int, num_data: int) -> int:
+        """Return the evaluations of a step for each chain, given the number of steps before it."""
+
+    def draw(self, run: SumRun, steps: int) -> Tensor:
+        """Return the random numbers of some steps' gradients, shape (K, …)."""
+        return run.place.new_empty(steps, 0)
+
+    @abstractmethod
+    def estimate(self, run: SumRun, drawn: Tensor) -> Tensor:
+        """Return the gradient of the full potential at the chains' places, shape (C, d), given the step's numbers."""
+
+    def acceptance(self, run: SumRun, num_steps: int) -> float | None:
+        """Return the share of proposed candidates that were accepted, over all chains; None without proposals."""
+        return None
+
+
+@dataclass(frozen=True)
+class FullGradient(GradientEstimator):
+    """∇U from all data; N evaluations per step."""
+
+    @property
+    def is_memoryless(self) -> bool:
+        return True
+
+    def cost(self, step: int, num_data: int) -> int:
+        return num_data
+
+    def estimate(self, run: SumRun, drawn: Tensor) -> Tensor:
+        return run.target.gradient(run.place)
+
+
+class BatchGradient(GradientEstimator):
+    """The gradient of one of J candidate batches of b data, with or without a control variate."""
+
+    batch_size: int
+
+    @property
+    def candidates(self) -> int:
+        """J."""
+        return 1
+
+    @property
+    def variate(self) -> "ControlVariateGradient | None":
+        """The control variate of all candidates."""
+        return None
+
+    @property
+    def is_memoryless(self) -> bool:
+        return self.variate is None and self.candidates == 1
+
+    def cost(self, step: int, num_data: int) -> int:
+        again = self.variate is not None and not self.variate.stored
+        return self.candidates * self.batch_size * (1 + again) + self._refreshes(step, num_data) * num_data
+
+    def _refreshes(self, step: int, num_data: int) -> bool:
+        """Return whether a snapshot is taken before a step."""
+        variate = self.variate
+        return variate is not None and step % self.steps_of(variate.refresh_every_passes, num_data) == 0
+
+    def steps_of(self, passes: float, num_data: int) -> int:
+        """Return the number of steps in `passes` passes, rounded up as in Algorithm 2."""
+        return max(1, math.ceil(passes * num_data / (self.candidates * self.batch_size) - 1e-9))
+
+    def draw(self, run: SumRun, steps: int) -> Tensor:
+        shape = (steps, len(run.place), self.candidates, self.batch_size)
+        return torch.randint(run.target.num_data, shape, generator=run.batches, device=run.place.device)
+
+    def estimate(self, run: SumRun, drawn: Tensor) -> Tensor:
+        return self.chosen(run, drawn)[0]
+
+    def chosen(self, run: SumRun, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradient (C, d) and its data (C, b), given the candidates' data, shape (C, J, b)."""
+        target = run.target
+        if self._refreshes(run.step, target.num_data):
+            run.snapshot, run.full_gradient = run.place.detach().clone(), target.gradient(run.place)
+        gradients = target.batch_gradients(run.place, drawn)
+        if self.variate is not None:
+            gradients += run.full_gradient[:, None] - target.batch_gradients(run.snapshot, drawn)
+        if self.candidates == 1:
+            return gradients[:, 0], drawn[:, 0]
+        chains, choice = torch.arange(len(gradients), device=gradients.device), self._choose(run, gradients)
+        return gradients[chains, choice], drawn[chains, choice]
+
+    def _choose(self, run: SumRun, gradients: Tensor) -> Tensor:
+        """Return the index of each chain's candidate, shape (C,), given all gradients, shape (C, J, d)."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class UniformGradient(BatchGradient):
+    """The gradient of a uniformly drawn batch; b evaluations a step.
+
+    Args:
+        batch_size: b.
+    """
+
+    batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        check_count("batch_size", self.batch_size)
+
+
+@dataclass(frozen=True)
+class ControlVariateGradient(BatchGradient):
+    """The gradient of a uniform batch with a control variate (SVRG-LD, if the sampler is SGLD).
+
+        g(θ) = g_B(θ) - g_B(θ_q) + ∇U(θ_q)
+
+    θ_q is each chain's own snapshot, taken at regular passes. A snapshot costs N evaluations, in addition to the steps.
+
+    Args:
+        batch_size: b.
+        refresh_every_passes: passes between snapshots, of N/b steps each.
+        stored: whether each datum's gradient at the snapshot counts as stored, N·d numbers per chain. Then a step
+            costs b evaluations; otherwise it is recomputed, and a step costs 2b.
+
+    Source: Dubey et al. 2016, Algorithm 2 (SVRG-LD); Li et al. 2021 (EWSG), section 5.1.
+    """
+
+    batch_size: int = 1
+    refresh_every_passes: float = 1.0
+    stored: bool = True
+
+    def __post_init__(self) -> None:
+        check_count("batch_size", self.batch_size)
+        _check_passes("refresh_every_passes", self.refresh_every_passes)
+
+    @property
+    def variate(self) -> "ControlVariateGradient":
+        return self
+
+
+@dataclass(frozen=True)
+class ExponentialGradient(BatchGradient):
+    """The gradient of a batch chosen by a Metropolis chain on its index (EWSG); (M+1)·b evaluations per step.
+
+    The index chain restarts at each step, from a uniform batch. With no proposals it is `UniformGradient`, bit for bit.
+
+    Args:
+        batch_size: b.
+        num_proposals: M.
+        guess: approximation of the momentum after the step, see `lightning_sgmcmc.subsampling.Guess`.
+        control_variate: corrects the gradients of all candidates, with the same batch size; None corrects none.
+
+    Source: Li et al. 2021 (EWSG), Algorithm 1 and appendices D and E.
+    """
+
+    batch_size: int = 1
+    num_proposals: int = 1
+    guess: Guess = "unchanged"
+    control_variate: ControlVariateGradient | None = None
+
+    def __post_init__(self) -> None:
+        check_count("batch_size", self.batch_size)
+        check_count("num_proposals", self.num_proposals, least=0)
+        check_choice("guess", self.guess, get_args(Guess))
+        if self.control_variate is not None and self.control_variate.batch_size != self.batch_size:
+            raise ValueError(
+                f"the control variate's batch_size={self.control_variate.batch_size} is not the candidates' "
+                f"{self.batch_size}"
+            )
+
+    @property
+    def candidates(self) -> int:
+        return self.num_proposals + 1
+
+    @property
+    def variate(self) -> ControlVariateGradient | None:
+        return self.control_variate
+
+    def begin(self, run: SumRun) -> None:
+        if run.rule.plain_law(run.group) is None:
+            raise ValueError(
+                f"{type(run.rule).__name__} has no step law of the form that EWSG's weights need: use SGLD, "
+                "SGHMC, SGNHT or UnderdampedLangevin"
+            )
+        if not run.group["temperature"] > 0:
+            raise ValueError("EWSG matches the law of a step, and temperature=0 has none: keep it positive")
+
+    def _choose(self, run: SumRun, gradients: Tensor) -> Tensor:
+        momenta, law = run.rule.momenta(run.group), run.rule.law(run.group)
+        assert law is not None
+        weights = index_log_weights(gradients, momenta[0] if momenta else None, law, self.guess)
+        of_run: dict[str, Any] = {"generator": run.uniforms, "device": gradients.device}
+        uniforms = torch.rand(len(gradients), self.num_proposals, dtype=widest_dtype(gradients.device), **of_run)
+        choice, accepted = metropolis_index(weights, uniforms.log())
+        run.accepted += accepted.sum()
+        return choice
+
+    def acceptance(self, run: SumRun, num_steps: int) -> float | None:
+        proposed = num_steps * len(run.place) * self.num_proposals
+        return float(run.accepted) / proposed if proposed else None
+
+
+@dataclass(frozen=True)
+class CalibratedFriction(GradientEstimator):
+    """A batch's gradient, and a friction that cancels the heating by batch noise (EWSG-VR, with `ExponentialGradient`).
+
+    The friction Γ = γ·I + h·cov/(2τ) follows from the moments of uniform batches' gradients. These are computed from
+    all data at calibrations, which cost N evaluations, and updated by each step's batch in between. The sampler
+    receives it as `UnderdampedLangevin.extra_drag`; EWSG's weights still use γ. An Euler step needs h·Γ below 2.
+
+    As printed, Algorithm 2 spends every L-th pass only on calibration, so that with the paper's L = 1 it never
+    samples. Here L passes of steps follow each calibration, whose own pass is additional.
+
+    Args:
+        gradient: gradient estimator of the steps, without control variates, whose moments would differ.
+        calibrate_every_passes: L.
+        matrix: whether to use the full covariance for each chain, or its diagonal.
+        stored: whether each datum's gradient at the calibration counts as stored, N·d numbers per chain;
+            otherwise that of the chosen batch is recomputed, for b more evaluations per step.
+
+    Raises:
+        ValueError: for gradients with control variates.
+
+    Source: Li et al. 2021 (EWSG), appendix F and Algorithm 2.
+    """
+
+    gradient: UniformGradient | ExponentialGradient
+    calibrate_every_passes: float = 1.0
+    matrix: bool = True
+    stored: bool = True
+
+    def __post_init__(self) -> None:
+        _check_passes("calibrate_every_passes", self.calibrate_every_passes)
+        if not isinstance(self.gradient, UniformGradient | ExponentialGradient):
+            raise ValueError(
+                f"friction is calibrated for UniformGradient or ExponentialGradient, not {type(self.gradient).__name__}"
+            )
+        if isinstance(self.gradient, ExponentialGradient) and self.gradient.control_variate is not None:
+            raise ValueError("friction is calibrated for plain batches: omit the control variate")
+
+    def begin(self, run: SumRun) -> None:
+        if not isinstance(run.rule, UnderdampedLangevin):
+            raise ValueError(f"calibrated friction needs UnderdampedLangevin, got {type(run.rule).__name__}")
+        if not run.group["temperature"] > 0:
+            raise ValueError("calibrated friction divides by 2τ: keep the temperature positive")
+        self.gradient.begin(run)
+
+        def drag(momenta: list[Tensor]) -> list[Tensor]:
+            (momentum,) = momenta
+            return [(run.friction @ momentum[:, :, None])[:, :, 0] if self.matrix else run.friction * momentum]
+
+        run.rule.extra_drag = drag
+
+    def _calibrates(self, step: int, num_data: int) -> bool:
+        """Return whether the moments are calibrated before a step."""
+        return step % self.gradient.steps_of(self.calibrate_every_passes, num_data) == 0
+
+    def cost(self, step: int, num_data: int) -> int:
+        again = 0 if self.stored else self.gradient.batch_size
+        return self.gradient.cost(step, num_data) + again + self._calibrates(step, num_data) * num_data
+
+    def draw(self, run: SumRun, steps: int) -> Tensor:
+        return self.gradient.draw(run, steps)
+
+    def estimate(self, run: SumRun, drawn: Tensor) -> Tensor:
+        target, batch_size = run.target, self.gradient.batch_size
+        if self._calibrates(run.step, target.num_data):
+            run.reference = run.place.detach().clone()
+            run.moments = batch_moments(target, run.reference, batch_size, self.matrix)
+        run.friction = extra_friction(run.moments, run.group["lr"], run.group["temperature"])
+        present, indices = self.gradient.chosen(run, drawn)
+        reference = target.batch_gradients(run.reference, indices[:, None])[:, 0]
+        advance_moments_(run.moments, present, reference, batch_size / target.num_data)
+        return present
+
+    def acceptance(self, run: SumRun, num_steps: int) -> float | None:
+        return self.gradient.acceptance(run, num_steps)
+
+
+def _check_passes(name: str, value: float) -> None:
+    check_number(name, value)
+    if not value > 0:
+        raise ValueError(f"{name} must be positive, got {value}")

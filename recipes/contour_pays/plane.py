@@ -11,8 +11,7 @@ from lightning_sgmcmc.diagnostics.draws import cell_masses, divergence
 from lightning_sgmcmc.recipes.shared.plane import Squares
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.seeding import derive_seed
-from lightning_sgmcmc.simulation import ContourRun, simulate
-from lightning_sgmcmc.simulation.exchange_run import ExchangeRun
+from lightning_sgmcmc.simulation import ContourRun, ExchangeRun, simulate
 from lightning_sgmcmc.simulation.targets import CosineTarget
 
 TARGET = CosineTarget.twenty_five_modes()

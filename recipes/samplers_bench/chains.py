@@ -1,4 +1,4 @@
-"""Chains on a problem with known moments, in a plain loop over a sampler, and the figures of their draws."""
+"""Chains on a problem with known moments, in the light loop, and the figures of their draws."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from lightning_sgmcmc.reference.chains import HamiltonianChains
 from lightning_sgmcmc.reference.chains import Settings as ReferenceSettings
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin, Trajectory
+from lightning_sgmcmc.simulation.loop import LightLoop, Recorder, Step, StepPart, chain_normals
 
 DRAWS = 500
 """Most draws of a chain that are kept."""
@@ -98,57 +99,54 @@ def run(problem: Problem, method: str, factor: float, settings: Settings, seed: 
     lr = known.step_size(factor, problem.stiffness, problem.num_data)
     generator = generator_of(seed, method)
     place = nn.Parameter(problem.start(settings.chains, generator))
-    rule = known.build(lr, burn_in)(
-        [place], lr=lr, num_data=problem.num_data, num_chains=settings.chains, seed=seed, noise_ahead=False
-    )
-    tests = Tests(rule, problem, place, generator) if known.tested else None
-    draws = []
+    rule = known.build(lr, burn_in)([place], lr=lr, num_data=problem.num_data, num_chains=settings.chains, seed=seed)
+    parts: list[StepPart] = [Gradients(problem, generator)]
+    if known.tested:
+        parts.insert(0, Tests(rule, problem, place, generator))
+    loop = LightLoop(rule, place, rule.param_groups[0], chain_normals(seed, place, rule.draws, chunk=1), parts)
+    recorder = Recorder(range(burn_in + every, steps + 1, every))
     began = time.process_time()
     with torch.no_grad():
-        for step in range(steps):
-            if tests is not None:
-                tests.before(step)
-            place.grad = problem.gradient(place, generator)
-            rule.step()
-            if tests is not None:
-                tests.after(step)
-            if step >= burn_in and (step - burn_in + 1) % every == 0:
-                draws.append(problem.observe(place.detach()))
+        for step in range(1, steps + 1):
+            loop.advance(1)
+            recorder.record(step, {"positions": place.detach()[None]})
     seconds = (time.process_time() - began) / steps
+    draws = [problem.observe(one) for one in recorder.rows()["positions"]]
     return figures_of(draws, problem, settings.gradients, seconds)
 
 
-class Tests:
-    """Decides on the trajectories of a sampler's chains, as the callback `MetropolisTest` does in a fit.
+class Gradients(StepPart):
+    """A problem's noisy gradients."""
 
-    Args:
-        rule: the sampler.
-        problem: has U of all data.
-        place: the chains' positions, shape (C, d).
-        generator: of the tests' numbers.
-    """
+    def __init__(self, problem: Problem, generator: torch.Generator) -> None:
+        self._problem, self._generator = problem, generator
+
+    def before(self, step: Step, *numbers: Tensor) -> None:
+        step.gradient = self._problem.gradient(step.place, self._generator)
+
+
+class Tests(StepPart):
+    """Decides on the trajectories of a sampler's chains, as the callback `MetropolisTest` does in a fit."""
 
     def __init__(self, rule: Sampler, problem: Problem, place: nn.Parameter, generator: torch.Generator) -> None:
         assert isinstance(rule, ReversibleLangevin)
-        self._trajectory, self._problem, self._place = Trajectory(rule), problem, place
-        self._generator = generator
-        self._energy = self._of_all()
+        self._trajectory, self._problem, self._generator = Trajectory(rule), problem, generator
+        self._position = 0
+        self._energy = self._of_all(place)
 
-    def _of_all(self) -> Tensor:
-        return self._problem.energy(self._place.detach()).double()
+    def _of_all(self, place: Tensor) -> Tensor:
+        return self._problem.energy(place.detach()).double()
 
-    def before(self, step: int) -> None:
-        """Begin a trajectory if one begins with this step, and tell the sampler the step's place in it."""
-        position = step % TRAJECTORY
-        if position == 0:
+    def before(self, step: Step, *numbers: Tensor) -> None:
+        if self._position == 0:
             self._trajectory.begin(self._energy)
-        self._trajectory.set_place(position, TRAJECTORY)
+        self._trajectory.set_place(self._position, TRAJECTORY)
 
-    def after(self, step: int) -> None:
-        """Test the trajectory that ends with this step."""
-        if step % TRAJECTORY == TRAJECTORY - 1:
-            uniforms = torch.rand(len(self._place), generator=self._generator, dtype=torch.float64)
-            self._trajectory.end(self._of_all(), uniforms.log())
+    def after(self, step: Step) -> None:
+        self._position = (self._position + 1) % TRAJECTORY
+        if self._position == 0:
+            uniforms = torch.rand(len(step.place), generator=self._generator, dtype=torch.float64)
+            self._trajectory.end(self._of_all(step.place), uniforms.log())
             self._energy = self._trajectory.energy
 
 

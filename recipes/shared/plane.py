@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.contour import DecayingStepSize
-from lightning_sgmcmc.simulation.steps import CHUNK
+from lightning_sgmcmc.simulation.loop import CHUNK
 from lightning_sgmcmc.simulation.targets import CosineTarget
 
 

@@ -1,15 +1,15 @@
 """The densities of the peers' benchmark for the light loop, in blocks of steps between which peers take their turns."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from lightning_sgmcmc.recipes.samplers_bench.problems import LinearRegression
 from lightning_sgmcmc.simulation import FiniteSum, UniformGradient
-from lightning_sgmcmc.simulation.gradient_runs import OfBatches, SumRun
-from lightning_sgmcmc.simulation.steps import CHUNK
+from lightning_sgmcmc.simulation.loop import CHUNK
+from lightning_sgmcmc.simulation.subsampled_chains import SumRun
 
 STEPS = 4 * CHUNK
 """Steps of a block."""
@@ -43,24 +43,15 @@ class PausedGradient(UniformGradient):
     """The gradient of a uniform batch; it calls `pause` behind each block of steps."""
 
     pause: Pause = lambda: None
+    counts: list[int] = field(default_factory=lambda: [0, 0])
+    """Steps drawn for, and pauses made."""
 
-    def begin(self, run: SumRun) -> OfBatches:
-        return PausedBatches(run, self.batch_size, self.pause)
-
-
-class PausedBatches(OfBatches):
-    """The batches of a `PausedGradient`."""
-
-    def __init__(self, run: SumRun, batch_size: int, pause: Pause) -> None:
-        super().__init__(run, batch_size)
-        self.pause, self.drawn, self.blocks = pause, 0, 0
-
-    def draw(self, steps: int) -> Tensor:
-        if self.drawn // STEPS > self.blocks:
-            self.blocks += 1
+    def draw(self, run: SumRun, steps: int) -> Tensor:
+        if self.counts[0] // STEPS > self.counts[1]:
+            self.counts[1] += 1
             self.pause()
-        self.drawn += steps
-        return super().draw(steps)
+        self.counts[0] += steps
+        return super().draw(run, steps)
 
 
 class Diagonal:

@@ -19,7 +19,7 @@ import torch
 from lightning_sgmcmc.contour import Contour, ContourRules, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.simulation import ContourRun, simulate
-from lightning_sgmcmc.simulation.steps import CHUNK
+from lightning_sgmcmc.simulation.loop import CHUNK
 from lightning_sgmcmc.simulation.targets import GaussianMixture
 
 PEERS = Path(__file__).parent / "peers"

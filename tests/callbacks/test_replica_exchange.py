@@ -19,7 +19,7 @@ from lightning_sgmcmc.callbacks import (
     SamplingSchedule,
     VarianceReducedEnergy,
 )
-from lightning_sgmcmc.simulation.target_module import TargetDataModule, TargetModule
+from lightning_sgmcmc.simulation import TargetDataModule, TargetModule
 from lightning_sgmcmc.simulation.targets import GaussianMixture
 from tests.support.problems import Data, Net
 from tests.support.trainers import quiet_trainer, seeded

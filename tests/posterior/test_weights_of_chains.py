@@ -13,7 +13,7 @@ from lightning_sgmcmc.chains.samples import SampleRecord
 from lightning_sgmcmc.contour import DecayingStepSize
 from lightning_sgmcmc.report.run_record import read_run
 from lightning_sgmcmc.report.tables import samples
-from lightning_sgmcmc.simulation.target_module import TargetDataModule, TargetModule
+from lightning_sgmcmc.simulation import TargetDataModule, TargetModule
 from lightning_sgmcmc.simulation.targets import GaussianMixture
 from tests.support.problems import Data
 from tests.support.trainers import quiet_trainer

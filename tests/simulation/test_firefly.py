@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.diagnostics.draws import autocorrelation_time
+from lightning_sgmcmc.simulation import BoundedLikelihood, LogisticBound, TaylorBound
 from lightning_sgmcmc.simulation.firefly import FireflyRun, firefly
-from lightning_sgmcmc.simulation.likelihood_bounds import BoundedLikelihood, LogisticBound, TaylorBound
 
 STD = 2.0
 LOOSE = 4.0

@@ -10,9 +10,8 @@ import torch
 from lightning_sgmcmc.contour import Contour, ContourRules, ContourState, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.samplers import MCLMC, SGHMC, SGLD, SGNHT, UnderdampedLangevin, pSGLD
-from lightning_sgmcmc.simulation import ContourRun, FullGradient, GaussianSum, sample_sum, simulate
-from lightning_sgmcmc.simulation import steps as simulation_steps
-from lightning_sgmcmc.simulation.steps import has_compiler
+from lightning_sgmcmc.simulation import ContourRun, FullGradient, GaussianSum, densities, sample_sum, simulate
+from lightning_sgmcmc.simulation.loop import has_compiler
 from lightning_sgmcmc.simulation.targets import CosineTarget, GaussianMixture
 from tests.support.kinetic import ubu_variance
 
@@ -102,7 +101,7 @@ def test_compiled_blocks_are_the_eager_steps(sampler: Any, learner: ContourRun |
 def test_compiled_sgld_is_eager_sgld(monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_compiler():
         pytest.skip("no C++ compiler")
-    monkeypatch.setattr(simulation_steps, "BLOCK", 4)  # steps are unrolled, so a block of 32 takes a minute to compile
+    monkeypatch.setattr(densities, "BLOCK", 4)  # steps are unrolled, so a block of 32 takes a minute to compile
     eager, compiled = (
         simulate(NORMAL, lr=0.1, num_steps=40, num_chains=5, keep_every=1, compile=compile) for compile in (False, True)
     )

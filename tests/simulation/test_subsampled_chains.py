@@ -10,18 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.samplers import SGHMC, SGLD, SGNHT, Sampler, UnderdampedLangevin
-from lightning_sgmcmc.simulation.finite_sums import GaussianSum
-from lightning_sgmcmc.simulation.gradient_estimators import (
+from lightning_sgmcmc.simulation import (
     CalibratedFriction,
     ControlVariateGradient,
     ExponentialGradient,
     FullGradient,
     UniformGradient,
+    sample_sum,
 )
-from lightning_sgmcmc.simulation.gradient_runs import OfBatches, WithFriction
-from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
+from lightning_sgmcmc.simulation.finite_sums import GaussianSum
 from lightning_sgmcmc.subsampling.ewsg import Guess
-from tests.support.finite_sums import CENTRES, GAUSSIAN, LOGISTIC, MIXED, UNDERDAMPED, begin, draws
+from tests.support.finite_sums import CENTRES, GAUSSIAN, LOGISTIC, MIXED, UNDERDAMPED, begin, draws, take
 
 # -- the index chain --------------------------------------------------------------------------------------------------
 
@@ -55,13 +54,14 @@ def test_a_long_index_chain_has_the_law_of_eq_4(name: str, lr: float, guess: Gue
     target, chains = GaussianSum(2 * draws(5, 2)), 20_000
     x, momentum = torch.tensor([0.4, -0.3]).double(), torch.tensor([0.9, -0.6]).double()
     sampler = SGLD if name == "SGLD" else UNDERDAMPED
-    gradients, run = begin(target, sampler, ExponentialGradient(size, 60, guess), lr, x.expand(chains, 2), seed=2)
+    estimator = ExponentialGradient(size, 60, guess)
+    run = begin(target, sampler, estimator, lr, x.expand(chains, 2), seed=2)
     for momenta in run.rule.momenta(run.group) or []:
         momenta.copy_(momentum)
-    chosen = gradients.take()
+    chosen, indices = estimator.chosen(run, estimator.draw(run, 1)[0])
     batches = torch.cartesian_prod(*[torch.arange(5)] * size).view(-1, size)
     every = target.batch_gradients(x[None], batches[None])[0]
-    code = (gradients.indices * 5 ** torch.arange(size - 1, -1, -1)).sum(1)
+    code = (indices * 5 ** torch.arange(size - 1, -1, -1)).sum(1)
     torch.testing.assert_close(chosen, every[code])
     counts = torch.bincount(code, minlength=len(every)).double()
     freedom = len(every) - 1
@@ -173,18 +173,19 @@ def test_svrg_is_exact_on_the_gaussian() -> None:
 def test_control_variates_are_unbiased_and_vanish_at_the_snapshot() -> None:
     """On logistic regression: their mean over all batches is the gradient; at θ_q each is the full gradient."""
     estimator = ControlVariateGradient(1, 1.0)
-    gradients, run = begin(LOGISTIC, SGLD, estimator, 1e-3, draws(40_000, 3)[:1].expand(40_000, 3))
+    run = begin(LOGISTIC, SGLD, estimator, 1e-3, draws(40_000, 3)[:1].expand(40_000, 3))
     full = LOGISTIC.gradient(run.place.detach())
-    torch.testing.assert_close(gradients.take().detach(), full)
+    torch.testing.assert_close(take(estimator, run).detach(), full)
     run.place.data += 0.3
-    after = gradients.take().detach()
+    after = take(estimator, run).detach()
     full = LOGISTIC.gradient(run.place.detach())
     error = after.std(0) / math.sqrt(len(after))
     assert bool((error > 0).all())
     # 4.5 standard errors: by chance outside once in 10⁵ seeds, for each of three coordinates.
     assert float(((after.mean(0) - full[0]) / error).abs().max()) < 4.5
-    plain, _ = begin(LOGISTIC, SGLD, UniformGradient(1), 1e-3, run.place.detach())
-    assert bool((after.std(0) < 0.5 * plain.take().std(0)).all())
+    plain = UniformGradient(1)
+    of_plain = take(plain, begin(LOGISTIC, SGLD, plain, 1e-3, run.place.detach()))
+    assert bool((after.std(0) < 0.5 * of_plain.std(0)).all())
 
 
 # -- friction ---------------------------------------------------------------------------------------------------------
@@ -196,41 +197,41 @@ def test_calibrated_friction_of_the_gaussian(size: int) -> None:
     h = 0.01
     expected = h * 50**2 * torch.cov(CENTRES.T, correction=0) / (2 * 0.7 * size)
     x = draws(6, 2)
-    often, run = begin(GAUSSIAN, UNDERDAMPED, CalibratedFriction(ExponentialGradient(size, 1), 0.01), h, x)
-    assert isinstance(often, WithFriction)
+    often = CalibratedFriction(ExponentialGradient(size, 1), 0.01)
+    run = begin(GAUSSIAN, UNDERDAMPED, often, h, x)
     for _ in range(4):
-        often.take()
-        torch.testing.assert_close(often.friction, expected.expand(6, 2, 2))
+        take(often, run)
+        torch.testing.assert_close(run.friction, expected.expand(6, 2, 2))
         run.place.data += 0.1
-    seldom, run = begin(GAUSSIAN, UNDERDAMPED, CalibratedFriction(UniformGradient(size), 1.0), h, x)
+    seldom = CalibratedFriction(UniformGradient(size), 1.0)
+    run = begin(GAUSSIAN, UNDERDAMPED, seldom, h, x)
     for step in range(50 // size):
-        seldom.take()
-        off = float((seldom.friction.detach() - expected).norm() / expected.norm())
+        take(seldom, run)
+        off = float((run.friction.detach() - expected).norm() / expected.norm())
         assert off < (1e-12 if step == 0 else 0.1)
         run.place.data = x + 0.02 * draws(6, 2, seed=step)
-    diagonal, _ = begin(GAUSSIAN, UNDERDAMPED, CalibratedFriction(UniformGradient(size), matrix=False), h, x)
-    diagonal.take()
-    torch.testing.assert_close(diagonal.friction, expected.diagonal().expand(6, 2))
+    diagonal = CalibratedFriction(UniformGradient(size), matrix=False)
+    run = begin(GAUSSIAN, UNDERDAMPED, diagonal, h, x)
+    take(diagonal, run)
+    torch.testing.assert_close(run.friction, expected.diagonal().expand(6, 2))
 
 
 def test_moments_move_with_each_batch() -> None:
     """Lines 16 and 17 of Algorithm 2, with n∇V for its ∇V: against sums over the batches that were drawn."""
     x = draws(3, 3)
-    gradients, run = begin(LOGISTIC, UNDERDAMPED, CalibratedFriction(UniformGradient(1)), 0.01, x)
-    assert isinstance(gradients, WithFriction)
-    assert isinstance(gradients._inner, OfBatches)
-    gradients._every = 10**9
-    gradients.take()
-    start = [moment.clone() for moment in gradients._moments]  # the batch at ω itself moved nothing
+    estimator = CalibratedFriction(UniformGradient(1), 10**9)
+    run = begin(LOGISTIC, UNDERDAMPED, estimator, 0.01, x)
+    take(estimator, run)
+    start = [moment.clone() for moment in run.moments]  # the batch at ω itself moved nothing
     run.place.data = x + 0.5
     expected = [moment.clone() for moment in start]
     for _ in range(15):
-        gradients.take()
-        index = gradients._inner.indices[:, None]
+        index = estimator.draw(run, 1)[0]
+        estimator.estimate(run, index)
         now, then = (LOGISTIC.batch_gradients(p, index)[:, 0] for p in (x + 0.5, x))
         expected[0] += (now - then) / 20
         expected[1] += (now[:, :, None] * now[:, None] - then[:, :, None] * then[:, None]) / 20
-    for one, other in zip(gradients._moments, expected, strict=True):
+    for one, other in zip(run.moments, expected, strict=True):
         torch.testing.assert_close(one, other)
 
 

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.samplers import SGLD, SGNHT, pSGLD
-from lightning_sgmcmc.simulation.finite_sums import LogisticRegressionSum
-from lightning_sgmcmc.simulation.gradient_estimators import (
+from lightning_sgmcmc.simulation import (
     CalibratedFriction,
     ControlVariateGradient,
     ExponentialGradient,
     FullGradient,
     GradientEstimator,
     UniformGradient,
+    loop,
+    sample_sum,
 )
-from lightning_sgmcmc.simulation.steps import has_compiler
-from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
-from lightning_sgmcmc.simulation.sum_steps import BlockSteps
+from lightning_sgmcmc.simulation.finite_sums import LogisticRegressionSum
+from lightning_sgmcmc.simulation.loop import has_compiler
 from tests.support.finite_sums import CENTRES, EWSG, GAUSSIAN, LOGISTIC, UNDERDAMPED, draws
 
 
@@ -147,7 +147,7 @@ def test_blocks_are_the_eager_steps(
 ) -> None:
     """The same random numbers, at marks within blocks of 16 steps and between them."""
     if not is_compiled:
-        monkeypatch.setattr(BlockSteps, "_compiled", lambda steps: steps.run_block)
+        monkeypatch.setattr(loop, "compiled_block", lambda method, device: method)
     options: dict[str, Any] = {"lr": 0.01, "num_chains": 3, "num_steps": 40, "at_steps": [0, 1, 2, 17, 18, 40]}
     eager, compiled = (
         sample_sum(LOGISTIC, sampler, gradient, observe=torch.square, compile=compile, seed=3, **options)

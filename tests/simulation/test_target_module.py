@@ -12,7 +12,7 @@ import torch
 
 from lightning_sgmcmc import SGHMC, SGLD, ContourRules
 from lightning_sgmcmc.callbacks import ContourGradient, SampleCollector, SamplerCallback, SamplingSchedule
-from lightning_sgmcmc.simulation.target_module import TargetDataModule, TargetModule
+from lightning_sgmcmc.simulation import TargetDataModule, TargetModule
 from lightning_sgmcmc.simulation.targets import GaussianMixture
 from tests.support.problems import TARGETS
 from tests.support.trainers import quiet_trainer

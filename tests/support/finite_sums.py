@@ -2,19 +2,17 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_sgmcmc.samplers import Sampler, UnderdampedLangevin
-from lightning_sgmcmc.simulation.finite_sums import FiniteSum, GaussianSum, LogisticRegressionSum
-from lightning_sgmcmc.simulation.gradient_estimators import (
+from lightning_sgmcmc.simulation import (
     ExponentialGradient,
     GradientEstimator,
 )
-from lightning_sgmcmc.simulation.gradient_runs import SumRun
-from lightning_sgmcmc.simulation.subsampled_chains import sample_sum
+from lightning_sgmcmc.simulation.finite_sums import FiniteSum, GaussianSum, LogisticRegressionSum
+from lightning_sgmcmc.simulation.subsampled_chains import SumRun, sample_sum
 
 
 def draws(*shape: int, seed: int = 0) -> Tensor:
@@ -36,8 +34,16 @@ def begin(
     lr: float,
     x: Tensor,
     seed: int = 0,
-) -> tuple[Any, SumRun]:
+) -> SumRun:
     place = nn.Parameter(x.clone())
     rule = sampler([place], lr=lr, num_data=1, temperature=0.7, num_chains=len(x), seed=seed)
-    run = SumRun(target, rule, rule.param_groups[0], place, seed)
-    return estimator.begin(run), run
+    run = SumRun(target, rule, place, seed)
+    estimator.begin(run)
+    return run
+
+
+def take(estimator: GradientEstimator, run: SumRun) -> Tensor:
+    """Return the gradient of the next step."""
+    gradient = estimator.estimate(run, estimator.draw(run, 1)[0])
+    run.step += 1
+    return gradient
