@@ -302,7 +302,7 @@ class _Energies(StepPart):
         self._noise = [(ChainStreams(seed, purpose, place), shape) for purpose, level, shape in known if level > 0]
 
     def draw(self, first: int, count: int) -> tuple[Tensor, ...]:
-        return tuple(streams.normal(*shape) for streams, shape in self._noise)
+        return tuple(streams.normal(count, *shape) for streams, shape in self._noise)
 
     def before(self, step: Step, *numbers: Tensor) -> None:
         step.energy = self._target.energy(step.place)

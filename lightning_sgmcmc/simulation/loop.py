@@ -56,7 +56,7 @@ class StepPart:
     """A part of every step: the source of gradients, or an observer."""
 
     def draw(self, first: int, count: int) -> tuple[Tensor, ...]:
-        """Return the part's numbers for the steps first, first + 1, …, each a tensor of `count` rows or more."""
+        """Return the part's numbers for the steps first, first + 1, …, each a tensor of `count` rows."""
         return ()
 
     def before(self, step: Step, *numbers: Tensor) -> None:
@@ -73,8 +73,8 @@ class LightLoop:
         rule: the sampler.
         place: its only parameter, the chains' positions, shape (C, d).
         group: its parameter group.
-        normals: function of a number of steps; it returns the injected noise for them or for more, standard normal
-            numbers of shape (K, J, C, d) that the loop may change.
+        normals: function of the number K of the next steps; it returns the injected noise, standard normal numbers of
+            shape (K, J, C, d) that the loop may change.
         parts: the parts of a step.
         block_length: steps of a block.
         compiles: whether to compile blocks.
@@ -109,15 +109,19 @@ class LightLoop:
         first = self.count + 1
         numbers = [(self.normals(count),), *(part.draw(first, count) for part in self.parts)]
         self.count += count
+        if count <= self._length:
+            return self._run(count, numbers)
         done = []
         for start in range(0, count, self._length):
             stop = min(start + self._length, count)
-            piece = [tuple(one[start:stop] for one in own) for own in numbers]
-            # A shorter last block has another shape than the compiled ones.
-            done.append((self._block if stop - start == self._length else self.run)(*piece))
-        return done[0] if len(done) == 1 else {name: torch.cat([rows[name] for rows in done]) for name in done[0]}
+            done.append(self._run(stop - start, [tuple(one[start:stop] for one in own) for own in numbers]))
+        return {name: torch.cat([rows[name] for rows in done]) for name in done[0]}
 
-    def run(self, normals: tuple[Tensor], *numbers: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    def _run(self, count: int, numbers: Sequence[tuple[Tensor, ...]]) -> dict[str, Tensor]:
+        # A shorter last block has another shape than the compiled ones.
+        return (self._block if count == self._length else self.run)(*numbers)
+
+    def run(self, normals: tuple[Tensor, ...], *numbers: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Make a block's steps, given the noise and the numbers of each part."""
         step = Step(self.place, dict(self.group) if self._copies_group else self.group)
         for k, noise in enumerate(normals[0]):
@@ -173,14 +177,17 @@ class ChainStreams:
         ]
         self._buffers: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
-    def normal(self, *shape: int) -> Tensor:
-        """Return standard normal numbers for a chunk of K steps, shape (K, C) or (K, …, C, d), for a step's shape () or
-        (…, d) of each chain; the next call for that shape overwrites them."""
-        return self._drawn(Tensor.normal_, shape)
+    def normal(self, count: int, *shape: int) -> Tensor:
+        """Return standard normal numbers for the first `count` steps of the next chunk.
 
-    def uniform(self, *shape: int) -> Tensor:
+        They have the shape (K, C) or (K, …, C, d), for a step's shape () or (…, d) of each chain. The next call for
+        that shape overwrites them.
+        """
+        return self._drawn(Tensor.normal_, shape)[:count]
+
+    def uniform(self, count: int, *shape: int) -> Tensor:
         """Return numbers that are uniform on [0, 1), as `normal` does."""
-        return self._drawn(Tensor.uniform_, shape)
+        return self._drawn(Tensor.uniform_, shape)[:count]
 
     def _drawn(self, draw: Callable[..., Tensor], shape: tuple[int, ...]) -> Tensor:
         axis = max(1, len(shape))
@@ -196,7 +203,7 @@ class ChainStreams:
 def chain_normals(seed: int, place: Tensor, draws: int, chunk: int = CHUNK) -> Callable[[int], Tensor]:
     """Return a source of injected noise from a stream for each chain; a chunk of 1 draws what `Sampler.step` does."""
     streams = ChainStreams(seed, "noise", place, chunk)
-    return lambda count: streams.normal(draws, place.shape[1])
+    return lambda count: streams.normal(count, draws, place.shape[1])
 
 
 def shared_normals(generator: torch.Generator, place: Tensor, draws: int) -> Callable[[int], Tensor]:

@@ -80,7 +80,7 @@ def random_walk_metropolis(
     streams = ChainStreams(seed, "random walk", place)
     draws, densities = [], []
     for first in range(1, num_steps + 1, CHUNK):
-        moves, limits = streams.normal(dimension) @ factor.T, streams.uniform().log()
+        moves, limits = streams.normal(CHUNK, dimension) @ factor.T, streams.uniform(CHUNK).log()
         for k in range(first, min(first + CHUNK, num_steps + 1)):
             proposal = place + log_scale.exp()[:, None] * moves[k - first]
             proposed = log_density(proposal)

@@ -32,8 +32,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from lightning_sgmcmc.recipes.samplers_bench.methods import METHODS, NUTS
-from lightning_sgmcmc.recipes.samplers_bench.settings import Settings
+from lightning_sgmcmc.recipes.samplers_bench.methods import METHODS, NUTS, Settings
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
@@ -93,7 +92,7 @@ def one(
     """
     settings = replace(settings, repeats=repeats)
     if problem in settings.networks:
-        from lightning_sgmcmc.recipes.samplers_bench.networks import best_fits
+        from lightning_sgmcmc.recipes.samplers_bench.chains import best_fits
 
         factor, fits = best_fits(problem, method, settings, seed)
         return {"factor": factor, "runs": [{"error": fit["distance"], "nll": fit["nll"]} for fit in fits]}
@@ -112,12 +111,7 @@ LABELS = {
 
 
 def rows_of(problem: Problem, found: dict[str, dict[str, Any]]) -> list[Row]:
-    """Return the rows of a problem: for each sampler its figures and its step size.
-
-    Args:
-        problem: its name and its noise.
-        found: what `one` returns, by sampler.
-    """
+    """Return the rows of a problem, given what `one` returns by sampler: its figures and its step size."""
     rows, title = [], f"{problem[0]}, {problem[1]}"
     for method, outcome in found.items():
         for key in outcome["runs"][0]:
@@ -130,9 +124,7 @@ def rows_of(problem: Problem, found: dict[str, dict[str, Any]]) -> list[Row]:
 def summary(kind: str, found: list[dict[str, dict[str, Any]]]) -> list[Row]:
     """Return a row for each sampler: the geometric mean over problems of its error over that of SGHMC.
 
-    Args:
-        kind: the problems' kind.
-        found: for each problem what `one` returns, by sampler; without SGHMC there are no rows.
+    `found` has for each problem what `one` returns, by sampler; without SGHMC there are no rows.
     """
     rows = []
     for method in found[0]:

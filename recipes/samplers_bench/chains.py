@@ -1,18 +1,27 @@
-"""Chains on a problem with known moments, in the light loop, and the figures of their draws."""
+"""Runs of a sampler: chains on a problem with known moments, in the light loop, and fits of small networks."""
 
+import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_sgmcmc.batches import ResumableLoader
+from lightning_sgmcmc.callbacks import MetropolisTest, SampleCollector, SamplingSchedule, WarmStart
+from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.diagnostics.draws import autocorrelation_time
-from lightning_sgmcmc.recipes.samplers_bench.methods import METHODS, NUTS
+from lightning_sgmcmc.recipes.samplers_bench.methods import METHODS, NUTS, Settings
 from lightning_sgmcmc.recipes.samplers_bench.problems import Problem, generator_of, problem_of
-from lightning_sgmcmc.recipes.samplers_bench.settings import Settings
+from lightning_sgmcmc.recipes.shared.network_scores import data_of, scores
+from lightning_sgmcmc.recipes.shared.small_networks import NETWORKS
+from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, silence_lightning
 from lightning_sgmcmc.reference.chains import HamiltonianChains
 from lightning_sgmcmc.reference.chains import Settings as ReferenceSettings
+from lightning_sgmcmc.run.guard import NonFiniteEnergyError
 from lightning_sgmcmc.samplers import Sampler
 from lightning_sgmcmc.samplers.reversible import ReversibleLangevin, Trajectory
 from lightning_sgmcmc.simulation.loop import LightLoop, Recorder, Step, StepPart, chain_normals
@@ -25,6 +34,11 @@ TRAJECTORY = 10
 """Steps of a trajectory on which a Metropolis test decides."""
 ITERATION = 100.0
 """Gradients of an iteration of NUTS that its warm-up is planned with: about a tree on the Gaussians, the longest."""
+STIFFNESS = {"smallest": 2_500.0, "classification": 110.0, "regression": 280_000.0}
+"""Largest curvature of U at an optimized network, rounded: the scale of the step sizes that are tried."""
+NETWORK_CHAINS = 4
+NETWORK_BATCHES = 4
+"""Batches of the data."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +94,7 @@ def best_of(factors: Sequence[float], error: Callable[[float], float]) -> float:
 
 
 def run(problem: Problem, method: str, factor: float, settings: Settings, seed: int) -> Figures:
-    """Run a sampler's chains side by side and return their figures.
-
-    Args:
-        problem: the posterior.
-        method: name in `METHODS`.
-        factor: the step size over the largest stable one.
-        settings: the recipe's.
-        seed: of the sampler's noise and of the gradients'.
-    """
+    """Run a sampler's chains side by side and return their figures; `factor` is of the largest stable step size."""
     known = METHODS[method]
     length, steps = 1, settings.gradients
     if known.tested:  # a trajectory costs U of all data once
@@ -156,11 +162,6 @@ def run_nuts(problem: Problem, settings: Settings, seed: int) -> Figures:
     A gradient of all data counts as `problem.full_cost` gradients, those of the warm-up and of its search for step
     sizes too; chains that trees leave idle cost nothing. The last iteration may exceed the budget, and one draw of each
     chain is made in any case.
-
-    Args:
-        problem: the posterior.
-        settings: the recipe's.
-        seed: of starts and draws.
     """
     budget, spent = settings.gradients / problem.full_cost, 0.0
 
@@ -184,14 +185,7 @@ def run_nuts(problem: Problem, settings: Settings, seed: int) -> Figures:
 
 
 def figures_of(draws: list[Tensor], problem: Problem, gradients: int, seconds: float) -> Figures:
-    """Return the figures of a run.
-
-    Args:
-        draws: of each time, the values of the functions, shape (C, F).
-        problem: the posterior.
-        gradients: the budget of each chain.
-        seconds: processor time of a step.
-    """
+    """Return the figures of a run, given the functions' values at each draw, shape (C, F)."""
     kept = torch.stack(draws)  # (S, C, F)
     if not bool(kept.isfinite().all()):
         return Figures(DIVERGED, 0.0, seconds)
@@ -199,12 +193,7 @@ def figures_of(draws: list[Tensor], problem: Problem, gradients: int, seconds: f
 
 
 def error_of(draws: Tensor, problem: Problem) -> float:
-    """Return the root mean square error of the means of functions, each over its standard deviation.
-
-    Args:
-        draws: values of the functions, shape (S, C, F).
-        problem: has their exact moments.
-    """
+    """Return the root mean square error of the means of functions (S, C, F), each over its standard deviation."""
     errors = (draws.double().mean((0, 1)) - problem.mean) / problem.std
     return float(errors.square().mean().sqrt())
 
@@ -224,3 +213,59 @@ def ess_of(draws: Tensor, dimension: int, gradients: int) -> float:
     times = autocorrelation_time(coordinates)  # (C, d)
     effective = (len(draws) / times).sum(0)
     return float(effective.median()) / (gradients * draws.shape[1]) * 1000
+
+
+# -- networks ---------------------------------------------------------------------------------------------------------
+
+
+def best_fits(name: str, method: str, settings: Settings, seed: int) -> tuple[float, list[dict[str, float]]]:
+    """Return a method's best step size on a network, over the largest stable one, and its fits at that.
+
+    The step size is chosen by the distance to the truth of fits with the seed after those of the repeats.
+    """
+    factor = best_of(
+        settings.network_factors, lambda one: fit(name, method, one, settings, seed + settings.repeats)["distance"]
+    )
+    return factor, [fit(name, method, factor, settings, seed + repeat) for repeat in range(settings.repeats)]
+
+
+def fit(name: str, method: str, factor: float, settings: Settings, seed: int) -> dict[str, float]:
+    """Return "distance" and "nll" of four chains on a network."""
+    diverged = {"distance": DIVERGED, "nll": DIVERGED}
+    silence_lightning()
+    logging.getLogger("lightning_sgmcmc").setLevel(logging.ERROR)
+    torch.manual_seed(seed)
+    data, known = data_of(name, seed), METHODS[method]
+    lr = known.step_size(factor, STIFFNESS[name], len(data.x))
+    # A trajectory is an epoch, and its test costs as much data again.
+    length = NETWORK_BATCHES if known.tested else 1
+    steps = max(2, settings.steps // (2 * length)) * length if known.tested else settings.steps
+    warm_start = settings.warm_start // length * length
+    burn_in = int(settings.burn_in * steps) // length * length
+    every = max(1, (steps - burn_in) // settings.draws // length) * length
+    collector = SampleCollector(in_memory=True)
+    callbacks: list[Any] = [
+        WarmStart(lr=0.01, steps=warm_start),
+        SamplingSchedule(burn_in_steps=burn_in, every_n_steps=every),
+        *([MetropolisTest()] if known.tested else []),
+        collector,
+    ]
+    sampler: Any = known.build(lr, burn_in)
+    module = NETWORKS[name].module(sampler=sampler, lr=lr, num_chains=NETWORK_CHAINS, chain_execution="vmap", seed=seed)
+    loader = ResumableLoader(
+        TensorBatches(data.x, data.y), batch_size=len(data.x) // NETWORK_BATCHES, seed=seed, drop_last=known.tested
+    )
+    trainer = quiet_trainer(
+        max_steps=steps + warm_start,
+        accelerator="cpu",
+        callbacks=callbacks,
+        enable_checkpointing=False,
+    )
+    try:
+        trainer.fit(module, loader)
+    except NonFiniteEnergyError:
+        return diverged
+    if collector.posterior is None:
+        return diverged
+    found = scores(name, collector.posterior, data)
+    return found if all(map(math.isfinite, found.values())) else diverged

@@ -1,4 +1,4 @@
-"""The samplers, and the largest step size at which each is stable on a problem of a known stiffness."""
+"""The settings, the samplers, and the largest step size of each that is stable on a problem of a known stiffness."""
 
 import functools
 import math
@@ -29,6 +29,48 @@ NUTS = "NUTS"
 
 
 @dataclass(frozen=True)
+class Settings:
+    """The settings of `samplers_bench.yaml`.
+
+    Attributes:
+        repeats: runs of each sampler on each problem, at the step size that another seed has chosen.
+        chains: chains of a run on densities and regressions, computed at once.
+        gradients: gradient evaluations of each of these chains.
+        burn_in: share of the steps before the first draw.
+        noise: standard deviation of the noise of gradients, over the root mean square of the target's gradient.
+        batch: batch size of the regressions.
+        noises: kinds of the gradients' noise on densities.
+        networks: those that are sampled.
+        steps: of each of four chains on a network, behind the warm start.
+        warm_start: steps of Adam on a network.
+        draws: of each chain on a network.
+        network_factors: step sizes on networks, over the largest stable one.
+        factors: step sizes elsewhere, over the largest stable one of the full gradient.
+    """
+
+    repeats: int
+    chains: int
+    gradients: int
+    burn_in: float
+    noise: float
+    batch: int
+    noises: tuple[str, ...]
+    networks: tuple[str, ...]
+    steps: int
+    warm_start: int
+    draws: int
+    network_factors: tuple[float, ...]
+    factors: tuple[float, ...]
+
+    @property
+    def work(self) -> float:
+        """The steps of all runs; a step of a network takes as long as about twenty others."""
+        runs = self.repeats + 4  # about four choose the step size
+        problems = 4 * len(self.noises) + 2
+        return float(runs * (problems * self.gradients + 20 * len(self.networks) * (self.steps + self.warm_start)))
+
+
+@dataclass(frozen=True)
 class Method:
     """A sampler.
 
@@ -50,22 +92,11 @@ class Method:
     tested: bool = False
 
     def step_size(self, factor: float, stiffness: float, num_data: int) -> float:
-        """Return lr for a factor on the largest stable time step, or on the largest stable lr without momentum.
-
-        Args:
-            factor: the fraction.
-            stiffness: λ.
-            num_data: N.
-        """
+        """Return lr for a fraction of the largest stable time step, or of the largest stable lr without momentum."""
         return self.largest(stiffness, num_data) * factor**self.order
 
     def build(self, lr: float, burn_in: int) -> Callable[..., Sampler]:
-        """Return the sampler's factory for a step size: with the friction of a time step, or the steps that it adapts.
-
-        Args:
-            lr: step size.
-            burn_in: steps before the first draw.
-        """
+        """Return the sampler's factory: with the friction of a time step, or the number of steps in which it adapts."""
         options: dict[str, Any] = {}
         if self.adapts:
             options["adapt"] = max(1, burn_in)

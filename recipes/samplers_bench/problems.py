@@ -309,14 +309,7 @@ REGRESSIONS: dict[str, Callable[[int], Problem]] = {
 
 
 def problem_of(name: str, noise: str, level: float, batch: int) -> Problem:
-    """Return a problem: a density with a kind of noise, or a regression with batches.
-
-    Args:
-        name: one of `DENSITIES` or `REGRESSIONS`.
-        noise: a kind, see `Density`; regressions have that of their batches.
-        level: of the noise, see `Density`.
-        batch: batch size of a regression.
-    """
+    """Return a problem: a density with a kind of noise and its level, or a regression with batches of a size."""
     return REGRESSIONS[name](batch) if name in REGRESSIONS else DENSITIES[name](noise, level)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sgmcmc.recipes import samplers_bench
 from lightning_sgmcmc.recipes.samplers_bench import BATCHES, NOISES
 from lightning_sgmcmc.recipes.samplers_bench.chains import DIVERGED, best_of, error_of, run, run_nuts
-from lightning_sgmcmc.recipes.samplers_bench.methods import METHODS, NUTS
+from lightning_sgmcmc.recipes.samplers_bench.methods import METHODS, NUTS, Settings
 from lightning_sgmcmc.recipes.samplers_bench.problems import (
     DENSITIES,
     REGRESSIONS,
@@ -19,7 +19,6 @@ from lightning_sgmcmc.recipes.samplers_bench.problems import (
     LogisticRegression,
     problem_of,
 )
-from lightning_sgmcmc.recipes.samplers_bench.settings import Settings
 from lightning_sgmcmc.recipes.shared.logistic import full_gradient_reference
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.settings import read_settings
