@@ -1,19 +1,19 @@
 """The base of datamodules with data in memory: splits, normalisation, loaders."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader
+from lightning_sgmcmc.batches.loader import ChainBatches, ResumableLoader, as_is
 from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder, check_order
 from lightning_sgmcmc.checks import check_count, check_within, names_arguments
-from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader
+from lightning_sgmcmc.datamodules.augmentation import Augmentation
 from lightning_sgmcmc.tables import InputColumns
 from lightning_sgmcmc.tables.inputs import some
 from lightning_sgmcmc.tensors import sent
@@ -25,6 +25,53 @@ class Split:
 
     inputs: Tensor
     targets: Tensor
+
+
+class TensorBatches(Dataset[tuple[Tensor, ...]]):
+    """Tensors of equal length that are indexed by whole batches, without a Python loop over the items.
+
+    Args:
+        tensors: one or more tensors with the same first axis, on one device; the first holds the inputs.
+        transform: applied to the inputs of each batch, for instance to turn uint8 images into normalised floats.
+
+    Raises:
+        TypeError: if one is not a tensor.
+        ValueError: if there are no tensors, or their lengths or devices differ.
+    """
+
+    def __init__(self, *tensors: Tensor, transform: Callable[[Tensor], Tensor] | None = None) -> None:
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"tensors must be torch tensors, got a {type(tensor).__name__}: use torch.as_tensor")
+        if not tensors or len({len(tensor) for tensor in tensors}) != 1:
+            raise ValueError(f"tensors must have the same length, got lengths {[len(tensor) for tensor in tensors]}")
+        if len({tensor.device for tensor in tensors}) != 1:
+            raise ValueError(f"tensors must be on the same device, got {[str(tensor.device) for tensor in tensors]}")
+        self.tensors = tensors
+        self.transform = transform
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the data."""
+        return self.tensors[0].device
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(tensor[0] for tensor in self.whole_batch([index]))
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        return self.whole_batch(indices)
+
+    def whole_batch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, ...]:
+        """Return the batch of the data with these indices."""
+        index = sent(torch.as_tensor(indices), self.device)
+        rest = (tensor[index] for tensor in self.tensors[1:])
+        if isinstance(self.transform, Augmentation):
+            return (self.transform.of_rows(self.tensors[0], index), *rest)
+        inputs = self.tensors[0][index]
+        return (self.transform(inputs) if self.transform is not None else inputs, *rest)
 
 
 class ArrayDataModule(pl.LightningDataModule):
@@ -189,6 +236,14 @@ class ArrayDataModule(pl.LightningDataModule):
         return self._loader(2)
 
 
+names_arguments(ArrayDataModule)
+
+
+def evaluation_loader(dataset: TensorBatches, batch_size: int) -> DataLoader[Any]:
+    """Return a loader of whole batches in the data's order, whose sampler the trainer can replace."""
+    return DataLoader(dataset, batch_size=batch_size, collate_fn=as_is)
+
+
 def _check_names(ours: ArrayDataModule, training: Any) -> None:
     """Raise unless two tables have the same columns in one order, if both have names."""
     names = [getattr(getattr(data, "input_columns", None), "names", ()) for data in (ours, training)]
@@ -288,16 +343,3 @@ def with_intercept(inputs: list[Tensor], scaling: tuple[Tensor, Tensor]) -> tupl
     """Return inputs with a first column of ones, and their scaling, which leaves that column as it is."""
     mean, std = torch.cat([scaling[0].new_zeros(1), scaling[0]]), torch.cat([scaling[1].new_ones(1), scaling[1]])
     return [torch.cat([torch.ones(len(part), 1), part], 1) for part in inputs], (mean, std)
-
-
-def find_file(root: str | Path, *candidates: str, what: str) -> Path:
-    """Return the first of `root/candidate` that exists.
-
-    Raises:
-        FileNotFoundError: naming the path where the file should be.
-    """
-    for candidate in candidates:
-        path = Path(root) / candidate
-        if path.is_file():
-            return path
-    raise FileNotFoundError(f"{what} is not at {Path(root) / candidates[0]}: put the file there, or pass another root")

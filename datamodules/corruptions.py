@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_sgmcmc.checks import check_choice, check_count
-from lightning_sgmcmc.datamodules.base import ArrayDataModule
+from lightning_sgmcmc.datamodules.base import ArrayDataModule, TensorBatches, evaluation_loader
 from lightning_sgmcmc.datamodules.images import ImageDataModule
-from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader
 from lightning_sgmcmc.seeding import derive_seed
 
 CHUNK = 1000

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder
 from lightning_sgmcmc.checks import check_count
-from lightning_sgmcmc.datamodules.arrays import one_line
 from lightning_sgmcmc.datamodules.augmentation import Augmentation, check_probability
 from lightning_sgmcmc.datamodules.base import Split, check_fractions, random_split
-from lightning_sgmcmc.datamodules.images import ImageDataModule, Resident
+from lightning_sgmcmc.datamodules.files import one_line
+from lightning_sgmcmc.datamodules.images import ImageDataModule
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 """Of files that are read as images, in lower case."""
@@ -48,16 +48,13 @@ class ImageFolderDataModule(ImageDataModule):
         grey: one channel instead of red, green and blue.
         val_fraction: share of the training images for validation, if `root/val` is not the validation part.
         test_fraction: share of the training images for the test, if there are neither `root/test` nor `root/val`.
-        seed: seed of the shares.
         augment: crop each training image out of itself with size/8 black pixels around it, and mirror half of them if
             `flips`.
         flips: whether a mirror image has the same class.
         random_erasing: probability that a training image loses a rectangle of 2 to 40 % of its area, which is 0 after
             normalisation (Zhong et al. 2020).
-        drop_last: leave out the last batch of an epoch if it is smaller.
-        device_resident: keep the images on the trainer's device; "auto" does on CUDA if they are small there.
         limit: number of images read of each folder, equally many of each class and chosen at random; None reads all.
-        order: makes the order of the training data, such as `CyclicOrder` (see `ResumableLoader`).
+        shared: `drop_last`, `seed` (of the shares), `device_resident`, `order`, as in `ImageDataModule`.
 
     Raises:
         ValueError: for an argument out of range; at setup for fewer than two classes, a class without images in one
@@ -82,16 +79,14 @@ class ImageFolderDataModule(ImageDataModule):
         grey: bool = False,
         val_fraction: float = 0.1,
         test_fraction: float = 0.2,
-        seed: int = 0,
+        *,
         augment: bool = False,
         flips: bool = True,
         random_erasing: float = 0.0,
-        drop_last: bool = False,
-        device_resident: Resident = "auto",
         limit: int | None = None,
-        order: MakeOrder = BatchOrder,
+        **shared: Any,
     ) -> None:
-        super().__init__(batch_size, drop_last, seed, False, device_resident, order=order)
+        super().__init__(batch_size, flatten=False, **shared)
         check_count("size", size, optional=False)
         check_count("limit", limit)
         check_fractions(val_fraction, test_fraction)

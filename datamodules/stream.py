@@ -9,8 +9,7 @@ from torch import Tensor
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder, check_order
 from lightning_sgmcmc.checks import check_count
-from lightning_sgmcmc.datamodules.base import replica_of
-from lightning_sgmcmc.datamodules.loading import TensorBatches
+from lightning_sgmcmc.datamodules.base import TensorBatches, replica_of
 
 
 class StreamDataModule(pl.LightningDataModule):

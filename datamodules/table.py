@@ -9,7 +9,6 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder
 from lightning_sgmcmc.datamodules.base import ArrayDataModule, Split, check_fractions, random_split, standardise
 from lightning_sgmcmc.datamodules.targets import Task, read_targets
 from lightning_sgmcmc.tables import Columns, InputColumns, as_tensor, is_frame
@@ -31,16 +30,14 @@ class TableDataModule(ArrayDataModule):
         standardise: whether to standardise the columns of x and, in regression, y; otherwise they are used as they are.
         val_fraction: share of the rows for validation, in [0, 1).
         test_fraction: share of the rows for testing, likewise.
-        seed: seed of the split.
-        drop_last: leave out the last batch of an epoch if it is smaller.
         target: the column of a pandas frame x with the targets, or a list of such columns; the others are the inputs.
         splits: the numbers of the training, validation and test rows, instead of random shares; any may be empty but
             the first, and rows in none are left out.
-        order: makes the order of the training data, such as `CyclicOrder` (see `ResumableLoader`).
         task: "regression", "classes" or "counts"; None guesses by type and values, and says what it guessed: whole
             numbers of an integer type are classes, floats those of a regression.
         like: a `Posterior`, or the datamodule of its fit, whose columns, categories and scaling these data get, instead
             of statistics of their own; the training part may then be empty.
+        shared: `drop_last`, `seed`, `order`, as in `ArrayDataModule`.
 
     Raises:
         ValueError: for arrays of other shapes or lengths, values that are not finite, labels below 0, a fraction out
@@ -63,15 +60,14 @@ class TableDataModule(ArrayDataModule):
         standardise: bool = True,
         val_fraction: float = 0.1,
         test_fraction: float = 0.1,
-        seed: int = 0,
-        drop_last: bool = False,
+        *,
         target: Hashable | list[Any] | None = None,
         splits: Sequence[Any] | None = None,
-        order: MakeOrder = BatchOrder,
         task: Task | None = None,
         like: Any = None,
+        **shared: Any,
     ) -> None:
-        super().__init__(batch_size, drop_last, seed, order=order)
+        super().__init__(batch_size, **shared)
         check_fractions(val_fraction, test_fraction)
         x, y = _apart(x, y, target)
         self._like = _columns_of(like)

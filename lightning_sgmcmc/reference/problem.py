@@ -21,7 +21,7 @@ from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.chains.stacked import check_hooks
 from lightning_sgmcmc.chains.starts import ChainStart, check_start, start_chain
 from lightning_sgmcmc.chains.weights import check_batch
-from lightning_sgmcmc.datamodules.loading import TensorBatches, evaluation_loader
+from lightning_sgmcmc.datamodules.base import TensorBatches, evaluation_loader
 from lightning_sgmcmc.evaluation.passes import differs_in_training, indices_of, plain_data
 from lightning_sgmcmc.expansion import collapsed
 from lightning_sgmcmc.model import EnergyModel, check_model, check_shape, named_trainable, of_prior, overrides

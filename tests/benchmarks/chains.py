@@ -19,7 +19,7 @@ from lightning_sgmcmc import SGHMC, BayesianModule, Categorical
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.batches.orders import BatchOrder, OrderSpec
 from lightning_sgmcmc.datamodules import TensorBatches
-from lightning_sgmcmc.datamodules.loading import evaluation_loader
+from lightning_sgmcmc.datamodules.base import evaluation_loader
 from tests.benchmarks.networks import mlp
 from tests.benchmarks.timing import interleaved, ratios
 from tests.benchmarks.trainer_step import QUIET, Clock, all_callbacks

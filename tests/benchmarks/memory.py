@@ -54,7 +54,7 @@ from lightning_sgmcmc.callbacks import (
 )
 from lightning_sgmcmc.chains.samples import PosteriorSample
 from lightning_sgmcmc.datamodules import TensorBatches
-from lightning_sgmcmc.datamodules.loading import evaluation_loader
+from lightning_sgmcmc.datamodules.base import evaluation_loader
 from lightning_sgmcmc.posterior.disk import DiskStore
 from tests.benchmarks.trainer_step import PlainModule
 

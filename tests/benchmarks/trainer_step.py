@@ -25,7 +25,7 @@ from lightning_sgmcmc.callbacks import (
     SampleCollector,
 )
 from lightning_sgmcmc.datamodules import TensorBatches
-from lightning_sgmcmc.datamodules.loading import evaluation_loader
+from lightning_sgmcmc.datamodules.base import evaluation_loader
 from tests.benchmarks.networks import mlp, resnet20
 from tests.benchmarks.timing import timed
 

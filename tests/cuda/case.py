@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc import BayesianModule, Categorical, ContourRules, ResumableLoader, callbacks, samplers
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.datamodules.augmentation import Augmentation
-from lightning_sgmcmc.datamodules.loading import evaluation_loader
+from lightning_sgmcmc.datamodules.base import evaluation_loader
 from lightning_sgmcmc.recipes.cifar_sprint.clock import Clock
 from lightning_sgmcmc.recipes.cifar_sprint.network import SprintNetwork, whitening_filters
 from lightning_sgmcmc.recipes.shared.resnet import resnet

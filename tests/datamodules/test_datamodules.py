@@ -23,8 +23,7 @@ from lightning_sgmcmc.datamodules import (
     UCIClassificationDataModule,
     UCIRegressionDataModule,
 )
-from lightning_sgmcmc.datamodules.base import random_split, standardise
-from lightning_sgmcmc.datamodules.loading import evaluation_loader
+from lightning_sgmcmc.datamodules.base import evaluation_loader, random_split, standardise
 from tests.support.paths import DATA_ROOT as ROOT
 from tests.support.problems import Stream, blobs, classifier
 from tests.support.trainers import quiet_trainer

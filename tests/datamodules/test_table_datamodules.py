@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.datamodules import ArrayDataModule, CovertypeDataModule, MushroomDataModule
-from lightning_sgmcmc.datamodules.mushroom import ATTRIBUTES
-from lightning_sgmcmc.datamodules.pickled import read_dumped_array
+from lightning_sgmcmc.datamodules.files import read_dumped_array
+from lightning_sgmcmc.datamodules.uci import ATTRIBUTES
 from tests.support.configuration import configured_datamodule
 from tests.support.paths import DATA_ROOT as ROOT
 

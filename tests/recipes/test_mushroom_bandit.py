@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_sgmcmc.datamodules import StreamDataModule
-from lightning_sgmcmc.datamodules.mushroom import ATTRIBUTES
+from lightning_sgmcmc.datamodules.uci import ATTRIBUTES
 from lightning_sgmcmc.recipes import mushroom_bandit as bandit
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.settings import read_settings

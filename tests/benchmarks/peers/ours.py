@@ -21,7 +21,7 @@ from lightning_sgmcmc import SGHMC, SGLD, BayesianModule, Categorical, Gaussian,
 from lightning_sgmcmc.batches.loader import ResumableLoader
 from lightning_sgmcmc.callbacks import BayesianModelAverage, CyclicalSchedule, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import TensorBatches
-from lightning_sgmcmc.datamodules.loading import evaluation_loader
+from lightning_sgmcmc.datamodules.base import evaluation_loader
 
 FRICTION = 0.1
 NUM_VALIDATION = 1_000
