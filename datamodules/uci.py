@@ -36,21 +36,19 @@ class TableSource(ArrayDataModule):
         root: folder with the data files.
         batch_size: data per batch.
         val_fraction: share of the data for validation, in [0, 1).
-        test_fraction: share of the data for testing, likewise.
         shared: `drop_last`, `seed`, `order`, as in `ArrayDataModule`.
     """
 
+    test_fraction = 0.0
+    """Share of the data for testing, where the split is a random one."""
     intercept = False
     """Whether the inputs get a first column of ones."""
 
-    def __init__(
-        self, root: str | Path, batch_size: int, val_fraction: float, test_fraction: float, **shared: Any
-    ) -> None:
+    def __init__(self, root: str | Path, batch_size: int, val_fraction: float, **shared: Any) -> None:
         super().__init__(batch_size, **shared)
-        check_fractions(val_fraction, test_fraction)
+        check_fractions(val_fraction, self.test_fraction)
         self.root = Path(root)
         self.val_fraction = val_fraction
-        self.test_fraction = test_fraction
 
     @abstractmethod
     def read(self) -> tuple[Tensor, Tensor]:
@@ -122,7 +120,7 @@ class UCIRegressionDataModule(TableSource):
         val_fraction: float = 0.0,
         **shared: Any,
     ) -> None:
-        super().__init__(root, batch_size, val_fraction, 0.0, **shared)
+        super().__init__(root, batch_size, val_fraction, **shared)
         _check_name(name, REGRESSION)
         if not 0 <= split < SPLITS:
             raise ValueError(f"split must be between 0 and {SPLITS - 1}, got {split}")
@@ -171,7 +169,8 @@ class UCIClassificationDataModule(TableSource):
         intercept: bool = False,
         **shared: Any,
     ) -> None:
-        super().__init__(root, batch_size, val_fraction, test_fraction, **shared)
+        self.test_fraction = test_fraction
+        super().__init__(root, batch_size, val_fraction, **shared)
         _check_name(name, CLASSIFICATION)
         self.table = name
         self.intercept = intercept
@@ -219,7 +218,7 @@ class AirfoilDataModule(TableSource):
     def __init__(
         self, root: str | Path = "data", batch_size: int = 200, val_fraction: float = 0.0, **shared: Any
     ) -> None:
-        super().__init__(root, batch_size, val_fraction, 0.0, **shared)
+        super().__init__(root, batch_size, val_fraction, **shared)
 
     def read(self) -> tuple[Tensor, Tensor]:
         path = find_file(self.root, "airfoil/airfoil.csv", "airfoil.csv", what="Airfoil")
@@ -284,7 +283,8 @@ class MushroomDataModule(TableSource):
         test_fraction: float = 0.2,
         **shared: Any,
     ) -> None:
-        super().__init__(root, batch_size, val_fraction, test_fraction, **shared)
+        self.test_fraction = test_fraction
+        super().__init__(root, batch_size, val_fraction, **shared)
         self.feature_names: tuple[str, ...] = ()
         """The columns' names, `attribute=value`, after `setup` or `table`."""
 
@@ -393,7 +393,8 @@ class CovertypeDataModule(TableSource):
         intercept: bool = False,
         **shared: Any,
     ) -> None:
-        super().__init__(root, batch_size, val_fraction, test_fraction, **shared)
+        self.test_fraction = test_fraction
+        super().__init__(root, batch_size, val_fraction, **shared)
         self.full = full
         self.binary = binary
         self.standardise_indicators = standardise_indicators

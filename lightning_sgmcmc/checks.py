@@ -186,7 +186,10 @@ def names_arguments(cls: type) -> None:
         return
     signature = inspect.signature(init)
     names = [p.name for p in signature.parameters.values() if not _is_open(p)][1:]
-    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+    passed_on = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    if passed_on == ["shared"]:
+        names = names_of(cls)
+    elif passed_on:
         return  # the constructor that gets them says it
 
     @functools.wraps(init)

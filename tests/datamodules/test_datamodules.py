@@ -1,6 +1,5 @@
 """Datamodules: N, splits and statistics."""
 
-import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sgmcmc import BayesianModule, CyclicOrder, Gaussian, datamodules
-from lightning_sgmcmc.batches.orders import BatchOrder
 from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, SamplingSchedule
 from lightning_sgmcmc.datamodules import (
     ArrayDataModule,
@@ -90,8 +89,17 @@ MODULES = [made for name in datamodules.__all__ if name.endswith("DataModule") f
 
 
 @pytest.mark.parametrize("module", [made for made in MODULES if made is not datamodules.CorruptedDataModule])
-def test_every_datamodule_takes_an_order(module: type[Any]) -> None:
-    assert inspect.signature(module).parameters["order"].default is BatchOrder
+def test_a_configuration_sets_what_a_datamodule_shares_with_others(module: type[Any]) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(module, "data")
+    names = {action.dest.removeprefix("data.") for action in parser._actions}
+    shared = {"batch_size", "order"}
+    if not issubclass(module, ArrayDataModule):
+        assert shared <= names
+        return
+    assert shared | {"seed", "drop_last"} <= names
+    with pytest.raises(TypeError, match=f"{module.__name__} has no argument 'batchsize'; did you mean 'batch_size'"):
+        module(batchsize=3)
 
 
 def test_the_training_loader_has_the_order() -> None:
