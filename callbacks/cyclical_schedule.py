@@ -1,6 +1,5 @@
 """The cyclical schedule of cSG-MCMC."""
 
-import math
 from typing import Any
 
 import pytorch_lightning as pl
@@ -63,10 +62,6 @@ class CyclicalSchedule(Schedule):
             planned="cycles were",
             ends="cycles end",
         )
-
-    @property
-    def sampling_lr_factor(self) -> float:
-        return (math.cos(math.pi * self.exploration) + 1) / 2
 
     def reset(self) -> None:
         super().reset()

@@ -184,11 +184,6 @@ class Schedule(SamplerCallback):
     sets_lr = True
     """Whether the schedule sets the step size."""
 
-    @property
-    def sampling_lr_factor(self) -> float:
-        """The largest step size of a sampling stage over the configured lr."""
-        return 1.0
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         module = bayesian(pl_module, self)
         self._sampler = module.sampler

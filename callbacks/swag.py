@@ -98,10 +98,6 @@ class SWAG(Schedule):
         """Of the fit in progress."""
         self.reset()
 
-    @property
-    def sampling_lr_factor(self) -> float:
-        return self.lr_factor
-
     def reset(self) -> None:
         super().reset()
         self._length.reset()

@@ -79,9 +79,6 @@ def _kept(
         images: shape (n, C, H, W).
         shapes: uniform numbers for area and aspect of each attempt, shape (2, n, attempts).
         places: uniform numbers that choose the image and the rectangle's position, shape (3, n, 1).
-        probability: see `random_erase`.
-        area: see `random_erase`.
-        aspect: see `random_erase`.
     """
     height, width = images.shape[2:]
     share, ratio = shapes
@@ -113,7 +110,6 @@ class Augmentation:
     Args:
         normalise: turns bytes into floats.
         padding: pixels around the image before it is cropped to its size; 0 does not crop.
-        flip: mirror each image with probability 1/2.
         erasing: probability that an image loses a rectangle; 0 erases nothing.
     """
 
@@ -183,10 +179,6 @@ class Augmentation:
 
 
 def check_probability(name: str, value: float) -> None:
-    """Raise unless a probability is in [0, 1].
-
-    Raises:
-        ValueError: naming the argument and its value.
-    """
+    """Raise unless a probability is in [0, 1]."""
     if not 0 <= value <= 1:
         raise ValueError(f"{name} must be in [0, 1], got {value}")

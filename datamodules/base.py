@@ -15,7 +15,7 @@ from lightning_sgmcmc.batches.orders import BatchOrder, MakeOrder, check_order
 from lightning_sgmcmc.checks import check_count, check_within, names_arguments
 from lightning_sgmcmc.datamodules.augmentation import Augmentation
 from lightning_sgmcmc.tables import InputColumns
-from lightning_sgmcmc.tables.inputs import some
+from lightning_sgmcmc.tables.columns import some
 from lightning_sgmcmc.tensors import sent
 
 
@@ -277,11 +277,7 @@ def replica_of(datamodule: pl.LightningDataModule) -> dict[str, Any]:
 
 
 def check_fractions(val_fraction: float, test_fraction: float = 0.0) -> None:
-    """Raise unless both fractions and their sum are in [0, 1).
-
-    Raises:
-        ValueError: naming the argument and its value.
-    """
+    """Raise unless both fractions and their sum are in [0, 1)."""
     check_within("val_fraction", val_fraction, "[0, 1)")
     check_within("test_fraction", test_fraction, "[0, 1)")
     check_within("val_fraction + test_fraction", val_fraction + test_fraction, "[0, 1)")
@@ -293,14 +289,8 @@ def random_split(
     """Return index sets, the rest first and then one for each fraction, as a function of the arguments alone.
 
     Args:
-        count: number of data.
-        fractions: the parts' shares of the data, rounded to whole data.
-        seed: seed of the permutation.
         labels: if given, the shares hold within each class (stratified), shape (count,).
         check: whether parts must have about their share; a caller that has a message of its own checks them itself.
-
-    Raises:
-        ValueError: if a part has fewer than half of its share, since data or classes are few.
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(count, generator=generator)

@@ -86,9 +86,6 @@ def corrupted(images: Tensor, corruption: str, severity: int, seed: int = 0) -> 
         severity: 1 to 5, or 0 for unchanged images.
         seed: of the noise.
 
-    Raises:
-        ValueError: for an unknown corruption or severity, or images of another shape.
-
     Source: Hendrycks & Dietterich 2019.
     """
     check_choice("corruption", corruption, tuple(CORRUPTIONS))

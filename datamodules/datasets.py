@@ -139,11 +139,7 @@ class DatasetDataModule(pl.LightningDataModule):
 
 
 def _check_data_set(name: str, data: Any) -> None:
-    """Raise unless `data` can be a data set.
-
-    Raises:
-        TypeError: for a loader, a class, or None as training data.
-    """
+    """Raise unless `data` can be a data set."""
     if isinstance(data, DataLoader | ResumableLoader):
         raise TypeError(
             f"{name} is a {type(data).__name__}, which counts batches, not data: pass its dataset (loader.dataset)"
@@ -168,9 +164,6 @@ def collate_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a batch of rows: by column a tensor of numbers, shape (n, …), or a list of other values.
 
     Numbers in lists, such as tokens, must be equally many in all rows.
-
-    Raises:
-        ValueError: if they are not.
 
     >>> collate_rows([{"ids": [1, 2], "label": 0, "text": "a"}, {"ids": [3, 4], "label": 1, "text": "b"}])
     {'ids': tensor([[1, 2],

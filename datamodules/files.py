@@ -28,11 +28,7 @@ OVERHEAD = 2**16
 
 
 def find_file(root: str | Path, *candidates: str, what: str) -> Path:
-    """Return the first of `root/candidate` that exists.
-
-    Raises:
-        FileNotFoundError: naming the path where the file should be.
-    """
+    """Return the first of `root/candidate` that exists."""
     for candidate in candidates:
         path = Path(root) / candidate
         if path.is_file():
@@ -41,11 +37,7 @@ def find_file(root: str | Path, *candidates: str, what: str) -> Path:
 
 
 def read_arrays(path: Path, names: Sequence[str]) -> list[np.ndarray]:
-    """Return the named arrays of an `.npz` file, read without pickles.
-
-    Raises:
-        ValueError: if the file is damaged, is not an `.npz` file, holds pickled objects or lacks one of the names.
-    """
+    """Return the named arrays of an `.npz` file, read without pickles."""
     try:
         arrays = np.load(path, allow_pickle=False)
     except (zipfile.BadZipFile, EOFError, ValueError) as error:
@@ -78,10 +70,6 @@ def to_images(array: np.ndarray, shape: tuple[int, int, int], where: str) -> Ten
     Args:
         array: uint8, of shape (n, C, H, W), (n, H, W, C), or (n, H, W) where C is 1.
         shape: (C, H, W).
-        where: the array's name in messages.
-
-    Raises:
-        ValueError: for another shape or type.
     """
     channels, height, width = shape
     accepted = [(channels, height, width), (height, width, channels), *([(height, width)] if channels == 1 else [])]
@@ -101,11 +89,6 @@ def to_labels(array: np.ndarray, count: int, first: int, last: int, where: str) 
     Args:
         array: integers, of shape (n,) or (n, 1).
         count: n.
-        first, last: the smallest and the largest valid label.
-        where: the array's name in messages.
-
-    Raises:
-        ValueError: for another shape or type, or a label out of range.
     """
     if array.dtype.kind not in "iu" or array.shape not in ((count,), (count, 1)):
         raise ValueError(f"{where} should be {count} integers, got {array.dtype} of shape {array.shape}")
@@ -157,12 +140,7 @@ def read_dumped_array(path: Path, largest: int) -> np.ndarray:
     """Return the array that `joblib.dump` wrote, as scikit-learn's downloads do.
 
     Args:
-        path: the file, compressed by zlib or not at all.
         largest: largest size of the array's elements, in bytes.
-
-    Raises:
-        OSError: if it is missing, a link or a device.
-        ValueError: if it is damaged, too large, or contains something else than an array of numbers.
     """
     content = read_regular(path, largest + OVERHEAD)
     try:

@@ -145,12 +145,7 @@ def files_by_class(folder: Path, classes: Iterable[str] | None = None) -> dict[s
     """Return the image files of each class's folder, in the names' order.
 
     Args:
-        folder: the folder of the classes' folders.
         classes: the names that it must have; None takes what it has, at least two.
-
-    Raises:
-        FileNotFoundError: if there is no such folder.
-        ValueError: if it has other classes, or one without images.
     """
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -189,11 +184,7 @@ def read_images(paths: Iterable[Path], shape: tuple[int, int, int]) -> Tensor:
     """Return images as bytes of shape (n, C, H, W), cropped to their centre and resized.
 
     Args:
-        paths: image files.
         shape: (C, H, W), where C is 1 or 3.
-
-    Raises:
-        ValueError: naming a file that cannot be read.
     """
     chosen = list(paths)
     images = np.empty((len(chosen), *shape), np.uint8)

@@ -83,13 +83,7 @@ class TorchvisionDataModule(ImageDataModule):
         return tuple(parts)
 
     def _from_torchvision(self, train: bool, download: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return one part's images and labels, unprocessed.
-
-        Raises:
-            FileNotFoundError: naming the files and their places, if they are missing and were not downloaded.
-            ImportError: if torchvision lacks a package that reads them.
-            ValueError: if the files are damaged.
-        """
+        """Return one part's images and labels, unprocessed."""
         where = f"torchvision.datasets.{self.dataset}"
         try:
             dataset = self._open(train, download)

@@ -33,10 +33,7 @@ class TableSource(ArrayDataModule):
     Subclasses implement `read`. Targets of floating point are those of a regression, and are standardised.
 
     Args:
-        root: folder with the data files.
-        batch_size: data per batch.
         val_fraction: share of the data for validation, in [0, 1).
-        shared: `drop_last`, `seed`, `order`, as in `ArrayDataModule`.
     """
 
     test_fraction = 0.0

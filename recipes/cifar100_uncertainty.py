@@ -58,9 +58,10 @@ from lightning_sgmcmc.callbacks import PosteriorDashboard
 from lightning_sgmcmc.compiling import Compile
 from lightning_sgmcmc.diagnostics.scores import predictive_entropy
 from lightning_sgmcmc.figures.canvas import save_figure
-from lightning_sgmcmc.figures.evaluation import entropy_figure, growth_figure
+from lightning_sgmcmc.figures.evaluation import entropy_figure
 from lightning_sgmcmc.recipes.shared import resnet
 from lightning_sgmcmc.recipes.shared.costs import forward_flops
+from lightning_sgmcmc.recipes.shared.figures import growth_figure
 from lightning_sgmcmc.recipes.shared.image_sets import photographs, unknown_images
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.logit_average import logit_average

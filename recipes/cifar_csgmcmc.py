@@ -179,7 +179,7 @@ class Outcome:
 
 def run(options: Options) -> list[Row]:
     """Run all methods with all seeds, draw the pictures, return the table."""
-    from lightning_sgmcmc.figures.evaluation import growth_figure
+    from lightning_sgmcmc.recipes.shared.figures import growth_figure
 
     rows: list[Row] = []
     settings = read_settings(Settings, options)

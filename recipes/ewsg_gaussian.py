@@ -30,8 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.figures.canvas import save_figure, series
-from lightning_sgmcmc.figures.errors import INTERVAL, draw_band, mean_with_interval
+from lightning_sgmcmc.figures.canvas import INTERVAL, draw_band, mean_with_interval, save_figure, series
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.pictures import panels

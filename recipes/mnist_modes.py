@@ -57,9 +57,8 @@ from lightning_sgmcmc.callbacks import ContourGradient
 from lightning_sgmcmc.datamodules import MNISTDataModule, Split
 from lightning_sgmcmc.diagnostics.geometry import classical_scaling, squared_distances, weight_sketch
 from lightning_sgmcmc.figures.canvas import save_figure
-from lightning_sgmcmc.figures.contour import energy_walk_figure
-from lightning_sgmcmc.figures.samples import weight_paths_figure
 from lightning_sgmcmc.recipes.shared.costs import forward_flops
+from lightning_sgmcmc.recipes.shared.figures import energy_walk_figure, weight_paths_figure
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.records import Recording

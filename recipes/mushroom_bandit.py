@@ -42,8 +42,7 @@ from torch import Tensor, nn
 from lightning_sgmcmc import BayesianModule, ContourRules, DecayingStepSize, GaussianPrior
 from lightning_sgmcmc.callbacks import ContourGradient
 from lightning_sgmcmc.datamodules import MushroomDataModule, StreamDataModule
-from lightning_sgmcmc.figures.canvas import save_figure, series
-from lightning_sgmcmc.figures.errors import INTERVAL, draw_band
+from lightning_sgmcmc.figures.canvas import INTERVAL, draw_band, save_figure, series
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options

@@ -28,7 +28,7 @@ import torch
 from lightning_sgmcmc.contour import Contour, ContourRules, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition
 from lightning_sgmcmc.figures.canvas import save_figure
-from lightning_sgmcmc.figures.targets import estimates_figure
+from lightning_sgmcmc.recipes.shared.figures import estimates_figure
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row

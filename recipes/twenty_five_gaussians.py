@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_sgmcmc.diagnostics.draws import cell_masses, mode_coverage
 from lightning_sgmcmc.figures.canvas import save_figure
-from lightning_sgmcmc.figures.targets import plane_figure
+from lightning_sgmcmc.recipes.shared.figures import plane_figure
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
+from lightning_sgmcmc.recipes.shared.plane import cell_masses, mode_coverage
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.schedules import CyclicalPlan

@@ -42,12 +42,11 @@ from torch import Tensor
 
 from lightning_sgmcmc.contour import Contour, ContourRules, ContourState, DecayingStepSize
 from lightning_sgmcmc.contour.partition import EnergyPartition, bin_index
-from lightning_sgmcmc.diagnostics.draws import cell_masses, divergence
 from lightning_sgmcmc.figures.canvas import save_figure
-from lightning_sgmcmc.figures.targets import plane_figure, progress_figure
+from lightning_sgmcmc.recipes.shared.figures import plane_figure, progress_figure
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
-from lightning_sgmcmc.recipes.shared.plane import Clock, Draws, Squares, VarianceEstimate
+from lightning_sgmcmc.recipes.shared.plane import Clock, Draws, Squares, VarianceEstimate, cell_masses, divergence
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.schedules import CyclicalPlan

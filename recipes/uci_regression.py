@@ -41,8 +41,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_sgmcmc.figures.canvas import PAGE_WIDTH, panels, save_figure, series
-from lightning_sgmcmc.figures.errors import INTERVAL, half_width
+from lightning_sgmcmc.figures.canvas import INTERVAL, PAGE_WIDTH, half_width, panels, save_figure, series
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_sgmcmc.tables.arrays import as_frame, as_tensor, is_table
-from lightning_sgmcmc.tables.inputs import InputColumns
+from lightning_sgmcmc.tables.columns import InputColumns
 
 TARGETS = ("labels", "label", "target", "y")
 """Entries of a dict batch that may hold its target."""

@@ -160,52 +160,6 @@ def resample(
     return torch.searchsorted(cumulative, places, right=True).clamp(max=last)
 
 
-def mode_coverage(samples: Tensor, modes: Tensor, radius: float = 0.25, least: int = 100) -> int:
-    """Return the number of modes with at least `least` samples within a distance.
-
-    Args:
-        samples: shape (S, d).
-        modes: shape (M, d).
-        radius: the distance.
-        least: the number of samples.
-
-    Source: Zhang et al. 2020 (cSG-MCMC), appendix.
-    """
-    near = torch.zeros(len(modes), dtype=torch.int64)
-    for part in widest(samples).split(100_000):
-        near += (torch.cdist(part, widest(modes)) < radius).sum(0)
-    return int((near >= least).sum())
-
-
-def cell_masses(samples: Tensor, weights: Tensor, bounds: tuple[float, float], count: int) -> Tensor:
-    """Return the weighted share of samples in each cell of a square grid, shape (count²,), ignoring those outside.
-
-    Args:
-        samples: shape (S, 2).
-        weights: shape (S,), not negative.
-        bounds: lower and upper ends of both axes.
-        count: cells along each axis.
-    """
-    low, high = bounds
-    index = ((widest(samples) - low) / (high - low) * count).floor().long()
-    inside = ((index >= 0) & (index < count)).all(1)
-    flat = index[inside, 0] * count + index[inside, 1]
-    masses = torch.zeros(count * count, dtype=torch.float64).index_add_(0, flat, widest(weights[inside]))
-    return masses / widest(weights).sum()
-
-
-def divergence(truth: Tensor, estimate: Tensor, smoothing: float = 0.01) -> float:
-    """Return the Kullback-Leibler divergence Σ p·log(p/q) between masses on the same cells, in nats.
-
-    Args:
-        truth: p, shape (cells,), summing to 1.
-        estimate: q, shape (cells,), summing to 1 at most.
-        smoothing: share of the uniform distribution mixed into q, so that an empty cell contributes a finite amount.
-    """
-    mixed = (1 - smoothing) * estimate + smoothing / len(estimate)
-    return float(torch.xlogy(truth, truth).sum() - torch.xlogy(truth, mixed).sum())
-
-
 def wasserstein_distance(first: Tensor, second: Tensor) -> float:
     """Return W₁ = ∫|F - G| dx between two sets of equally weighted numbers with distribution functions F and G.
 
@@ -530,33 +484,6 @@ def _block_sums(values: Array) -> Array:
     if count <= MOST_BLOCKS:
         return values
     return np.add.reduceat(values, np.arange(MOST_BLOCKS) * count // MOST_BLOCKS, axis=1)
-
-
-def two_level_means(
-    groups: Sequence[Array], shared_data: bool = False, resamples: int = RESAMPLES, seed: int = 0
-) -> Array:
-    """Return the means of resampled groups of resampled data, shape (m, B): runs with several seeds on test data.
-
-    Every resample draws G groups with replacement, and for each of them its data with replacement. Groups count alike.
-
-    Args:
-        groups: m quantities of each group's n_g data, each of shape (m, n_g); the m rows are paired.
-        shared_data: whether all groups have the same data; a resample then draws the same data for all of them.
-        resamples: B.
-        seed: of the draw.
-
-    Source: Davison & Hinkley 1997, section 3.8 (both stages with replacement, whose variance is on the large side).
-    """
-    within = np.stack(
-        [resampled_means(values, resamples, seed if shared_data else seed + g) for g, values in enumerate(groups)]
-    )
-    generator = np.random.default_rng((seed, 1))
-    count = len(groups)
-    chosen = generator.integers(count, size=(count, resamples))
-    # A group that is drawn twice has data of its own each time.
-    draws = np.arange(resamples) if shared_data else generator.integers(resamples, size=(count, resamples))
-    means: Array = within[chosen, :, draws].mean(0).T
-    return means
 
 
 def percentile_interval(draws: Array, confidence: float = CONFIDENCE) -> tuple[float, float]:

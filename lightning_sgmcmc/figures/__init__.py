@@ -2,19 +2,22 @@
 
 from lightning_sgmcmc.figures.canvas import (
     AVERAGE_COLOUR,
+    INTERVAL,
     METRIC_LABELS,
     PRINT_DPI,
     SAMPLE_COLOUR,
     SINGLE_COLOUR,
     canvas,
+    draw_band,
+    half_width,
     integer_ticks,
     legend_above,
+    mean_with_interval,
     panels,
     save_figure,
     series,
     styled,
 )
-from lightning_sgmcmc.figures.errors import INTERVAL, draw_band, half_width, mean_with_interval
 from lightning_sgmcmc.figures.evaluation import (
     entropy_figure,
     histogram,

@@ -1,14 +1,12 @@
 """Figures of contour sampling: each function draws one figure from plain numbers and returns it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lightning_sgmcmc.figures.canvas import (
     AVERAGE_COLOUR,
-    COLOURS,
-    DASHES,
     SAMPLE_COLOUR,
     SINGLE_COLOUR,
     canvas,
@@ -37,7 +35,6 @@ def energy_histogram_figure(
 
     Args:
         centres: centre of each bin, in nats; bins have equal width.
-        visits: number of visits to each bin.
         masses: the estimated masses, summing to 1.
         truth: the true masses; None if unknown.
     """
@@ -92,31 +89,6 @@ def multiplier_figure(centres: Sequence[float], multipliers: Sequence[float], vi
     lower.bar(x, visited[shown], width=width, color=SINGLE_COLOUR)
     lower.set_ylabel("steps in the bin")
     lower.set_xlabel("potential energy (nats)")
-    return figure
-
-
-def energy_walk_figure(walks: Mapping[str, Any], bands: tuple[float, float], label: str) -> "Figure":
-    """Draw the energies of each method's chains against the step on a log axis, one row per method.
-
-    Args:
-        walks: positive energies of each step, shape (steps, C), by method.
-        bands: upper end of the low energies and lower end of the high ones, marked by lines.
-        label: label of the energies.
-    """
-    figure, rows = canvas(len(walks), height=0.8 + 1.5 * len(walks))
-    values = {name: np.asarray(walk, dtype=float) for name, walk in walks.items()}
-    for axes, (name, energies) in zip(rows, values.items(), strict=True):
-        steps = np.arange(1, len(energies) + 1)
-        for index, chain in enumerate(energies.T):
-            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
-            axes.plot(steps, chain, linewidth=0.7, alpha=0.8, **style)
-        for band in bands:
-            axes.axhline(band, color="black", linestyle=":", linewidth=1)
-        axes.set_yscale("log")
-        axes.set_ylim(0.8 * min(v.min() for v in values.values()), 1.25 * max(v.max() for v in values.values()))
-        axes.set_ylabel(label)
-        axes.set_title(name, fontsize=9, loc="left", pad=3)
-    rows[-1].set_xlabel("optimizer step")
     return figure
 
 

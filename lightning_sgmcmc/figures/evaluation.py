@@ -210,29 +210,3 @@ def predictions_figure(
     axes.set_ylabel("prediction")
     legend_above(axes)
     return figure
-
-
-def growth_figure(curves: Mapping[str, Sequence[float]], label: str) -> "Figure":
-    """Draw a metric of the average over the first 1, 2, … samples, one line per method.
-
-    Args:
-        curves: the values by method.
-        label: label of the values.
-    """
-    figure, (axes,) = canvas(height=3.8)
-    for index, (name, values) in enumerate(curves.items()):
-        count = np.arange(1, len(values) + 1)
-        axes.plot(count, values, label=literal(name), **series(index, len(values)))
-    longest = max(map(len, curves.values()))
-    axes.set_xlim(0.8, 1.08 * longest)
-    if longest > 10 * min(map(len, curves.values())):
-        axes.set_xscale("log")
-        ticks = [c * 10**p for p in range(4) for c in (1, 2, 5) if c * 10**p <= longest]
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.minorticks_off()
-    else:
-        axes.xaxis.set_major_locator(integer_ticks())
-    axes.set_xlabel("samples averaged, in order of drawing")
-    axes.set_ylabel(label)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
-    return figure

@@ -15,7 +15,6 @@ from lightning_sgmcmc.figures.canvas import (
     integer_ticks,
     legend_above,
     literal,
-    panels,
     series,
 )
 
@@ -63,9 +62,6 @@ def geometry_figure(
     """Draw the samples in the plane that best preserves their distances, each chain's joined in order of drawing.
 
     Args:
-        coordinates: two for each sample, in the weights' own unit.
-        share: each coordinate's share of the variance.
-        groups: each sample's cycle, for the colour.
         chains: each sample's chain; with more than one, they set the colour.
     """
     figure, (axes,) = canvas(width=5.2, height=4.2)
@@ -95,39 +91,6 @@ def _coloured_points(figure: "Figure", axes: "Axes", points: Any, colours: Any, 
     label, shown = (kind, colours) if len(names) > 1 else ("sample", np.arange(len(points)))
     drawn = axes.scatter(points[:, 0], points[:, 1], s=22, c=shown, cmap="viridis", zorder=2)
     figure.colorbar(drawn, ax=axes, label=label, ticks=integer_ticks())
-
-
-def weight_paths_figure(
-    paths: Mapping[str, Sequence[Sequence[float]]],
-    energies: Mapping[str, Sequence[float]],
-    share: Sequence[float],
-    label: str,
-) -> "Figure":
-    """Draw paths of the weights on one plane, one panel per method, coloured by the energy on a log scale.
-
-    Args:
-        paths: two coordinates per position in the order of the steps, by method; a path's start is marked.
-        energies: positive energies at these positions.
-        share: each coordinate's share of the variance.
-        label: label of the energies.
-    """
-    from matplotlib.colors import LogNorm
-
-    figure, (row,) = panels(1, len(paths), 2.6 * len(paths) + 0.8, 3.2, shared_x=True, shared_y=True)
-    everything = np.concatenate([np.asarray(values, dtype=float) for values in energies.values()])
-    scale = LogNorm(float(everything.min()), float(everything.max()))
-    for axes, (name, path) in zip(row, paths.items(), strict=True):
-        places = np.asarray(path, dtype=float)
-        axes.plot(places[:, 0], places[:, 1], color="lightgray", linewidth=0.6, zorder=1)
-        drawn = axes.scatter(places[:, 0], places[:, 1], s=9, c=energies[name], cmap="viridis", norm=scale, zorder=2)
-        axes.plot(*places[0], "o", color=SAMPLE_COLOUR, markersize=7, zorder=3, label="start")
-        axes.plot(*places[-1], "X", color=SAMPLE_COLOUR, markersize=8, zorder=3, label="end")
-        axes.set_title(literal(name), fontsize=9)
-        axes.set_xlabel(f"coordinate 1 ({share[0]:.0%} of the variance)")
-    row[0].set_ylabel(f"coordinate 2 ({share[1]:.0%} of the variance)")
-    row[0].legend(loc="best", fontsize=8)
-    figure.colorbar(drawn, ax=list(row), label=label)
-    return figure
 
 
 def segments_figure(
@@ -167,7 +130,6 @@ def temperatures_figure(
         tensors: by name the numbers `kinetic` and `configurational` and the pairs `kinetic_interval` and
             `configurational_interval`, each None if it does not exist.
         temperature: the target's τ.
-        tolerance: the accepted relative deviation.
         shown: largest number of tensors; if there are more, those farthest from the target are drawn.
     """
 
@@ -220,8 +182,6 @@ def chains_figure(
     """Draw the samples' energies by chain, and the NLL of each chain's average and of the overall one.
 
     Args:
-        chains: steps and energies of the samples, by chain.
-        rows: one row per chain and, last, one for all together.
         disagreement: disagreement between the chains' predictives, NaN if unknown.
     """
     evaluated = [row for row in rows if math.isfinite(row.nll)]

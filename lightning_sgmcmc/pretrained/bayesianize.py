@@ -4,16 +4,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
-from torch import nn
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
-from lightning_sgmcmc.chains.execution import homes_of
+from lightning_sgmcmc.batches.inputs import arguments_of_network, called, is_hugging_face
+from lightning_sgmcmc.chains.execution import evaluation_mode, homes_of
 from lightning_sgmcmc.chains.starts import freeze
 from lightning_sgmcmc.checks import check_choice
+from lightning_sgmcmc.files import check_regular
 from lightning_sgmcmc.likelihoods import Categorical, Likelihood
 from lightning_sgmcmc.module import BayesianModule
-from lightning_sgmcmc.pretrained.parts import last_layer, with_adapters
-from lightning_sgmcmc.pretrained.weights import load_weights, network_in
 from lightning_sgmcmc.priors import GaussianPrior, Prior
 
 What = Literal["last_layer", "lora", "all"]
@@ -152,3 +155,193 @@ def _say(network: nn.Module, kind: str) -> None:
     shared = sum(len(homes) > 1 for name, homes in homes_of(network).items() if name in named)
     tied = f" ({shared} of them in several layers)" if shared else ""
     rank_zero_info(f"Sampled: {sampled:,} of {total:,} weights{tied}, in {where}; the others are fixed.")
+
+
+# -- the sampled parameters: of the last layer, of adapters, or all ---------------------------------------------------
+
+
+HEADS = ("classifier", "fc", "head", "heads", "score", "lm_head", "qa_outputs", "out_proj")
+"""Names that torchvision and transformers give to the part with the last layer."""
+LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Bilinear)
+TASKS = {
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+}
+"""peft's names of tasks by the ends of a model's class, by which it also trains a new head."""
+
+
+def last_layer(network: nn.Module, example: Any = None) -> str:
+    """Return the name of a network's last linear layer.
+
+    Args:
+        example: inputs with which the network is called, to see which linear layer comes last; without them it is the
+            last in a part with a usual name ("fc", "classifier", …), or else the last that was defined.
+    """
+    linear: dict[str, nn.Module] = {
+        name: part for name, part in network.named_modules() if isinstance(part, LINEAR) and name
+    }
+    found = _last_called(network, linear, example) if example is not None else _last_defined(network, linear)
+    if found is None:
+        raise ValueError(
+            f"{type(network).__name__} has no linear layer to sample: pass the names of the parameters, "
+            "what=['*.fc.*'], or what='all'"
+        )
+    for name, homes in homes_of(network).items():
+        shared = [home for home, _ in homes]
+        if len(homes) > 1 and any(home is linear[found]._parameters for home in shared):
+            raise ValueError(
+                f"the last layer '{found}' shares its weight with another layer ('{name}'), which would be sampled "
+                "too: use what='lora', or a network without shared weights (tie_word_embeddings=False)"
+            )
+    return found
+
+
+def _last_defined(network: nn.Module, linear: dict[str, nn.Module]) -> str | None:
+    names = list(linear)
+    dense = [name for name in names if isinstance(linear[name], nn.Linear)]
+    beginning = _wrapping(network)
+    for head in HEADS:
+        own = [n for n in names if n == f"{beginning}{head}" or n.startswith(f"{beginning}{head}.")]
+        if own:
+            return next((n for n in reversed(own) if n in dense), own[-1])
+    return next(reversed(dense or names), None)
+
+
+def _wrapping(network: nn.Module) -> str:
+    """Return the beginning of the names of a network's parts that its wrappers add, each of one part."""
+    name = ""
+    while len(parts := dict(network.named_children())) == 1 and not isinstance(network, nn.Sequential):
+        ((key, network),) = parts.items()
+        if isinstance(network, LINEAR):
+            break
+        name += f"{key}."
+    return name
+
+
+def _last_called(network: nn.Module, linear: dict[str, nn.Module], example: Any) -> str | None:
+    order: list[str] = []
+    handles = [part.register_forward_hook(lambda *_, n=name: order.append(n)) for name, part in linear.items()]
+    try:
+        with torch.no_grad(), evaluation_mode(network):
+            called(network, example, arguments_of_network(network))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return order[-1] if order else None
+
+
+def with_adapters(network: nn.Module, config: Any) -> nn.Module:
+    """Return a network with LoRA's adapters, itself if it has adapters.
+
+    Args:
+        network: a model of peft, or a network that gets adapters, in place.
+        config: peft's `LoraConfig`; None takes its default for models of transformers.
+    """
+    if type(network).__module__.startswith("peft."):
+        if config is not None:
+            raise ValueError("network has adapters already: pass it with what='lora', without another LoraConfig")
+        return network
+    peft = required("peft")
+    if config is None:
+        if not is_hugging_face(network):
+            raise ValueError(
+                f"what='lora' does not know which layers of {type(network).__name__} to adapt: pass "
+                "what=LoraConfig(r=8, target_modules=[…])"
+            )
+        task = next((task for end, task in TASKS.items() if type(network).__name__.endswith(end)), None)
+        config = peft.LoraConfig(r=8, lora_alpha=16, task_type=task, fan_in_fan_out=_stores_transposed(network))
+    adapted: nn.Module = peft.get_peft_model(network, config)
+    return adapted
+
+
+def _stores_transposed(network: nn.Module) -> bool:
+    """Return whether the layers that peft adapts by default are GPT-2's, with transposed weights."""
+    return getattr(getattr(network, "config", None), "model_type", None) == "gpt2"
+
+
+# -- weights from a checkpoint or a folder of transformers ------------------------------------------------------------
+
+
+def load_weights(network: nn.Module, source: "Mapping[str, Any] | str | Path") -> None:
+    """Copy the weights of a checkpoint into a network.
+
+    A Lightning checkpoint names them after the module's attribute ("model.fc.weight"); such a common beginning of the
+    names is left out.
+
+    Args:
+        network: the network, changed in place.
+    """
+    what = "checkpoint" if isinstance(source, Mapping) else f"checkpoint={str(source)!r}"
+    state = _tensors(source, what)
+    names = list(dict(network.named_parameters()))
+    if not names:
+        raise ValueError(f"{type(network).__name__} has no parameters, so {what} cannot be loaded into it")
+    beginnings = sorted({key[: -len(names[0])] for key in state if key.endswith(names[0])}, key=len)
+    beginning = next((b for b in beginnings if all(b + name in state for name in names)), None)
+    if beginning is None:
+        missing = next(name for name in names if (beginnings[0] if beginnings else "") + name not in state)
+        raise ValueError(
+            f"{what} has no '{missing}' (it has {', '.join(list(state)[:4])}, …): pass the checkpoint of a network "
+            f"like this {type(network).__name__}"
+        )
+    own = {key.removeprefix(beginning): tensor for key, tensor in state.items() if key.startswith(beginning)}
+    known = network.state_dict()
+    for name, tensor in own.items():
+        if name in known and known[name].shape != tensor.shape:
+            raise ValueError(
+                f"{what} has '{name}' of shape {tuple(tensor.shape)}, and the network's is {tuple(known[name].shape)}: "
+                "give the network the same layers, and replace its head afterwards"
+            )
+    network.load_state_dict({name: tensor for name, tensor in own.items() if name in known}, strict=False)
+
+
+def _tensors(source: "Mapping[str, Any] | str | Path", what: str) -> dict[str, Tensor]:
+    content: Any = source
+    if not isinstance(source, Mapping):
+        path = Path(source).expanduser()
+        if not path.exists():
+            raise FileNotFoundError(f"{what} does not exist: pass the path of a checkpoint or state dict")
+        check_regular(path)
+        try:
+            safe = path.suffix == ".safetensors"
+            content = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
+        except (SafetensorError, OSError, EOFError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"{what} cannot be read ({str(error).splitlines()[0][:100]}): pass another file"
+            ) from error
+        except Exception as error:  # pickle's own, among them that of objects which are not data
+            raise ValueError(
+                f"{what} holds more than tensors and plain data, which is not read: save network.state_dict() alone"
+            ) from error
+    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+        content = content["state_dict"]
+    found = {str(n): t for n, t in content.items() if isinstance(t, Tensor)} if isinstance(content, Mapping) else {}
+    if not found:
+        raise ValueError(f"{what} holds no state dict, that is tensors by name: pass one, or a file with one")
+    return found
+
+
+def network_in(folder: Path) -> nn.Module:
+    """Return the model of transformers in a folder that its `save_pretrained` wrote."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"network={str(folder)!r} is no folder of a transformers model, and weights alone do not describe a "
+            "network: pass the network, and checkpoint=… for its weights"
+        )
+    transformers = required("transformers")
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    name = next(iter(config.architectures or ["AutoModel"]))
+    network: nn.Module = getattr(transformers, name).from_pretrained(folder, local_files_only=True)
+    return network
+
+
+def required(package: str) -> Any:
+    """Return an optional package."""
+    import importlib
+
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(f"this needs {package}: pip install lightning-sgmcmc[lora]") from error

@@ -96,11 +96,7 @@ class FeatureDataModule(ArrayDataModule):
 
 
 def sampled_part(module: BayesianModule) -> str:
-    """Return the name of the smallest part of a module that has all sampled parameters of its network.
-
-    Raises:
-        ValueError: if that is the module itself, or a part before it drops out.
-    """
+    """Return the name of the smallest part of a module that has all sampled parameters of its network."""
     names = [name.split(".")[:-1] for name in named_trainable(module) if not name.startswith(LIKELIHOOD)]
     together = takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False))
     part = ".".join(parts[0] for parts in together)
@@ -117,11 +113,7 @@ def sampled_part(module: BayesianModule) -> str:
 
 
 def _features(module: BayesianModule, name: str, part: Split, transform: Callable[[Tensor], Tensor] | None) -> Split:
-    """Return a part of the data with the inputs of the module's part `name` instead of its own.
-
-    Raises:
-        ValueError: if the part's output is not the network's.
-    """
+    """Return a part of the data with the inputs of the module's part `name` instead of its own."""
     seen: list[Any] = []
     layer: nn.Module = module.get_submodule(name)
     handle = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))

@@ -26,11 +26,7 @@ def _is_of_pandas(x: Any) -> bool:
 
 
 def as_frame(x: Any) -> Any:
-    """Return a frame or series of pandas as a frame, (n, columns) or (n, 1).
-
-    Raises:
-        ValueError: if two columns have one name.
-    """
+    """Return a frame or series of pandas as a frame, (n, columns) or (n, 1)."""
     frame = x if is_frame(x) else x.to_frame()
     names = list(frame.columns)
     twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
@@ -71,11 +67,7 @@ def as_tensor(name: str, values: Any) -> Tensor:
 
 
 def _of_numbers(name: str, array: np.ndarray) -> np.ndarray:
-    """Return an array whose type is of real numbers; Python's own numbers in it are converted.
-
-    Raises:
-        TypeError: for another type.
-    """
+    """Return an array whose type is of real numbers; Python's own numbers in it are converted."""
     if array.dtype.kind == "O" and array.size:
         array = np.asarray(array.tolist())
     if array.dtype.kind not in "biuf":
@@ -89,21 +81,13 @@ def _of_numbers(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def numbers_of(name: str, frame: Any) -> Iterator[tuple[Any, np.ndarray]]:
-    """Yield the name and the numbers of each column of a frame, float64 (n,); missing ones are NaN.
-
-    Raises:
-        TypeError: if a column holds no numbers.
-    """
+    """Yield the name and the numbers of each column of a frame, float64 (n,); missing ones are NaN."""
     for column in frame.columns:
         yield column, column_numbers(name, column, frame[column])
 
 
 def column_numbers(name: str, column: Any, series: Any) -> np.ndarray:
-    """Return the numbers of a series, float64 (n,); missing ones are NaN.
-
-    Raises:
-        TypeError: if it holds no numbers.
-    """
+    """Return the numbers of a series, float64 (n,); missing ones are NaN."""
     if getattr(series.dtype, "kind", "O") in "biuf":
         return np.array(series.to_numpy(dtype=np.float64, na_value=np.nan))
     try:

@@ -50,7 +50,7 @@ sixteen chains waits for nothing on the stand-in device of `tests/cuda`.
 
 from typing import Any
 
-from lightning_sgmcmc.figures.errors import INTERVAL, draw_band
+from lightning_sgmcmc.figures.canvas import INTERVAL, draw_band
 from lightning_sgmcmc.recipes.cifar_sprint.fits import CYCLICAL, Point, datamodules, one
 from lightning_sgmcmc.recipes.cifar_sprint.settings import Settings
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs

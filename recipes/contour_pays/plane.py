@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sgmcmc.contour import ContourState, DecayingStepSize, choose_contour
-from lightning_sgmcmc.diagnostics.draws import cell_masses, divergence
-from lightning_sgmcmc.recipes.shared.plane import Squares
+from lightning_sgmcmc.recipes.shared.plane import Squares, cell_masses, divergence
 from lightning_sgmcmc.schedules import CyclicalPlan
 from lightning_sgmcmc.seeding import derive_seed
 from lightning_sgmcmc.simulation import ContourRun, ExchangeRun, simulate

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_sgmcmc import Categorical, Gaussian, Likelihood
 from lightning_sgmcmc.datamodules import ArrayDataModule, Split
-from lightning_sgmcmc.datamodules.base import find_file, standardise
-from lightning_sgmcmc.datamodules.files import read_arrays
+from lightning_sgmcmc.datamodules.base import standardise
+from lightning_sgmcmc.datamodules.files import find_file, read_arrays
 from lightning_sgmcmc.seeding import derive_seed
 
 TABLES = {"german": "classification", "pima": "classification"} | dict.fromkeys(

@@ -8,8 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_sgmcmc.diagnostics.draws import autocorrelation
-from lightning_sgmcmc.figures.canvas import COLOURS, series
-from lightning_sgmcmc.figures.errors import INTERVAL, half_width
+from lightning_sgmcmc.figures.canvas import COLOURS, INTERVAL, half_width, series
 from lightning_sgmcmc.recipes.shared.logistic import Reference
 from lightning_sgmcmc.recipes.shared.pictures import outside_legend, panels
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_sgmcmc.figures.errors import half_width
+from lightning_sgmcmc.figures.canvas import half_width
 from lightning_sgmcmc.recipes.shared.expected import VERDICTS, all_expected, kept
 from lightning_sgmcmc.recipes.shared.listing import RECIPES, description, source
 

@@ -1,4 +1,4 @@
-"""Draws in the plane: those of many repeats, their time, the modes they found; the variance of replica exchange."""
+"""Draws in the plane: those of many repeats, their time, masses and modes; the variance of replica exchange."""
 
 import time
 from typing import NamedTuple
@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_sgmcmc.contour import DecayingStepSize
 from lightning_sgmcmc.simulation.loop import CHUNK
 from lightning_sgmcmc.simulation.targets import CosineTarget
+from lightning_sgmcmc.tensors import widest
 
 
 class Draws(NamedTuple):
@@ -94,3 +95,49 @@ class Squares:
         row, column = (self.modes.round().long() + half).unbind(1)
         modes = row * self.SIDE + column
         return int((masses[modes] >= 0.5 * self.truth[modes]).sum())
+
+
+def mode_coverage(samples: Tensor, modes: Tensor, radius: float = 0.25, least: int = 100) -> int:
+    """Return the number of modes with at least `least` samples within a distance.
+
+    Args:
+        samples: shape (S, d).
+        modes: shape (M, d).
+        radius: the distance.
+        least: the number of samples.
+
+    Source: Zhang et al. 2020 (cSG-MCMC), appendix.
+    """
+    near = torch.zeros(len(modes), dtype=torch.int64)
+    for part in widest(samples).split(100_000):
+        near += (torch.cdist(part, widest(modes)) < radius).sum(0)
+    return int((near >= least).sum())
+
+
+def cell_masses(samples: Tensor, weights: Tensor, bounds: tuple[float, float], count: int) -> Tensor:
+    """Return the weighted share of samples in each cell of a square grid, shape (count²,), ignoring those outside.
+
+    Args:
+        samples: shape (S, 2).
+        weights: shape (S,), not negative.
+        bounds: lower and upper ends of both axes.
+        count: cells along each axis.
+    """
+    low, high = bounds
+    index = ((widest(samples) - low) / (high - low) * count).floor().long()
+    inside = ((index >= 0) & (index < count)).all(1)
+    flat = index[inside, 0] * count + index[inside, 1]
+    masses = torch.zeros(count * count, dtype=torch.float64).index_add_(0, flat, widest(weights[inside]))
+    return masses / widest(weights).sum()
+
+
+def divergence(truth: Tensor, estimate: Tensor, smoothing: float = 0.01) -> float:
+    """Return the Kullback-Leibler divergence Σ p·log(p/q) between masses on the same cells, in nats.
+
+    Args:
+        truth: p, shape (cells,), summing to 1.
+        estimate: q, shape (cells,), summing to 1 at most.
+        smoothing: share of the uniform distribution mixed into q, so that an empty cell contributes a finite amount.
+    """
+    mixed = (1 - smoothing) * estimate + smoothing / len(estimate)
+    return float(torch.xlogy(truth, truth).sum() - torch.xlogy(truth, mixed).sum())

@@ -20,7 +20,7 @@ from lightning_sgmcmc.callbacks import BayesianModelAverage, SampleCollector, Sa
 from lightning_sgmcmc.datamodules import DatasetDataModule
 from lightning_sgmcmc.posterior.classes import NotDescribableError
 from lightning_sgmcmc.posterior.description import build, describe
-from lightning_sgmcmc.pretrained.parts import last_layer
+from lightning_sgmcmc.pretrained.bayesianize import last_layer
 from tests.pretrained.networks import Sentences, encoder, lora, resnet
 from tests.support.paths import REPOSITORY
 from tests.support.trainers import quiet_trainer

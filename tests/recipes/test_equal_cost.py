@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from lightning_sgmcmc.callbacks import AutoSampling
-from lightning_sgmcmc.diagnostics.draws import percentile_interval, two_level_means
+from lightning_sgmcmc.diagnostics.draws import percentile_interval
 from lightning_sgmcmc.diagnostics.scores import gaussian_mixture_crps
 from lightning_sgmcmc.recipes import equal_cost
 from lightning_sgmcmc.recipes.equal_cost import comparison, methods, problems, scores
+from lightning_sgmcmc.recipes.equal_cost.comparison import two_level_means
 from lightning_sgmcmc.recipes.equal_cost.settings import Settings
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.settings import read_settings

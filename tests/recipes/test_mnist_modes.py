@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_sgmcmc.figures.contour import energy_walk_figure
-from lightning_sgmcmc.figures.samples import weight_paths_figure
 from lightning_sgmcmc.recipes import mnist_modes
+from lightning_sgmcmc.recipes.shared.figures import energy_walk_figure, weight_paths_figure
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 

@@ -1,15 +1,30 @@
-"""Figures of chains on analytic targets: each function draws one figure from plain numbers and returns it."""
+"""Figures of recipes: each function draws one figure from plain numbers and returns it."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_sgmcmc.figures.canvas import AVERAGE_COLOUR, SAMPLE_COLOUR, canvas, legend_above, panels, series
-from lightning_sgmcmc.figures.errors import INTERVAL, draw_band, mean_with_interval
+from lightning_sgmcmc.figures.canvas import (
+    AVERAGE_COLOUR,
+    COLOURS,
+    DASHES,
+    INTERVAL,
+    SAMPLE_COLOUR,
+    canvas,
+    draw_band,
+    integer_ticks,
+    legend_above,
+    literal,
+    mean_with_interval,
+    panels,
+    series,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+# -- chains on analytic targets -------------------------------------------------------------------------------------
 
 
 def densities_figure(x: Sequence[float], truth: Sequence[float], others: Mapping[str, Sequence[float]]) -> "Figure":
@@ -165,4 +180,91 @@ def progress_figure(
     axes.set_xlabel(x_label)
     axes.set_ylabel(f"{y_label}\n{INTERVAL}")
     legend_above(axes, columns=4)
+    return figure
+
+
+# -- chains of networks --------------------------------------------------------------------------------------------
+
+
+def energy_walk_figure(walks: Mapping[str, Any], bands: tuple[float, float], label: str) -> "Figure":
+    """Draw the energies of each method's chains against the step on a log axis, one row per method.
+
+    Args:
+        walks: positive energies of each step, shape (steps, C), by method.
+        bands: upper end of the low energies and lower end of the high ones, marked by lines.
+        label: label of the energies.
+    """
+    figure, rows = canvas(len(walks), height=0.8 + 1.5 * len(walks))
+    values = {name: np.asarray(walk, dtype=float) for name, walk in walks.items()}
+    for axes, (name, energies) in zip(rows, values.items(), strict=True):
+        steps = np.arange(1, len(energies) + 1)
+        for index, chain in enumerate(energies.T):
+            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
+            axes.plot(steps, chain, linewidth=0.7, alpha=0.8, **style)
+        for band in bands:
+            axes.axhline(band, color="black", linestyle=":", linewidth=1)
+        axes.set_yscale("log")
+        axes.set_ylim(0.8 * min(v.min() for v in values.values()), 1.25 * max(v.max() for v in values.values()))
+        axes.set_ylabel(label)
+        axes.set_title(name, fontsize=9, loc="left", pad=3)
+    rows[-1].set_xlabel("optimizer step")
+    return figure
+
+
+def weight_paths_figure(
+    paths: Mapping[str, Sequence[Sequence[float]]],
+    energies: Mapping[str, Sequence[float]],
+    share: Sequence[float],
+    label: str,
+) -> "Figure":
+    """Draw paths of the weights on one plane, one panel per method, coloured by the energy on a log scale.
+
+    Args:
+        paths: two coordinates per position in the order of the steps, by method; a path's start is marked.
+        energies: positive energies at these positions.
+        share: each coordinate's share of the variance.
+        label: label of the energies.
+    """
+    from matplotlib.colors import LogNorm
+
+    figure, (row,) = panels(1, len(paths), 2.6 * len(paths) + 0.8, 3.2, shared_x=True, shared_y=True)
+    everything = np.concatenate([np.asarray(values, dtype=float) for values in energies.values()])
+    scale = LogNorm(float(everything.min()), float(everything.max()))
+    for axes, (name, path) in zip(row, paths.items(), strict=True):
+        places = np.asarray(path, dtype=float)
+        axes.plot(places[:, 0], places[:, 1], color="lightgray", linewidth=0.6, zorder=1)
+        drawn = axes.scatter(places[:, 0], places[:, 1], s=9, c=energies[name], cmap="viridis", norm=scale, zorder=2)
+        axes.plot(*places[0], "o", color=SAMPLE_COLOUR, markersize=7, zorder=3, label="start")
+        axes.plot(*places[-1], "X", color=SAMPLE_COLOUR, markersize=8, zorder=3, label="end")
+        axes.set_title(literal(name), fontsize=9)
+        axes.set_xlabel(f"coordinate 1 ({share[0]:.0%} of the variance)")
+    row[0].set_ylabel(f"coordinate 2 ({share[1]:.0%} of the variance)")
+    row[0].legend(loc="best", fontsize=8)
+    figure.colorbar(drawn, ax=list(row), label=label)
+    return figure
+
+
+def growth_figure(curves: Mapping[str, Sequence[float]], label: str) -> "Figure":
+    """Draw a metric of the average over the first 1, 2, … samples, one line per method.
+
+    Args:
+        curves: the values by method.
+        label: label of the values.
+    """
+    figure, (axes,) = canvas(height=3.8)
+    for index, (name, values) in enumerate(curves.items()):
+        count = np.arange(1, len(values) + 1)
+        axes.plot(count, values, label=literal(name), **series(index, len(values)))
+    longest = max(map(len, curves.values()))
+    axes.set_xlim(0.8, 1.08 * longest)
+    if longest > 10 * min(map(len, curves.values())):
+        axes.set_xscale("log")
+        ticks = [c * 10**p for p in range(4) for c in (1, 2, 5) if c * 10**p <= longest]
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.minorticks_off()
+    else:
+        axes.xaxis.set_major_locator(integer_ticks())
+    axes.set_xlabel("samples averaged, in order of drawing")
+    axes.set_ylabel(label)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
     return figure
