@@ -60,11 +60,11 @@ from lightning_sgmcmc.diagnostics.scores import predictive_entropy
 from lightning_sgmcmc.figures.canvas import save_figure
 from lightning_sgmcmc.figures.evaluation import entropy_figure
 from lightning_sgmcmc.recipes.shared import resnet
+from lightning_sgmcmc.recipes.shared.averages import logit_average
 from lightning_sgmcmc.recipes.shared.costs import forward_flops
 from lightning_sgmcmc.recipes.shared.figures import growth_figure
 from lightning_sgmcmc.recipes.shared.image_sets import photographs, unknown_images
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
-from lightning_sgmcmc.recipes.shared.logit_average import logit_average
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row

@@ -30,10 +30,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sgmcmc.figures.canvas import INTERVAL, draw_band, mean_with_interval, save_figure, series
+from lightning_sgmcmc.figures.canvas import INTERVAL, draw_band, mean_with_interval, panels, save_figure, series
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.options import Options
-from lightning_sgmcmc.recipes.shared.pictures import panels
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.samplers import SGLD, Sampler, UnderdampedLangevin, pSGLD

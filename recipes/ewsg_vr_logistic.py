@@ -35,12 +35,11 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from lightning_sgmcmc.datamodules import UCIClassificationDataModule
-from lightning_sgmcmc.figures.canvas import panels, save_figure, series
+from lightning_sgmcmc.figures.canvas import legend_below, panels, save_figure, series
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.logistic import laplace_approximation
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
-from lightning_sgmcmc.recipes.shared.pictures import outside_legend
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.samplers import UnderdampedLangevin
@@ -237,5 +236,5 @@ def likelihood_figure(curves: dict[str, dict[str, np.ndarray]], settings: Settin
             axes.set_xlabel("data passes")
     grid[0][0].set_ylabel("test log likelihood")
     grid[-1][0].set_ylabel("test log likelihood")
-    outside_legend(figure, grid[0][0])
+    legend_below(figure, grid[0][0])
     return figure

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lightning_sgmcmc.figures.canvas import COLOURS, canvas, save_figure
-from lightning_sgmcmc.recipes.shared.chain_average import chain_probabilities
+from lightning_sgmcmc.recipes.shared.averages import chain_probabilities
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options

@@ -42,11 +42,10 @@ from torch import Tensor, nn
 from lightning_sgmcmc import BayesianModule, ContourRules, DecayingStepSize, GaussianPrior
 from lightning_sgmcmc.callbacks import ContourGradient
 from lightning_sgmcmc.datamodules import MushroomDataModule, StreamDataModule
-from lightning_sgmcmc.figures.canvas import INTERVAL, draw_band, save_figure, series
+from lightning_sgmcmc.figures.canvas import INTERVAL, draw_band, legend_below, panels, save_figure, series
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
-from lightning_sgmcmc.recipes.shared.pictures import outside_legend, panels
 from lightning_sgmcmc.recipes.shared.records import Recording
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
@@ -304,7 +303,7 @@ def picture(outcomes: dict[str, list[Outcome]]) -> Any:
     axes[0, 1].set_ylabel("energy (nats); dotted: last edge")
     for panel in axes[0]:
         panel.set_xlabel("round")
-    outside_legend(figure, axes[0, 0])
+    legend_below(figure, axes[0, 0])
     return figure
 
 

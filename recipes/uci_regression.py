@@ -41,11 +41,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_sgmcmc.figures.canvas import INTERVAL, PAGE_WIDTH, half_width, panels, save_figure, series
+from lightning_sgmcmc.figures.canvas import INTERVAL, PAGE_WIDTH, half_width, legend_below, panels, save_figure, series
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
-from lightning_sgmcmc.recipes.shared.pictures import outside_legend
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, resumed_fit, silence_lightning
@@ -249,7 +248,7 @@ def picture(rows: list[Row], settings: Settings, splits: int) -> Any:
         axes.set_xticks(range(len(own)), [row.method for row in own], rotation=30, fontsize=7)
         axes.set_title(table, fontsize=9)
         axes.set_ylabel("RMSE")
-    outside_legend(figure, grid[0][0])
+    legend_below(figure, grid[0][0])
     return figure
 
 

@@ -50,13 +50,12 @@ sixteen chains waits for nothing on the stand-in device of `tests/cuda`.
 
 from typing import Any
 
-from lightning_sgmcmc.figures.canvas import INTERVAL, draw_band
+from lightning_sgmcmc.figures.canvas import INTERVAL, draw_band, legend_below, panels, save_figure
 from lightning_sgmcmc.recipes.cifar_sprint.fits import CYCLICAL, Point, datamodules, one
 from lightning_sgmcmc.recipes.cifar_sprint.settings import Settings
 from lightning_sgmcmc.recipes.shared.jobs import run_jobs
 from lightning_sgmcmc.recipes.shared.needs import require
 from lightning_sgmcmc.recipes.shared.options import Options
-from lightning_sgmcmc.recipes.shared.pictures import outside_legend, panels, save_figure
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 from lightning_sgmcmc.recipes.shared.settings import read_settings
 
@@ -181,5 +180,5 @@ def picture(found: dict[str, list[dict[str, Any]]]) -> Any:
         axes.set_ylabel(f"{metric}\n{INTERVAL}")
     for axes in grid.flat[len(metrics) :]:
         axes.set_visible(False)
-    outside_legend(figure, grid[0, 0])
+    legend_below(figure, grid[0, 0])
     return figure

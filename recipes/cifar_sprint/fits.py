@@ -14,7 +14,7 @@ from lightning_sgmcmc.diagnostics.scores import classification_metrics, out_of_d
 from lightning_sgmcmc.recipes.cifar_sprint.clock import TIMED, UNTIMED, Clock
 from lightning_sgmcmc.recipes.cifar_sprint.network import WHITENED_IMAGES, SprintNetwork, whitening_filters
 from lightning_sgmcmc.recipes.cifar_sprint.settings import SYNTHETIC, Settings
-from lightning_sgmcmc.recipes.shared.chain_average import grouped_probabilities
+from lightning_sgmcmc.recipes.shared.averages import grouped_probabilities
 from lightning_sgmcmc.recipes.shared.image_sets import photographs, unknown_images
 from lightning_sgmcmc.recipes.shared.options import Options
 from lightning_sgmcmc.recipes.shared.synthetic_images import SyntheticImages

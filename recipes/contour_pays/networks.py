@@ -19,7 +19,7 @@ from lightning_sgmcmc.callbacks import (
 )
 from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.recipes.contour_pays.settings import Settings
-from lightning_sgmcmc.recipes.shared.network_scores import data_of, scores
+from lightning_sgmcmc.recipes.shared.network_truth import data_of, scores
 from lightning_sgmcmc.recipes.shared.small_networks import NETWORKS
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, silence_lightning
 

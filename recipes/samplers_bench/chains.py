@@ -16,7 +16,7 @@ from lightning_sgmcmc.datamodules import TensorBatches
 from lightning_sgmcmc.diagnostics.draws import autocorrelation_time
 from lightning_sgmcmc.recipes.samplers_bench.methods import METHODS, NUTS, Settings
 from lightning_sgmcmc.recipes.samplers_bench.problems import Problem, generator_of, problem_of
-from lightning_sgmcmc.recipes.shared.network_scores import data_of, scores
+from lightning_sgmcmc.recipes.shared.network_truth import data_of, scores
 from lightning_sgmcmc.recipes.shared.small_networks import NETWORKS
 from lightning_sgmcmc.recipes.shared.trainers import quiet_trainer, silence_lightning
 from lightning_sgmcmc.reference.chains import HamiltonianChains

@@ -8,9 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from lightning_sgmcmc.diagnostics.draws import autocorrelation
-from lightning_sgmcmc.figures.canvas import COLOURS, INTERVAL, half_width, series
+from lightning_sgmcmc.figures.canvas import COLOURS, INTERVAL, half_width, legend_below, panels, series
 from lightning_sgmcmc.recipes.shared.logistic import Reference
-from lightning_sgmcmc.recipes.shared.pictures import outside_legend, panels
 from lightning_sgmcmc.recipes.shared.results import Row, mean_row
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ def ess_figure(studies: Sequence[Study]) -> "Figure":
         axes.set_yscale("log")
         axes.set_ylim(30, 12_000)
     grid[0][0].set_ylabel("median ESS")
-    outside_legend(figure, grid[0][0])
+    legend_below(figure, grid[0][0])
     return figure
 
 
@@ -134,7 +133,7 @@ def step_size_figure(studies: Sequence[Study]) -> "Figure":
         axes.set_xlabel("variance / reference's\n(dots grow with lr)")
         axes.set_title(one.table.capitalize(), fontsize=9)
     grid[0][0].set_ylabel("median ESS (dotted: paper)")
-    outside_legend(figure, grid[0][0])
+    legend_below(figure, grid[0][0])
     return figure
 
 
@@ -148,7 +147,7 @@ def autocorrelation_figure(studies: Sequence[Study], lags: int = 150) -> "Figure
         axes.set_title(f"{one.table.capitalize()}, coefficient {one.typical}", fontsize=9)
         axes.set_xlabel("lag (samples)")
     grid[0][0].set_ylabel("autocorrelation")
-    outside_legend(figure, grid[0][0])
+    legend_below(figure, grid[0][0])
     return figure
 
 
@@ -172,7 +171,7 @@ def marginal_figure(studies: Sequence[Study]) -> "Figure":
             axes.set_ylim(0)
     for row in range(2):
         grid[row][0].set_ylabel("density")
-    outside_legend(figure, grid[0][0])
+    legend_below(figure, grid[0][0])
     return figure
 
 

@@ -24,7 +24,7 @@ from lightning_sgmcmc.figures.canvas import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# -- chains on analytic targets -------------------------------------------------------------------------------------
+# -- chains on analytic targets ---------------------------------------------------------------------------------------
 
 
 def densities_figure(x: Sequence[float], truth: Sequence[float], others: Mapping[str, Sequence[float]]) -> "Figure":
@@ -183,7 +183,7 @@ def progress_figure(
     return figure
 
 
-# -- chains of networks --------------------------------------------------------------------------------------------
+# -- chains of networks -----------------------------------------------------------------------------------------------
 
 
 def energy_walk_figure(walks: Mapping[str, Any], bands: tuple[float, float], label: str) -> "Figure":

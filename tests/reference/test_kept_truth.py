@@ -2,8 +2,7 @@
 
 import pytest
 
-from lightning_sgmcmc.recipes.shared.network_scores import data_of, scores
-from lightning_sgmcmc.recipes.shared.network_truth import truth
+from lightning_sgmcmc.recipes.shared.network_truth import data_of, scores, truth
 from lightning_sgmcmc.recipes.shared.small_networks import NETWORKS
 from lightning_sgmcmc.reference import sample
 

@@ -1,4 +1,4 @@
-"""Predictions averaged over some of a posterior's samples: those of each chain, or of each step."""
+"""Averages over samples: probabilities of each chain or group, and metrics of averaged logits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,9 @@ from torch import Tensor
 
 from lightning_sgmcmc import BayesianModule
 from lightning_sgmcmc.chains.execution import evaluation_mode
-from lightning_sgmcmc.evaluation.scoring import Scorer
+from lightning_sgmcmc.diagnostics.scores import classification_metrics
+from lightning_sgmcmc.evaluation.averages import WeightedAverage
+from lightning_sgmcmc.evaluation.scoring import Scorer, evaluate
 
 AT_ONCE = 4
 """Samples scored in one pass."""
@@ -52,3 +54,29 @@ def grouped_probabilities(
                     total = total + terms["probabilities"].double().cpu()
             averages.append(total / len(states))
     return averages, torch.cat([batch[1] for batch in batches]).cpu()
+
+
+# -- averaged logits --------------------------------------------------------------------------------------------------
+
+
+def logit_average(module: BayesianModule, loader: Any, device: Any) -> dict[str, float]:
+    """Return accuracy and NLL of the samples' averaged logits, the average of the authors' program.
+
+    Args:
+        module: the module with its posterior; the samples' weights are used.
+        loader: the test data.
+        device: where to compute.
+    """
+    assert module.posterior is not None
+    total = WeightedAverage()
+    target = None
+    batches = [tuple(part.to(device) for part in batch) for batch in loader]
+    with evaluation_mode(module.to(device)):
+        for sample, log_weight in zip(module.posterior, module.posterior.log_weights.tolist(), strict=True):
+            state = {name: tensor.to(device) for name, tensor in sample.state.items()}
+            terms, density, target = evaluate(module, state, batches)
+            # Log probabilities equal logits up to a constant for each image.
+            total.add({"logits": terms["probabilities"].double().clamp_min(1e-38).log()}, density, log_weight)
+    assert target is not None
+    found = classification_metrics(torch.softmax(total.terms["logits"], -1), target)
+    return {name: float(found[name]) for name in ("accuracy", "nll")}
