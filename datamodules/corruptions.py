@@ -88,10 +88,7 @@ def corrupted(images: Tensor, corruption: str, severity: int, seed: int = 0) -> 
 
     Source: Hendrycks & Dietterich 2019.
     """
-    check_choice("corruption", corruption, tuple(CORRUPTIONS))
-    check_count("severity", severity, least=0, optional=False)
-    if severity > 5:
-        raise ValueError(f"severity must be 0 to 5, got {severity}")
+    _check(corruption, severity)
     if images.dim() != 4:
         raise ValueError(f"corruptions need images of shape (n, C, H, W), got {tuple(images.shape)}")
     if severity == 0:
@@ -100,6 +97,14 @@ def corrupted(images: Tensor, corruption: str, severity: int, seed: int = 0) -> 
     generator = torch.Generator().manual_seed(derive_seed(seed, "corruption", corruption, severity))
     found = [function(part, parameters[severity - 1], generator) for part in images.float().split(CHUNK)]
     return torch.cat(found).clamp_(0, 1)
+
+
+def _check(corruption: str, severity: int) -> None:
+    """Raise for an unknown corruption or severity."""
+    check_choice("corruption", corruption, tuple(CORRUPTIONS))
+    check_count("severity", severity, least=0, optional=False)
+    if severity > 5:
+        raise ValueError(f"severity must be 0 to 5, got {severity}")
 
 
 class CorruptedDataModule(pl.LightningDataModule):
@@ -139,10 +144,7 @@ class CorruptedDataModule(pl.LightningDataModule):
                 "lightning_sgmcmc.datamodules.corruptions.corrupted(images, …) on your own data"
             )
         super().__init__()
-        corrupted(torch.zeros(0, 1, 1, 1), corruption, 0)
-        check_count("severity", severity, least=0, optional=False)
-        if severity > 5:
-            raise ValueError(f"severity must be 0 to 5, got {severity}")
+        _check(corruption, severity)
         self.datamodule = datamodule
         self.corruption = corruption
         self.severity = severity
