@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from lightning_sgmcmc.checks import check_within, names_arguments
-from lightning_sgmcmc.diagnostics.scores import predictive_entropy
-from lightning_sgmcmc.likelihoods.classes import Categorical
 from lightning_sgmcmc.predictions import ClassPrediction, CountPrediction, Prediction, RegressionPrediction
 from lightning_sgmcmc.predictions.distributions import has_cdf, is_discrete
 from lightning_sgmcmc.tensors import widest
@@ -333,41 +331,3 @@ def _support(law: Distribution) -> str:
     if is_discrete(law):
         return "counts (0, 1, 2, …) that are not standardised"
     return f"in its support, {law.support}"
-
-
-# -- own ---------------------------------------------------------------------------------------------------------------
-
-
-def completed(terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a sample's own terms with those that a prediction's parts need besides.
-
-    Args:
-        terms: tensors by name, first axis n.
-    """
-    found = dict(terms)
-    if "probabilities" in found:
-        found["sample_entropy"] = predictive_entropy(found["probabilities"])
-    elif {"mean", "variance"} <= found.keys():
-        mean = found["mean"]
-        found["mean"] = widest(mean)
-        found["square"] = found["mean"].square()
-    return found
-
-
-def per_sample_term_of(terms: Mapping[str, Tensor]) -> str:
-    """Return the name of the term that is kept for each sample: the first of the module's own."""
-    return next((name for name in ("probabilities", "mean") if name in terms), next(iter(terms)))
-
-
-def prediction_of(terms: Mapping[str, Tensor], per_sample: Tensor | None) -> Prediction:
-    """Return the prediction that averages of `completed` terms describe.
-
-    Args:
-        terms: the averages.
-        per_sample: the term of each sample that `per_sample_term_of` names, None without.
-    """
-    if "probabilities" in terms or "square" in terms:
-        kind = Categorical if "probabilities" in terms else Likelihood
-        return kind().prediction(terms, per_sample)
-    samples = {} if per_sample is None else {f"sample_{per_sample_term_of(terms)}": per_sample}
-    return Prediction(**terms, **samples)

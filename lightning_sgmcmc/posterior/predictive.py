@@ -38,17 +38,17 @@ from lightning_sgmcmc.chains.execution import (
 )
 from lightning_sgmcmc.chains.samples import PosteriorSample, SampleRecord
 from lightning_sgmcmc.chains.starts import Holder
+from lightning_sgmcmc.diagnostics.scores import predictive_entropy
 from lightning_sgmcmc.evaluation.averages import WeightedAverage
 from lightning_sgmcmc.evaluation.drawn_networks import new_statistics
 from lightning_sgmcmc.evaluation.scoring import concatenate, evaluate, of_observed
-from lightning_sgmcmc.likelihoods import Likelihood
-from lightning_sgmcmc.likelihoods.base import completed, per_sample_term_of, prediction_of
+from lightning_sgmcmc.likelihoods import Categorical, Likelihood
 from lightning_sgmcmc.model import EnergyModel, overrides
 from lightning_sgmcmc.posterior.disk import LEAVE_OUT, DiskStore
 from lightning_sgmcmc.posterior.store import MemoryStore, SampleStore
 from lightning_sgmcmc.predictions import Members, Mixture, Prediction, RegressionPrediction
 from lightning_sgmcmc.tables import InputColumns
-from lightning_sgmcmc.tensors import bad_tensor
+from lightning_sgmcmc.tensors import bad_tensor, widest
 
 SMALL = 64 * 2**20
 """Bytes of the samples' distributions that a prediction keeps unasked."""
@@ -439,3 +439,41 @@ def _on(
     batches: Iterable[Any], device: torch.device, dtype: torch.dtype, columns: InputColumns | None
 ) -> Iterator[Any]:
     return (as_tensors(inputs, device, dtype, columns) for inputs in batches)
+
+
+# -- terms of a module's own -------------------------------------------------------------------------------------------
+
+
+def completed(terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a sample's own terms with those that a prediction's parts need besides.
+
+    Args:
+        terms: tensors by name, first axis n.
+    """
+    found = dict(terms)
+    if "probabilities" in found:
+        found["sample_entropy"] = predictive_entropy(found["probabilities"])
+    elif {"mean", "variance"} <= found.keys():
+        mean = found["mean"]
+        found["mean"] = widest(mean)
+        found["square"] = found["mean"].square()
+    return found
+
+
+def per_sample_term_of(terms: Mapping[str, Tensor]) -> str:
+    """Return the name of the term that is kept for each sample: the first of the module's own."""
+    return next((name for name in ("probabilities", "mean") if name in terms), next(iter(terms)))
+
+
+def prediction_of(terms: Mapping[str, Tensor], per_sample: Tensor | None) -> Prediction:
+    """Return the prediction that averages of `completed` terms describe.
+
+    Args:
+        terms: the averages.
+        per_sample: the term of each sample that `per_sample_term_of` names, None without.
+    """
+    if "probabilities" in terms or "square" in terms:
+        kind = Categorical if "probabilities" in terms else Likelihood
+        return kind().prediction(terms, per_sample)
+    samples = {} if per_sample is None else {f"sample_{per_sample_term_of(terms)}": per_sample}
+    return Prediction(**terms, **samples)
